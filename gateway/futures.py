@@ -53,9 +53,9 @@ class Progress:
         self.state, self.reason = "paused_capacity", reason
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Pending:
-    """Work in progress."""
+    """One request of a client for work, until its answer is there."""
 
     request_id: str
     kind: str

@@ -8,7 +8,6 @@ import hashlib
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import zstandard
@@ -25,6 +24,7 @@ from gateway.http import counting, schemas
 from gateway.http.errors import invalid
 from gateway.http.held import Share
 from gateway.training import json_forms
+from gateway.training.operations import Submission
 from tinsmith.cores import Cores
 from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity, ServiceError
 from tinsmith.v1 import trainer_pb2
@@ -170,34 +170,12 @@ def _object(body: bytes, config: GatewayConfig) -> dict[str, Any]:
     return parsed
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The body of a forward_backward."""
-
-    model_id: str
-    seq_id: int
-    """0: the body has no seq_id."""
-    message: trainer_pb2.ForwardBackwardRequest | ServiceError
-    """The request for the trainer, or the reason to refuse the body."""
-    num_bytes: int
-    """Size of the body."""
-    refused_mark: str = ""
-    """Fingerprint of a refused body."""
-
-
-def canonical(message: trainer_pb2.ForwardBackwardRequest) -> tuple[bytes, str, int]:
-    """The canonical bytes of the message, their fingerprint, and the number of tokens of its model inputs."""
-    num_tokens = sum(len(c.encoded_text.tokens) // 4 for datum in message.data for c in datum.model_input)
-    body = message.SerializeToString(deterministic=True)
-    return body, fingerprint("forward_backward", body), num_tokens
-
-
-async def read_forward_backward(request: Request, config: GatewayConfig, *, forward_only: bool = False) -> Batch:
+async def read_forward_backward(request: Request, config: GatewayConfig, *, forward_only: bool = False) -> Submission:
     """Reads a batch in protobuf or JSON, by its content type. `forward_only`: the endpoint is `forward`.
 
-    A body that is too large, or whose JSON holds no batch, uses up its seq_id. So it becomes a refused Batch with its
-    ids. Raises TooLarge when the ids cannot be read, OutOfCapacity, and HTTPException 400 for another content type or
-    encoding, a broken body, or a JSON body without ids.
+    A body without seq_id gets seq_id 0. A body that is too large, or whose JSON holds no batch, uses up its seq_id. So
+    it becomes a refused submission with its ids. Raises TooLarge when the ids cannot be read, OutOfCapacity, and
+    HTTPException 400 for another content type or encoding, a broken body, or a JSON body without ids.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type not in ("application/x-protobuf", "application/json"):
@@ -212,18 +190,18 @@ async def read_forward_backward(request: Request, config: GatewayConfig, *, forw
     try:
         body = await read(request, config)
     except TooLarge as error:
-        return _refused(error, is_json=is_json, is_compressed=is_compressed)
+        return _too_large(error, is_json=is_json, is_compressed=is_compressed, forward_only=forward_only)
 
-    def decode() -> Batch:
+    def decode() -> Submission:
         try:
             plain = decompress(body, limit=config.max_body_bytes) if is_compressed else body
         except TooLarge as error:
             error.start = body
-            return _refused(error, is_json=is_json, is_compressed=True)
+            return _too_large(error, is_json=is_json, is_compressed=True, forward_only=forward_only)
         try:
             return (_from_json if is_json else _from_protobuf)(plain, config, forward_only=forward_only)
         except TooLarge as error:
-            return _refused(error, is_json=is_json, is_compressed=False)
+            return _too_large(error, is_json=is_json, is_compressed=False, forward_only=forward_only)
 
     num_bytes = len(body)
     if is_compressed:
@@ -232,7 +210,8 @@ async def read_forward_backward(request: Request, config: GatewayConfig, *, forw
     return await off_loop(decode, num_bytes=num_bytes, config=config)
 
 
-def _from_protobuf(body: bytes, config: GatewayConfig, *, forward_only: bool) -> Batch:
+def _from_protobuf(body: bytes, config: GatewayConfig, *, forward_only: bool) -> Submission:
+    """The batch. Its body stays as the client sent it; nothing in it is computed with here."""
     message = trainer_pb2.ForwardBackwardRequest()
     if len(body) > config.max_body_values:  # a smaller body cannot hold that many
         number = counting.protobuf_values(body, cast(Descriptor, message.DESCRIPTOR), limit=config.max_body_values)
@@ -241,11 +220,43 @@ def _from_protobuf(body: bytes, config: GatewayConfig, *, forward_only: bool) ->
         message.ParseFromString(body)
     except DecodeError as error:
         raise HTTPException(400, f"the body is not a ForwardBackwardRequest in protobuf: {error}") from None
-    message.forward_only |= forward_only
     if (unknown := _unknown_field(message)) is not None:
-        mark = fingerprint("invalid", body)
-        return Batch(message.model_id, message.seq_id, unknown, num_bytes=len(body), refused_mark=mark)
-    return Batch(message.model_id, message.seq_id, message, num_bytes=len(body))
+        only = forward_only or message.forward_only
+        return _refused(message.model_id, message.seq_id, unknown, "invalid", body, forward_only=only)
+    if message.HasField("custom_loss"):
+        error = InvalidRequest(
+            "custom_loss: is not part of the public API; name a loss by loss_id", field="custom_loss"
+        )
+        only = forward_only or message.forward_only
+        return _refused(message.model_id, message.seq_id, error, "forward_backward", body, forward_only=only)
+    if forward_only and not message.forward_only:
+        message.forward_only = True
+        body += trainer_pb2.ForwardBackwardRequest(forward_only=True).SerializeToString()  # protobuf merges the two
+    return _batch(message, body)
+
+
+def _batch(message: trainer_pb2.ForwardBackwardRequest, body: bytes) -> Submission:
+    num_tokens = sum(len(chunk.encoded_text.tokens) // 4 for datum in message.data for chunk in datum.model_input)
+    return Submission.of(
+        "forward_backward",
+        message.model_id,
+        message.seq_id,
+        rpc="ForwardBackward",
+        body=body,
+        fingerprint=fingerprint("forward_backward", body),
+        num_tokens=num_tokens,
+        loss_fn=message.loss_fn,
+        is_forward_only=message.forward_only,
+    )
+
+
+def _refused(model_id: str, seq_id: int, error: ServiceError, *parts: bytes | str, forward_only: bool) -> Submission:
+    """A batch that the gateway refuses. `parts`: what tells its repeats from other requests."""
+    # Refusing a forward loses no gradients.
+    submission = Submission.of("forward" if forward_only else "forward_backward", model_id, seq_id)
+    submission.fingerprint = fingerprint(*parts)
+    submission.refuse(error)
+    return submission
 
 
 def _unknown_field(message: trainer_pb2.ForwardBackwardRequest) -> InvalidRequest | None:
@@ -262,18 +273,18 @@ def _unknown_field(message: trainer_pb2.ForwardBackwardRequest) -> InvalidReques
     )
 
 
-def _from_json(body: bytes, config: GatewayConfig, *, forward_only: bool) -> Batch:
+def _from_json(body: bytes, config: GatewayConfig, *, forward_only: bool) -> Submission:
     content = _object(body, config)
     ids = parse_ids(schemas.GivenIds, content)
     seq_id = ids.seq_id or 0
     try:
         message = json_forms.forward_backward(content, model_id=ids.model_id, seq_id=seq_id, forward_only=forward_only)
     except ServiceError as error:
-        return Batch(ids.model_id, seq_id, error, num_bytes=len(body), refused_mark=fingerprint("invalid", body))
-    return Batch(ids.model_id, seq_id, message, num_bytes=len(body))
+        return _refused(ids.model_id, seq_id, error, "invalid", body, forward_only=forward_only)
+    return _batch(message, message.SerializeToString(deterministic=True))
 
 
-def _refused(error: TooLarge, *, is_json: bool, is_compressed: bool) -> Batch:
+def _too_large(error: TooLarge, *, is_json: bool, is_compressed: bool, forward_only: bool) -> Submission:
     start = error.start
     if is_compressed:
         try:
@@ -285,14 +296,8 @@ def _refused(error: TooLarge, *, is_json: bool, is_compressed: bool) -> Batch:
     ids = _leading_ids(start) if not is_json else None if is_compressed else _trailing_ids(error.end)
     if ids is None:
         raise error
-    model_id, seq_id = ids
-    return Batch(
-        model_id,
-        seq_id,
-        InvalidRequest(f"data: {error.detail}; send fewer or shorter datums", field="data"),
-        num_bytes=len(start),
-        refused_mark=fingerprint("too large", start, error.end, error.detail),
-    )
+    refused = InvalidRequest(f"data: {error.detail}; send fewer or shorter datums", field="data")
+    return _refused(*ids, refused, "too large", start, error.end, error.detail, forward_only=forward_only)
 
 
 _TRAILING_IDS = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,300})"\s*,\s*"seq_id"\s*:\s*([0-9]{1,10})\s*\}\s*\Z')

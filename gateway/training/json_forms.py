@@ -162,9 +162,19 @@ def forward_backward_result(body: bytes) -> bytes:
         {
             "loss_fn_output_type": message.loss_fn_output_type,
             "loss_fn_outputs": [output for record in message.loss_fn_outputs for output in _outputs(record)],
-            "metrics": {key: value if math.isfinite(value) else str(value) for key, value in message.metrics.items()},
+            "metrics": _metrics(message.metrics),
         }
     )
+
+
+def optim_step_result(message: trainer_pb2.OptimStepResponse) -> bytes:
+    return _dumps({"metrics": _metrics(message.metrics)})
+
+
+def _metrics(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """The metrics for JSON, which has no NaN or infinity: the SDK reads "nan" and "inf" as the numbers that they
+    name."""
+    return {key: value if math.isfinite(value) else str(value) for key, value in metrics.items()}
 
 
 def _outputs(record: types_pb2.ArrayRecord) -> list[dict[str, Any]]:

@@ -12,14 +12,15 @@ import contextlib
 import logging
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from cachetools import LRUCache
+from google.protobuf.message import Message
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.answers import Answer
+from gateway.answers import PROTOBUF, Answer
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.dashboard.history import History
@@ -29,7 +30,7 @@ from gateway.database.tables.operations import Operation
 from gateway.futures import Futures, Gone, Pending
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
-from gateway.tenants.limits import Hold
+from gateway.training import json_forms
 from gateway.training.results import Results
 from gateway.training.trainer_calls import TrainerCalls
 from tinsmith.rpc.errors import (
@@ -59,53 +60,73 @@ def request_id_of(model_id: str, seq_id: int) -> str:
     return f"{model_id}:{seq_id}"
 
 
-@dataclass(slots=True)
-class Submission:
-    """One training operation as the client sent it."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Submission(Pending):
+    """One training operation, from its route to its answer. `kind` is the endpoint, and `group` is the model."""
 
-    kind: str
-    """Endpoint."""
-    model_id: str
     seq_id: int
-    base_model: str
-    rpc: str
-    body: bytes
+    base_model: str = ""
+    """Set when the operation is admitted."""
+    rpc: str = ""
+    """The trainer's RPC."""
+    body: bytes = b""
     """The RPC's request. The body of a batch is emptied once the trainer has it in its journal."""
-    fingerprint: str
     path: str | None = None
     """Tinker path that the operation loads or saves."""
     sampling_session_id: str | None = None
     """Set for an ephemeral save."""
-    num_tokens: int = 0
-    """Tokens that the operation trains on."""
     inflight: bool = False
     """A save with kind "inflight"."""
+    loss_fn: str = ""
     is_forward_only: bool = False
     """A batch without gradients."""
     sends_parts_at_once: bool = True
     """The client sends all parts of a large batch before it asks for the answer of any part."""
     is_completed: bool = False
-    """The gateway has added what the client only names (see `references`), so a repeat may have another body."""
-    hold: Hold | None = None
-    """The part of the owner's budget that is reserved while the operation is in work."""
+    """The gateway has added what the client only names, such as a custom loss, so a repeat may have another body."""
     error: ServiceError | None = None
     """The gateway's reason to refuse it. The trainer gets a SkipOperation then, because the number is used up."""
 
+    @classmethod
+    def of(cls, kind: str, model_id: str, seq_id: int, *, fingerprint: str | None = None, **fields: Any) -> Submission:
+        return cls(request_id_of(model_id, seq_id), kind, model_id, fingerprint, seq_id=seq_id, **fields)
+
     @property
-    def request_id(self) -> str:
-        return request_id_of(self.model_id, self.seq_id)
+    def model_id(self) -> str:
+        return self.group
 
     @property
     def adds_gradients(self) -> bool:
         """True also for a refused batch that was meant to add gradients."""
         return self.kind == "forward_backward" and not self.is_forward_only
 
+    def calls(self, rpc: str, request: Message) -> None:
+        """The operation becomes this RPC of the trainer."""
+        self.rpc, self.body = rpc, request.SerializeToString(deterministic=True)
 
-def refusal_body(kind: str, model_id: str, seq_id: int, error: ServiceError) -> bytes:
-    """A serialized SkipOperationRequest, which uses up the number so that the operations after it may run."""
-    return pb.SkipOperationRequest(
-        model_id=model_id, seq_id=seq_id, reason=error.message, gradients_missing=kind == "forward_backward"
-    ).SerializeToString()
+    def refuse(self, error: ServiceError) -> None:
+        """The operation fails with this error. The trainer only learns that its number is used up."""
+        self.error = error
+        self.rpc, self.body = "SkipOperation", b""
+        self.path, self.sampling_session_id, self.inflight, self.is_completed = None, None, False, False
+
+    def number(self, seq_id: int) -> None:
+        """Gives a number to a batch that came without one."""
+        self.seq_id, self.request_id = seq_id, request_id_of(self.model_id, seq_id)
+        if self.error is None:  # protobuf merges concatenated messages, so appended fields belong to the request
+            self.body += pb.ForwardBackwardRequest(seq_id=seq_id).SerializeToString()
+
+    @property
+    def request_body(self) -> bytes:
+        """The serialized request of the RPC."""
+        if self.error is None:
+            return self.body
+        return pb.SkipOperationRequest(
+            model_id=self.model_id,
+            seq_id=self.seq_id,
+            reason=self.error.message,
+            gradients_missing=self.adds_gradients,
+        ).SerializeToString()
 
 
 class Operations:
@@ -146,9 +167,7 @@ class Operations:
         model_id, seq_id = submission.model_id, submission.seq_id
         if submission.rpc == "OptimStep":
             seen = self._told[model_id].step(seq_id) if model_id in self._told else 0
-            # Protobuf merges concatenated messages, so appended fields belong to the request.
-            body = submission.body + pb.OptimStepRequest(failure_seen=seen).SerializeToString()
-            submission = replace(submission, body=body)
+            submission.body += pb.OptimStepRequest(failure_seen=seen).SerializeToString()
         elif submission.adds_gradients and submission.sends_parts_at_once:
             self._told.setdefault(model_id, Told()).sent(seq_id)
         try:
@@ -170,7 +189,7 @@ class Operations:
         request_id = submission.request_id
         self._ledger.touch(submission.model_id)
         known = self._futures.fingerprint(request_id)
-        if known is not None and known != submission.fingerprint:
+        if known is not None and known != submission.fingerprint and not await self._is_same_batch(submission):
             raise _conflict(submission)
         pending = self._futures.pending(request_id)
         if known is None:
@@ -180,18 +199,22 @@ class Operations:
                     "which is max_pending_operations; wait for some of them"
                 )
             self._ledger.check_room()
-            pending = Pending(
-                request_id,
-                submission.kind,
-                submission.model_id,
-                submission.fingerprint,
-                accepted=asyncio.Future(),
-                num_tokens=submission.num_tokens,
-                hold=submission.hold,
-            )
-            self._futures.start(pending, self._run(submission, pending))
+            pending = submission
+            pending.accepted = asyncio.Future()
+            self._futures.start(submission, self._run(submission, pending.accepted))
         if pending is not None and pending.accepted is not None:
             await asyncio.shield(pending.accepted)
+
+    async def _is_same_batch(self, submission: Submission) -> bool:
+        """Whether the trainer has this very batch, which may have other bytes: a map of protobuf has no order."""
+        if submission.rpc != "ForwardBackward" or submission.is_completed:
+            return False
+        try:
+            call = await self._call(submission)
+        except SequenceConflict:
+            return False
+        call.cancel()
+        return True
 
     async def is_repeat(self, request_id: str, mark: str) -> bool:
         """Whether this very CreateModel was submitted before, so that a receipt may be given.
@@ -212,11 +235,9 @@ class Operations:
         model = await self._store.models.get(operation.model_id)
         return model is not None and model.lora_rank is not None
 
-    async def _run(self, submission: Submission, pending: Pending) -> Answer:
-        accepted = pending.accepted
-        assert accepted is not None
+    async def _run(self, submission: Submission, accepted: asyncio.Future[None]) -> Answer:
         try:
-            return await self._submit_and_wait(submission, pending, accepted)
+            return await self._submit_and_wait(submission, accepted)
         except Exception as error:
             if accepted.done():
                 raise
@@ -228,16 +249,14 @@ class Operations:
                 accepted.set_exception(ServiceError("internal error of the gateway; its log has the cause"))
             raise Gone from error  # the client gets no receipt, so it sends the operation again
 
-    async def _submit_and_wait(
-        self, submission: Submission, pending: Pending, accepted: asyncio.Future[None]
-    ) -> Answer:
+    async def _submit_and_wait(self, submission: Submission, accepted: asyncio.Future[None]) -> Answer:
         try:
             call = await self._accept(submission)
         except (NotReady, OutOfCapacity, SequenceConflict) as error:
             accepted.set_exception(error)
             raise Gone from error
         except asyncio.CancelledError:
-            if pending.answer is None:
+            if submission.answer is None:
                 accepted.set_exception(NotReady("the gateway is going down"))
             else:  # the model has ended: the client gets a receipt of a failed future
                 accepted.set_result(None)
@@ -248,22 +267,22 @@ class Operations:
         if submission.rpc == "ForwardBackward":
             submission.body = b""  # it has up to max_body_bytes, and the answer may take hours
         if call is not None:
-            self._metrics.submissions.accept_seconds.observe(time.monotonic() - pending.started_at)
+            self._metrics.submissions.accept_seconds.observe(time.monotonic() - submission.started_at)
         accepted.set_result(None)
         if call is None:
-            return await self._attached(pending, submission.base_model, submission.seq_id)
-        self._calls.watch(pending, submission.base_model, submission.seq_id)
-        reply = await self._reply(call, submission, pending)
-        await self._count(submission, pending)
+            return await self._attached(submission, submission.base_model, submission.seq_id)
+        self._calls.watch(submission, submission.base_model, submission.seq_id)
+        reply = await self._reply(call, submission)
+        await self._count(submission)
         self._history.add(
             submission.model_id,
             submission.seq_id,
             reply,
-            ran=pending.ran,
+            ran=submission.ran,
             body=submission.body if submission.rpc == "OptimStep" else b"",
             is_forward_only=submission.is_forward_only,
         )
-        return await self._written_down(pending, reply, operation=self._operation(submission))
+        return await self._answer(submission, reply)
 
     async def _accept(self, submission: Submission) -> Any:
         """The call, once the trainer has the operation in its journal.
@@ -278,9 +297,7 @@ class Operations:
                 known = await self._remember(submission)
                 if known is not None and known.error is not None and known.fingerprint != submission.fingerprint:
                     raise SequenceConflict(known.error)  # the gateway refused it, without the trainer
-            call = await self._calls.accept(
-                submission.rpc, submission.body, base_model=submission.base_model, request_id=submission.request_id
-            )
+            call = await self._call(submission)
         except SequenceConflict as error:
             if known is None:
                 await self._store.operations.delete(submission.request_id)
@@ -290,24 +307,32 @@ class Operations:
                 raise InvalidRequest(known.error) from None
             return None
         if known is not None and known.fingerprint != submission.fingerprint:
-            await self._store.operations.replace(self._operation(submission))  # the trainer never got the stored one
+            await self._store.operations.replace(self._row(submission))  # the trainer never got the stored one
         return call
 
-    async def _reply(self, call: Any, submission: Submission, pending: Pending) -> Any:
+    async def _call(self, submission: Submission) -> Any:
+        return await self._calls.accept(
+            submission.rpc,
+            submission.request_body,
+            base_model=submission.base_model,
+            request_id=submission.request_id,
+        )
+
+    async def _reply(self, call: Any, submission: Submission) -> Any:
         """The trainer's reply. Raises the error of a failed operation; the gateway's own refusal comes first."""
         try:
             reply = await self._calls.reply(
-                call, base_model=submission.base_model, seq_id=submission.seq_id, pending=pending
+                call, base_model=submission.base_model, seq_id=submission.seq_id, pending=submission
             )
         except ServiceError as error:
             if submission.kind in _WRITTEN_DOWN:
-                await self._settle(pending)
+                await self._settle(submission)
             raise submission.error or error from error
         if submission.error is not None:
             raise submission.error
         return reply
 
-    async def _count(self, submission: Submission, pending: Pending) -> None:
+    async def _count(self, submission: Submission) -> None:
         """Counts the trained tokens as usage of the model's owner."""
         if not submission.num_tokens:
             return
@@ -317,20 +342,25 @@ class Operations:
             submission.seq_id,
             submission.num_tokens,
             base_model=submission.base_model,
-            session_id=pending.session_id,
+            session_id=submission.session_id,
             is_new=True,
         )
         if submission.hold is not None:
             submission.hold.release()  # the tokens are counted now; held as well, they would count twice
             if submission.hold.is_budgeted:
-                await until_written(self._ledger.flush, what="the usage", pausing=pending.progress.paused)
+                await until_written(self._ledger.flush, what="the usage", pausing=submission.progress.paused)
 
-    async def _written_down(self, pending: Pending, reply: Any, *, operation: Operation | None = None) -> Answer:
+    async def _answer(self, pending: Pending, reply: Any) -> Answer:
         """The client's answer, once the results of the reply are in the database and the operation is settled."""
         pending.ask = None  # the trainer is done with the operation
+        if isinstance(reply, pb.ForwardBackwardResponse):
+            return Answer(reply.SerializeToString(), PROTOBUF, json_forms.forward_backward_result)
+        if isinstance(reply, pb.OptimStepResponse):
+            return Answer(json_forms.optim_step_result(reply))
 
         async def write() -> Answer:
-            return await self._results.answer(pending.request_id, pending.group, reply, operation=operation)
+            row = self._row(pending) if isinstance(pending, Submission) else None
+            return await self._results.answer(pending.request_id, pending.group, reply, operation=row)
 
         return await until_written(write, what=pending.request_id, pausing=pending.progress.paused)
 
@@ -342,11 +372,11 @@ class Operations:
 
     async def _remember(self, submission: Submission) -> Operation | None:
         """Stores the operation. Returns the one that was stored under its id before, if any."""
-        if await self._store.operations.add(self._operation(submission)):
+        if await self._store.operations.add(self._row(submission)):
             return None
         return await self._store.operations.get(submission.request_id)
 
-    def _operation(self, submission: Submission) -> Operation:
+    def _row(self, submission: Submission) -> Operation:
         return Operation(
             request_id=submission.request_id,
             model_id=submission.model_id,
@@ -398,7 +428,7 @@ class Operations:
             num_tokens = round(reply.metrics.get("num_tokens:sum", 0.0))
             where = {"base_model": base_model, "session_id": pending.session_id}
             self._ledger.train(pending.group, seq_id, num_tokens, is_new=False, **where)
-        return await self._written_down(pending, reply)
+        return await self._answer(pending, reply)
 
 
 def _conflict(submission: Submission, *, is_given_up: bool = False) -> SequenceConflict:

@@ -1,4 +1,4 @@
-"""Turns the trainer's replies into the client's answers, and stores what the replies have made.
+"""Stores what operations have made (models, checkpoints, samplers), and makes the client's answers of them.
 
 The code reads what the client had asked for from the database. So it treats a reply to the submitting call and a reply
 that WaitResult found alike, also after a restart.
@@ -6,13 +6,12 @@ that WaitResult found alike, also after a restart.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import orjson
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from gateway.answers import PROTOBUF, Answer
+from gateway.answers import Answer
 from gateway.convert import checkpoint_row
 from gateway.database.store import Store
 from gateway.database.tables.operations import Operation
@@ -20,17 +19,11 @@ from gateway.database.tables.sessions import SamplingSession
 from gateway.sampling.inflight import Inflight
 from gateway.storage.checkpoints import event_of
 from gateway.tenants.ledger import Ledger
-from gateway.training import json_forms
 from tinsmith.rpc.errors import InvalidRequest, ServiceError
 from tinsmith.rpc.times import seconds_of
 from tinsmith.rpc.words import word_of
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-
-
-def _finite(value: float) -> float | str:
-    """The value, or text where JSON has no number: the SDK reads "nan" and "inf" as the numbers that they name."""
-    return value if math.isfinite(value) else str(value)
 
 
 class Results:
@@ -50,10 +43,6 @@ class Results:
         reply, or a save that the database does not know.
         """
         match reply:
-            case pb.ForwardBackwardResponse():
-                return Answer(reply.SerializeToString(), PROTOBUF, json_forms.forward_backward_result)
-            case pb.OptimStepResponse():
-                return Answer(orjson.dumps({"metrics": {key: _finite(value) for key, value in reply.metrics.items()}}))
             case pb.CreateModelResponse():
                 return await self._created(request_id, model_id, reply, operation)
             case pb.LoadCheckpointResponse():

@@ -16,11 +16,11 @@ from gateway.gateway import Gateway, caller_of, gateway_of
 from gateway.http import schemas
 from gateway.http.body import fingerprint, parse, parse_ids, read_json
 from gateway.http.errors import json_response
+from gateway.http.routes.training import failed_receipt, receipt
 from gateway.reaper import UNLOAD
 from gateway.tenants.access import refused_id
 from gateway.tenants.caller import Caller
 from gateway.training.operations import Submission, request_id_of
-from gateway.training.submissions import failed_receipt, receipt
 from gateway.views import lora_view
 from tinsmith.rpc.errors import (
     AlreadyExists,
@@ -145,10 +145,10 @@ async def _create(
         )
         return await failed_receipt(gateway, request_id, model_id, AlreadyExists(what), kind=kind, mark=mark)
     await gateway.training.operations.submit(
-        Submission(
-            kind=kind,
-            model_id=model_id,
-            seq_id=0,
+        Submission.of(
+            kind,
+            model_id,
+            0,
             base_model=message.base_model,
             rpc="CreateModel",
             body=message.SerializeToString(deterministic=True),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -13,10 +11,11 @@ from starlette.routing import Route
 from gateway.convert import check_ttl, ttl_of
 from gateway.gateway import caller_of, gateway_of
 from gateway.http import schemas
-from gateway.http.body import Schema, idempotency_key, parse, read_json
+from gateway.http.body import idempotency_key, parse, read_json
 from gateway.http.errors import json_response
 from gateway.http.routes.models import check_session, create_from_checkpoint
-from gateway.training.submissions import Rpc, rpc_of, submit_json
+from gateway.http.routes.training import submit_content, submit_json
+from gateway.training.operations import Submission
 from gateway.views import lora_view
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.rpc.paths import TinkerPath, check_name
@@ -26,14 +25,14 @@ _ACCESS_TOKEN = "X-Tinker-Weights-Access-Token"  # noqa: S105  # a header's name
 
 
 async def save_weights(request: Request) -> Response:
-    async def to_rpc(body: schemas.SaveWeights) -> Rpc:
+    async def to_rpc(save: Submission, body: schemas.SaveWeights) -> None:
         path = TinkerPath(body.model_id, "weights", check_name(body.path, field="path"))
         if body.overwrite:
             await gateway_of(request).storage.checkpoints.keep_for_samplers(path)
         more = {"overwrite": body.overwrite, "user_metadata": body.user_metadata}
-        return _saving(body, types_pb2.CHECKPOINT_KIND_TRAINING, path, **more)
+        _saves(save, body, types_pb2.CHECKPOINT_KIND_TRAINING, path, **more)
 
-    return await _submit(request, "save_weights", schemas.SaveWeights, to_rpc)
+    return await submit_json(request, "save_weights", schemas.SaveWeights, to_rpc)
 
 
 async def save_weights_for_sampler(request: Request) -> Response:
@@ -42,7 +41,7 @@ async def save_weights_for_sampler(request: Request) -> Response:
     With kind "inflight", all inflight samplers of the run move to these weights.
     """
 
-    async def to_rpc(body: schemas.SaveWeightsForSampler) -> Rpc:
+    async def to_rpc(save: Submission, body: schemas.SaveWeightsForSampler) -> None:
         if (body.path is None) == (body.sampling_session_seq_id is None):
             raise InvalidRequest("path, sampling_session_seq_id: send exactly one of the two")
         path, sampling_session_id, kind = None, None, types_pb2.CHECKPOINT_KIND_EPHEMERAL
@@ -52,38 +51,31 @@ async def save_weights_for_sampler(request: Request) -> Response:
         else:
             session_id = body.model_id.rpartition(":train:")[0]
             sampling_session_id = f"{session_id}:sample:{body.sampling_session_seq_id}"
-        rpc = _saving(body, kind, path, user_metadata=body.user_metadata)
-        return replace(rpc, sampling_session_id=sampling_session_id, inflight=body.kind == "inflight")
+        save.sampling_session_id, save.inflight = sampling_session_id, body.kind == "inflight"
+        _saves(save, body, kind, path, user_metadata=body.user_metadata)
 
-    return await _submit(request, "save_weights_for_sampler", schemas.SaveWeightsForSampler, to_rpc)
+    return await submit_json(request, "save_weights_for_sampler", schemas.SaveWeightsForSampler, to_rpc)
 
 
 async def save_weights_external(request: Request) -> Response:
     """Saves files for download. With age_encryption_recipients each file is encrypted."""
 
-    async def to_rpc(body: schemas.SaveWeightsExternal) -> Rpc:
+    async def to_rpc(save: Submission, body: schemas.SaveWeightsExternal) -> None:
         path = TinkerPath(body.model_id, "external_weights", check_name(body.path, field="path"))
-        return _saving(body, types_pb2.CHECKPOINT_KIND_EXTERNAL, path, age_recipients=body.age_encryption_recipients)
+        recipients = body.age_encryption_recipients
+        _saves(save, body, types_pb2.CHECKPOINT_KIND_EXTERNAL, path, age_recipients=recipients)
 
-    return await _submit(request, "save_weights_external", schemas.SaveWeightsExternal, to_rpc)
-
-
-async def _submit(
-    request: Request, kind: str, schema: type[Schema], to_rpc: Callable[[Schema], Awaitable[Rpc]]
-) -> Response:
-    gateway, caller = gateway_of(request), caller_of(request)
-    with gateway.tenants.limits.reading(caller):
-        content, body = await read_json(request, gateway.config)
-    return await submit_json(gateway, caller, content, body, kind=kind, schema=schema, convert=to_rpc)
+    return await submit_json(request, "save_weights_external", schemas.SaveWeightsExternal, to_rpc)
 
 
-def _saving(
+def _saves(
+    save: Submission,
     body: schemas.SaveWeights | schemas.SaveWeightsForSampler | schemas.SaveWeightsExternal,
     kind: types_pb2.CheckpointKind,
     path: TinkerPath | None,
     **fields: Any,
-) -> Rpc:
-    """The RPC of a save. `fields`: fields of the request that only some kinds have."""
+) -> None:
+    """Sets the RPC of a save. `fields`: fields of the request that only some kinds have."""
     message = trainer_pb2.SaveCheckpointRequest(
         model_id=body.model_id,
         seq_id=body.seq_id,
@@ -92,7 +84,8 @@ def _saving(
         ttl=ttl_of(check_ttl(body.ttl_seconds)),
         **fields,
     )
-    return rpc_of("SaveCheckpoint", message, path=str(path) if path is not None else None)
+    save.calls("SaveCheckpoint", message)
+    save.path = str(path) if path is not None else None
 
 
 class _LoadInto(schemas.LoadWeights, schemas.OperationIds):
@@ -108,7 +101,7 @@ async def load_weights(request: Request) -> Response:
         gateway.tenants.limits.count(caller)  # it is no numbered operation of a run
         return await create_from_checkpoint(gateway, content, body, caller=caller)
 
-    async def to_rpc(body: _LoadInto) -> Rpc:
+    async def to_rpc(load: Submission, body: _LoadInto) -> None:
         for field, value in (
             ("weights_access_token", body.weights_access_token),
             ("base_model", body.base_model),
@@ -126,9 +119,10 @@ async def load_weights(request: Request) -> Response:
         message = trainer_pb2.LoadCheckpointRequest(
             model_id=body.model_id, seq_id=body.seq_id, location=location, load_optimizer=body.optimizer
         )
-        return rpc_of("LoadCheckpoint", message, path=path)
+        load.calls("LoadCheckpoint", message)
+        load.path = path
 
-    return await submit_json(gateway, caller, content, body, kind="load_weights", schema=_LoadInto, convert=to_rpc)
+    return await submit_content(gateway, caller, content, body, kind="load_weights", schema=_LoadInto, convert=to_rpc)
 
 
 async def weights_info(request: Request) -> Response:

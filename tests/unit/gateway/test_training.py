@@ -41,6 +41,21 @@ async def test_a_repeat_runs_once_and_a_conflict_is_refused(stack: Stack, client
     assert stack.trainer.orders[model_id] == [0, 1]
 
 
+async def test_a_repeat_may_have_its_fields_in_another_order(stack: Stack, client: Client) -> None:
+    """Protobuf gives maps no order, so a client may write a repeat in other bytes."""
+    model_id = await client.model(await client.session())
+    ids = trainer_pb2.ForwardBackwardRequest(model_id=model_id, seq_id=1).SerializeToString()
+    rest = batch("", 0).SerializeToString()
+    stack.trainer.go.clear()
+    for body in (ids + rest, rest + ids):
+        reply = await client.post("/api/v1/forward_backward", content=body, headers=PROTOBUF)
+        assert reply.json() == {"request_id": f"{model_id}:1", "model_id": model_id}
+    stack.trainer.go.set()
+    assert b"loss:sum" in await client.result({"request_id": f"{model_id}:1"})
+    assert (await client.post("/api/v1/forward_backward", content=rest + ids, headers=PROTOBUF)).status_code == 200
+    assert stack.trainer.orders[model_id] == [0, 1]
+
+
 @pytest.mark.parametrize("endpoint", ["optim_step", "save_weights"])
 async def test_what_comes_after_its_number_was_given_up_is_told_so(stack: Stack, client: Client, endpoint: str) -> None:
     model_id = await client.model(await client.session())
