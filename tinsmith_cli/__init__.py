@@ -19,14 +19,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(argv)
         finally:
-            sys.stdout.flush()  # here, not at exit, where Python would only complain
+            sys.stdout.flush()  # here, because an error in the flush at exit is only printed
     except OSError as error:
-        # Who was to read the output may have seen enough: `tinsmith keys list | head -1`.
+        # The reader of the output may have closed it, as in `tinsmith keys list | head -1`.
         if not isinstance(error, BrokenPipeError):
             if _can_flush():
                 raise
             print(f"tinsmith: the output cannot be written: {error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
         return 1
 
 

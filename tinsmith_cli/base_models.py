@@ -1,4 +1,4 @@
-"""Which base models to serve, under which public names."""
+"""Parses the base models to serve, and their public names, from the command line."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 class UsageError(Exception):
-    """The command line asks for something that cannot be; the message names the flag, the value and what would do."""
+    """A mistake in the command line. The message names the flag and the value, and says what would be right."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """Weights that one trainer and one sampler load, and the names that clients call them by."""
+    """Weights that one trainer and its samplers load, and the names under which clients use them."""
 
     source: str  # absolute path or hub id
-    names: tuple[str, ...]  # the first is the principal one
+    names: tuple[str, ...]  # the first is the main one
 
 
 def parse(specs: Sequence[str], *, models_file: Path | None = None) -> list[BaseModel]:
-    """Groups NAME=PATH, PATH and HUB_ID by the weights that they point to, in the order given.
+    """Groups arguments of the forms NAME=PATH, PATH and HUB_ID by their weights, in the given order.
 
-    A PATH alone is served under its folder's name, a HUB_ID alone under itself. Paths are compared after links are
-    resolved, so several names for one folder load it once. Raises UsageError.
+    A PATH alone is served under its folder's name, a HUB_ID alone under the id. Links in paths are resolved before the
+    comparison, so a folder with several names is loaded once. Raises UsageError.
     """
     pairs = [_parse_one(spec) for spec in specs]
     if models_file is not None:

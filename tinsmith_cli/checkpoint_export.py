@@ -1,4 +1,4 @@
-"""`tinsmith checkpoints export`: the weights of a checkpoint as a folder or an archive, compared with their sums."""
+"""`tinsmith checkpoints export`: downloads the weights of a checkpoint as a folder or an archive, and verifies them."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ _OPTIMIZER = "optimizer."
 _PIECE_BYTES = 2**20
 _TIMEOUT_S = 300.0
 _TRIES = 5
-"""In a row that bring nothing."""
+"""Number of consecutive tries without a new byte after which the download fails."""
 
 
 def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = actions.add_parser(
         "export",
         help="write the weights of a checkpoint as a folder or a tar archive",
-        description="Downloads a checkpoint's weights (a PEFT folder, or a Hugging Face model of one that was trained "
-        "in full), and compares every file with its SHA-256. A download that was cut off goes on where it was.",
+        description="Downloads a checkpoint's weights (a PEFT folder, or a Hugging Face model after full-parameter "
+        "training), and compares every file with its SHA-256. A download that was cut off is resumed.",
     )
     parser.add_argument("path", metavar="PATH", help="tinker:// path")
-    parser.add_argument("out", type=Path, metavar="FOLDER_OR_TAR", help="where to; an archive when it ends in .tar")
+    parser.add_argument(
+        "out", type=Path, metavar="FOLDER_OR_TAR", help="folder to write, or archive if it ends in .tar"
+    )
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     client.add_arguments(parser)
     parser.set_defaults(run=run)
@@ -62,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         download(url, archive, progress=sys.stderr if sys.stderr.isatty() and not arguments.json else None)
     except OSError as error:
-        raise UsageError(f"the download was cut off ({error}); the same command goes on where it was") from None
+        raise UsageError(f"the download was cut off ({error}); repeat the command to resume it") from None
     try:
         if out.suffix == ".tar":
             check(archive, sums)
@@ -78,17 +80,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"tinker_path": arguments.path, "out": str(out), "num_bytes": num_bytes, "sha256": sums}))
     else:
-        print(f"{out}: {', '.join(sums)}; {size_text(num_bytes)}, every SHA-256 as it should be")
+        print(f"{out}: {', '.join(sums)}; {size_text(num_bytes)}, every SHA-256 matches")
     return 0
 
 
 class Damaged(Exception):
-    """What came is not what was stored."""
+    """The downloaded files are not those of the checkpoint."""
 
 
 def download(url: str, part: Path, *, progress: IO[str] | None = None) -> None:
-    """Into `part`, whose beginning may be there from an earlier try. Raises UsageError with what the server says, and
-    OSError when it cannot be reached."""
+    """Downloads to `part`, which may already hold the beginning from an earlier try. Raises UsageError with the
+    server's message, and OSError if the server cannot be reached."""
     tries = 0
     while True:
         before = part.stat().st_size if part.exists() else 0
@@ -119,7 +121,7 @@ def _go_on(url: str, part: Path, progress: IO[str] | None) -> None:
         response = urllib.request.urlopen(request, timeout=_TIMEOUT_S)  # noqa: S310
     except urllib.error.HTTPError as error:
         if error.code == 416 and error.headers["Content-Range"] == f"bytes */{start}":
-            return  # all of it is there
+            return  # `part` is already complete
         raise
     with response:
         size = int(response.headers["Content-Length"])
@@ -144,17 +146,17 @@ def _go_on(url: str, part: Path, progress: IO[str] | None) -> None:
 
 
 def _tag_file(part: Path) -> Path:
-    """Says of which archive a part is."""
+    """File with the ETag of the archive to which `part` belongs."""
     return part.parent / f"{part.name}.etag"
 
 
 def check(archive: Path, sums: Mapping[str, str]) -> None:
-    """Raises Damaged, naming a file, unless the archive holds these files and no other."""
+    """Raises Damaged, naming a file, unless the archive holds exactly the files in `sums`."""
     _read(archive, sums, None)
 
 
 def unpack(archive: Path, out: Path, sums: Mapping[str, str]) -> None:
-    """The folder is there when all of it is. Raises Damaged."""
+    """Unpacks the archive to the folder `out`, which appears complete or not at all. Raises Damaged."""
     folder = out.parent / f"{out.name}.unpacking"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -173,17 +175,17 @@ def _read(archive: Path, sums: Mapping[str, str], folder: Path | None) -> None:
                 expected = missing.pop(member.name, None)
                 source = tar.extractfile(member) if member.isreg() else None
                 if expected is None or source is None or "/" in member.name:
-                    raise Damaged(f"{member.name} came, which the checkpoint does not have")
+                    raise Damaged(f"the archive holds {member.name}, which is not a file of the checkpoint")
                 if _copy(source, None if folder is None else folder / member.name) != expected:
                     raise Damaged(f"{member.name} is damaged: its SHA-256 is not {expected}")
     except tarfile.TarError as error:
-        raise Damaged(f"what came is no archive ({error})") from None
+        raise Damaged(f"the downloaded file is not a tar archive ({error})") from None
     if missing:
-        raise Damaged(f"{', '.join(missing)} did not come")
+        raise Damaged(f"the archive lacks {', '.join(missing)}")
 
 
 def _copy(source: IO[bytes], path: Path | None) -> str:
-    """To a file, or nowhere. The SHA-256 of it."""
+    """Copies `source` to the file, if one is given. Returns its SHA-256."""
     digest: Any = hashlib.sha256()
     destination = None if path is None else path.open("xb")
     try:

@@ -1,4 +1,4 @@
-"""`tinsmith checkpoints prune`: what a retention policy would delete, and its deletion."""
+"""`tinsmith checkpoints prune`: shows the checkpoints that a retention policy would delete, and deletes them."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ def add_parsers(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = actions.add_parser(
         "prune",
         help="delete the checkpoints of a training run that a policy does not keep",
-        description="Shows what would be deleted, and deletes it after a yes. A checkpoint stays when one rule keeps "
-        "it, when it is pinned or published, or while a live sampler needs it. Without a rule the run's policy counts.",
+        description="Shows what would be deleted, and deletes it after a yes. A checkpoint stays if any rule keeps it, "
+        "if it is pinned or published, or while a live sampler needs it. Without a rule, the run's policy applies.",
     )
     parser.add_argument("run_id", metavar="RUN", help="id of a training run")
     parser.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N")
     parser.add_argument(
-        "--keep-every", type=int, metavar="STEPS", help="keep the first at or after each multiple of so many steps"
+        "--keep-every", type=int, metavar="STEPS", help="keep the first one at or after each multiple of STEPS"
     )
-    parser.add_argument("--keep-within", type=seconds, metavar="TIME", help="keep what is younger, such as 12h or 30d")
     parser.add_argument(
-        "--kind", choices=_KINDS, action="append", help="of these checkpoints, repeatable (default: both kinds)"
+        "--keep-within", type=seconds, metavar="TIME", help="keep those that are younger, such as 12h or 30d"
     )
-    parser.add_argument("--save", action="store_true", help="make it the run's policy, for the server to keep to")
+    parser.add_argument(
+        "--kind", choices=_KINDS, action="append", help="kind of checkpoint to prune, repeatable (default: both kinds)"
+    )
+    parser.add_argument("--save", action="store_true", help="make the rules the run's policy, which the server applies")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
-    parser.add_argument("--json", action="store_true", help="print the answer as the server gives it; needs --yes, too")
+    parser.add_argument("--json", action="store_true", help="print the server's JSON; needs --yes or --dry-run")
     client.add_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -74,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     for path in sorted(missed):
         print(f"kept after all: {path}")
     if arguments.save:
-        print(f"this is the policy of {arguments.run_id} from now on")
+        print(f"these rules are the policy of {arguments.run_id} from now on")
     return 0
 
 
@@ -101,5 +103,5 @@ def _print_plan(plan: dict[str, Any]) -> None:
 
 def _confirmed(number: int, *, in_json: bool) -> bool:
     if in_json or not sys.stdin.isatty():
-        raise UsageError("--yes: is needed to delete where nobody can be asked; --dry-run shows what would be deleted")
+        raise UsageError("--yes: needed to delete without a terminal to ask on; --dry-run shows what would be deleted")
     return input(f"delete {number} checkpoints? [y/N] ").strip().lower() in ("y", "yes")

@@ -1,4 +1,4 @@
-"""`tinsmith checkpoints list|show|verify|pin|unpin`."""
+"""`tinsmith checkpoints list|show|verify|pin|unpin`: shows, verifies and pins checkpoints of a running server."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def add_parsers(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     listing = actions.add_parser("list", help="your checkpoints, or those of a training run")
     listing.add_argument("run_id", nargs="?", metavar="RUN", help="id of a training run (default: all of yours)")
     listing.set_defaults(run=_list)
-    showing = actions.add_parser("show", help="everything that is known of a checkpoint")
+    showing = actions.add_parser("show", help="everything that the server knows about a checkpoint")
     showing.add_argument("path", metavar="PATH", help="tinker:// path")
     showing.set_defaults(run=_show)
     verifying = actions.add_parser(
         "verify",
-        help="read checkpoints and compare them with their sums",
+        help="read checkpoints and compare them with their checksums",
         description="Has the trainer read every file of the checkpoints. Exits with 1 when one is damaged.",
     )
     verifying.add_argument(
@@ -39,14 +39,14 @@ def add_parsers(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     verifying.set_defaults(run=_verify)
     for name, method, text in (
-        ("pin", "POST", "keep a checkpoint, whatever its TTL and retention policies say"),
-        ("unpin", "DELETE", "keep it no longer than they say"),
+        ("pin", "POST", "keep a checkpoint, regardless of its TTL and of retention policies"),
+        ("unpin", "DELETE", "let TTL and retention policies apply to a checkpoint again"),
     ):
         pinning = actions.add_parser(name, help=text)
         pinning.add_argument("path", metavar="PATH", help="tinker:// path")
         pinning.set_defaults(run=_pin, method=method)
     for parser in (listing, showing, verifying):
-        parser.add_argument("--json", action="store_true", help="print it as the server answers it")
+        parser.add_argument("--json", action="store_true", help="print the server's JSON")
     for name in ("list", "show", "verify", "pin", "unpin"):
         client.add_arguments(actions.choices[name])
 
@@ -111,12 +111,12 @@ def _all(server: Server) -> Iterator[dict[str, Any]]:
 
 
 def of_run(server: Server, run_id: str) -> Iterable[dict[str, Any]]:
-    """Its checkpoints, oldest first."""
+    """The run's checkpoints, oldest first."""
     return server.call(f"training_runs/{urllib.parse.quote(run_id, safe=':')}/checkpoints")["checkpoints"]
 
 
 def print_table(checkpoints: Iterable[Mapping[str, Any]], *, why: bool = False) -> None:
-    """`why`: with the reasons for which each is kept."""
+    """Prints the checkpoints as a table. `why`: with the reasons for which each is kept."""
     rows = []
     for one in checkpoints:
         notes = ["published"] if one["public"] else []
@@ -130,7 +130,7 @@ def print_table(checkpoints: Iterable[Mapping[str, Any]], *, why: bool = False) 
 
 
 def seconds(text: str) -> int:
-    """Of an argument such as 90m."""
+    """The time in an argument such as 90m, in seconds."""
     match = re.fullmatch(r"(\d+)([smhd]?)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 3600, 90m, 12h or 30d")

@@ -1,5 +1,5 @@
-"""`tinsmith checkpoints`: import an adapter made elsewhere into a running server, show a certificate. What else can be
-done with checkpoints is in files of its own."""
+"""`tinsmith checkpoints`: imports an adapter that was made elsewhere into a running server, and shows certificates. The
+other actions are in checkpoint_views.py, checkpoint_pruning.py and checkpoint_export.py."""
 
 from __future__ import annotations
 
@@ -37,34 +37,36 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     importing = actions.add_parser(
         "import",
         help="import a PEFT LoRA adapter, to sample from or to train on",
-        description="Sends a PEFT LoRA adapter to a server and prints the tinker:// path of the checkpoint that it "
-        "becomes.",
+        description="Sends a PEFT LoRA adapter to a server, which stores it as a checkpoint, and prints the "
+        "checkpoint's tinker:// path.",
     )
     importing.add_argument(
         "source", type=Path, metavar="FOLDER_OR_ARCHIVE",
         help=f"folder with {_CONFIG} and {_WEIGHTS[0]} (or .bin, which is converted here), or a tar archive of it",
     )  # fmt: skip
-    importing.add_argument("--name", required=True, help="last part of the path")
+    importing.add_argument("--name", required=True, help="last part of the checkpoint's path")
     importing.add_argument(
-        "--base-model", metavar="MODEL", help="public name of the base model (default: the server's, when it has one)"
+        "--base-model",
+        metavar="MODEL",
+        help="public name of the base model (default: the server's, if it has one only)",
     )
     importing.add_argument(
         "--ttl",
         type=seconds,
         metavar="TIME",
-        help="delete it after so many seconds, or 90m, 12h, 30d (default: never)",
+        help="delete the checkpoint after this time: 3600 (seconds), 90m, 12h or 30d (default: never)",
     )
     client.add_arguments(importing)
     importing.set_defaults(run=run_import)
     certifying = actions.add_parser(
         "certificate",
-        help="how far the samplers were from the trainer when a version was published",
-        description="Prints the certificate of a published version. Exits with 1 when a gap was above the limit.",
+        help="differences between the samplers' and the trainer's logprobs when a version was published",
+        description="Prints the certificate of a published version. Exits with 1 if a difference was above the limit.",
     )
     certifying.add_argument(
         "version", metavar="PATH_OR_SAMPLER", help="tinker:// path of a checkpoint, or the id of a sampler"
     )
-    certifying.add_argument("--json", action="store_true", help="print it as the server answers it")
+    certifying.add_argument("--json", action="store_true", help="print the server's JSON")
     client.add_arguments(certifying)
     certifying.set_defaults(run=run_certificate)
 
@@ -113,7 +115,7 @@ def _lines(certificate: Mapping[str, Any]) -> Iterator[str]:
         yield f"sampler    {gap['address']} ({gap['engine']}): {gaps}, {gap['num_tokens']} tokens"
         yield f"           {_APPLIED[gap['applied']]}"
     if not certificate["samplers"]:
-        yield "sampler    none has scored it"
+        yield "sampler    none has scored the version"
     yield "passed" if certificate["passed"] else "NOT passed: a gap is above a limit, or the version is not applied"
 
 
@@ -121,13 +123,13 @@ def _only_model(server: Server) -> str:
     models = server.call("get_server_capabilities")["supported_models"]
     names = [model["model_name"] for model in models if model.get("trainable", True)]
     if len(names) != 1:
-        raise UsageError(f"--base-model: name one of {', '.join(names) or 'none'}, which this server trains")
+        raise UsageError(f"--base-model: name one of this server's trainable models: {', '.join(names) or 'none'}")
     return names[0]
 
 
 @contextmanager
 def _archive(source: Path) -> Iterator[IO[bytes]]:
-    """The file itself, or a tar archive of the folder's adapter."""
+    """The file itself, or a tar archive of the adapter in the folder."""
     if source.is_file():
         with source.open("rb") as file:
             yield file
@@ -139,7 +141,7 @@ def _archive(source: Path) -> Iterator[IO[bytes]]:
         raise UsageError(f"{source}: it needs {_CONFIG} and {' or '.join(_WEIGHTS)}")
     with tempfile.TemporaryFile() as file:
         with tarfile.open(fileobj=file, mode="w") as tar:
-            tar.add((source / _CONFIG).resolve(), arcname=_CONFIG)  # a hub's snapshot holds links
+            tar.add((source / _CONFIG).resolve(), arcname=_CONFIG)  # snapshots of the hub consist of links
             if weights == _WEIGHTS[0]:
                 tar.add((source / weights).resolve(), arcname=weights)
             else:

@@ -1,4 +1,4 @@
-"""Calls of a running server's HTTP API by the commands that speak to one."""
+"""A client of a running server's HTTP API, for the commands that need one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TIMEOUT_S = 600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those that Server.of reads."""
+    """Adds the arguments that Server.of reads."""
     parser.add_argument(
         "--base-url", default=os.environ.get("TINKER_BASE_URL") or DEFAULT_URL,
         help=f"address of the server (default: TINKER_BASE_URL, or {DEFAULT_URL})",
     )  # fmt: skip
     parser.add_argument(
-        "--api-key", default=os.environ.get("TINKER_API_KEY", ""), help="key for it (default: TINKER_API_KEY)"
+        "--api-key", default=os.environ.get("TINKER_API_KEY", ""), help="key for the server (default: TINKER_API_KEY)"
     )
 
 
@@ -43,8 +43,8 @@ class Server:
     def call(
         self, path: str, *, body: IO[bytes] | None = None, content: object = None, method: str | None = None
     ) -> Any:
-        """The answer's JSON. `body`: a tar archive to send; `content`: JSON to send. The default of `method` is POST
-        with one of them, else GET. Raises UsageError with what the server says."""
+        """Sends a request and returns the JSON of the answer. `body`: tar archive to send. `content`: JSON to send.
+        `method`: by default POST with one of these, else GET. Raises UsageError with the server's message."""
         request = urllib.request.Request(f"{self._base_url}/api/v1/{path}", headers=self._headers, method=method)  # noqa: S310
         if body is not None:
             request.data = body
@@ -63,7 +63,8 @@ class Server:
             raise UsageError(f"no Tinsmith answers at {self._base_url}: {error}") from None
 
     def checkpoint(self, path: str, action: str = "", **options: Any) -> Any:
-        """`call` of what belongs to a checkpoint. `path`: as the server names it, tinker://..."""
+        """Calls the route of a checkpoint. `path`: tinker:// path of the checkpoint. `action`: last part of the route.
+        `options`: see `call`."""
         run_id, _, checkpoint = path.removeprefix(SCHEME).partition("/")
         if not path.startswith(SCHEME) or checkpoint.count("/") != 1:
             raise UsageError(f"{path!r} is not a path of a checkpoint, such as {SCHEME}RUN_ID/weights/NAME")
@@ -72,7 +73,7 @@ class Server:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """An answer that redirects says where to as JSON, too, for who wants to go there by himself."""
+    """Does not follow redirects: the server's answer also has the address as JSON, which the caller uses."""
 
     def http_error_302(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: http.client.HTTPMessage

@@ -1,4 +1,4 @@
-"""An adapter_model.bin as safetensors, on the machine of whoever has it: a server reads no pickle."""
+"""Converts adapter_model.bin to safetensors on the user's machine, because a server does not read pickles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from tinsmith_cli.base_models import UsageError
 
 
 def to_safetensors(path: Path) -> bytes:
-    """What `path`, a file of torch.save, holds. Nothing in it is executed. Raises UsageError for more than tensors."""
+    """The tensors in a file of torch.save, as a safetensors file. Nothing in the file is executed. Raises UsageError if
+    it holds anything but tensors."""
     try:
         import torch
         from safetensors.torch import save
@@ -21,9 +22,10 @@ def to_safetensors(path: Path) -> bytes:
     if not _is_plain_zip(path):
         raise UsageError(f"{path}: is not a file of torch.save; convert it to adapter_model.safetensors")
     try:
-        # Tensors and containers only, by torch's own restricted reader; and the file is its owner's, on their machine.
+        # torch's restricted reader accepts tensors and containers only. Also, the user's file is read on the user's
+        # machine.
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a hostile pickle makes of it
+    except Exception as error:  # a hostile pickle can raise any error
         raise UsageError(f"{path}: cannot be read as tensors alone ({type(error).__name__})") from None
     if not isinstance(content, dict) or not all(
         isinstance(name, str)
@@ -37,7 +39,8 @@ def to_safetensors(path: Path) -> bytes:
 
 
 def _is_plain_zip(path: Path) -> bool:
-    """Without compression, as torch.save writes it: so it cannot become larger than it is."""
+    """Whether the file is a ZIP without compression, as torch.save writes it. Such a file cannot grow when it is
+    read."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()

@@ -1,4 +1,4 @@
-"""`tinsmith journal`: what the journal of a trainer, running or stopped, holds, and what of it may go."""
+"""`tinsmith journal`: shows the journal of a running or stopped trainer, and deletes what is not needed."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ _TIMEOUT_S = 60.0
 
 def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
-        "journal", help="what a trainer has accepted, and how it would come back after a crash"
+        "journal", help="operations that a trainer has accepted, and the state from which a crash would restore them"
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     showing = actions.add_parser(
         "show",
-        help="models, snapshots, operations, bytes",
+        help="show models, snapshots, operations, bytes",
         description="Lists the models in a trainer's journal, with the snapshot from which each would be restored.",
     )
     _add_arguments(showing)
     showing.set_defaults(run=run_show)
     pruning = actions.add_parser(
         "prune",
-        help="delete what may go",
-        description="Deletes results and ended models that have expired, and requests that the newest snapshot covers: "
-        "a model whose newest snapshot is damaged then is lost, because the one before it is no fallback any more. "
-        "Without --yes it only says what would go. The trainer does the same by itself when journal_max_bytes asks "
-        "for it.",
+        help="delete what is not needed",
+        description="Deletes results and ended models that have expired, and requests that the newest snapshot covers. "
+        "After that a model can only be restored from its newest snapshot, and is lost if that one is damaged. Without "
+        "--yes, the command only shows what it would delete. The trainer does this by itself once the journal reaches "
+        "journal_max_bytes.",
     )
     _add_arguments(pruning)
-    pruning.add_argument("--yes", action="store_true", help="delete it")
+    pruning.add_argument("--yes", action="store_true", help="really delete")
     pruning.add_argument(
         "--expired-after", type=_age, default=3600.0, metavar="SECONDS",
-        help="age from which on a result, or the reason why a model was lost, has expired; a running trainer has its "
-        "own (default: 3600)",
+        help="age at which a result, or the reason for a model's loss, expires; a running trainer uses its own setting "
+        "(default: 3600)",
     )  # fmt: skip
     pruning.add_argument(
         "--model", metavar="MODEL_ID",
-        help="of a stopped trainer: delete this model with all that it had accepted, and nothing else",
+        help="delete only this model, with everything that was accepted for it, from the journal of a stopped trainer",
     )  # fmt: skip
     pruning.set_defaults(run=run_prune)
 
@@ -67,13 +67,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--api-key", default=os.environ.get("TRAINER_SERVICE_KEY", ""),
-        help="key for a running trainer (default: TRAINER_SERVICE_KEY); a `tinsmith up` that needs keys makes one that "
-        "nobody sees, unless it was started with TINSMITH_SERVICE_KEY. Another key needs \"admin\": true",
+        help="key for a running trainer: the service key, or one with \"admin\": true (default: TRAINER_SERVICE_KEY). "
+        "`tinsmith up` makes a service key of its own, which it does not show",
     )  # fmt: skip
     for name, what in (("ca", "authority"), ("cert", "certificate"), ("key", "private key")):
-        parser.add_argument(
-            f"--grpc-{name}", type=Path, metavar="FILE", help=f"{what} (PEM), where the trainer has TLS"
-        )
+        parser.add_argument(f"--grpc-{name}", type=Path, metavar="FILE", help=f"{what} (PEM), if the trainer uses TLS")
 
 
 def run_show(arguments: argparse.Namespace) -> int:
@@ -92,7 +90,7 @@ def run_show(arguments: argparse.Namespace) -> int:
 def _age(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no age in seconds")
+        raise argparse.ArgumentTypeError(f"{text} is not an age in seconds")
     return value
 
 
@@ -114,7 +112,8 @@ def run_prune(arguments: argparse.Namespace) -> int:
 
 
 def _delete_model(arguments: argparse.Namespace) -> int:
-    """For one whose operations end the trainer whenever they run. Its snapshots go at the next start."""
+    """Deletes a model from the journal, such as one whose operations kill the trainer whenever they run. The trainer
+    deletes the model's snapshots at its next start."""
     if arguments.trainer:
         raise UsageError("--model: a running trainer deletes a model when its session ends; stop the trainer first")
     from trainer_service.durability import stopped  # for a stopped trainer only
@@ -148,8 +147,10 @@ def _print_models(where: str, models: Sequence[pb.JournalModel]) -> None:
 def _snapshot(model: pb.JournalModel) -> str:
     if not model.HasField("snapshot_seq_id"):
         if model.cut_seq_id >= 0:
-            return f"no snapshot, and requests up to seq_id {model.cut_seq_id} are cut: a crash would lose it"
-        return "no snapshot, all requests are there"
+            return (
+                f"no snapshot, and requests up to seq_id {model.cut_seq_id} are deleted: a crash would lose the model"
+            )
+        return "no snapshot, all requests are kept"
     age_s = max(0.0, time.time() - seconds_of(model.snapshot_at))
     return (
         f"snapshot after seq_id {model.snapshot_seq_id}, {duration_text(age_s)} old, {size_text(model.snapshot_bytes)}"
@@ -164,7 +165,7 @@ def _print_pruned(where: str, pruned: pb.PruneJournalResponse, *, done: bool) ->
     )
     if pruned.num_bodies:
         print(
-            "    a model that has snapshots can be restored from its newest one only then, not from the one before it"
+            "    without these requests, a model can only be restored from its newest snapshot, not from an older one"
         )
     for model_id in pruned.model_ids:
         print(f"    {model_id}")
@@ -188,7 +189,7 @@ def _opening() -> Iterator[None]:
         yield
     except SystemExit as error:
         stop = "" if str(error).endswith("?") else "."
-        raise UsageError(f"{error}{stop} A running one is asked with --trainer ADDRESS.") from None
+        raise UsageError(f"{error}{stop} For a running trainer use --trainer ADDRESS.") from None
 
 
 def _call(arguments: argparse.Namespace, rpc: str, request: Any) -> Any:

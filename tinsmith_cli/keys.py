@@ -1,7 +1,7 @@
-"""`tinsmith keys`: keys of a server and what their owners may use, in the database of its gateways.
+"""`tinsmith keys`: manages the keys of a server, and the budgets of their owners, in the database of its gateways.
 
-The commands work on the database itself, so they do whether a gateway runs or not, and need no key of their own: who
-can write to the database may do everything anyway. A running gateway notices within seconds.
+The commands access the database directly, so they also work while no gateway runs. They need no key: whoever can write
+to the database can do everything anyway. A running gateway applies changes within seconds.
 """
 
 from __future__ import annotations
@@ -38,40 +38,42 @@ _NONE = "none"
 def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "keys",
-        help="keys of a server, and what their owners may use",
-        description="Works on the gateway's database: that of `tinsmith up` in --state-dir, or another by "
-        "--database-url. A running gateway notices within seconds.",
+        help="keys of a server, and the budgets of their owners",
+        description="Works on the gateway's database: that of `tinsmith up` in --state-dir, or the one of "
+        "--database-url. A running gateway applies changes within seconds.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     creating = actions.add_parser(
-        "create", help="make a key; it is printed once", description="Prints the new key, which is stored nowhere."
+        "create",
+        help="make a key; it is printed once",
+        description="Prints the new key. The database holds only its digest.",
     )
     creating.add_argument(
-        "--owner", required=True, help="to whom belongs what is made with it; keys of one owner share everything"
+        "--owner", required=True, help="owner of everything that is made with the key; keys of one owner share it"
     )
-    creating.add_argument("--name", default="", help="what to call the key, such as laptop")
-    creating.add_argument("--note", default="", help="anything else about it")
-    creating.add_argument("--email", default="", help="address of its holder, for `tinker auth whoami`")
+    creating.add_argument("--name", default="", help="name of the key, such as laptop")
+    creating.add_argument("--note", default="", help="free text about the key")
+    creating.add_argument("--email", default="", help="address of the key's holder, for `tinker auth whoami`")
     creating.add_argument(
-        "--admin", action="store_true", help="it sees and changes what belongs to any owner, and everyone's usage"
+        "--admin", action="store_true", help="the key sees and changes the objects and the usage of every owner"
     )
-    creating.add_argument("--expires", type=_seconds, metavar="TIME", help="valid for so long: 90m, 12h, 30d")
+    creating.add_argument("--expires", type=_seconds, metavar="TIME", help="validity of the key: 90m, 12h, 30d")
+    creating.add_argument("--requests-per-minute", type=_positive, metavar="N", help="refuse further requests with 429")
     creating.add_argument(
-        "--requests-per-minute", type=_positive, metavar="N", help="more are told to come later (429)"
+        "--tokens-per-minute", type=_positive, metavar="N", help="tokens trained on, read and sampled; further: 429"
     )
-    creating.add_argument("--tokens-per-minute", type=_positive, metavar="N", help="trained on, read and sampled")
     _add_budget(creating)
     _add_database(creating, run_create)
-    listing = actions.add_parser("list", help="all keys, and what was used")
-    listing.add_argument("--json", action="store_true", help="as JSON")
+    listing = actions.add_parser("list", help="all keys, and their usage")
+    listing.add_argument("--json", action="store_true", help="print JSON")
     _add_database(listing, run_list)
-    revoking = actions.add_parser("revoke", help="end a key's validity, for ever")
-    revoking.add_argument("key_id", metavar="ID", help="as `tinsmith keys list` shows it")
+    revoking = actions.add_parser("revoke", help="end a key's validity forever")
+    revoking.add_argument("key_id", metavar="ID", help="id of the key in `tinsmith keys list`")
     _add_database(revoking, run_revoke)
-    budgeting = actions.add_parser("budget", help="what an owner may use in total: shows it, or sets it")
+    budgeting = actions.add_parser("budget", help="show or set the total that an owner may use")
     budgeting.add_argument("owner", metavar="OWNER")
     _add_budget(budgeting)
-    budgeting.add_argument("--restart", action="store_true", help="do not count the tokens that were used until now")
+    budgeting.add_argument("--restart", action="store_true", help="count tokens from now on only")
     _add_database(budgeting, run_budget)
 
 
@@ -89,7 +91,7 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
 def _add_database(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
     parser.add_argument(
         "--state-dir", type=Path, default=DEFAULT_STATE_DIR, metavar="DIR",
-        help="of `tinsmith up` (default %(default)s)",
+        help="state directory of `tinsmith up` (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--database-url", default=os.environ.get(DATABASE_URL, ""), metavar="URL",
@@ -124,13 +126,13 @@ def _amount(text: str) -> int | None:
 
 
 def _file(state_dir: Path) -> Path:
-    """Where `tinsmith up` has its database."""
+    """The database of `tinsmith up`."""
     return state_dir.expanduser().absolute() / "gateway" / "gateway.db"
 
 
 def _work(url: str, work: Callable[[Keys], Awaitable[int]], *, makes: bool) -> int:
-    """`makes`: a file that is not there yet is no mistake."""
-    # Here, because the other commands need no database.
+    """Runs `work` on the database. `makes`: a missing SQLite file is made; otherwise it raises UsageError."""
+    # Imported here, because the other commands need no database.
     from sqlalchemy.exc import SQLAlchemyError
 
     from gateway.database.store import Store
@@ -156,10 +158,10 @@ def _work(url: str, work: Callable[[Keys], Awaitable[int]], *, makes: bool) -> i
             if not makes and not file.exists():
                 raise UsageError(f"there is no database {file}; `tinsmith up` and `tinsmith keys create` make one")
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.touch(mode=0o600)  # it holds secrets that sign
+            file.touch(mode=0o600)  # it holds the secrets with which the gateway signs
         return asyncio.run(run(store))
     except BrokenPipeError:
-        raise  # of stdout
+        raise  # from stdout
     except (OSError, SQLAlchemyError) as error:
         raise UsageError(f"the database {without_secrets(url)} cannot be used: {error}") from error
     except ServiceError as error:
@@ -172,7 +174,8 @@ def _run(arguments: argparse.Namespace, work: Callable[[Keys], Awaitable[int]], 
 
 
 def has_keys(state_dir: Path) -> bool:
-    """Whether the database of `tinsmith up` has a key, be it revoked: then callers need one. Raises UsageError."""
+    """Whether the database of `tinsmith up` has a key, even a revoked one, so that callers need a key. Raises
+    UsageError."""
     url = os.environ.get(DATABASE_URL, "")
     if not url and not _file(state_dir).exists():
         return False
@@ -190,13 +193,13 @@ def has_keys(state_dir: Path) -> bool:
 
 
 def _limits(arguments: argparse.Namespace) -> dict[str, int | None]:
-    """Those that were given."""
+    """The limits that were given on the command line."""
     names = {"tokens_budget": "tokens", "storage_quota": "storage_bytes"}
     return {column: getattr(arguments, name) for name, column in names.items() if hasattr(arguments, name)}
 
 
 def _print_changes(owner: str, before: Mapping[str, int | None], now: Mapping[str, int | None]) -> None:
-    """Not to stdout, where a script reads the key."""
+    """Prints to stderr, because scripts read the key from stdout."""
     names = {"tokens": "token budget", "storage_bytes": "storage quota"}
     for column, limit in now.items():
         print(
@@ -208,7 +211,7 @@ def _print_changes(owner: str, before: Mapping[str, int | None], now: Mapping[st
 
 def run_create(arguments: argparse.Namespace) -> int:
     async def work(keys: Keys) -> int:
-        if limits := _limits(arguments):  # first: the key is valid at once
+        if limits := _limits(arguments):  # before the key, which is valid at once
             _print_changes(arguments.owner, await keys.set_budget(arguments.owner, limits), limits)
         key, _ = await keys.create(
             arguments.owner,

@@ -1,7 +1,7 @@
-"""Files to which processes append their output: the end of one, and a bound on its size.
+"""Log files to which processes append their output: reads their last lines, and limits their size.
 
 The processes keep their file open, so a full one is copied to NAME.1 and emptied in place, as logrotate's
-`copytruncate` does. It has to be open for appending. What is written in the moment between the two is lost.
+`copytruncate` does. The processes must have opened it for appending. Output between the copy and the emptying is lost.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _TAIL_BYTES = 64 * 2**10
 
 
 def bound(log: Path, *, max_bytes: float) -> None:
-    """A log that has reached `max_bytes` begins again, and takes the place of the older one beside it. Raises OSError,
-    with the log as it was."""
+    """Moves the content of a log that has reached `max_bytes` to NAME.1, in place of older content. Raises OSError, and
+    leaves the log as it was."""
     try:
         if log.stat().st_size < max_bytes:
             return
@@ -25,16 +25,16 @@ def bound(log: Path, *, max_bytes: float) -> None:
     older = log.with_name(f"{log.name}.1")
     try:
         with log.open("rb") as source, older.open("wb") as target:
-            shutil.copyfileobj(source, target, 2**20)  # to the end as it is then, not as it was at the start
+            shutil.copyfileobj(source, target, 2**20)  # also copies what is appended meanwhile
             os.truncate(log, 0)
     except OSError:
         with suppress(OSError):
-            older.unlink()  # half a copy; its room may be what is missing
+            older.unlink()  # an incomplete copy, whose space may be needed
         raise
 
 
 def last_lines(log: Path, count: int) -> list[str]:
-    """At most `count`, from the last 64 KiB."""
+    """The last lines of a log: at most `count`, from its last 64 KiB."""
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))

@@ -1,4 +1,4 @@
-"""`tinsmith make-base-model`: a small Qwen3 model, made here, to try things on."""
+"""`tinsmith make-base-model`: makes a small Qwen3 model to try things with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "make-base-model",
         help="make a small Qwen3 model with its own tokenizer",
         description="Makes a Qwen3 model and a byte-level BPE tokenizer with Qwen's chat tokens, from generated "
-        "text. The same settings give the same weights, except that --pretrain-seconds depends on the machine's speed.",
+        "text. The settings determine the weights, except with --pretrain-seconds, which depends on the machine's "
+        "speed.",
     )
     sizes = "; ".join(f"{size}: {meaning}" for size, meaning in SIZES.items())
     parser.add_argument("--size", choices=SIZES, required=True, help=sizes)
@@ -34,7 +35,7 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )  # fmt: skip
     training.add_argument(
         "--pretrain-steps", type=_positive_int, default=0, metavar="N",
-        help="train for N steps instead, which gives the same weights each time",
+        help="train for N steps instead, which gives equal weights each time",
     )  # fmt: skip
     parser.set_defaults(run=run)
 

@@ -24,7 +24,7 @@ SERVICES = ("gateway", "trainer", "sampler")
 CLIENT = "client"
 _CA_DAYS = 3650
 _BACKDATED = timedelta(hours=1)
-"""A machine whose clock is a little behind accepts them, too."""
+"""Certificates are valid from this time before they are made, so that machines with a slow clock accept them."""
 
 
 def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,17 +32,17 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "make-certificates",
         help="make a private certificate authority, and certificates for HTTPS and for mutual TLS of gRPC",
         description="Writes NAME.pem and NAME-key.pem for an authority (ca), the services (gateway, trainer, sampler) "
-        "and a gRPC client of your own (client). Where DIR holds an authority already it is kept, and signs new ones: "
-        "so they are renewed. `tinsmith up --certificates DIR` uses them; docs/security.md has the settings for "
-        "services on several machines. Keep ca-key.pem off the machines that serve.",
+        "and a gRPC client of your own (client). An authority that DIR already holds is kept and signs new "
+        "certificates, which renews them. `tinsmith up --certificates DIR` uses the files; docs/security.md has the "
+        "settings for services on several machines. Keep ca-key.pem off the machines that serve.",
     )
-    parser.add_argument("dir", type=Path, metavar="DIR", help="folder for them")
+    parser.add_argument("dir", type=Path, metavar="DIR", help="folder for the files")
     parser.add_argument(
         "--host", action="append", default=[], metavar="NAME|ADDRESS",
-        help="a host name or address under which a service is called, repeatable; beside localhost, this machine's "
-        "name, and the service's own name, as in the Compose file",
+        help="host name or address under which a service is called, repeatable; localhost, this machine's name and the "
+        "service's own name, as in the Compose file, are always included",
     )  # fmt: skip
-    parser.add_argument("--days", type=int, default=397, help="how long they are valid (default %(default)s)")
+    parser.add_argument("--days", type=int, default=397, help="validity of the certificates (default %(default)s)")
     parser.set_defaults(run=run)
 
 
@@ -64,7 +64,7 @@ class _Authority:
 def make_certificates(
     folder: Path, *, hosts: list[str], days: int = 397, now: datetime | None = None, samplers: tuple[str, ...] = ()
 ) -> list[str]:
-    """Names of what was made. Raises UsageError. `samplers`: further names of samplers."""
+    """Writes the certificates and returns their names. `samplers`: further names of samplers. Raises UsageError."""
     try:
         import cryptography  # noqa: F401
     except ImportError:
@@ -117,7 +117,7 @@ def _read_authority(folder: Path) -> _Authority:
 
 
 def _make(folder: Path, name: str, authority: _Authority, *, hosts: list[str], now: datetime, days: int) -> None:
-    """Without hosts it is a client's: no service can be run with it."""
+    """Writes a certificate and its key. A certificate without hosts is a client's, with which no service can run."""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID

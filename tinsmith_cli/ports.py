@@ -1,4 +1,4 @@
-"""Ports for services of this machine."""
+"""Finds free ports for services of this machine."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import sys
 from collections import deque
 
 _BELOW_EPHEMERAL = range(20_000, 32_768)
-"""Linux and macOS give others to connections that are made: one of those could be taken before the service binds it."""
+"""Ports that Linux and macOS do not give to outgoing connections. An ephemeral port could be taken before the service
+binds it."""
 _MOST_HELD = 64
 _held: deque[socket.socket] = deque()
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on 127.0.0.1 that are free now and all different. Raises OSError when there are not so many.
+    """`count` different ports on 127.0.0.1 that are free now. Raises OSError if there are too few.
 
-    On Linux no other call gives the same ones, in any process of this machine, while this process lives: what starts
-    many seconds later would else find them taken. The last 64 are remembered.
+    On Linux, no other call in any process of this machine returns these ports while this process lives. Otherwise a
+    service that starts many seconds later could find its port taken. The last 64 ports are reserved in this way.
     """
     found: list[int] = []
     for port in random.sample(_BELOW_EPHEMERAL, len(_BELOW_EPHEMERAL)):
@@ -40,7 +41,7 @@ def _is_free(port: int) -> bool:
 
 
 def _hold(port: int) -> bool:
-    """By a name that goes with this process, and lies in no folder."""
+    """Reserves the port by an abstract socket, which ends with this process and is no file. False if it is reserved."""
     if sys.platform != "linux":
         return True
     held = socket.socket(socket.AF_UNIX)

@@ -1,4 +1,4 @@
-"""`tinsmith sessions`: which clients a running server has, and ending what a client left behind."""
+"""`tinsmith sessions`: lists the sessions of a running server's clients, and ends sessions and runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 _RUN = ":train:"
-"""In the id of a run, behind that of its session."""
+"""Part of a run's id, after the id of its session."""
 _PAGE = 200
 
 
@@ -27,19 +27,21 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     listing = actions.add_parser(
         "list",
         help="list the sessions that have not ended",
-        description="Lists the sessions of the key's owner that have not ended, newest first. Each ServiceClient is "
-        "one.",
+        description="Lists the sessions of the key's owner that have not ended, newest first. Each ServiceClient has "
+        "one session.",
     )
-    listing.add_argument("--all", action="store_true", help="also those that have ended")
-    listing.add_argument("--everyone", action="store_true", help="of all owners, for a key with admin")
-    listing.add_argument("--json", action="store_true", help="print them as the server answers them")
+    listing.add_argument("--all", action="store_true", help="include sessions that have ended")
+    listing.add_argument(
+        "--everyone", action="store_true", help="list the sessions of all owners; needs a key with admin"
+    )
+    listing.add_argument("--json", action="store_true", help="print the server's JSON")
     client.add_arguments(listing)
     listing.set_defaults(run=run_list)
     ending = actions.add_parser(
         "end",
         help="end sessions or runs",
-        description="Ends sessions with all of their runs, or single runs. What they have accepted is done first, and "
-        "checkpoints stay.",
+        description="Ends sessions with all of their runs, or single runs. Operations that were accepted are completed "
+        "first, and checkpoints stay.",
     )
     ending.add_argument("ids", nargs="+", metavar="ID", help="id of a session, or of a run, such as SESSION:train:0")
     client.add_arguments(ending)

@@ -1,4 +1,5 @@
-"""The settings of `tinsmith up`. Each is stated once: its flag, its default, its help, and the services that get it."""
+"""The settings of `tinsmith up`. Each is declared once, with its flag, default and help, and the services that get
+it."""
 
 # ruff: noqa: RUF009 - `_flag` makes a field
 
@@ -25,12 +26,12 @@ def _flag(
     least: float | None = None,
     **argument: Any,
 ) -> Any:
-    """A field of `Settings` and its flag, which has the field's name.
+    """A field of `Settings` and its flag, which has the field's name. A flag whose default is False takes no value.
 
     `default`: a value, or a function that reads it from the environment.
-    `to`: the services that get the setting as their own of the same name.
-    `least`: smallest value that is allowed.
-    `argument`: what `add_argument` takes beside these. A flag whose default is False takes no value.
+    `to`: services that have a setting of the same name, to which the value is passed.
+    `least`: smallest allowed value.
+    `argument`: further arguments of `add_argument`.
     """
     metadata = {"to": to, "least": least, "argument": {"help": help, **argument}}
     if callable(default):
@@ -51,31 +52,32 @@ def _port(text: str) -> int:
 def _service_port(service: str) -> Any:
     return _flag(
         0, type=_port, metavar="PORT",
-        help=f"gRPC port of the first {service}; further ones have the ports after it (default: any free ports)",
+        help=f"gRPC port of the first {service}; further ones get the ports after it (default: any free ports)",
     )  # fmt: skip
 
 
 def _threads(service: str) -> Any:
     return _flag(
         type=int, metavar="N", least=1,
-        help=f"most CPU threads of each {service} (default: all cores while no other service computes, and its share "
-        "of them otherwise)",
+        help=f"largest number of CPU threads of each {service} (default: all cores while no other service computes, "
+        "and its share of them otherwise)",
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the user of `tinsmith up` has set. None: nothing; the service's own environment or default decides."""
+    """The settings that the user of `tinsmith up` has given. None means that the user gave no value, and that the
+    service's own environment or default decides."""
 
     base_model: list[str] = _flag(
         list, action="append", metavar="[NAME=]PATH|HUB_ID",
-        help="weights to serve, repeatable. PATH alone is served under its folder's name, HUB_ID under itself. Several "
-        "names for one folder load it once; each different one has its own trainer and samplers. Default: a small "
-        f"model made on the first start and served as {DEFAULT_MODEL_NAME}",
+        help="base model to serve, repeatable. PATH alone is served under its folder's name, HUB_ID under the id. A "
+        "folder with several names is loaded once. Each base model has its own trainer and samplers. Default: a small "
+        f"model, which is made on the first start and served as {DEFAULT_MODEL_NAME}",
     )  # fmt: skip
-    models_file: Path | None = _flag(type=Path, metavar="FILE", help='more of them, as JSON: {"name": "path", ...}')
+    models_file: Path | None = _flag(type=Path, metavar="FILE", help='more base models, as JSON: {"name": "path", ...}')
     host: str = _flag("127.0.0.1", help="address of the HTTP API (default %(default)s)")
-    port: int = _flag(8000, type=int, help="its port; 0 takes any free one (default %(default)s)")
+    port: int = _flag(8000, type=int, help="port of the HTTP API; 0 takes any free one (default %(default)s)")
     trainer_port: int = _service_port("trainer")
     sampler_port: int = _service_port("sampler")
     state_dir: Path = _flag(
@@ -84,82 +86,83 @@ class Settings:
     )  # fmt: skip
     checkpoint_dir: str = _flag(
         _environment("TRAINER_CHECKPOINT_DIR"), metavar="DIR_OR_URL",
-        help="where checkpoints lie: a folder, or s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, with credentials from the "
-        "environment (default: TRAINER_CHECKPOINT_DIR, or the folder checkpoints of --state-dir)",
+        help="place of checkpoints: a folder, or s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, with credentials from the "
+        "environment (default: TRAINER_CHECKPOINT_DIR, or the folder checkpoints in --state-dir)",
     )  # fmt: skip
     api_key: list[str] = _flag(
         list, action="append", metavar="KEY",
-        help="a key that clients must send, over HTTP and over gRPC, repeatable; GATEWAY_API_KEYS='[\"KEY\"]' in the "
-        "environment keeps it out of `ps`. Required unless --host is a loopback address; without one, any key is "
-        "accepted there",
+        help="key that clients must send, over HTTP and over gRPC, repeatable; GATEWAY_API_KEYS='[\"KEY\"]' in the "
+        "environment keeps it out of `ps`. Required unless --host is a loopback address; there, every key is accepted "
+        "if none is given",
     )  # fmt: skip
     certificates: Path | None = _flag(
         type=Path, metavar="DIR",
-        help="folder made by `tinsmith make-certificates`: HTTPS for clients, who must trust DIR/ca.pem, and mutual "
-        "TLS between the services and for gRPC clients",
+        help="folder made by `tinsmith make-certificates`, for HTTPS, whose clients must trust DIR/ca.pem, and for "
+        "mutual TLS between the services and with gRPC clients",
     )  # fmt: skip
     tls_cert: Path | None = _flag(
         type=Path, metavar="FILE",
-        help="certificate (PEM) for HTTPS, of an authority that clients trust already; with --tls-key",
+        help="certificate (PEM) for HTTPS, of an authority that clients already trust; needs --tls-key",
     )  # fmt: skip
-    tls_key: Path | None = _flag(type=Path, metavar="FILE", help="its private key (PEM)")
+    tls_key: Path | None = _flag(type=Path, metavar="FILE", help="private key (PEM) of --tls-cert")
     full_training: bool = _flag(
         False, to=["trainer"],
-        help="train all parameters of the base models, one run at a time for each (clients send rank 0), instead of "
-        "LoRA adapters",
+        help="train all parameters of the base models instead of LoRA adapters, one run at a time for each base model "
+        "(clients send rank 0)",
     )  # fmt: skip
     deterministic: bool = _flag(
         False, to=["trainer"],
-        help="the same requests give the same bits, whatever other runs do and also after a crash: trainers do not put "
-        "requests together and keep their number of threads, which costs what both gain (default: "
+        help="make results bit-equal for equal requests, independent of other runs and of crashes. Trainers then do "
+        "not batch requests together, and do not change their number of threads, which makes them slower (default: "
         "TRAINER_DETERMINISTIC)",
     )  # fmt: skip
     engine: str = _flag(
         "auto", choices=["auto", "vllm", "torch"],
-        help="what generates: vLLM, or the trainer's own modelling code; auto is vLLM on CUDA, where it is "
-        "installed, and torch with --full-training; SAMPLER_TENSOR_PARALLEL in the environment has vLLM divide the "
-        "model among GPUs",
+        help="engine of the samplers: vLLM, or torch, the trainer's own modelling code. auto takes vLLM on CUDA if it "
+        "is installed and --full-training is not set, otherwise torch. SAMPLER_TENSOR_PARALLEL in the environment "
+        "makes vLLM divide the model among GPUs",
     )  # fmt: skip
     max_lora_rank: int | None = _flag(
         type=int, metavar="N", least=1, to=["trainer", "sampler"],
-        help="largest rank of adapters, for trainers and samplers (default: TRAINER_MAX_LORA_RANK for both; "
-        "else 256, and 64 where vLLM samples, whose slots on the GPU are as large as this makes them)",
+        help="largest rank of adapters, for trainers and samplers (default: TRAINER_MAX_LORA_RANK for both; else 256, "
+        "and 64 with vLLM, which reserves GPU memory for this rank in each slot)",
     )  # fmt: skip
     log_level: str = _flag("INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"], to=_ALL)
     log_format: str = _flag(
-        "json", choices=["json", "text"], to=_ALL, help="of the services' logs (default %(default)s)"
+        "json", choices=["json", "text"], to=_ALL, help="format of the services' logs (default %(default)s)"
     )
     log_mb: float = _flag(
         100.0, type=float, metavar="MB", least=1,
-        help="a log of this size begins again, and the one before stays beside it as NAME.log.1; inf lets "
-        "it grow (default %(default)g)",
+        help="size at which a log is moved to NAME.log.1, replacing the older one, and begins again; inf never does "
+        "(default %(default)g)",
     )  # fmt: skip
     tracing: bool = _flag(
         False, to=_ALL,
-        help="send OpenTelemetry traces, as OTEL_EXPORTER_OTLP_ENDPOINT and its like say; needs the extra otel",
+        help="send OpenTelemetry traces, configured by OTEL_EXPORTER_OTLP_ENDPOINT and OpenTelemetry's other "
+        "variables; needs the extra otel",
     )  # fmt: skip
     trainer_ranks: int = _flag(
         1, type=int, metavar="N", least=1,
-        help="processes of each trainer, which divide the data and its threads (default %(default)s); "
-        "TRAINER_TENSOR_PARALLEL and TRAINER_SHARD_BASE in the environment divide the base model, too",
+        help="processes of each trainer, which divide the data and the trainer's threads (default %(default)s); "
+        "TRAINER_TENSOR_PARALLEL and TRAINER_SHARD_BASE in the environment also divide the base model",
     )  # fmt: skip
     samplers: int = _flag(
         1, type=int, metavar="N", least=1,
-        help="samplers of each base model, which share its requests and the samplers' cores (default %(default)s); the "
-        "others do the work of one that ends until it is back",
+        help="samplers of each base model, which share its requests and the samplers' cores (default %(default)s). If "
+        "one ends, the others do its work until it is back",
     )  # fmt: skip
     supervise: bool = _flag(
         True, action=argparse.BooleanOptionalAction,
-        help="start a service again when it ends, after 1 s, then 2, 4, ... 30 s; clients wait meanwhile. Without it "
-        "one that ends ends all, with status 1: for those whose own supervisor starts all of it again (default: "
-        "--supervise)",
+        help="restart a service that ends, after 1 s, then 2, 4, ... 30 s; clients wait meanwhile. With "
+        "--no-supervise, a service that ends stops all of them, with status 1, for a "
+        "supervisor of your own that restarts the whole (default: --supervise)",
     )  # fmt: skip
     trainer_threads: int | None = _threads("trainer")
     sampler_threads: int | None = _threads("sampler")
     startup_timeout: float = _flag(
         1800.0, type=float, metavar="SECONDS",
-        help="give up when the models have not loaded by then; a service that is started again has as long, and is "
-        "then killed and started once more (default %(default)g)",
+        help="give up if the models have not loaded after this time. A restarted service has the same time, after "
+        "which it is killed and restarted again (default %(default)g)",
     )  # fmt: skip
 
     @classmethod
@@ -174,7 +177,7 @@ class Settings:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Settings:
-        """Raises UsageError for a number that is too small."""
+        """The settings in parsed arguments. Raises UsageError for a number that is too small."""
         settings = cls(**{each.name: getattr(arguments, each.name) for each in fields(cls)})
         for each in fields(cls):
             value, least = getattr(settings, each.name), each.metadata["least"]
@@ -183,7 +186,8 @@ class Settings:
         return settings
 
     def passed_to(self, service: str) -> dict[str, str]:
-        """Flags of the service, by their names. An unset one is left out: the service's environment may have it."""
+        """Values of the service's flags, by their names. A setting without a value is left out, because the service's
+        environment may have one."""
         passed = {}
         for each in fields(self):
             value = getattr(self, each.name)

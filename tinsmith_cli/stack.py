@@ -1,11 +1,10 @@
-"""The command lines of the services that `tinsmith up` runs: ports, folders and cores.
+"""Builds the command lines of the services that `tinsmith up` runs: ports, folders and cores.
 
 **Cores.** Trainer and sampler take turns in most reinforcement-learning loops, but two OpenMP pools that share cores
-cost a factor of 2 to 4. So a service that computes alone uses all cores, and while all compute, the trainers share
-C // 2 of C usable cores and the samplers the rest, never less than one thread each (`tinsmith/cores.py`). A
-deterministic trainer always has its share, because sums over another number of threads are rounded otherwise.
-OpenMP's threads spin for a moment when they
-have nothing to do, and then sleep.
+make each other 2 to 4 times slower. A service that computes alone therefore uses all cores. While all services compute,
+the trainers share C // 2 of C usable cores and the samplers the rest, with at least one thread each
+(`tinsmith/cores.py`). A deterministic trainer always uses its share, because the number of threads changes the rounding
+of sums. An OpenMP thread without work spins for a moment, and then sleeps.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ _HEALTH_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """Of one trainer, and of one sampler."""
+    """Numbers of threads of one trainer and of one sampler."""
 
     trainer: int
     sampler: int
 
 
 def divide_cores(cores: int, *, groups: int, samplers: int, most: Threads) -> Threads:
-    """Threads of each trainer and each sampler while all compute. Every group has one trainer and `samplers`. `most`:
-    what each may use at most; 0 means all cores."""
+    """Threads of each trainer and each sampler while all services compute. `groups`: number of base models, each with
+    one trainer and `samplers` samplers. `most`: largest allowed numbers; 0 means all cores."""
     trainers = max(1, cores // 2)
     trainer = max(1, trainers // groups)
     sampler = max(1, (cores - trainers) // (groups * samplers))
@@ -54,35 +53,36 @@ def divide_cores(cores: int, *, groups: int, samplers: int, most: Threads) -> Th
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A trainer or a sampler."""
+    """Name, ports and place of one trainer or sampler."""
 
     suffix: str
-    """Of its name; empty when there is no other of its kind."""
+    """End of the service's name; empty if it is the only one of its kind."""
     port: int
     metrics_port: int
     place: int
-    """Of its service on the page of cores."""
+    """The service's place on the page of cores (tinsmith/cores.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One trainer and its samplers."""
+    """The trainer and the samplers of one base model."""
 
     model: BaseModel
     trainer: Instance
     samplers: Sequence[Instance]
     ranks_port: int
-    """Where the trainer's ranks meet, when there are several."""
+    """Port of the rendezvous of the trainer's ranks, if there are several."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What callers of the services must send; passed on by environment, as `ps` shows command lines to every user."""
+    """Keys that callers of the services must send. They are passed by environment, because `ps` shows command lines to
+    every user."""
 
     api_keys: str = field(repr=False)
     """JSON list, in the form of GATEWAY_API_KEYS. TRAINER_API_KEYS and SAMPLER_API_KEYS may name others."""
     service_key: str = field(repr=False)
-    """What the services send to each other."""
+    """The key that the services send to each other."""
 
     def env(self, service: str) -> dict[str, str]:
         name = f"{service.upper()}_API_KEYS"
@@ -92,13 +92,14 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Files for encrypted connections; None where they are not."""
+    """Files for encrypted connections. Connections without files are not encrypted."""
 
     cert: Path | None = None
-    """Of the HTTP API."""
+    """Certificate of the HTTP API."""
     key: Path | None = None
+    """Private key of `cert`."""
     folder: Path | None = None
-    """What `tinsmith make-certificates` made, for gRPC."""
+    """Folder with the files for gRPC, made by `tinsmith make-certificates`."""
 
     def grpc(self, service: str) -> Certificates | None:
         if self.folder is None:
@@ -120,7 +121,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Trainers, samplers and one gateway, on this machine."""
+    """The trainers, the samplers and the gateway that `tinsmith up` runs on this machine."""
 
     settings: Settings
     models: Sequence[BaseModel]
@@ -142,7 +143,7 @@ class Stack:
         return self.settings.state_dir / "logs"
 
     def groups(self) -> list[Group]:
-        """Trainer and samplers of each model. Ports without a setting are ones that the kernel says are free."""
+        """Trainer and samplers of each base model. Ports without a setting are free ones (ports.py)."""
         free = iter(free_ports((1 + 2 * (1 + self.settings.samplers)) * len(self.models)))
         trainer_ports = count(self.settings.trainer_port) if self.settings.trainer_port else free
         sampler_ports = count(self.settings.sampler_port) if self.settings.sampler_port else free
@@ -160,11 +161,11 @@ class Stack:
         return groups
 
     def trainer_folder(self, group: Group) -> Path:
-        """Of its journal."""
+        """Folder of the trainer's journal."""
         return self.settings.state_dir / "trainers" / _folder_name(group.model)
 
     def services(self, groups: Sequence[Group]) -> list[Service]:
-        """Trainers and samplers first; the gateway last, so that it is the first to be stopped."""
+        """All services: trainers, samplers, then the gateway. The last one is the first to be stopped."""
         return [
             *(self._trainer(group) for group in groups),
             *(self._sampler(group, sampler) for group in groups for sampler in group.samplers),
@@ -183,11 +184,11 @@ class Stack:
         )
 
     def make_cores_page(self) -> None:
-        """Must be there before a service starts."""
+        """Writes the page of cores, which must exist before a service starts."""
         make_page(self._cores_page, cores=usable_cores(), shares=self._places())
 
     def _places(self) -> list[int]:
-        """Threads of each service while all compute; the last is the gateway."""
+        """Threads of each service while all compute. The last entry is the gateway, which never computes."""
         shares = self._shares()
         return [*[shares.trainer, *[shares.sampler] * self.settings.samplers] * len(self.models), 0]
 
@@ -223,7 +224,7 @@ class Stack:
         )
 
     def _sampler(self, group: Group, sampler: Instance) -> Service:
-        # vLLM does not serve all parameters of every model: whoever wants it for them says so.
+        # vLLM cannot serve full-parameter versions of every model, so only --engine vllm selects it for them.
         engine = self.settings.engine
         if self.settings.full_training and engine == "auto":
             engine = "torch"
@@ -233,7 +234,7 @@ class Stack:
             "listen": _local(sampler.port),
             "metrics-port": str(sampler.metrics_port),
             **self._cores(sampler, most=self.most_threads.sampler),
-            **({} if engine == "auto" else {"engine": engine}),  # then SAMPLER_ENGINE may say it
+            **({} if engine == "auto" else {"engine": engine}),  # for auto, SAMPLER_ENGINE may name one
             **({"max-lora-rank": rank} if (rank := _environments_rank()) else {}),
             **self.settings.passed_to("sampler"),
         }
@@ -259,9 +260,9 @@ class Stack:
                 "OMP_WAIT_POLICY": "PASSIVE",
                 "GOMP_SPINCOUNT": SPINS,
                 "TOKENIZERS_PARALLELISM": "false",
-                # torch's store asks for the name of every peer: a lost DNS packet would stall a group for 5 seconds.
+                # torch's store looks up the name of every peer; a lost DNS packet would stall a group for 5 seconds.
                 "RES_OPTIONS": "timeout:1 attempts:2",
-                "PYTHONSAFEPATH": "1",  # -P for the ranks, too
+                "PYTHONSAFEPATH": "1",  # -P, also for the ranks
                 **self._keys(kind),
             },
         )
@@ -294,13 +295,13 @@ class Stack:
 
 
 def _environments_rank() -> str:
-    """The trainers' largest rank, when the environment names one for them and none for the samplers."""
+    """The trainers' largest rank, if the environment names one for them and none for the samplers; else empty."""
     return "" if "SAMPLER_MAX_LORA_RANK" in os.environ else os.environ.get("TRAINER_MAX_LORA_RANK", "")
 
 
 def _tokenizers(models: Sequence[BaseModel]) -> dict[str, str]:
-    """Folders of the models that are on this machine only. Other names with a slash are probably those of the hub,
-    which works through a tunnel from another machine, too."""
+    """Folders of the models that exist on this machine only, as sources of tokenizers, by public name. Other names with
+    a slash are probably hub ids, which clients on other machines can also load."""
     return {
         name: model.source
         for model in models
@@ -311,14 +312,14 @@ def _tokenizers(models: Sequence[BaseModel]) -> dict[str, str]:
 
 
 def torchrun(ranks: int, port: int) -> list[str]:
-    """Arguments of `python -m` before the module. It ends all ranks when one ends. Not --standalone: that reads pickles
-    from a store that listens for everybody."""
+    """Arguments of `python -m` before the module, which run it in several ranks. torchrun ends all ranks if one ends.
+    --standalone is not used, because it reads pickles from a store that listens on all addresses."""
     place = ["--rdzv-backend", "static", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     return ["torch.distributed.run", "--nnodes", "1", *place, "--nproc-per-node", str(ranks), "-m"]
 
 
 def _command(module: str, flags: dict[str, str], *, launcher: Sequence[str] = ()) -> list[str]:
-    # -P: a folder named `gateway` in the current directory is not ours.
+    # -P: a folder named `gateway` in the current directory must not be imported.
     return [
         sys.executable,
         "-P",
@@ -334,7 +335,7 @@ def _local(port: int) -> str:
 
 
 def _folder_name(model: BaseModel) -> str:
-    """The same at every start with these weights, whatever else is served beside them."""
+    """Name of the folder of these weights' journal. It depends on nothing else, so every start finds it again."""
     readable = re.sub(r"[^\w.-]+", "-", Path(model.source).name)
     return f"{readable}-{hashlib.sha256(model.source.encode()).hexdigest()[:8]}"
 
@@ -365,6 +366,6 @@ async def _is_healthy(host: str, port: int, context: ssl.SSLContext | None) -> b
                 status_line = await reader.readline()
             finally:
                 writer.close()
-    except OSError:  # TimeoutError is one
+    except OSError:  # includes TimeoutError
         return False
     return b" 200 " in status_line

@@ -1,10 +1,10 @@
-"""Runs child processes, and starts those again that end.
+"""Runs child processes, and restarts those that end.
 
-They start in the given order, each in its own session, so that Ctrl-C reaches only this process, which then stops them
-in order. Until all have been ready once, the end of one is the end of all, with its reason: a wrong flag is not tried
-again for ever. After that, one that ends by itself is started again with the same command, and so with the same ports,
-after a pause that grows with every end; one without `restarts` ends all of it. If this process is killed outright, the
-kernel kills them (Linux).
+The children start in the given order, each in a session of its own. Ctrl-C therefore reaches only this process, which
+stops them in order. If a child ends before all of them have been ready once, all are stopped and the reason is
+reported, so that a wrong flag is not retried forever. After that, a child that ends by itself is restarted with the
+same command, and hence the same ports, after a pause that grows with every end. The end of a child without `restarts`
+stops all. If this process is killed, the kernel kills the children (on Linux).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tinsmith import child
 from tinsmith_cli import log_files
 
 STOP_GRACE_S = 7.0
-"""From the first SIGTERM to SIGKILL: a stop is promised within 10 s."""
+"""Time from the first SIGTERM to SIGKILL, in seconds. The documentation promises a stop within 10 s."""
 
 _FIRST_GRACE_S = 2.5
 _LOG_LINES_SHOWN = 20
@@ -32,9 +32,9 @@ _LOG_INTERVAL_S = 10.0
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 _LASTED_S = 60.0
-"""What has served for so long starts again after the first pause."""
+"""A service that was ready for this time is restarted after the first pause, in seconds."""
 _FEW_STARTS = 2
-"""In vain: from then on it is told how many there were."""
+"""From this number of failed starts on, the number is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class Service:
     name: str
     argv: Sequence[str]
     log: Path
-    """Its stdout and stderr are appended here; a full one begins again, and the one before stays as NAME.1."""
+    """File to which stdout and stderr are appended. A full log is moved to NAME.1, and begins again."""
     wait_ready: Callable[[], Awaitable[None]]
-    """Returns once it serves."""
+    """Returns once the service is ready."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to this process's environment."""
+    """Variables that are added to this process's environment."""
     restarts: bool = False
-    """When it ends after all were ready, it is started again, and the others go on."""
+    """Whether the service is restarted if it ends after all services were ready. The others go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ async def supervise(
 ) -> int:
     """Runs the services until SIGINT, SIGTERM or SIGHUP (returns 0), or until one fails or ends for good (returns 1).
 
-    `startup_timeout_s` is for the first start, where it ends all, and for each one after that, where the service that
-    is not ready by then is killed and started again. `log_max_bytes` is for each log. `services` are stopped from the
-    last to the first. When this returns or raises, none of them is left.
+    `startup_timeout_s`: time in which a service must be ready. If a service is late at the first start, all are
+    stopped. If it is late at a restart, it is killed and restarted. `log_max_bytes`: largest size of each log.
+    `services` are stopped from the last to the first. None of them is left when this returns or raises.
     """
     running: list[_Running] = []
     paths = [service.log for service in services]
@@ -83,7 +83,7 @@ async def supervise(
             return await _watch(running, stop, on_ready=on_ready, report=report, startup_timeout_s=startup_timeout_s)
         finally:
             logs.cancel()
-            stop.clear()  # from here on it means: hurry
+            stop.clear()  # a further signal makes the stop hurry
             await _stop_all(running[::-1], hurry=stop)
 
 
@@ -96,7 +96,7 @@ async def _bound_logs(logs: Sequence[Path], *, max_bytes: float, report: Callabl
                 await asyncio.to_thread(log_files.bound, log, max_bytes=max_bytes)
             except OSError as error:
                 if log not in failing:
-                    report(f"{log} cannot begin again, and grows: {error}")
+                    report(f"{log} cannot be moved to {log.name}.1, and grows: {error}")
                 failing.add(log)
             else:
                 failing.discard(log)
@@ -138,7 +138,7 @@ async def _watch(
                     waiting.discard(one.exited)  # type: ignore[arg-type]
                     task = _revive(running, place, report=report, timeout_s=startup_timeout_s)
                     reviving.append(asyncio.create_task(task))
-            waiting.update(reviving)  # type: ignore[arg-type]  # they end only with an error, which is to be raised
+            waiting.update(reviving)  # type: ignore[arg-type]  # a revival ends only with an error, to be raised here
     finally:
         for task in (stopping, starting, *reviving):
             task.cancel()
@@ -163,12 +163,12 @@ async def _wait_all_ready(running: Sequence[_Running], *, report: Callable[[str]
 
 
 async def _revive(running: list[_Running], place: int, *, report: Callable[[str], None], timeout_s: float) -> None:
-    """Starts one of those running again whenever it ends."""
+    """Restarts the service at `place` whenever it ends."""
     service = running[place].service
     pause_s, ready_at, in_vain = _FIRST_PAUSE_S, time.monotonic(), 0
     while True:
         code = await asyncio.shield(running[place].exited)
-        _kill_group(running[place])  # what it has left may hold its port and its files
+        _kill_group(running[place])  # processes that it left behind may hold its port and its files
         report(_obituary(service, code=code))
         if not in_vain and time.monotonic() - ready_at >= _LASTED_S:
             pause_s = _FIRST_PAUSE_S
@@ -189,7 +189,7 @@ async def _revive(running: list[_Running], place: int, *, report: Callable[[str]
 
 
 async def _is_ready(one: _Running, *, timeout_s: float) -> bool:
-    """False when it ends before, or takes longer."""
+    """Waits until the service is ready. Returns False if it ends before that, or takes longer than `timeout_s`."""
     ready = asyncio.ensure_future(one.service.wait_ready())
     try:
         done, _ = await asyncio.wait({ready, one.exited}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -217,7 +217,8 @@ def _start(service: Service) -> _Running:
 
 @asynccontextmanager
 async def _signals(running: Sequence[_Running]) -> AsyncIterator[asyncio.Event]:
-    """An event that a stop signal sets; and each process's `exited` is resolved when it ends."""
+    """Handles signals within the block: a stop signal sets the returned event, and SIGCHLD resolves `exited` of each
+    process that has ended."""
     stop = asyncio.Event()
 
     def reap() -> None:
@@ -237,7 +238,8 @@ async def _signals(running: Sequence[_Running]) -> AsyncIterator[asyncio.Event]:
 
 
 async def _stop_all(running: Sequence[_Running], *, hurry: asyncio.Event) -> None:
-    """SIGTERM to the first, then to the others, then SIGKILL; `hurry` (a second Ctrl-C) goes straight to SIGKILL."""
+    """Sends SIGTERM to the first service, then to the others, then SIGKILL to all. `hurry`, which a second Ctrl-C sets,
+    sends SIGKILL at once."""
 
     async def ask_all() -> None:
         for one in running[:1]:
@@ -258,7 +260,7 @@ async def _stop_all(running: Sequence[_Running], *, hurry: asyncio.Event) -> Non
 
 
 def _kill_group(one: _Running) -> None:
-    """Also what a service may have left behind."""
+    """Kills the service's process group, which includes processes that it left behind."""
     with suppress(ProcessLookupError):
         os.killpg(one.process.pid, signal.SIGKILL)
 

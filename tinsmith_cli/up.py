@@ -1,6 +1,6 @@
-"""`tinsmith up`: trainer, samplers and gateway as separate processes on this machine, in the foreground.
+"""`tinsmith up`: runs trainer, samplers and gateway as separate processes on this machine, in the foreground.
 
-This process only starts, watches and stops the others; it loads no torch.
+This process only starts, watches and stops the others. It does not load torch.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "up",
         help="start trainer, sampler and gateway on this machine",
         description="Starts trainer, sampler and gateway as separate processes and stays in the foreground; Ctrl-C "
-        "stops all of them. One that ends by itself is started again. What has no flag here is set through TRAINER_*, "
-        "SAMPLER_* and GATEWAY_* in the environment (`python -m trainer_service --help` and so on list them).",
+        "stops all of them. A process that ends by itself is restarted. Settings without a flag here are set by "
+        "TRAINER_*, SAMPLER_* and GATEWAY_* in the environment (`python -m trainer_service --help` and so on list "
+        "them).",
     )
     Settings.add_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Checks everything that can be checked before a process starts; raises UsageError."""
+    """Checks everything that can be checked before a process starts, then runs the services. Raises UsageError."""
     models = parse(arguments.base_model, models_file=arguments.models_file)
     settings = Settings.of(arguments)
     settings = replace(
@@ -71,8 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         folders = {stack.trainer_folder(group) for group in groups}
         for folder, num_runs in with_live_runs(state_dir / "trainers", served=folders).items():
             _report(
-                f"{folder} has {num_runs} live runs of a base model that is not served now; they go on when it is "
-                "served again, with --base-model, from the folder where it was"
+                f"{folder} has {num_runs} live runs of a base model that is not served now; they go on once "
+                "--base-model serves it again from the same folder"
             )
         return asyncio.run(
             supervise(
@@ -94,16 +95,16 @@ def _checkpoint_dir(root: str) -> str:
 
 
 def _report(line: str) -> None:
-    with suppress(OSError):  # a full disk, or a reader that is gone, is no reason to end the services
+    with suppress(OSError):  # a full disk, or a reader that has gone, must not end the services
         print(line, flush=True)
 
 
 def _keys(host: str, api_keys: list[str], *, state_dir: Path) -> Keys | None:
-    """Those of the command line, else of the environment. None when there are none, and none of `tinsmith keys create`
-    either: then every caller is let in. Those of the database are the gateway's alone: trainers and samplers know of no
-    owners, and take the service key and the configured keys."""
+    """The keys on the command line, else those in the environment. None if there are none, and `tinsmith keys create`
+    has made none either; every caller is then accepted. Only the gateway accepts keys in the database. Trainers and
+    samplers do not know owners, and accept the service key and the configured keys."""
     if not all(api_keys):
-        raise UsageError("--api-key: '' is no key; give at least one character")
+        raise UsageError("--api-key: '' is not a key; give at least one character")
     try:
         given = api_keys or json.loads(os.environ.get("GATEWAY_API_KEYS") or "[]")
     except ValueError:
@@ -119,7 +120,8 @@ def _keys(host: str, api_keys: list[str], *, state_dir: Path) -> Keys | None:
 
 
 def _tls(settings: Settings) -> Tls:
-    """--tls-cert before GATEWAY_TLS_CERT of the environment, before what --certificates holds."""
+    """Files for TLS. --tls-cert takes precedence over GATEWAY_TLS_CERT in the environment, and that over the files in
+    --certificates."""
     cert, key = (
         Path(text) if (text := getattr(settings, name) or os.environ.get(f"GATEWAY_{name.upper()}")) else None
         for name in ("tls_cert", "tls_key")
@@ -138,13 +140,13 @@ def _tls(settings: Settings) -> Tls:
             if (files := tls.grpc(service)) is not None:
                 Certificates.given(ca=files.ca, cert=files.cert, key=files.key)
     except ValueError as error:
-        made = f"; `tinsmith make-certificates {folder}` makes what --certificates needs" if folder else ""
+        made = f"; `tinsmith make-certificates {folder}` makes the files for --certificates" if folder else ""
         raise UsageError(f"{error}{made}") from None
     return tls
 
 
 def _check_port(host: str, port: int) -> int:
-    """The port itself, or a free one for 0. Refuses one in use before anything is started."""
+    """The port itself, or a free one for 0. Raises UsageError for a port in use, before anything is started."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port: {port} is not in 0 to 65535")
     try:
@@ -159,7 +161,8 @@ def _check_port(host: str, port: int) -> int:
 
 
 def _lock(state_dir: Path) -> IO[str]:
-    """Two stacks on one state directory would write the same journals; the second is refused."""
+    """Locks the state directory. Raises UsageError if another `tinsmith up` uses it, which would write the same
+    journals."""
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
         lock = (state_dir / "lock").open("w")

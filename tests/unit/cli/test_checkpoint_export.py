@@ -104,7 +104,7 @@ def test_the_same_command_goes_on_where_the_last_one_gave_up(
 ) -> None:
     server.cuts = [1000, 0, 0, 0, 0, 0]
     assert export(tmp_path / "out") == 2
-    assert "the same command goes on where it was" in capsys.readouterr().err
+    assert "repeat the command to resume it" in capsys.readouterr().err
     server.starts.clear()
     assert export(tmp_path / "out") == 0
     assert server.starts == [1000]
@@ -136,9 +136,9 @@ CHANGED = {**FILES, "adapter_config.json": b"[]"}
     ("archive", "error"),
     [
         (tar(CHANGED), "adapter_config.json is damaged: its SHA-256 is not"),
-        (tar({"adapter_config.json": b"{}"}), "adapter_model.safetensors did not come"),
-        (tar({**FILES, "other": b"x"}), "other came, which the checkpoint does not have"),
-        (b"no archive at all", "what came is no archive"),
+        (tar({"adapter_config.json": b"{}"}), "the archive lacks adapter_model.safetensors"),
+        (tar({**FILES, "other": b"x"}), "the archive holds other, which is not a file of the checkpoint"),
+        (b"no archive at all", "the downloaded file is not a tar archive"),
     ],
 )
 @pytest.mark.parametrize("out", ["out", "out.tar"])

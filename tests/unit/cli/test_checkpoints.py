@@ -213,7 +213,7 @@ def test_one_that_was_not_passed_is_the_exit_status(server: Server, capsys: pyte
     assert main(["checkpoints", "certificate", "s:sample:0"]) == 0
     shown = capsys.readouterr().out
     assert "limit      none" in shown
-    assert "none has scored it" in shown
+    assert "none has scored the version" in shown
 
 
 def test_the_command_line_imports_no_torch() -> None:

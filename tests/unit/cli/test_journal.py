@@ -58,7 +58,7 @@ def test_show_says_what_each_model_would_come_back_from(stopped: Path, capsys: p
     assert where.startswith(f"{stopped}/trainers/tiny/journal.sqlite: 2 models, ")
     assert live.startswith(f"{LIVE}  live, snapshot after seq_id 2, ")
     assert "123 B; 1 accepted, 2 done, 1 failed; requests" in live
-    assert lost.startswith(f"{LOST}  lost, no snapshot, all requests are there; ")
+    assert lost.startswith(f"{LOST}  lost, no snapshot, all requests are kept; ")
     assert why == "    its snapshots are damaged"
 
 
@@ -67,7 +67,7 @@ def test_prune_says_what_would_go_and_then_deletes_that(stopped: Path, capsys: p
     dry = capsys.readouterr().out.splitlines()
     assert ": would delete " in dry[0]
     assert dry[0].endswith(": 3 expired results, 3 requests behind snapshots or of ended models, 1 ended models")
-    warning = "    a model that has snapshots can be restored from its newest one only then, not from the one before it"
+    warning = "    without these requests, a model can only be restored from its newest snapshot, not from an older one"
     assert dry[1:] == [warning, f"    {LOST}", "nothing was changed; --yes does it"]
     assert journal("prune", stopped, "--expired-after", "0", "--yes") == 0
     assert capsys.readouterr().out.splitlines()[0] == dry[0].replace("would delete", "deleted")
@@ -122,4 +122,4 @@ def test_an_age_that_is_none_is_refused(age: str, stopped: Path, capsys: pytest.
     with pytest.raises(SystemExit) as ended:
         journal("prune", stopped, "--expired-after", age)
     assert ended.value.code == 2
-    assert f"--expired-after: {age} is no age in seconds" in capsys.readouterr().err
+    assert f"--expired-after: {age} is not an age in seconds" in capsys.readouterr().err

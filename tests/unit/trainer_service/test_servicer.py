@@ -947,7 +947,7 @@ async def test_an_operator_sees_and_prunes_the_journal_of_a_running_trainer(
     assert not model.HasField("snapshot_at")
     address = f"127.0.0.1:{service.server.port}"
     assert await asyncio.to_thread(main, ["journal", "show", "--trainer", address]) == 0
-    assert f"{MODEL}  live, no snapshot, all requests are there" in capsys.readouterr().out
+    assert f"{MODEL}  live, no snapshot, all requests are kept" in capsys.readouterr().out
     assert await asyncio.to_thread(main, ["journal", "prune", "--trainer", address]) == 0
     assert "would delete 0 B: 0 expired results" in capsys.readouterr().out
     pruned = await admin.PruneJournal(admin_pb.PruneJournalRequest())
