@@ -1,15 +1,15 @@
-"""What this machine and this version of Tinsmith can do with one base model: measured, not promised.
+"""Measures what this machine, with this version of Tinsmith, can do with one base model.
 
-    command    the command line of it
-    examine    the phases, one after the other
-    subject    the model, where and how it is run, the token sequences and the adapters of every comparison
-    oracle     plain transformers, one sequence at a time: what is right
-    trainer    the packed training engine: the same logprobs, gradients, save and reload, speed, memory
-    samplers   each sampling engine that is installed: the same logprobs, of prompts and of what it draws
-    coverage   what no adapter reaches, what is missing
-    limits     how far two correct computations may be apart
-    verdict    gaps and limits become checks; checks become a verdict
-    report     the verdict as text and as JSON
+    command    the command line
+    examine    runs the phases, one after the other
+    subject    the model, its device and type, and the token sequences and adapters of every comparison
+    oracle     reference logprobs and gradients: plain transformers, one sequence at a time
+    trainer    the packed training engine: logprobs, gradients, save and reload, speed, memory
+    samplers   each installed sampling engine: logprobs of prompts and of the tokens that it draws
+    coverage   parts of the model that adapters do not reach, or that are missing
+    limits     largest gaps between two correct computations
+    verdict    turns gaps and limits into checks, and checks into a verdict
+    report     prints the verdict as text and as JSON
 
 One model is in memory at a time.
 """

@@ -1,4 +1,4 @@
-"""`tinsmith doctor MODEL`: what can be done with a model here."""
+"""`tinsmith doctor MODEL`: checks whether a model can be trained and served on this machine."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _EXTRAS = "tinsmith[trainer,sampler]"
 def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="check what can be done with a model on this machine",
-        description="Loads a model and holds the training engine and each sampling engine against plain transformers, "
-        "on the same tokens: logprobs, gradients, a save and reload. Says what cannot be trained or served, and how "
-        "fast it is and how much fits. No service has to run. Exit status: 0 all is well, 1 it is not, 2 there is "
-        "nothing to examine. docs/doctor.md explains each line.",
+        help="check whether a model can be trained and served on this machine",
+        description="Loads a model and compares the training engine and each sampling engine with plain transformers, "
+        "on common tokens: logprobs, gradients, a save and reload. Shows what cannot be trained or served, the speed, "
+        "and how much fits into memory. No service has to run. Exit status: 0 all is well, 1 something failed, 2 there "
+        "is nothing to examine. docs/doctor.md explains each line.",
     )
     parser.add_argument("model", metavar="MODEL", help="folder, or hub id such as Qwen/Qwen3-0.6B")
     parser.add_argument(
@@ -37,17 +37,17 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--dtype", choices=["auto", "float32", "bfloat16"], default="auto",
-        help="default: what the services take, float32 on a CPU and bfloat16 on CUDA",
+        help="default: the services' default, float32 on a CPU and bfloat16 on CUDA",
     )  # fmt: skip
     parser.add_argument("--rank", type=_positive, default=8, metavar="R", help="rank of the adapters (default 8)")
     parser.add_argument(
         "--tokens", type=_positive, metavar="N",
-        help="tokens of all compared sequences together; more than a sliding window tests what is beyond it (default: "
+        help="tokens of all compared sequences together; to test a sliding window, take more than its length (default: "
         "512, with --quick 128)",
     )  # fmt: skip
     parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: half of the cores)")
     parser.add_argument("--quick", action="store_true", help="fewer tokens, shorter measurements")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to a file, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to a file, as JSON")
     parser.set_defaults(run=run)
 
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--json: {arguments.json}: is a folder; name a file")
     try:
         return _run(arguments)
-    except Exception as error:  # whatever it is: a file of an earlier examination must not pass for this one's
+    except Exception as error:  # for any error: the file of an earlier examination must not be taken for this one's
         _write(arguments.json, {"model": arguments.model, "ok": False, "error": str(error) or type(error).__name__})
         raise
 
@@ -130,7 +130,7 @@ def _device(name: str, *, has_cuda: bool) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Libraries would write between the lines."""
+    """Silences libraries within the block, whose output would break up the report."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

@@ -1,4 +1,4 @@
-"""What of a model no adapter reaches, and what of it is missing or special."""
+"""Finds the parts of a model that no adapter reaches, and parts that are missing or special."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from tinsmith_cli.doctor.subject import Subject, first_line
 
 @dataclass(frozen=True, slots=True)
 class Unreached:
+    """Matrices of one name and shape that no adapter changes."""
+
     pattern: str
-    """Name of a parameter, with * for the number of its layer."""
+    """Name of the parameters, with * for the numbers of their layers."""
     shape: Sequence[int]
     count: int
 
@@ -26,25 +28,28 @@ class Unreached:
 @dataclass(frozen=True, slots=True)
 class Coverage:
     groups: Mapping[Group, int]
-    """Adapted layers of each group; experts that are one tensor count once."""
+    """Number of adapted layers of each group. Experts that are one tensor count once."""
     missing: Mapping[Group, str]
-    """Groups that cannot be trained, and why."""
+    """Groups that cannot be trained, with the reason."""
     unreached: Sequence[Unreached]
-    """Matrices that no adapter changes. Vectors (norms, biases) and embeddings never have one, and are not named."""
+    """Matrices that no adapter changes. Vectors (norms, biases) and embeddings never have adapters, and are left
+    out."""
     foreign: Sequence[str]
-    """Classes of layers that hold weights and are no linear layers of torch: quantised ones, among others."""
+    """Classes of layers with weights that are not linear layers of torch, such as quantised ones."""
     notes: Sequence[str]
 
     @classmethod
     def of(cls, base: BaseModel, subject: Subject) -> Coverage:
-        """`base` is loaded: its layers are those that are served."""
+        """The coverage of a loaded base model, whose layers are already replaced by adapted ones."""
         counts = Counter(target.group for target in base.targets)
         reached = {target.name for target in base.targets}
         embedding = _embedding_names(base)
         patterns: Counter[tuple[str, tuple[int, ...]]] = Counter()
         for name, parameter in base.parameters.items():
             owner = name.rpartition(".")[0]
-            is_matrix = parameter.ndim > 1 and not name.endswith("bias")  # experts' biases are stacked
+            is_matrix = parameter.ndim > 1 and not name.endswith(
+                "bias"
+            )  # the stacked biases of experts have 2 dimensions
             if is_matrix and not {name, owner} & reached and name not in embedding:
                 patterns[re.sub(r"\.\d+(?=\.|$)", ".*", name), tuple(parameter.shape)] += 1
         return cls(
@@ -57,13 +62,13 @@ class Coverage:
 
 
 def _embedding_names(base: BaseModel) -> set[str]:
-    """Of the input, and of an output layer that is the same tensor."""
+    """Names of the input embedding, and of an output layer that shares its tensor."""
     embeddings = {id(module.weight) for module in base.decoder.modules() if isinstance(module, nn.Embedding)}
     return {name for name, parameter in base.parameters.items() if id(parameter) in embeddings}
 
 
 def _is_foreign(module: nn.Module) -> bool:
-    """A linear layer of another kind, or one whose weight is no parameter of floating point."""
+    """Whether the module is a linear layer of another class than torch's."""
     name = type(module).__name__
     if isinstance(module, nn.Linear):
         return type(module) is not nn.Linear
@@ -94,15 +99,15 @@ def _notes(base: BaseModel, subject: Subject) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What clients that speak text need."""
+    """The tokenizer, which clients need that send text."""
 
     has_tokenizer: bool
     has_chat_template: bool
     num_tokens: int
-    """Of the tokenizer's vocabulary; must not be above the model's."""
+    """Size of the tokenizer's vocabulary, which must not be larger than the model's."""
     failure: str = ""
     is_broken: bool = False
-    """There is one, and it cannot be read."""
+    """Whether there is a tokenizer that cannot be read."""
 
     @classmethod
     def of(cls, subject: Subject) -> Text:

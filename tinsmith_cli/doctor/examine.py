@@ -1,4 +1,4 @@
-"""The whole examination, phase by phase; one model is in memory at a time."""
+"""Runs the examination phase by phase. One model is in memory at a time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tinsmith_cli.doctor.subject import Subject
 
 
 def examine(subject: Subject, scratch: Path, *, report: Callable[[str], None]) -> Findings:
-    """`scratch` is an empty folder. `report` hears what is going on.
+    """Examines all engines and the oracle. `scratch`: an empty folder. `report`: called with a line for each phase.
 
-    Raises Unloadable when there is no engine that the model could be compared with.
+    Raises Unloadable if the model cannot be loaded.
     """
     sequences = subject.sequences()
     not_there: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What was found, and how far two correct computations of the same thing may be apart."""
+"""The findings of all phases, and the largest gaps between two correct computations of the same numbers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _FLOORS = {
     torch.float32: (2e-4, 2e-5, 1e-4),
     torch.bfloat16: (0.05, 0.01, 0.02),
 }
-"""Largest and mean gap of logprobs, relative error of a gradient, that are always allowed.
+"""Limits that are always allowed: largest gap of logprobs, mean gap of logprobs, relative error of a gradient.
 
-float32: an order of magnitude above what two correct implementations differ by (1e-6 to 1.3e-5 on models of 1 to 110 M
-parameters). bfloat16: a unit or two of the last place of logits of size 10 (2^-8 * 10 = 0.04).
+float32: an order of magnitude above the difference of two correct implementations (1e-6 to 1.3e-5 on models of 1 to
+110 M parameters). bfloat16: one or two units in the last place of logits of size 10 (2^-8 * 10 = 0.04).
 """
 _MARGIN = 3.0
-"""In narrow types, so many times what rounding does to the plain model (its gap to float32) is allowed, too."""
+"""In narrower types than float32, gaps may also be this many times the plain model's gap to float32."""
 _UNMEASURED = (0.5, 0.1, 0.2)
-"""In narrow types, when that could not be measured: largest and mean gap, and gradients.
+"""Limits in narrower types if the plain model's gap to float32 could not be measured, in the order of _FLOORS.
 
-The first and the last also hold for mixtures of experts. Between experts that are nearly tied rounding chooses, and for
-other tokens in each computation. (Seen with a Mixtral of two layers: one token of 128, with router logits 0.002 apart,
-moved by 0.25; the plain model's gap to float32 was 0.03 in one run and 0.25 in another.) The mean stays as strict: a
-lost adapter moves it by more than 0.1.
+The first and the last also apply to mixtures of experts. If two experts are nearly tied for a token, rounding chooses
+between them, and each computation may choose otherwise. (Seen with a Mixtral of two layers: the logprob of one token of
+128, with router logits 0.002 apart, changed by 0.25. The plain model's gap to float32 was 0.03 in one run and 0.25 in
+another.) The mean stays strict: a lost adapter changes it by more than 0.1.
 """
 COMPANY = 1e-5
-"""float32: alone or in company, gaps are of rounding only."""
+"""float32: largest gap between an adapter alone in a batch and beside others, in relation to the largest logprob."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Findings:
     trainer: trainer.Findings
     samplers: Sequence[samplers.Findings]
     not_there: Mapping[str, str]
-    """Engines that were not examined, and why."""
+    """Engines that were not examined, with the reason."""
     text: Text
 
 
@@ -55,7 +55,7 @@ class Limits:
 
 
 def gap(ours: Logprobs, theirs: Logprobs) -> tuple[float, float]:
-    """Largest and mean difference. Sequences of another length are a defect of the caller."""
+    """Largest and mean difference. Raises ValueError if the sequences differ in number or length."""
     differences = [np.abs(one.astype(np.float64) - other) for one, other in zip(ours, theirs, strict=True)]
     whole = np.concatenate(differences)
     return (float(whole.max()), float(whole.mean())) if whole.size else (0.0, 0.0)
@@ -66,7 +66,7 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def limits(findings: Findings, name: str) -> Limits:
-    """For one adapter, or the base model."""
+    """The limits for one adapter, or for the base model, by its name."""
     dtype = findings.subject.dtype
     floor = _FLOORS[dtype]
     kind = str(dtype).removeprefix("torch.")

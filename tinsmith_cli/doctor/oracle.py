@@ -1,6 +1,6 @@
-"""What is right: plain transformers with eager attention, one sequence at a time, the adapter as W + scaling * B A.
+"""The reference: plain transformers with eager attention, one sequence at a time, with adapters as W + scaling * B A.
 
-It needs no PEFT. That PEFT means the same by these files is a check of its own, where PEFT is installed.
+It does not need PEFT. If PEFT is installed, a check of its own compares the logprobs of PEFT with the saved files.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from tinsmith_cli.doctor.subject import BASE, Example, Logprobs, Subject, free, 
 from trainer_service.engine.memory import available_bytes
 
 GRADIENT_TOKENS = 80
-"""Autograd keeps every activation of the plain model: gradients are taken over so many tokens at most."""
+"""Most tokens over which gradients are taken, because autograd keeps every activation of the plain model."""
 
 
 @dataclass(slots=True)
 class Truth:
-    """Of the base model, and with each adapter, by its name."""
+    """Reference values of the base model and of each adapter, by name."""
 
     logprobs: dict[str, Logprobs] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """In the order of the adapter's buffer, in host memory."""
+    """Gradients in the order of the adapter's buffer, in host memory."""
 
 
 @dataclass(slots=True)
 class Findings:
     truth: Truth
     wide: Truth | None
-    """In a wider type, where rounding does next to nothing; None for float32, and when memory does not allow it."""
+    """Values computed in float32, whose rounding is negligible. None if the model is in float32, and if memory is
+    short."""
     why_not_wide: str
     missing: Sequence[str]
-    """Parameters that the files do not hold: transformers draws them at random."""
+    """Parameters that the files lack, and that transformers drew at random."""
     peft: Logprobs | None
-    """With the saved adapter, as stock PEFT reads it."""
+    """Logprobs with the saved adapter, loaded by stock PEFT."""
     why_no_peft: str
     why_no_gradients: str
     num_parameters: int
@@ -53,7 +54,7 @@ class Findings:
 def examine(
     subject: Subject, sequences: Sequence[Example], adapters: Mapping[str, Adapter], saved: Path | None
 ) -> Findings:
-    """`adapters` in host memory; `saved` is the PEFT folder of one of them. Raises Unloadable."""
+    """Computes the reference. `adapters`: in host memory. `saved`: PEFT folder of one of them. Raises Unloadable."""
     model, missing = _load(subject)
     placed = {name: adapter.like(adapter.flat.to(subject.device)) for name, adapter in adapters.items()}
     why_no_gradients = _why_no_gradients(subject, list(adapters.values()))
@@ -80,7 +81,7 @@ def examine(
 
 
 def gradient_sequences(sequences: Sequence[Example]) -> list[Example]:
-    """The first ones that have GRADIENT_TOKENS together."""
+    """Sequences, from the first on, that together have at most GRADIENT_TOKENS tokens."""
     chosen: list[Example] = []
     for sequence in sequences:
         if sum(one.tokens_N.size for one in chosen) + sequence.tokens_N.size <= GRADIENT_TOKENS:
@@ -119,7 +120,7 @@ def _logprobs(model: PreTrainedModel, sequences: Sequence[Example]) -> Logprobs:
 
 
 def _gradient(model: PreTrainedModel, sequences: Sequence[Example], adapter: Adapter) -> Tensor:
-    """Of the sum of -weight * logprob, by autograd."""
+    """Gradient of the sum of -weight * logprob, by autograd."""
     leaf = adapter.like(adapter.flat.detach().clone())
     for tensor in leaf.tensors():
         tensor.requires_grad_(True)
@@ -140,7 +141,7 @@ def _score(model: PreTrainedModel, sequence: Example) -> Tensor:
 
 
 def _peft(model: PreTrainedModel, sequences: Sequence[Example], folder: Path) -> tuple[Logprobs | None, str]:
-    """Changes the model."""
+    """Logprobs of the model with PEFT's adapter, or None and the reason. PEFT changes the model."""
     if importlib.util.find_spec("peft") is None:
         return None, "peft is not installed"
     import peft
@@ -149,11 +150,12 @@ def _peft(model: PreTrainedModel, sequences: Sequence[Example], folder: Path) ->
         loaded = peft.PeftModel.from_pretrained(model, folder)
     except (ValueError, RuntimeError, KeyError, NotImplementedError) as error:
         return None, f"peft does not load it: {error}"
-    return _logprobs(loaded, sequences), ""  # type: ignore[arg-type]  # it answers as the model that it wraps
+    return _logprobs(loaded, sequences), ""  # type: ignore[arg-type]  # it behaves as the model that it wraps
 
 
 def _why_no_gradients(subject: Subject, adapters: Sequence[Adapter]) -> str:
-    """Autograd keeps the whole weight of adapted experts, once more; of other layers it keeps activations only."""
+    """The reason for which there is no memory for gradients; empty if there is enough. Autograd keeps a copy of the
+    whole weight of adapted experts. For other layers it keeps activations only."""
     experts = {
         target.name: target.num_experts * target.in_features * target.out_features
         for adapter in adapters

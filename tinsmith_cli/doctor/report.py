@@ -1,4 +1,4 @@
-"""A verdict as text that fits 100 columns, and as JSON."""
+"""The verdict as text of at most 100 columns, and as JSON."""
 
 from __future__ import annotations
 
@@ -187,6 +187,6 @@ def as_json(findings: Findings, verdict: Verdict) -> dict[str, Any]:
 
 
 def _finite(check: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: a gap that is none is null."""
+    """The check for JSON, which has no NaN: numbers that are not finite become null."""
     numbers = {key: value if math.isfinite(value) else None for key, value in check["numbers"].items()}
     return {**check, "numbers": numbers}

@@ -1,4 +1,4 @@
-"""What each sampling engine says about the same tokens, and about those that it draws itself.
+"""Logprobs of each sampling engine, for the common tokens and for tokens that it draws itself.
 
 Shapes: P prompt tokens, N drawn tokens.
 """
@@ -27,21 +27,21 @@ from tinsmith_cli.doctor.subject import ALL, BASE, Example, Logprobs, Subject, U
 
 _BATCHES = (1, 8)
 _PROMPT = 16
-"""Tokens of the prompt where the speed is measured."""
+"""Length of the prompt with which the speed is measured, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """An engine that may be there: a class with `load(config, metrics)` and `stop()`, both asynchronous."""
+    """An engine that may be installed: a class with `load(config, metrics)` and `stop()`, both asynchronous."""
 
     name: str
     needs: str
-    """Package without which it does not run."""
+    """Package that the engine needs."""
     module: str
     class_name: str
 
     def missing(self) -> str:
-        """Why it cannot be used; empty when it can."""
+        """The reason for which the engine cannot be used; empty if it can."""
         if importlib.util.find_spec(self.needs) is None:
             return f"not installed: there is no package {self.needs}"
         if importlib.util.find_spec(self.module) is None:
@@ -60,7 +60,7 @@ class Drawn:
     """One sequence that an engine drew, with its logprobs."""
 
     name: str
-    """Of the adapter."""
+    """Name of the adapter."""
     temperature: float
     prompt_P: Ints
     tokens_N: Ints
@@ -72,14 +72,14 @@ class Findings:
     engine: str
     failure: str = ""
     groups: Sequence[Group] = ()
-    """Whose adapters it serves."""
+    """Groups whose adapters the engine serves."""
     logprobs: dict[str, Logprobs] = field(default_factory=dict)
-    """Of the base model's and an adapter's prompts: of each token after the first."""
+    """Logprobs of the prompts' tokens, except the first of each, with the base model and with an adapter, by name."""
     drawn: list[Drawn] = field(default_factory=list)
     tokens_per_s: Mapping[int, float] = field(default_factory=dict)
-    """Drawn ones, by the size of the batch."""
+    """Drawn tokens per second, by the size of the batch."""
     max_length: int = 0
-    """Of prompt and output together."""
+    """Largest length of prompt and output together, in tokens."""
     eos_token_ids: Sequence[int] = ()
 
 
@@ -140,7 +140,7 @@ async def _ask(found: Findings, engine: SamplingEngine, subject: Subject, sequen
                     max_tokens=min(length, max(1, room)), seed=1, temperature=temperature, stop=StopCondition()
                 )
                 work.append((name, temperature, Request(prompt_P, version, params=params)))
-    # All at once: each request has neighbours of other lengths and versions.
+    # All requests at once, so that each runs beside others of other lengths and versions.
     generations = [await engine.submit(request) for _, _, request in work]
     results: list[Result] = await asyncio.gather(*(generation.result() for generation in generations))
     for (name, temperature, request), result in zip(work, results, strict=True):
@@ -156,7 +156,7 @@ async def _ask(found: Findings, engine: SamplingEngine, subject: Subject, sequen
 
 
 async def _speed(engine: SamplingEngine, size: int, version: str, *, quick: bool) -> float:
-    """Tokens per second of `size` sequences together, without the time of their prompt."""
+    """Tokens per second that `size` sequences draw together, without the time for their prompt."""
     seconds, numbers = [], (2, 10 if quick else 34)
     for number in numbers:
         prompt = np.arange(_PROMPT, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""What is examined: a model, where and how it is run, and the tokens and adapters of every comparison.
+"""The subject of an examination: a model, its device and type, and the tokens and adapters of every comparison.
 
 Shapes: N tokens of a sequence, V vocabulary.
 """
@@ -29,34 +29,35 @@ T = TypeVar("T")
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Logprobs = Sequence[Floats]
-"""Of each sequence's targets."""
+"""Logprobs of each sequence's targets."""
 
 BASE = "base model"
 ALL = "adapter on all"
 _SHORT = (1, 3, 3, 6, 17, 40)
-"""Lengths of the sequences besides the long one: two equal neighbours, which attention batches, and ragged ones."""
+"""Lengths of the sequences before the long one. Two consecutive ones are equal, because attention batches such
+sequences; the others differ."""
 
 
 class Unloadable(Exception):
-    """The model cannot be loaded; one line says why."""
+    """The model cannot be loaded. The message is one line that says why."""
 
 
 class NotFound(Unloadable):
-    """There is nothing to load, or it cannot be reached."""
+    """There is no such model, or the hub cannot be reached."""
 
 
 class Unfit(Unloadable):
-    """Its files are right, but an engine cannot run it."""
+    """The model's files are right, but an engine cannot run the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Tokens, and for each the target that is scored after it."""
+    """A sequence of tokens, and for each token the target that is scored after it."""
 
     tokens_N: Ints
     targets_N: Ints
     weights_N: Floats
-    """Of the loss whose gradient is compared: the sum of -weight * logprob."""
+    """Weights of the loss whose gradient is compared, the sum of -weight * logprob."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,9 @@ class Subject:
     dtype: torch.dtype
     rank: int
     num_tokens: int
-    """Of all sequences together, about."""
+    """Approximate number of tokens of all sequences together."""
     num_threads: int
-    """Of the CPU; 0 is torch's default."""
+    """CPU threads; 0 is torch's default."""
     quick: bool
 
     @property
@@ -78,7 +79,7 @@ class Subject:
 
     @property
     def context(self) -> int:
-        """Tokens; a model without positions has no limit of its own."""
+        """Context length, in tokens. A model without position embeddings has no limit, and gets a large number."""
         return getattr(self.text_config, "max_position_embeddings", None) or 2**20
 
     @property
@@ -88,21 +89,21 @@ class Subject:
 
     @property
     def window(self) -> int | None:
-        """The shortest sliding window of any layer."""
+        """Sliding window of the layers that have one, in tokens; None if no layer has one."""
         config = self.text_config.to_dict()
         kinds = config.get("layer_types")
         used = "sliding_attention" in kinds if kinds else config.get("use_sliding_window") is not False
         return config.get("sliding_window") if used else None
 
     def sequences(self) -> list[Example]:
-        """Random tokens, and among them a token and a phrase that repeat. The last one is the longest."""
+        """Sequences of random tokens. Some repeat one token or a phrase. The last sequence is the longest."""
         vocab_size = self.text_config.vocab_size
         generator = np.random.default_rng(0)
         found = []
         for n, length in enumerate([*_SHORT, max(41, self.num_tokens - sum(_SHORT))]):
-            length = min(length, self.context - 1)  # the samplers draw one token after it
+            length = min(length, self.context - 1)  # the samplers draw one token after the sequence
             tokens = generator.integers(vocab_size, size=length + 1)
-            if n % 3 == 2:  # the second of the equal ones, and a ragged one
+            if n % 3 == 2:  # the second one of equal length, and another one
                 tokens[:] = tokens[0]
             elif n > 3:
                 tokens[length // 2 :] = np.resize(tokens[:5], length + 1 - length // 2)
@@ -111,7 +112,7 @@ class Subject:
         return found
 
     def adapters(self, groups: Collection[Group]) -> Mapping[str, AdapterConfig]:
-        """What is compared besides the base model: an adapter on each group alone, and one on all of them."""
+        """Configurations of the adapters to compare: one on each group, and one on all groups, by name."""
         found = {f"adapter on {group}": only(group, rank=self.rank, seed=n) for n, group in enumerate(GROUPS)}
         found = {name: config for name, config in found.items() if config.groups <= set(groups)}
         if len(groups) > 1:
@@ -121,7 +122,8 @@ class Subject:
 
 
 def read_config(path: str) -> PretrainedConfig:
-    """Raises NotFound when there is no such model, Unloadable when it is none that could be trained."""
+    """The model's configuration. Raises NotFound if there is no such model, and Unloadable if it is not a causal
+    language model of transformers."""
     try:
         config = load_config(path)
     except (OSError, HfHubHTTPError) as error:
@@ -135,7 +137,7 @@ def read_config(path: str) -> PretrainedConfig:
 
 
 def check_weights(path: str, config: PretrainedConfig) -> None:
-    """Raises NotFound for a folder without weights. Of a hub id the hub says it, when they are asked for."""
+    """Raises NotFound for a folder without weights. For a hub id, the download of the weights would fail."""
     names = [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
     if own := getattr(config, "transformers_weights", None):
         names = [own]
@@ -144,7 +146,7 @@ def check_weights(path: str, config: PretrainedConfig) -> None:
 
 
 def loading(path: str, load: Callable[[], T]) -> T:
-    """What `load` returns. Raises Unloadable."""
+    """Calls `load` and returns its result. Raises Unloadable in place of its errors."""
     try:
         return load()
     except Exception as error:
@@ -152,7 +154,7 @@ def loading(path: str, load: Callable[[], T]) -> T:
 
 
 def failed(path: str, error: Exception) -> Unloadable:
-    """One line for what went wrong while a model was loaded: its files may hold anything, and its code may be any."""
+    """The Unloadable for an error while a model was loaded. Broken files can raise errors of any type."""
     match error:
         case UnsupportedModel() | ServiceError():
             return Unfit(first_line(error))
@@ -168,7 +170,7 @@ def first_line(error: BaseException) -> str:
 
 
 def free(device: torch.device) -> None:
-    """After the last reference to a model is gone."""
+    """Frees memory. To be called after the last reference to a model is gone."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

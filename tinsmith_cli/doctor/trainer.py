@@ -1,6 +1,6 @@
-"""What the training engine computes for the same tokens, saves and reads back, and how fast and how much it takes.
+"""Examines the training engine: logprobs and gradients for the common tokens, a save and reload, speed and memory.
 
-Everything goes through the calls that the service makes.
+It uses the engine by the calls that the service makes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.locations import KINDS, Location
 
 MAX_RANK = 256
-"""The service's default."""
+"""The service's default for max_lora_rank."""
 RANKS = (8, 32, MAX_RANK)
 _MAX_TOKENS = 4096
 _SEQUENCE = 256
@@ -50,54 +50,57 @@ _HUGE = 1e6
 class Speed:
     tokens_per_s: float
     num_tokens: int
-    """In the micro-batch that was timed."""
+    """Tokens of the micro-batch that was timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
     token_budget: int
     longest_sequence: int
-    """Tokens of the longest one that can be trained on."""
+    """Longest sequence that can be trained on, in tokens."""
     adapter_bytes: Mapping[int, int]
-    """Of one adapter on all layers, by its rank, as a sampler has it."""
+    """Size of one adapter on all layers in a sampler, by its rank."""
     training_bytes: Mapping[int, int]
-    """With its gradient and its moments, as the trainer has it."""
+    """Size of one adapter in the trainer, with its gradient and moments, by its rank."""
     models_bytes: int
-    """For all models in training together, those that wait in host memory included."""
+    """Memory for all models in training together, including those that wait in host memory."""
     device_bytes: int | None
-    """Of it, on the device beside one micro-batch; None on a CPU, where there is one memory."""
+    """Part of models_bytes on the device, beside one micro-batch. None on a CPU, which has one memory."""
 
 
 @dataclass(slots=True)
 class Findings:
     coverage: Coverage | None = None
-    """None when the model is not loaded."""
+    """None if the model could not be loaded."""
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
-    """In host memory."""
+    """The compared adapters, in host memory, by name."""
     logprobs: dict[str, Logprobs] = field(default_factory=dict)
-    """Of every adapter in one batch with all the others."""
+    """Logprobs of every adapter, and of the base model, all in one batch."""
     alone: Logprobs | None = None
-    """The last adapter's, in a batch of its own."""
+    """Logprobs of the adapter `largest` in a batch of its own."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     drawn: list[tuple[Drawn, Logprobs]] = field(default_factory=list)
-    """The trainer's logprobs of what a sampler drew."""
+    """Sequences that samplers drew, with the trainer's logprobs of them."""
     saved: Path | None = None
+    """PEFT folder of the adapter `largest`."""
     is_same_after_load: bool | None = None
-    """All tensors of adapter and optimizer, bit for bit."""
+    """Whether all tensors of adapter and optimizer were bit-equal after a save and reload."""
     reloaded: Logprobs | None = None
+    """Logprobs of the reloaded adapter."""
     failure: str = ""
-    """Why the rest is missing."""
+    """The reason for which later findings are missing."""
     speed: Speed | None = None
     room: Room | None = None
 
     @property
     def largest(self) -> str:
-        """Name of the adapter with the most groups."""
+        """Name of the adapter on the most groups."""
         return ALL if ALL in self.adapters else next(iter(self.adapters), BASE)
 
 
 def examine(subject: Subject, sequences: Sequence[Example], drawn: Sequence[Drawn], scratch: Path) -> Findings:
-    """Raises Unloadable when something is wrong with the model's files. `scratch` keeps the saved adapter."""
+    """Examines the training engine. `scratch`: folder for the saved adapter. Raises Unloadable if something is wrong
+    with the model's files."""
     found = Findings()
     try:
         base = loading(subject.path, lambda: BaseModel.load(subject.path, device=subject.device, dtype=subject.dtype))
@@ -131,7 +134,7 @@ def _compare(
 ) -> None:
     names = [BASE, *found.adapters]
     together = len(names) * sum(sequence.tokens_N.size for sequence in sequences)
-    engine = TrainingEngine(base, max_tokens_per_microbatch=together)  # so that all are neighbours
+    engine = TrainingEngine(base, max_tokens_per_microbatch=together)  # so that all are in one micro-batch
     _create(engine, BASE, AdapterConfig(rank=1, seed=0, **_flags(base)), None)
     for name, adapter in found.adapters.items():
         _create(engine, name, adapter.config, adapter)
@@ -179,7 +182,7 @@ def _scoring(drawn: Drawn) -> Batch:
 
 
 def _run(engine: TrainingEngine, works: Sequence[tuple[str, Batch]]) -> list[Logprobs]:
-    """Raises the ServiceError that one fails with."""
+    """Logprobs of each batch. Raises the ServiceError of a batch that fails."""
     outputs: list[Logprobs] = []
     for output in engine.forward_backward(works):
         if isinstance(output, ServiceError):
@@ -189,7 +192,8 @@ def _run(engine: TrainingEngine, works: Sequence[tuple[str, Batch]]) -> list[Log
 
 
 def _gradient(engine: TrainingEngine, name: str, adapter: Adapter) -> Tensor:
-    """As an optimizer step sees it: AdamW without memory subtracts lr g / (|g| + eps), that is g if both are huge."""
+    """The gradient that reaches an optimizer step. AdamW with betas of 0 subtracts lr g / (|g| + eps), which is g if lr
+    and eps are equal and huge."""
     engine.optim_step(name, AdamParams(_HUGE, beta1=0.0, beta2=0.0, eps=_HUGE, weight_decay=0.0, grad_clip_norm=0.0))
     after = engine.capture(name, with_optimizer=False).adapter
     return adapter.flat - after.flat.float()
@@ -226,7 +230,7 @@ def _save_and_reload(
 
 
 def _speed(engine: TrainingEngine, name: str, context: int, *, seconds: float) -> Speed:
-    """Of forward_backward, of the largest micro-batch up to the token budget that takes about so many seconds."""
+    """Speed of forward_backward with the largest micro-batch within the token budget that takes about `seconds`."""
     generator = np.random.default_rng(0)
     length = min(_SEQUENCE, context)
     budget = engine.token_budget

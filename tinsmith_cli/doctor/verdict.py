@@ -1,4 +1,4 @@
-"""Gaps and limits become checks, checks become a verdict. Nothing here computes with a model."""
+"""Turns gaps and limits into checks, and checks into a verdict. Nothing here computes with a model."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ class Check:
     numbers: Mapping[str, float] = field(default_factory=dict)
     detail: str = ""
     advice: str = ""
-    """What to do, when it is not ok."""
+    """What the user should do if the check is not ok."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     checks: Sequence[Check]
     trainable: Sequence[Group]
-    """Groups whose adapters can be trained; none: the model cannot."""
+    """Groups whose adapters can be trained. If there are none, the model cannot be trained."""
     sampleable: Sequence[str]
-    """Engines that sample from it rightly."""
+    """Engines that sample from the model correctly."""
 
     @property
     def untrainable(self) -> Sequence[Group]:
-        """Groups that a LoRA client must switch off. By default it asks for all, and is refused then."""
+        """Groups that a LoRA client must switch off. By default a client asks for all groups, and is refused."""
         return [group for group in GROUPS if group not in self.trainable]
 
     @property
     def is_ok(self) -> bool:
-        """A LoRA client with its defaults can train and sample here, and every check was passed."""
+        """Whether a LoRA client with its defaults can train and sample here, and no check has failed."""
         return not self.untrainable and bool(self.sampleable) and all(one.status != "FAILED" for one in self.checks)
 
 
@@ -72,7 +72,7 @@ def judge(findings: Findings) -> Verdict:
 
 
 def _groups(findings: Findings) -> list[Group]:
-    """Whose adapters the trainer takes."""
+    """Groups whose adapters the trainer accepts."""
     coverage = findings.trainer.coverage
     return [] if coverage is None else list(coverage.groups)
 
@@ -189,7 +189,7 @@ def _sampler(findings: Findings, sampler: samplers.Findings) -> list[Check]:
     advice = "do not sample from this model with this engine: it is not the model that is trained; report it"
     checks = []
     for name, logprobs in sampler.logprobs.items():
-        # Where the trainer fails, the oracle still says what is right.
+        # If the trainer has failed, the oracle still has the reference.
         right = findings.trainer.logprobs.get(name) or findings.oracle.truth.logprobs.get(name)
         if right is None:
             checks.append(Check(section, f"prompts, {name}", "skipped", detail="the trainer has no such adapter"))
