@@ -123,7 +123,7 @@ def _only_model(server: Server) -> str:
     models = server.call("get_server_capabilities")["supported_models"]
     names = [model["model_name"] for model in models if model.get("trainable", True)]
     if len(names) != 1:
-        raise UsageError(f"--base-model: name one of this server's trainable models: {', '.join(names) or 'none'}")
+        raise UsageError(f"--base-model: name one of {', '.join(names) or 'none'}, the models that this server trains")
     return names[0]
 
 
