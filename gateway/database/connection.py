@@ -24,7 +24,7 @@ from gateway.database.tables.base import Base
 from gateway.metrics import Metrics
 
 Note = Callable[[AsyncSession], Awaitable[None]]
-"""Reads or writes something in the transaction that it is given."""
+"""A function that reads or writes further rows in the given transaction."""
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 _MIGRATION_LOCK = 0x74696E736D697468
@@ -64,7 +64,7 @@ class Database:
         if not is_sqlite:
             event.listen(self._engine.sync_engine, "connect", _set_up_postgresql)
         self.is_shared = False
-        """Other gateways change the database, too."""
+        """Whether other gateways also change the database."""
 
     @property
     def dialect(self) -> str:
@@ -110,7 +110,8 @@ class Database:
                 await db.execute(delete(table).where(column <= first))
 
     async def add_once(self, row: Base, *, note: Note | None = None) -> bool:
-        """Adds the row. False when one with its key is there already. `note`: what is written with it."""
+        """Adds the row. Returns False if there is already a row with its key. `note`: called in the same transaction
+        after the row is added, to read or write further rows."""
         try:
             async with self.begin() as db:
                 db.add(row)

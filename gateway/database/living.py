@@ -27,13 +27,13 @@ class Living(Generic[_Row]):
 
     async def get(self, key: str) -> _Row | None:
         """The row, from memory or else from the database; None for an unknown key. Rows of ended sessions are not
-        kept."""
+        cached."""
         if key in self._rows:
             return self._rows[key]
         return await self.get_newest(key)
 
     async def get_newest(self, key: str) -> _Row | None:
-        """The row as the database has it now."""
+        """The row as it is in the database now, which replaces the cached one."""
         seen = self._num_changes
         async with self._database.begin() as db:
             row = await db.get(self._table, key)
@@ -45,8 +45,8 @@ class Living(Generic[_Row]):
         return row
 
     async def add(self, key: str, row: _Row, *, note: Note | None = None) -> bool:
-        """Adds the row to the database, and keeps it. False when there is one with this key. `note`: what is written
-        with it."""
+        """Adds the row to the database, and caches it. Returns False if there is already a row with this key. `note`:
+        called in the same transaction after the row is added, to read or write further rows."""
         seen, live = self._num_changes, False
 
         async def look(db: AsyncSession) -> None:
