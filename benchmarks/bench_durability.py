@@ -47,7 +47,7 @@ LENGTHS = [256] * 4
 
 
 class Trainer:
-    """Everything behind the gRPC server."""
+    """The parts of a trainer behind its gRPC server."""
 
     def __init__(self, base: BaseModel, folder: Path, policy: Policy) -> None:
         metrics = Metrics(CollectorRegistry())
@@ -76,7 +76,7 @@ class Trainer:
         await (await self._submit("create_model", creation)).wait()
 
     async def step(self) -> float:
-        """Seconds."""
+        """Time of one step, in seconds."""
         forward_backward = request(LENGTHS, self.engine.limits.vocab_size)
         adam = pb.AdamParams(learning_rate=ADAM.learning_rate, beta1=ADAM.beta1, beta2=ADAM.beta2, eps=ADAM.eps)
         begin = time.perf_counter()
@@ -158,13 +158,15 @@ async def measure(base: BaseModel, folder: Path, arguments: argparse.Namespace, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=["tiny", "small", "medium"], default="small", help="of a model made here")
-    parser.add_argument("--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="where they are")
-    parser.add_argument("--rank", type=int, default=32, help="of the adapter")
-    parser.add_argument("--threads", type=int, default=1, help="that compute")
+    parser.add_argument(
+        "--size", choices=["tiny", "small", "medium"], default="small", help="size of the model, which is made here"
+    )
+    parser.add_argument("--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="folder of the models")
+    parser.add_argument("--rank", type=int, default=32, help="rank of the adapter")
+    parser.add_argument("--threads", type=int, default=1, help="number of compute threads")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: the temporary one)")
-    parser.add_argument("--json", type=Path, help="writes the report here, too")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: a temporary folder)")
+    parser.add_argument("--json", type=Path, help="also write the report to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     model = arguments.models.expanduser() / arguments.size

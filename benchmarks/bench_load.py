@@ -1,4 +1,4 @@
-"""What a thousand samples at once and two hundred sessions cost those who ask for little: README.md.
+"""Measures how a thousand samples at once and two hundred sessions delay clients with small requests: README.md.
 
 python benchmarks/bench_load.py --size tiny --json load.json
 """
@@ -34,14 +34,14 @@ def figures(times: Times) -> list[Figure]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that started processes are stopped
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=("tiny", "small", "medium"), default="tiny")
     parser.add_argument("--models", type=Path, default=Path("~/.cache/tinsmith-bench"))
-    parser.add_argument("--samples", type=int, default=1000, help="of one client, at once")
-    parser.add_argument("--sessions", type=int, default=200, help="open at the same time")
-    parser.add_argument("--tokens", type=int, default=8, help="of each sample")
-    parser.add_argument("--database-url", default="", help="of the gateway; empty: SQLite")
+    parser.add_argument("--samples", type=int, default=1000, help="samples that one client asks for at once")
+    parser.add_argument("--sessions", type=int, default=200, help="number of sessions that are open at the same time")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens of each sample")
+    parser.add_argument("--database-url", default="", help="database of the gateway (default: SQLite)")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     report = Report({name: str(value) for name, value in vars(arguments).items()})

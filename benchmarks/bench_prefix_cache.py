@@ -1,4 +1,5 @@
-"""What the prefix cache saves, and what it costs where nothing is shared: the torch engine with and without it.
+"""Measures the savings of the prefix cache, and its cost if prompts share nothing: the torch engine with and without
+it.
 
     python benchmarks/bench_prefix_cache.py --size small
 
@@ -40,7 +41,7 @@ async def generate(engine: TorchEngine, prompt: np.ndarray, *, max_tokens: int, 
 
 
 def same_prompt() -> Callable[[TorchEngine], Awaitable[object]]:
-    """One token after a prompt of which all but the last 16 tokens were seen."""
+    """One token after a prompt that is cached except for its last 16 tokens."""
     prompt = tokens(PROMPT_TOKENS)
 
     async def work(engine: TorchEngine) -> None:
@@ -50,7 +51,7 @@ def same_prompt() -> Callable[[TorchEngine], Awaitable[object]]:
 
 
 def conversation() -> Callable[[TorchEngine], Awaitable[object]]:
-    """Each turn's prompt is all that was said before, and some more."""
+    """A conversation: each turn's prompt consists of all earlier turns and some new tokens."""
 
     async def work(engine: TorchEngine) -> None:
         said = np.zeros(0, np.int32)
@@ -72,7 +73,7 @@ def nothing_shared() -> Callable[[TorchEngine], Awaitable[object]]:
 
 
 def decoding() -> Callable[[TorchEngine], Awaitable[object]]:
-    """64 sequences of 128 tokens from one token: nothing but decode steps, and the blocks that they leave."""
+    """64 sequences of 128 tokens from a prompt of one token: only decode steps, and the blocks that they leave."""
 
     async def work(engine: TorchEngine) -> None:
         await generate(engine, tokens(1), max_tokens=128, num_samples=64)
@@ -121,7 +122,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SHAPES, default="small")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=1, help="of each engine's compute thread")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each engine")
     arguments = parser.parse_args()
     folder = Path.home() / ".cache" / "tinsmith-bench" / arguments.size
     make(Recipe(arguments.size), folder, report=print)

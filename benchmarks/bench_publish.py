@@ -1,9 +1,9 @@
-"""How fast weights come to a sampler, and what that costs those who sample meanwhile.
+"""Measures the time of a publish to a sampler, and its cost for sampling at the same time.
 
     python benchmarks/bench_publish.py --size small
 
-A sampler service is started; this process is the trainer's end of the weight channel (WeightSender). One publish is the
-verbs: announce, buckets, checksum, the version visible. What is measured:
+It starts a sampler service; this process is the trainer's end of the weight channel (WeightSender). One publish
+consists of the verbs: announcement, buckets, checksum, version visible. It measures:
 
 - all weights of the model, by shared memory and by gloo, each against one broadcast of as many bytes from this process
   to another one by gloo, and nothing else. They take turns, round by round.
@@ -187,7 +187,7 @@ async def first_token(bench: Bench, adapter: Adapter, *, rounds: int) -> list[Fi
 async def while_publishing(
     bench: Bench, adapter: Adapter, *, rounds: int, window_s: float, streams: int
 ) -> list[Figure]:
-    """The generations use one version to their end, as a sampling client does."""
+    """Runs generations that use one version to their end, as a sampling client does."""
     version_id = await bench.publish(adapter, channel="shm")
     num_tokens = 0
 
@@ -258,10 +258,10 @@ def main() -> None:
     parser.add_argument("--bucket-mb", type=int, default=16, help="MiB of one bucket, for gloo")
     parser.add_argument("--window-s", type=float, default=5.0)
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep everything that was measured")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
     arguments = parser.parse_args()
     folder = arguments.models.expanduser() / arguments.size
-    make(Recipe(arguments.size), folder, report=print)  # does nothing when the model is there
+    make(Recipe(arguments.size), folder, report=print)  # does nothing if the model exists
     torch.set_num_threads(1)
     report = Report({name: str(value) for name, value in vars(arguments).items()})
     with report.kept(arguments.json):

@@ -3,8 +3,8 @@
     python benchmarks/bench_ranks.py --size small
     python benchmarks/bench_ranks.py --size small --ranks 4 --shard-base
 
-Rounds alternate between the two; who has no turn sleeps. A step is a forward_backward and an optim_step. Each rank
-needs a core of its own: what is measured where they share cores says nothing.
+Rounds alternate between the two, and one sleeps while the other computes. A step is a forward_backward and an
+optim_step. Each rank needs a core of its own: results of ranks that share cores mean nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SHAPES = {
 
 
 class Ranks:
-    """A trainer's engine on so many ranks, which sleeps between steps."""
+    """A trainer's engine on `count` ranks, which sleeps between steps."""
 
     def __init__(self, count: int, arguments: argparse.Namespace) -> None:
         flags = [f"--tensor-parallel={arguments.tensor_parallel}"] if count > 1 else []
@@ -87,7 +87,7 @@ class Ranks:
 
 
 def one_rank(arguments: argparse.Namespace) -> None:
-    """What torchrun starts: rank 0 does a step for each line that it reads."""
+    """Main function of each rank, started by torchrun. Rank 0 does a step for each line that it reads."""
     torch.set_num_threads(1)
     settings = {"tensor_parallel": arguments.tensor_parallel, "shard_base": arguments.shard_base}
     place = Place.of(TrainerConfig(base_model=str(arguments.model), **settings))
@@ -122,7 +122,7 @@ def step(engine: TrainingEngine, lengths: Sequence[int]) -> dict[str, float]:
 
 
 def request(lengths: Sequence[int], vocab_size: int) -> trainer_pb2.ForwardBackwardRequest:
-    """The same data at every call, so that the losses can be compared."""
+    """A batch of these lengths. Its data is equal at every call, so that losses can be compared."""
     rng = np.random.default_rng(1)
     data = []
     for length in lengths:
@@ -148,16 +148,20 @@ def measure(shape: str, one: Ranks, several: Ranks, arguments: argparse.Namespac
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=["tiny", "small", "medium"], default="small", help="of a model made here")
-    parser.add_argument("--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="where they are")
-    parser.add_argument("--model", type=Path, help="a folder with another one")
-    parser.add_argument("--rank", type=int, default=16, help="of the adapter")
-    parser.add_argument("--ranks", type=int, default=2, help="processes")
+    parser.add_argument(
+        "--size", choices=["tiny", "small", "medium"], default="small", help="size of the model, which is made here"
+    )
+    parser.add_argument("--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="folder of the models")
+    parser.add_argument("--model", type=Path, help="folder of another model")
+    parser.add_argument("--rank", type=int, default=16, help="rank of the adapter")
+    parser.add_argument("--ranks", type=int, default=2, help="number of processes")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--shard-base", action="store_true")
-    parser.add_argument("--shapes", default="16x256,ragged", help=f"of {', '.join(SHAPES)} (default %(default)s)")
+    parser.add_argument(
+        "--shapes", default="16x256,ragged", help=f"batches, from {', '.join(SHAPES)} (default %(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="writes the report here, too")
+    parser.add_argument("--json", type=Path, help="also write the report to this file")
     parser.add_argument("--one-rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one_rank:

@@ -49,7 +49,7 @@ PROBES = 8
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one piece of work took."""
+    """Time of one piece of work."""
 
     seconds: float
     cpu_seconds: float
@@ -78,7 +78,7 @@ class InLoop:
     name: str
     loop: Loop
     more: Mapping[str, Any]
-    """Goes with every request."""
+    """Fields that are added to every request."""
 
     def generate(self, **shape: int) -> Work:
         return self._ask(do="generate", **shape)
@@ -87,7 +87,7 @@ class InLoop:
         return self._ask(do="serve", load=[(one.at_s, one.prompt_tokens, one.new_tokens) for one in load])
 
     def parts(self) -> dict[str, float]:
-        """CPU seconds of the parts of a decode step; of the torch engine only."""
+        """CPU seconds of the parts of a decode step. Only the torch engine has them."""
         return self.loop.ask(do="step")["parts"]
 
     def _ask(self, **request: Any) -> Work:
@@ -156,7 +156,7 @@ class Bench:
         return alternate(runs, repeats=self.repeats, budget_s=self.budget_s)
 
     def compare(self, name: str, run: Callable[[Any], Work], *, num_tokens: int, aim: str) -> Iterator[Figure]:
-        """Ours against each of the others: tokens by the second, of wall clock and of CPU time."""
+        """Yields figures of Tinsmith against each of the others: tokens per second of wall-clock and of CPU time."""
         ours, *others = self.rounds(run, [self.ours, *self.others])
         for party, theirs in zip(self.others, others, strict=True):
             wanted = "" if party.name == BARE else aim
@@ -179,7 +179,7 @@ class Bench:
 
 
 def groups(bench: Bench) -> Iterator[Figure]:
-    """8 prompts x 8 samples, 64+64: what a step of reinforcement learning asks for."""
+    """8 prompts x 8 samples, 64+64 tokens, as in a step of reinforcement learning."""
     num_tokens = GROUPS["prompts"] * GROUPS["samples"] * GROUPS["new_tokens"]
     yield from bench.compare("8 x 8, 64+64", lambda party: party.generate(**GROUPS), num_tokens=num_tokens, aim="2 x")
 
@@ -194,14 +194,15 @@ def one_request(bench: Bench) -> Iterator[Figure]:
 
 
 def mixed(bench: Bench) -> Iterator[Figure]:
-    """64 requests of all lengths that arrive one after the other."""
+    """64 requests of various lengths that arrive one after the other."""
     load = mixed_load(count=64, spread_s=bench.spread_s, seed=0)
     tokens = num_new_tokens(load)
     yield from bench.compare("64 mixed requests", lambda party: party.serve(load), num_tokens=tokens, aim="2 x")
 
 
 def first_token(bench: Bench) -> Iterator[Figure]:
-    """A request for one token while 56 sequences decode; in steps of that batch, which the same batch alone tells."""
+    """A request for one token while 56 sequences decode, in steps of that batch, whose time is measured without the
+    request."""
     background = {"prompts": 7, "samples": 8, "prompt_tokens": 64}
     ours = bench.ours
     values, steps = [], []
@@ -305,14 +306,20 @@ def parse_arguments() -> argparse.Namespace:
     cores = usable_cores()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=("tiny", "small", "medium"), default="small")
-    parser.add_argument("--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="where (%(default)s)")
+    parser.add_argument(
+        "--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="folder of the models (%(default)s)"
+    )
     parser.add_argument("--vllm-python", default=".venv-vllm/bin/python", help="an interpreter with vllm (%(default)s)")
-    parser.add_argument("--threads", type=int, default=max(1, cores - cores // 2), help="of each engine (%(default)s)")
+    parser.add_argument(
+        "--threads", type=int, default=max(1, cores - cores // 2), help="threads of each engine (%(default)s)"
+    )
     parser.add_argument("--spread-s", type=float, default=4.0, help="time of the mixed load's arrivals (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of a figure (%(default)s)")
-    parser.add_argument("--budget-s", type=float, default=120.0, help="its seconds, past 3 rounds (%(default)s)")
+    parser.add_argument(
+        "--budget-s", type=float, default=120.0, help="seconds of a figure, after 3 rounds (%(default)s)"
+    )
     parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES), help="measure these")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
     return parser.parse_args()
 
 

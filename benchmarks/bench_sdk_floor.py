@@ -36,11 +36,11 @@ _VOCAB = 2000
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The SDK and what answers it."""
+    """The SDK, and the server that answers it."""
 
     trainer: tinker.TrainingClient
     clocks: Mapping[str, Callable[[], float]]
-    """CPU seconds so far, by what has used them."""
+    """Clocks of the CPU seconds used so far, by the name of the user: the client, its event loop, each service."""
 
     def measure(self, run: Callable[[tinker.TrainingClient], float]) -> Cost:
         before = {name: clock() for name, clock in self.clocks.items()}
@@ -141,13 +141,15 @@ def main() -> None:
     parser.add_argument(
         "--size", choices=("tiny", "small", "medium"), default="tiny", help="make such a model and serve it"
     )
-    parser.add_argument("--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="where (%(default)s)")
+    parser.add_argument(
+        "--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="folder of the models (%(default)s)"
+    )
     parser.add_argument("--api-key", default="tml-bench")
     parser.add_argument("--repeats", type=int, default=10, help="rounds of a figure (%(default)s)")
     parser.add_argument(
-        "--budget-s", type=float, default=60.0, help=f"its seconds, past {MIN_ROUNDS} rounds (%(default)s)"
+        "--budget-s", type=float, default=60.0, help=f"seconds of a figure, after {MIN_ROUNDS} rounds (%(default)s)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
     arguments = parser.parse_args()
     report = Report({name: str(value) for name, value in vars(arguments).items() if name != "api_key"})
     with (

@@ -33,7 +33,7 @@ from service.training import four_adapters, pipelined_step, training_throughput
 
 
 def peak_memory(bench: Bench) -> Iterator[Figure]:
-    """Peak RSS of each service process, after everything above."""
+    """Peak RSS of each service process, after all other figures."""
     loop = [peak_rss_mb(bench.hf.pid)] if bench.hf else []
     for name, pid in bench.target.service_pids().items():
         yield Figure(f"peak RSS, {name}", "MB", [peak_rss_mb(pid)], "the PEFT loop", loop)
@@ -96,23 +96,25 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=("tiny", "small", "medium"), help="make such a model and serve it")
-    parser.add_argument("--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="where (%(default)s)")
+    parser.add_argument(
+        "--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="folder of the models (%(default)s)"
+    )
     parser.add_argument("--base-url", help="measure this server instead")
-    parser.add_argument("--base-model", help="the model's name there")
-    parser.add_argument("--model-folder", type=Path, help="its weights here, for the baseline")
+    parser.add_argument("--base-model", help="name of the model on that server")
+    parser.add_argument("--model-folder", type=Path, help="folder with that model's weights, for the baseline")
     parser.add_argument("--api-key", default="tml-bench")
-    parser.add_argument("--vocab", type=int, help="token ids are below this (the model folder's, or 2000)")
+    parser.add_argument("--vocab", type=int, help="limit of token ids (default: that of the model folder, or 2000)")
     parser.add_argument("--trainer-threads", type=int, help="(left to tinsmith up)")
     parser.add_argument("--sampler-threads", type=int, help="(left to tinsmith up)")
     parser.add_argument(
-        "--loop-threads", type=int, default=usable_cores(), help="of the loop that it is compared with (%(default)s)"
+        "--loop-threads", type=int, default=usable_cores(), help="threads of the baseline loop (%(default)s)"
     )
     parser.add_argument("--repeats", type=int, default=10, help="rounds of a figure (%(default)s)")
     parser.add_argument(
-        "--budget-s", type=float, default=60.0, help=f"its seconds, past {MIN_ROUNDS} rounds (%(default)s)"
+        "--budget-s", type=float, default=60.0, help=f"seconds of a figure, after {MIN_ROUNDS} rounds (%(default)s)"
     )
     parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES), help="measure these")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
     arguments = parser.parse_args()
     if bool(arguments.size) == bool(arguments.base_url) or bool(arguments.base_url) != bool(arguments.base_model):
         parser.error("give either --size, or --base-url and --base-model")

@@ -25,9 +25,11 @@ _BATCHES = 4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=("tiny", "small", "medium"), required=True)
-    parser.add_argument("--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="where (%(default)s)")
+    parser.add_argument(
+        "--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="folder of the models (%(default)s)"
+    )
     parser.add_argument("--starts", type=int, default=10, help="(%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
     arguments = parser.parse_args()
     report = Report({name: str(value) for name, value in vars(arguments).items()})
     rng = np.random.default_rng(0)

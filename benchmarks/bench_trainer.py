@@ -88,27 +88,31 @@ def parse_arguments() -> argparse.Namespace:
     model.add_argument("--size", choices=("tiny", "small", "medium"), help="make such a model")
     model.add_argument("--model", type=Path, metavar="FOLDER", help="take these weights")
     model.add_argument("--model-shape", choices=MODEL_SHAPES, help="random weights of this shape, made on the device")
-    parser.add_argument("--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="where (%(default)s)")
+    parser.add_argument(
+        "--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="folder of the models (%(default)s)"
+    )
     parser.add_argument("--device", default="cuda" if cuda else "cpu", help="(%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if cuda else "float32", help="(%(default)s)")
     parser.add_argument(
         "--kernels",
         choices=("auto", "plain", "compiled", "liger"),
         default="auto",
-        help="as the trainer's (%(default)s)",
+        help="as the trainer's setting (%(default)s)",
     )
     parser.add_argument(
         "--rank",
         type=int,
         default=16,
-        help="of every adapter (%(default)s); 0 trains all parameters, which finite_check can do",
+        help="rank of every adapter (%(default)s); 0 trains all parameters, which finite_check can do",
     )
     parser.add_argument(
         "--shapes", type=parse_shapes, default="16x256,8x1024,ragged", metavar="COUNTxLENGTH|ragged,...",
         help="batches (%(default)s)",
     )  # fmt: skip
-    parser.add_argument("--adapters", type=int, default=16, help="of co_batching (%(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=4096, help="of a micro-batch (%(default)s)")
+    parser.add_argument("--adapters", type=int, default=16, help="number of adapters in co_batching (%(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=4096, help="largest number of tokens in a micro-batch (%(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=usable_cores(), help="(%(default)s)")
     parser.add_argument(
         "--baseline", action=argparse.BooleanOptionalAction, default=True,
@@ -116,10 +120,10 @@ def parse_arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5, help="rounds of a figure (%(default)s)")
     parser.add_argument(
-        "--budget-s", type=float, default=60.0, help=f"its seconds, past {MIN_ROUNDS} rounds (%(default)s)"
+        "--budget-s", type=float, default=60.0, help=f"seconds of a figure, after {MIN_ROUNDS} rounds (%(default)s)"
     )
     parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES), help="measure these")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
     return parser.parse_args()
 
 

@@ -29,7 +29,7 @@ _SAMPLE = b"the result of a sample"
 
 
 def _end(received: bytes) -> int | None:
-    """Where the first HTTP message of these bytes ends; None while it is incomplete."""
+    """Position after the first HTTP message in these bytes; None while it is incomplete."""
     if (head_end := received.find(b"\r\n\r\n")) < 0:
         return None
     length = _LENGTH.search(received, 0, head_end)
@@ -40,7 +40,7 @@ def _end(received: bytes) -> int | None:
 
 
 def _with_body(answer: bytes, body: bytes) -> bytes:
-    """This answer's headers before another body."""
+    """An answer with the headers of `answer` and another body."""
     head = answer[: answer.find(b"\r\n\r\n") + 4]
     return _LENGTH.sub(b"\r\ncontent-length: %d" % len(body), head, count=1) + body
 
@@ -57,12 +57,12 @@ class Answers:
         self._address = (parts.hostname, parts.port)
         self._known: dict[bytes, bytes] = {}
         self._samples: defaultdict[str, list[str]] = defaultdict(list)
-        """Ids of the samples that have come, by the client that waits for them."""
+        """Ids of the samples that have arrived, by the client that waits for them."""
         self._polls: list[Callable[[], None]] = []
-        """Polls of clients that have no sample in work, each to be answered when the next sample comes."""
+        """Polls of clients without a sample in work. Each is answered when the next sample arrives."""
 
     def to(self, request: bytes, send: Callable[[bytes], None]) -> None:
-        """Answers now, or a poll later."""
+        """Answers at once, or, for a poll, later."""
         line, _, rest = request.partition(b"\r\n")
         body = rest[rest.find(b"\r\n\r\n") + 4 :]
         if b"/asample " in line:
@@ -85,7 +85,7 @@ class Answers:
         return _with_body(first, body.replace(json.loads(body)["request_id"].encode(), request_id.encode()))
 
     def _report(self, poll: dict[str, Any], send: Callable[[bytes], None]) -> None:
-        """Says which samples are complete, once there is one that the client does not know."""
+        """Answers a poll with the complete samples, once there is one that the client does not know."""
         samples = self._samples[poll["target"]["sampling_session_id"]]
         known = poll["prev_cursor"]
         if known == len(samples) and poll.get("timeout") != 0:
@@ -108,7 +108,7 @@ class Answers:
         return answer
 
     def _ask(self, request: bytes) -> bytes:
-        """Blocks the event loop, as it is done before anything is measured."""
+        """Blocks the event loop, which does not matter before anything is measured."""
         with socket.create_connection(self._address, timeout=_ASK_S) as connection:
             connection.sendall(request)
             answer = b""

@@ -41,7 +41,7 @@ class Figure:
 
     @property
     def best_ratio(self) -> float | None:
-        """Best value over the baseline's best. The best of a rate is the largest, that of a time the smallest."""
+        """Best value divided by the baseline's best. The best rate is the largest; the best time is the smallest."""
         if not self.baseline:
             return None
         best = max if self.unit.endswith("/s") else min
@@ -81,7 +81,7 @@ def _three_digits(value: float) -> str:
 
 @dataclass(slots=True)
 class Report:
-    """The machine, the settings, and the figures as they come."""
+    """The machine, the settings, and the figures, which are added one by one."""
 
     settings: dict[str, str]
     started_at: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
@@ -106,7 +106,7 @@ class Report:
 
     @contextmanager
     def kept(self, file: Path | None) -> Iterator[None]:
-        """Around the measuring: what was measured before a failure is worth keeping. Ends with the table."""
+        """Writes the report at the end of the block, also after a failure in it, and prints the table if there was none."""
         try:
             yield
         finally:

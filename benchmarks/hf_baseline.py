@@ -1,4 +1,4 @@
-"""The same work without Tinsmith: a plain transformers + PEFT loop, one padded batch at a time.
+"""The baseline without Tinsmith: a plain transformers + PEFT loop, one padded batch at a time.
 
 `bench_service.py` keeps it as a subprocess. It prints {} once the model is loaded; from then on each line of stdin is a
 JSON request, and each line of stdout its answer:
@@ -42,9 +42,9 @@ def load(folder: str, *, rank: int) -> Any:
 
 
 MAX_BATCH = 64
-"""Sequences that generate at once, as many as the services run by default."""
+"""Number of sequences that generate at once: the services' default."""
 MAX_TOKENS = 32768 if CUDA else 4096
-"""Padded tokens at once. More are cut into pieces, padded alike: the same work, in memory that there is."""
+"""Most padded tokens at once. A larger batch is cut into pieces with equal padding, so that it fits into memory."""
 
 
 def train(model: Any, *, lengths: list[int]) -> None:
@@ -73,7 +73,8 @@ def generate(model: Any, *, prompts: int, samples: int, prompt_tokens: int, new_
 
 
 def serve(model: Any, *, load: list[tuple[float, int, int]]) -> list[float]:
-    """Batches of whatever has arrived, prompts padded to the longest, until the last one of a batch has its tokens."""
+    """Generates for batches of the requests that have arrived, with prompts padded to the longest. A batch ends with
+    its last sequence."""
     begin, latencies = time.perf_counter(), []
     while len(latencies) < len(load):
         first = len(latencies)

@@ -31,17 +31,17 @@ _ASK_S = 0.05
 
 @dataclass(slots=True)
 class Times:
-    """Seconds, by what they are the times of."""
+    """Measured times, in seconds."""
 
     samples: list[float] = field(default_factory=list)
-    """From the call of the SDK to the tokens in hand."""
+    """From the call of the SDK to the tokens."""
     sessions: list[float] = field(default_factory=list)
-    """From nothing to the first sample of a session of its own."""
+    """From the creation of a session to its first sample."""
     heartbeats: list[float] = field(default_factory=list)
     trivial: list[float] = field(default_factory=list)
-    """client/dynamic_config: a request that only the event loop can hold up."""
+    """Requests to client/dynamic_config, which only the event loop can delay."""
     errors: list[str] = field(default_factory=list)
-    """What the answers to heartbeats and trivial requests were instead."""
+    """Unexpected answers to heartbeats and trivial requests."""
     seconds: float = 0.0
 
 
@@ -181,7 +181,7 @@ async def _until(done: threading.Event, pause_s: float, step: Callable[[], Await
 
 
 def main() -> None:
-    """The process that watches: until its standard input ends."""
+    """Main function of the watching process, which runs until its standard input ends."""
     done, times = threading.Event(), Times()
 
     def wait() -> None:

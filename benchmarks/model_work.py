@@ -1,6 +1,6 @@
-"""How much work training is, and how much the machine can do: what a figure "of peak" divides.
+"""The work of training, and the peak rate of the machine, from which figures "of peak" are computed.
 
-Counted, 2 FLOP per multiply-add, is what no implementation can leave out:
+The work counts operations that no implementation can leave out, with 2 FLOP per multiply-add:
 
 - each frozen linear layer once forward and once backward to its input, except backward into the first layer's q, k and
   v, below which nothing is trained; the output layer is one of them, with logits for every token;
@@ -8,8 +8,8 @@ Counted, 2 FLOP per multiply-add, is what no implementation can leave out:
 - attention scores and their products with the values, of the pairs that the causal mask leaves: two products forward,
   four backward.
 
-Not counted: whatever is computed twice (logits or attention weights again in backward), norms, rotations, activations,
-softmax, the loss. Dense models with plain attention only.
+It does not count values that are computed twice (logits or attention weights again in backward), norms, rotations,
+activations, softmax, and the loss. Dense models with plain attention only.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class ModelWork:
     linear: int
     """Multiply-adds of one token through all frozen linear layers."""
     unused_input: int
-    """Of these, those whose gradient of the input nobody needs."""
+    """Those of these multiply-adds in layers whose input needs no gradient."""
     features: int
     """Input and output features of all linear layers, added up."""
     unused_features: int
-    """Input features whose gradient through A nobody needs."""
+    """Input features that need no gradient through A."""
     attention: int
     """Heads * head dimension * layers."""
 
@@ -59,7 +59,7 @@ class ModelWork:
         )
 
     def flop(self, lengths: Sequence[int], *, rank: int) -> float:
-        """Of one forward_backward of sequences of these lengths."""
+        """FLOP of one forward_backward of sequences of these lengths."""
         num_tokens = sum(lengths)
         pairs = sum(length * (length + 1) // 2 for length in lengths)
         frozen = (2 * self.linear - self.unused_input) * num_tokens
@@ -89,7 +89,7 @@ class Peak:
         self._operands = [self._operands[best]]
 
     def __call__(self) -> float:
-        """FLOP per second, now, at the best shape."""
+        """FLOP per second at the best shape, measured now."""
         return self._rate(*self._operands[0])
 
     @staticmethod

@@ -31,7 +31,7 @@ class Target:
     model_folder: Path | None = None
     grpc_address: str = ""
     up: subprocess.Popen[str] | None = None
-    """The `tinsmith up` that was started here."""
+    """The process of `tinsmith up`, if it was started here."""
     start_s: float = 0.0
     """Seconds until it was ready."""
 
@@ -85,7 +85,7 @@ def started(
 
 
 def model_folder(size: str, models: Path) -> Path:
-    """A model with random weights, made if it is not there."""
+    """Folder of a model with random weights, which is made if it does not exist."""
     folder = models.expanduser() / size
     command = [*TINSMITH, "make-base-model", "--size", size, "--out", str(folder)]
     subprocess.run(command, check=True)  # noqa: S603
@@ -125,13 +125,13 @@ class Loop:
         self._answer()  # it has loaded
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """The script says what a request and its answer are; every answer has `seconds`."""
+        """Sends a request to the script and returns its answer, which has `seconds`."""
         assert self._process.stdin is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)
         return self._answer()
 
     def seconds(self, **request: Any) -> float:
-        """How long the work took there."""
+        """Time of the work in the subprocess, in seconds."""
         return self.ask(**request)["seconds"]
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class Baseline(Loop):
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process and its living children so far."""
+    """CPU seconds that a process and its living children have used so far."""
     parent = psutil.Process(pid)
     return sum(sum(one.cpu_times()[:2]) for one in (parent, *parent.children(recursive=True)))
 

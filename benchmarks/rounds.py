@@ -1,4 +1,4 @@
-"""Runs that alternate, so that what else the machine does falls on all of them alike."""
+"""Runs that alternate, so that other load of the machine affects all of them equally."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def alternate(runs: Sequence[Callable[[], Value]], *, repeats: int, budget_s: fl
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Wall clock."""
+    """Wall-clock time of a call, in seconds."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin

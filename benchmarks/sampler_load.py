@@ -1,4 +1,4 @@
-"""What bench_sampler.py asks of every engine: a batch of groups, one request, and a mixed load with arrivals."""
+"""The loads of bench_sampler.py for every engine: a batch of groups, one request, and a mixed load with arrivals."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ class Arrival:
     """A request for one sequence."""
 
     at_s: float
-    """After the load's start."""
+    """Time of arrival after the load's start, in seconds."""
     prompt_tokens: int
     new_tokens: int
 
 
 def mixed_load(*, count: int, spread_s: float, seed: int) -> list[Arrival]:
-    """Prompts of 16 to 512 tokens and outputs of 8 to 256, lengths drawn log-uniformly, arrivals uniformly."""
+    """Requests with prompts of 16 to 512 tokens and outputs of 8 to 256. Lengths are drawn log-uniformly, arrivals
+    uniformly."""
     rng = np.random.default_rng(seed)
     times = np.sort(rng.uniform(0.0, spread_s, size=count))
     prompts, outputs = (_log_uniform(rng, low, high, count) for low, high in ((16, 512), (8, 256)))

@@ -1,4 +1,4 @@
-"""What every figure of a service needs: clients, batches, and rounds that alternate with a baseline."""
+"""Common parts of the figures of a service: clients, batches, and rounds that alternate with a baseline."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Bench:
     context: int
     api_key: str
     loop_threads: int
-    """Threads of the loop that the service is compared with."""
+    """Threads of the baseline loop."""
     repeats: int
     budget_s: float
     rng: np.random.Generator
@@ -54,7 +54,7 @@ class Bench:
         loop: str = "a padded PEFT loop",
         aim: str = "",
     ) -> Figure:
-        """The service is idle while the loop computes, and the other way round."""
+        """Rounds of the service and the loop. Each is idle while the other computes."""
         if (hf := self.hf) is None:
             (values,) = self.rounds(run, repeats=self.repeats)
             return Figure(name, unit, values, aim=aim)
@@ -75,7 +75,7 @@ class Bench:
 
 
 def datum(tokens: Sequence[int], target_tokens: Sequence[int]) -> types.Datum:
-    """For cross_entropy, with each token weighted alike."""
+    """A datum for cross_entropy, with equal weights for all tokens."""
     shape = [len(tokens)]
     targets = types.TensorData(data=list(target_tokens), dtype="int64", shape=shape)
     weights = types.TensorData(data=[1.0] * len(tokens), dtype="float32", shape=shape)
@@ -91,7 +91,7 @@ def forward_backward(trainer: tinker.TrainingClient, data: list[types.Datum]) ->
 
 
 def pipelined(trainer: tinker.TrainingClient, data: list[types.Datum], *, count: int) -> None:
-    """All are submitted before the first is waited for."""
+    """Submits all batches before it waits for the first."""
     results([trainer.forward_backward(data, "cross_entropy") for _ in range(count)])
 
 
@@ -100,7 +100,7 @@ def optim_step(trainer: tinker.TrainingClient) -> None:
 
 
 def train_step(trainer: tinker.TrainingClient, data: list[types.Datum]) -> None:
-    """Both are submitted before either is waited for."""
+    """Submits both requests before it waits for either."""
     losses = trainer.forward_backward(data, "cross_entropy")
     step = trainer.optim_step(types.AdamParams(learning_rate=1e-4))
     losses.result()
@@ -117,7 +117,7 @@ def publish(trainer: tinker.TrainingClient) -> tinker.SamplingClient:
 
 
 def sample(sampler: tinker.SamplingClient, prompts: Sequence[types.ModelInput], *, samples: int, tokens: int) -> int:
-    """Submits all prompts at once; returns the number of tokens that came."""
+    """Submits all prompts at once, and returns the number of sampled tokens."""
     params = types.SamplingParams(max_tokens=tokens, temperature=1.0, stop=[])  # nothing ends a sequence early
     futures = [sampler.sample(prompt, samples, params) for prompt in prompts]
     return sum(len(sequence.tokens) for future in futures for sequence in future.result().sequences)

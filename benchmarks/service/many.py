@@ -1,4 +1,4 @@
-"""Many clients, or many requests of one, at once, beside the SDK by itself: the same against canned.py, in turns."""
+"""Many clients, or many requests of one, at once. Compared, in turns, with the SDK by itself against canned.py."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def many_sessions(bench: Bench) -> Iterator[Figure]:
 
 @contextmanager
 def _alone(bench: Bench, connected: Callable[[str], Callable[[], float]]) -> Iterator[Callable[[], float] | None]:
-    """The same against the stand-in; None for a server elsewhere, which may want TLS."""
+    """The baseline against the stand-in; None for a server elsewhere, which may need TLS."""
     if bench.target.up is None:
         yield None
         return

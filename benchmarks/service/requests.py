@@ -19,7 +19,7 @@ from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc, types_pb2
 
 
 def first_requests(bench: Bench) -> Iterator[Figure]:
-    """The first forward_backward and the first sample after the start, against the same ones later."""
+    """The first forward_backward and the first sample after the start, compared with later ones."""
     if bench.target.up is None:
         print("first_requests: skipped, the server was already running", flush=True)
         return
@@ -74,7 +74,8 @@ def request_overhead(bench: Bench) -> Iterator[Figure]:
 
 
 def compute_gaps(bench: Bench) -> Iterator[Figure]:
-    """What the trainer's compute thread does between a batch and the step behind it, by its own account over gRPC."""
+    """Time of the trainer's compute thread between a batch and the step after it, as the trainer reports it over
+    gRPC."""
     if not bench.target.grpc_address:
         print("compute_gaps: skipped, the trainer is reached through the gateway only", flush=True)
         return
@@ -94,7 +95,7 @@ def compute_gaps(bench: Bench) -> Iterator[Figure]:
 
 
 def _pipelined_spans(stub: Any, bench: Bench, *, num_steps: int) -> list[tuple[float, float]]:
-    """When each batch and each step began and ended, in their order; all are sent before the first is waited for."""
+    """Begin and end of each batch and each step, in order. All are sent before the first is waited for."""
     model_id = "bench:train:0"
     lora = types_pb2.LoraConfig(rank=RANK, train_unembed=True, train_mlp=True, train_attn=True)
     stub.CreateModel(

@@ -14,7 +14,7 @@ from service.bench import Bench, publish, results
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 64, 64
 ASYNC_NEW_TOKENS = 128
-"""So many that drawing takes about as long as training."""
+"""Number of new tokens with which sampling takes about as long as training."""
 
 Drawing = tuple[list[int], tinker.APIFuture[types.SampleResponse]]
 """A prompt and its samples."""
@@ -45,7 +45,7 @@ def rl_iteration(bench: Bench) -> Iterator[Figure]:
 
 
 def async_rl_iteration(bench: Bench) -> Iterator[Figure]:
-    """One asynchronous iteration: trainer and sampler are busy at the same time, each with half of the cores."""
+    """One asynchronous iteration: trainer and sampler compute at the same time, each with half of the cores."""
     clients = [publish(bench.trainer)]
     batches = [_collected(_submitted(bench, clients[0], new_tokens=ASYNC_NEW_TOKENS))]
 
@@ -84,7 +84,7 @@ def _collected(drawings: list[Drawing]) -> list[types.Datum]:
 
 
 def _trained(bench: Bench, data: list[types.Datum]) -> tinker.SamplingClient:
-    """A client of the weights after a step on these."""
+    """A sampling client of the weights after a step on these samples."""
     losses = bench.trainer.forward_backward(data, "importance_sampling")
     step = bench.trainer.optim_step(types.AdamParams(learning_rate=1e-5))
     results([losses, step])

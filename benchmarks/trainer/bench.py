@@ -1,4 +1,4 @@
-"""What every figure of the engine needs: models, batches, and rounds that alternate with what it is compared with."""
+"""Common parts of the figures of the engine: models, batches, and rounds that alternate with a baseline."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Bench:
         return model_id
 
     def adapter(self) -> Adapter:
-        """Like those that `create` makes."""
+        """An adapter like those that `create` makes."""
         return Adapter.create(AdapterConfig(rank=self.rank), self.engine.base.targets, self.device)
 
     def batch(self, lengths: Sequence[int]) -> Batch:
-        """Random tokens and targets, all of which count."""
+        """A batch of random tokens and targets, all with weight."""
         loss, vocab = LOSS_FNS["cross_entropy"], self.engine.base.vocab_size
         return Batch(
             loss_fn="cross_entropy",
@@ -82,7 +82,7 @@ class Bench:
                 raise result
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Wall clock, to the end of what the device does."""
+        """Wall-clock time of a call, up to the end of the device's work, in seconds."""
         synchronize(self.device)
         begin = time.perf_counter()
         work()

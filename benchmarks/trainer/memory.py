@@ -1,4 +1,4 @@
-"""Memory that is held, and the most that was."""
+"""Present and peak memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tinsmith.allocator import give_back_freed_memory
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Of a CPU process nothing: the peak is that of its life so far."""
+    """Resets the peak on CUDA. On a CPU it does nothing: the peak is that of the process's whole life."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Most memory held: on CUDA in tensors, since reset_peak_memory; on a CPU by the process, ever."""
+    """Peak memory: on CUDA of tensors, since reset_peak_memory; on a CPU of the process, since its start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def resident_mb(device: torch.device) -> float:
-    """Memory held now."""
+    """Present memory."""
     if device.type == "cuda":
         synchronize(device)
         return torch.cuda.memory_allocated(device) / 1e6

@@ -1,4 +1,4 @@
-"""forward_backward: of one adapter, and of many in one call."""
+"""Figures of forward_backward, for one adapter and for many in one call."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def throughput(bench: Bench) -> Iterator[Figure]:
 
 
 def co_batching(bench: Bench) -> Iterator[Figure]:
-    """One sequence for each of many adapters in one call, against as many sequences of one adapter."""
+    """One sequence for each of many adapters in one call, compared with as many sequences of one adapter."""
     count = bench.num_adapters
     for lengths in bench.shapes.values():
         if len(set(lengths)) > 1:

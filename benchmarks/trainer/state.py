@@ -1,4 +1,4 @@
-"""What belongs to models: their steps, and the memory of many."""
+"""Figures of models' state: optimizer steps, and the memory of many models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def optimizer_step(bench: Bench) -> Iterator[Figure]:
 
 
 def finite_check(bench: Bench) -> Iterator[Figure]:
-    """What it costs to know that a step leaves nothing infinite: the same step with and without, in turns."""
+    """Cost of checking that a step leaves only finite values: a step with and without the check, in turns."""
     engine, model_id = bench.engine, bench.create("checked")
     model = engine._models[model_id]
     name, lengths = next(iter(bench.shapes.items()))
