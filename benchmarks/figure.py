@@ -106,7 +106,8 @@ class Report:
 
     @contextmanager
     def kept(self, file: Path | None) -> Iterator[None]:
-        """Writes the report at the end of the block, also after a failure in it, and prints the table if there was none."""
+        """Writes the report at the end of the block, also after a failure in it, and prints the table if there was
+        none."""
         try:
             yield
         finally:
