@@ -16,14 +16,14 @@ class UsageError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class BaseModel:
+class ServedModel:
     """Weights that one trainer and its samplers load, and the names under which clients use them."""
 
     source: str  # absolute path or hub id
     names: tuple[str, ...]  # the first is the main one
 
 
-def parse(specs: Sequence[str], *, models_file: Path | None = None) -> list[BaseModel]:
+def parse(specs: Sequence[str], *, models_file: Path | None = None) -> list[ServedModel]:
     """Groups arguments of the forms NAME=PATH, PATH and HUB_ID by their weights, in the given order.
 
     A PATH alone is served under its folder's name, a HUB_ID alone under the id. Links in paths are resolved before the
@@ -39,7 +39,7 @@ def parse(specs: Sequence[str], *, models_file: Path | None = None) -> list[Base
     names_of: dict[str, list[str]] = {}
     for name, source in source_of.items():
         names_of.setdefault(source, []).append(name)
-    return [BaseModel(source, tuple(names)) for source, names in names_of.items()]
+    return [ServedModel(source, tuple(names)) for source, names in names_of.items()]
 
 
 def _parse_one(spec: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 from tinsmith.formatting import size_text
 from tinsmith_cli import client
 from tinsmith_cli.base_models import UsageError
-from tinsmith_cli.client import Server
+from tinsmith_cli.client import ApiClient
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     out: Path = arguments.out
     if out.exists():
         raise UsageError(f"{out}: exists; name another place")
-    server = Server.of(arguments)
+    server = ApiClient.of(arguments)
     found = server.checkpoint(arguments.path)
     sums = {file["name"]: file["sha256"] for file in found["files"] if not file["name"].startswith(_OPTIMIZER)}
     archive = out.parent / f"{out.name}.part"

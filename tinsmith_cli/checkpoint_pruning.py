@@ -12,7 +12,7 @@ from tinsmith.formatting import size_text
 from tinsmith_cli import client
 from tinsmith_cli.base_models import UsageError
 from tinsmith_cli.checkpoint_views import print_table, seconds
-from tinsmith_cli.client import Server
+from tinsmith_cli.client import ApiClient
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -47,7 +47,7 @@ def add_parsers(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    server = Server.of(arguments)
+    server = ApiClient.of(arguments)
     place = f"training_runs/{urllib.parse.quote(arguments.run_id, safe=':')}/retention"
     policy = _policy(arguments)
     if arguments.save and policy is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tinsmith.formatting import columns, size_text
 from tinsmith.rpc.paths import SCHEME
 from tinsmith_cli import client
-from tinsmith_cli.client import Server
+from tinsmith_cli.client import ApiClient
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -52,7 +52,7 @@ def add_parsers(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    server = Server.of(arguments)
+    server = ApiClient.of(arguments)
     found = list(_all(server) if arguments.run_id is None else of_run(server, arguments.run_id))
     if arguments.json:
         print(json.dumps(found, indent=2))
@@ -62,7 +62,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    found = Server.of(arguments).checkpoint(arguments.path)
+    found = ApiClient.of(arguments).checkpoint(arguments.path)
     if arguments.json:
         print(json.dumps(found, indent=2))
         return 0
@@ -73,7 +73,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    server = Server.of(arguments)
+    server = ApiClient.of(arguments)
     paths = [
         path
         for what in arguments.what
@@ -96,11 +96,11 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _pin(arguments: argparse.Namespace) -> int:
-    Server.of(arguments).checkpoint(arguments.path, "pin", method=arguments.method)
+    ApiClient.of(arguments).checkpoint(arguments.path, "pin", method=arguments.method)
     return 0
 
 
-def _all(server: Server) -> Iterator[dict[str, Any]]:
+def _all(server: ApiClient) -> Iterator[dict[str, Any]]:
     offset = 0
     while True:
         answer = server.call(f"checkpoints?{urllib.parse.urlencode({'limit': _PAGE, 'offset': offset})}")
@@ -110,7 +110,7 @@ def _all(server: Server) -> Iterator[dict[str, Any]]:
             return
 
 
-def of_run(server: Server, run_id: str) -> Iterable[dict[str, Any]]:
+def of_run(server: ApiClient, run_id: str) -> Iterable[dict[str, Any]]:
     """The run's checkpoints, oldest first."""
     return server.call(f"training_runs/{urllib.parse.quote(run_id, safe=':')}/checkpoints")["checkpoints"]
 

@@ -18,7 +18,7 @@ from tinsmith.rpc.paths import SCHEME
 from tinsmith_cli import checkpoint_export, checkpoint_pruning, checkpoint_views, client
 from tinsmith_cli.base_models import UsageError
 from tinsmith_cli.checkpoint_views import seconds
-from tinsmith_cli.client import Server
+from tinsmith_cli.client import ApiClient
 from tinsmith_cli.convert_pickle import to_safetensors
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    server = Server.of(arguments)
+    server = ApiClient.of(arguments)
     with _archive(arguments.source) as archive:
         query = {"base_model": arguments.base_model or _only_model(server), "name": arguments.name}
         if arguments.ttl is not None:
@@ -86,7 +86,7 @@ def run_import(arguments: argparse.Namespace) -> int:
 
 def run_certificate(arguments: argparse.Namespace) -> int:
     version = arguments.version
-    server = Server.of(arguments)
+    server = ApiClient.of(arguments)
     if version.startswith(SCHEME):
         certificate = server.checkpoint(version, "certificate")
     else:
@@ -119,7 +119,7 @@ def _lines(certificate: Mapping[str, Any]) -> Iterator[str]:
     yield "passed" if certificate["passed"] else "NOT passed: a gap is above a limit, or the version is not applied"
 
 
-def _only_model(server: Server) -> str:
+def _only_model(server: ApiClient) -> str:
     models = server.call("get_server_capabilities")["supported_models"]
     names = [model["model_name"] for model in models if model.get("trainable", True)]
     if len(names) != 1:

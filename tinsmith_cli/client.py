@@ -19,7 +19,7 @@ _TIMEOUT_S = 600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that Server.of reads."""
+    """Adds the arguments that ApiClient.of reads."""
     parser.add_argument(
         "--base-url", default=os.environ.get("TINKER_BASE_URL") or DEFAULT_URL,
         help=f"address of the server (default: TINKER_BASE_URL, or {DEFAULT_URL})",
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class Server:
+class ApiClient:
     def __init__(self, base_url: str, api_key: str) -> None:
         if not base_url.startswith(("http://", "https://")):
             raise UsageError(f"--base-url: {base_url!r} does not begin with http:// or https://")
@@ -37,7 +37,7 @@ class Server:
         self._headers = {"X-API-Key": api_key} if api_key else {}
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Server:
+    def of(cls, arguments: argparse.Namespace) -> ApiClient:
         return cls(arguments.base_url, arguments.api_key)
 
     def call(

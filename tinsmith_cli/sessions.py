@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tinsmith.formatting import columns
 from tinsmith_cli import client
 from tinsmith_cli.base_models import UsageError
-from tinsmith_cli.client import Server
+from tinsmith_cli.client import ApiClient
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -49,7 +49,7 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    sessions = list(_sessions(Server.of(arguments), everyone=arguments.everyone, with_ended=arguments.all))
+    sessions = list(_sessions(ApiClient.of(arguments), everyone=arguments.everyone, with_ended=arguments.all))
     if arguments.json:
         print(json.dumps(sessions, indent=2))
         return 0
@@ -65,7 +65,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _sessions(server: Server, *, everyone: bool, with_ended: bool) -> Iterator[dict[str, Any]]:
+def _sessions(server: ApiClient, *, everyone: bool, with_ended: bool) -> Iterator[dict[str, Any]]:
     asked: dict[str, Any] = {"limit": _PAGE, "owner": {"type": "accessible" if everyone else "own"}}
     if not with_ended:
         asked["statuses"] = [{"type": "active"}]
@@ -78,7 +78,7 @@ def _sessions(server: Server, *, everyone: bool, with_ended: bool) -> Iterator[d
 
 
 def run_end(arguments: argparse.Namespace) -> int:
-    server = Server.of(arguments)
+    server = ApiClient.of(arguments)
     for each in arguments.ids:
         if _RUN in each:
             _end_run(server, each)
@@ -89,7 +89,7 @@ def run_end(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _end_run(server: Server, run_id: str) -> None:
+def _end_run(server: ApiClient, run_id: str) -> None:
     receipt = server.call("unload_model", content={"model_id": run_id})
     while True:
         answer = server.call("retrieve_future", content={"request_id": receipt["request_id"]})

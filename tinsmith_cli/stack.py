@@ -26,7 +26,7 @@ from tinsmith.cores import SPINS, make_page, usable_cores
 from tinsmith.rpc.auth import is_loopback
 from tinsmith.rpc.channel import connect, wait_serving
 from tinsmith.rpc.tls import Certificates, pinned
-from tinsmith_cli.base_models import BaseModel
+from tinsmith_cli.base_models import ServedModel
 from tinsmith_cli.ports import free_ports
 from tinsmith_cli.settings import Settings
 from tinsmith_cli.supervisor import Service
@@ -64,10 +64,10 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ModelGroup:
     """The trainer and the samplers of one base model."""
 
-    model: BaseModel
+    model: ServedModel
     trainer: Instance
     samplers: Sequence[Instance]
     ranks_port: int
@@ -75,7 +75,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class ServiceKeys:
     """Keys that callers of the services must send. They are passed by environment, because `ps` shows command lines to
     every user."""
 
@@ -124,8 +124,8 @@ class Stack:
     """The trainers, the samplers and the gateway that `tinsmith up` runs on this machine."""
 
     settings: Settings
-    models: Sequence[BaseModel]
-    keys: Keys | None = None
+    models: Sequence[ServedModel]
+    keys: ServiceKeys | None = None
     tls: Tls = Tls()
 
     @property
@@ -142,7 +142,7 @@ class Stack:
     def logs(self) -> Path:
         return self.settings.state_dir / "logs"
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[ModelGroup]:
         """Trainer and samplers of each base model. Ports without a setting are free ones (ports.py)."""
         free = iter(free_ports((1 + 2 * (1 + self.settings.samplers)) * len(self.models)))
         trainer_ports = count(self.settings.trainer_port) if self.settings.trainer_port else free
@@ -157,14 +157,14 @@ class Stack:
                 Instance(f"{suffix}-{replica}" if several else suffix, next(sampler_ports), next(free), next(places))
                 for replica in range(1, self.settings.samplers + 1)
             ]
-            groups.append(Group(model, trainer, samplers, next(free)))
+            groups.append(ModelGroup(model, trainer, samplers, next(free)))
         return groups
 
-    def trainer_folder(self, group: Group) -> Path:
+    def trainer_folder(self, group: ModelGroup) -> Path:
         """Folder of the trainer's journal."""
         return self.settings.state_dir / "trainers" / _folder_name(group.model)
 
-    def services(self, groups: Sequence[Group]) -> list[Service]:
+    def services(self, groups: Sequence[ModelGroup]) -> list[Service]:
         """All services: trainers, samplers, then the gateway. The last one is the first to be stopped."""
         return [
             *(self._trainer(group) for group in groups),
@@ -172,7 +172,7 @@ class Stack:
             self._gateway(groups),
         ]
 
-    def summary(self, groups: Sequence[Group]) -> str:
+    def summary(self, groups: Sequence[ModelGroup]) -> str:
         models = ", ".join(name for group in groups for name in group.model.names)
         trainers = ", ".join(_local(group.trainer.port) for group in groups)
         samplers = ", ".join(_local(sampler.port) for group in groups for sampler in group.samplers)
@@ -205,7 +205,7 @@ class Stack:
         flags = {"cores-page": f"{self._cores_page}:{instance.place}"}
         return flags | {"num-threads": str(most)} if most else flags
 
-    def _trainer(self, group: Group) -> Service:
+    def _trainer(self, group: ModelGroup) -> Service:
         threads = self._shares().trainer
         flags = {
             "base-model": group.model.source,
@@ -223,7 +223,7 @@ class Stack:
             "trainer", group.trainer, flags, threads=max(1, threads // self.settings.trainer_ranks), launcher=launcher
         )
 
-    def _sampler(self, group: Group, sampler: Instance) -> Service:
+    def _sampler(self, group: ModelGroup, sampler: Instance) -> Service:
         # vLLM cannot serve full-parameter versions of every model, so only --engine vllm selects it for them.
         engine = self.settings.engine
         if self.settings.full_training and engine == "auto":
@@ -267,7 +267,7 @@ class Stack:
             },
         )
 
-    def _gateway(self, groups: Sequence[Group]) -> Service:
+    def _gateway(self, groups: Sequence[ModelGroup]) -> Service:
         flags = {
             "host": self.settings.host,
             "port": str(self.settings.port),
@@ -299,7 +299,7 @@ def _environments_rank() -> str:
     return "" if "SAMPLER_MAX_LORA_RANK" in os.environ else os.environ.get("TRAINER_MAX_LORA_RANK", "")
 
 
-def _tokenizers(models: Sequence[BaseModel]) -> dict[str, str]:
+def _tokenizers(models: Sequence[ServedModel]) -> dict[str, str]:
     """Folders of the models that exist on this machine only, as sources of tokenizers, by public name. Other names with
     a slash are probably hub ids, which clients on other machines can also load."""
     return {
@@ -334,7 +334,7 @@ def _local(port: int) -> str:
     return f"127.0.0.1:{port}"
 
 
-def _folder_name(model: BaseModel) -> str:
+def _folder_name(model: ServedModel) -> str:
     """Name of the folder of these weights' journal. It depends on nothing else, so every start finds it again."""
     readable = re.sub(r"[^\w.-]+", "-", Path(model.source).name)
     return f"{readable}-{hashlib.sha256(model.source.encode()).hexdigest()[:8]}"

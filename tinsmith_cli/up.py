@@ -24,12 +24,12 @@ from tinsmith.child import die_with_parent
 from tinsmith.rpc.auth import is_loopback
 from tinsmith.rpc.paths import check_checkpoint_root
 from tinsmith.rpc.tls import Certificates, check_pair
-from tinsmith_cli.base_models import BaseModel, UsageError, parse
+from tinsmith_cli.base_models import ServedModel, UsageError, parse
 from tinsmith_cli.keys import has_keys
 from tinsmith_cli.left_journals import with_live_runs
 from tinsmith_cli.ports import free_ports
 from tinsmith_cli.settings import DEFAULT_MODEL_NAME, Settings
-from tinsmith_cli.stack import Keys, Stack, Tls
+from tinsmith_cli.stack import ServiceKeys, Stack, Tls
 from tinsmith_cli.supervisor import supervise
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     tls = _tls(settings)
     settings = replace(settings, port=_check_port(settings.host, settings.port))
     with _lock(state_dir):
-        models = models or [BaseModel(str(_default_model(state_dir)), (DEFAULT_MODEL_NAME,))]
+        models = models or [ServedModel(str(_default_model(state_dir)), (DEFAULT_MODEL_NAME,))]
         stack = Stack(settings, models, keys, tls)
         groups = stack.groups()
         stack.make_cores_page()
@@ -99,7 +99,7 @@ def _report(line: str) -> None:
         print(line, flush=True)
 
 
-def _keys(host: str, api_keys: list[str], *, state_dir: Path) -> Keys | None:
+def _keys(host: str, api_keys: list[str], *, state_dir: Path) -> ServiceKeys | None:
     """The keys on the command line, else those in the environment. None if there are none, and `tinsmith keys create`
     has made none either; every caller is then accepted. Only the gateway accepts keys in the database. Trainers and
     samplers do not know owners, and accept the service key and the configured keys."""
@@ -110,7 +110,7 @@ def _keys(host: str, api_keys: list[str], *, state_dir: Path) -> Keys | None:
     except ValueError:
         raise UsageError('GATEWAY_API_KEYS: is not a JSON list, such as ["tml-choose-a-long-one"]') from None
     if given or has_keys(state_dir):
-        return Keys(json.dumps(given), secrets.token_urlsafe(32))
+        return ServiceKeys(json.dumps(given), secrets.token_urlsafe(32))
     if not is_loopback(host):
         raise UsageError(
             f"--host: {host!r} can be reached from other machines, so keys are needed: make one with "

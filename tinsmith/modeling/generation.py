@@ -86,8 +86,8 @@ class GenerationLayer:
     def is_current(self) -> bool:
         return self._whole.qkv.is_current
 
-    def turned_by(self, angles: Tensor) -> bool:
-        return self._whole.turned_by(angles)
+    def rotates_whole_heads(self, angles: Tensor) -> bool:
+        return self._whole.rotates_whole_heads(angles)
 
     def run(self, x_T_H: Tensor, cos_T_1_D: Tensor, sin_T_1_D: Tensor, layout: Layout, runs: Sequence[Run]) -> Tensor:
         """The layer's output [T, H]."""
@@ -119,8 +119,8 @@ def generate(
 ) -> Tensor:
     """The forward of a decoder layer. Uses `layer` where it can, and otherwise `own`, the layer's own forward."""
     groups_or_calls = active.groups is not None or active.calls is not None
-    turns = position_embeddings is not None and layer.turned_by(position_embeddings[0])
-    if not turns or args or groups_or_calls or torch.is_grad_enabled() or not layer.is_current:
+    rotates = position_embeddings is not None and layer.rotates_whole_heads(position_embeddings[0])
+    if not rotates or args or groups_or_calls or torch.is_grad_enabled() or not layer.is_current:
         return own(hidden_states, *args, position_embeddings=position_embeddings, layout=layout, **kwargs)
     assert position_embeddings is not None
     cos, sin = (angles.transpose(0, 1) for angles in position_embeddings)

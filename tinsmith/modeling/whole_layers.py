@@ -75,7 +75,7 @@ class WholeLayer:
         queries, keys, _ = self.qkv.frozen.widths
         return queries // self.head_dim, keys // self.head_dim
 
-    def turned_by(self, angles: Tensor) -> bool:
+    def rotates_whole_heads(self, angles: Tensor) -> bool:
         """Whether the angles rotate whole heads. If only a part of each head is rotated, the layer's own code runs."""
         return angles.shape[-1] == self.head_dim
 
@@ -106,11 +106,11 @@ class _Layer(torch.autograd.Function):
         qkv_T_S, lows_qkv = forward(normal_T_H, layer.qkv.frozen, of_qkv)
         heads = qkv_T_S.view(qkv_T_S.shape[0], -1, layer.head_dim)
         qk, v = torch.split_with_sizes(heads, [num_queries + num_keys, num_keys], 1)  # q and k are rotated as one
-        turned, of_heads = qk, ()
+        normal_qk, of_heads = qk, ()
         if layer.of_heads is not None:
-            turned, scale = normalize(qk, layer.of_heads.weight, layer.of_heads.eps)
+            normal_qk, scale = normalize(qk, layer.of_heads.weight, layer.of_heads.eps)
             of_heads = (qk, scale)
-        q, k = torch.split_with_sizes(rotate(turned, cos_T_1_D, sin_T_1_D), [num_queries, num_keys], 1)
+        q, k = torch.split_with_sizes(rotate(normal_qk, cos_T_1_D, sin_T_1_D), [num_queries, num_keys], 1)
         attended, sums = attend(q, k, v, layout, layer.heads)
         attended_T_C = attended.flatten(1)
         middle_T_H, lows_out = forward(attended_T_C, layer.out.frozen, of_out)
@@ -165,12 +165,12 @@ class _Layer(torch.autograd.Function):
                 grad_attended.view_as(attended), q, k, v, attended, sums, ctx.layout, layer.heads
             )
             grad_qk = together[:, : -v.shape[1]]
-            grad_turned = rotate_backward(grad_qk, cos, sin)
+            grad_normal_qk = rotate_backward(grad_qk, cos, sin)
             if layer.of_heads is None:
-                grad_qk.copy_(grad_turned)
+                grad_qk.copy_(grad_normal_qk)
             else:
                 qk, scale = of_heads
-                normalize_backward(grad_turned, qk, scale, layer.of_heads.weight, out=grad_qk)
+                normalize_backward(grad_normal_qk, qk, scale, layer.of_heads.weight, out=grad_qk)
             grad_normal, grads_qkv = backward(
                 normal_T_H, layer.qkv.frozen, of_qkv, lows[0], together.flatten(1), need_x=need_x
             )
@@ -242,8 +242,8 @@ def _forward(
     **kwargs: Any,
 ) -> Tensor:
     plain = type(layout) is Packed and layout.flash is None and active.groups is None and active.calls is None
-    turns = position_embeddings is not None and whole.turned_by(position_embeddings[0])
-    if args or not turns or not plain or not torch.is_grad_enabled():
+    rotates = position_embeddings is not None and whole.rotates_whole_heads(position_embeddings[0])
+    if args or not rotates or not plain or not torch.is_grad_enabled():
         return own(hidden_states, *args, position_embeddings=position_embeddings, layout=layout, **kwargs)
     assert position_embeddings is not None
     cos, sin = (angles.transpose(0, 1) for angles in position_embeddings)

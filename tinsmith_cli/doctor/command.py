@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
         from tinsmith_cli.doctor.examine import examine
         from tinsmith_cli.doctor.report import as_json, as_text
-        from tinsmith_cli.doctor.subject import NotFound, Subject, Unloadable, check_weights, read_config
+        from tinsmith_cli.doctor.subject import NoSuchModel, Subject, Unloadable, check_weights, read_config
         from tinsmith_cli.doctor.verdict import judge
         from trainer_service.engine.memory import is_out_of_memory
     except ModuleNotFoundError as error:
@@ -95,7 +95,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 quick=arguments.quick,
             )
             findings = examine(subject, Path(scratch), report=_progress)
-    except NotFound as error:
+    except NoSuchModel as error:
         raise UsageError(str(error)) from None
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

@@ -18,7 +18,7 @@ def examine(subject: Subject, scratch: Path, *, report: Callable[[str], None]) -
     """
     sequences = subject.sequences()
     not_there: dict[str, str] = {}
-    sampled: list[samplers.Findings] = []
+    sampled: list[samplers.SamplerFindings] = []
     for kind in samplers.KINDS:
         if why := kind.missing():
             not_there[kind.name] = why

@@ -38,16 +38,16 @@ COMPANY = 1e-5
 @dataclass(frozen=True, slots=True)
 class Findings:
     subject: Subject
-    oracle: oracle.Findings
-    trainer: trainer.Findings
-    samplers: Sequence[samplers.Findings]
+    oracle: oracle.OracleFindings
+    trainer: trainer.TrainerFindings
+    samplers: Sequence[samplers.SamplerFindings]
     not_there: Mapping[str, str]
     """Engines that were not examined, with the reason."""
     text: Text
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class GapLimits:
     largest: float
     mean: float
     gradient: float
@@ -65,16 +65,16 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours - theirs).norm() / theirs.norm().clamp_min(1e-30)).item()
 
 
-def limits(findings: Findings, name: str) -> Limits:
+def limits(findings: Findings, name: str) -> GapLimits:
     """The limits for one adapter, or for the base model, by its name."""
     dtype = findings.subject.dtype
     floor = _FLOORS[dtype]
     kind = str(dtype).removeprefix("torch.")
     if dtype == torch.float32:
-        return Limits(*floor, source="float32")
+        return GapLimits(*floor, source="float32")
     truth, wide = findings.oracle.truth, findings.oracle.wide
     if wide is None:
-        return Limits(*_UNMEASURED, source=f"{kind}, rounding not measured: {findings.oracle.why_not_wide}")
+        return GapLimits(*_UNMEASURED, source=f"{kind}, rounding not measured: {findings.oracle.why_not_wide}")
     largest, mean = gap(truth.logprobs[name], wide.logprobs[name])
     gradient = relative(truth.gradients[name], wide.gradients[name]) if name in truth.gradients else 0.0
     allowed = [max(low, _MARGIN * noise) for low, noise in zip(floor, (largest, mean, gradient), strict=True)]
@@ -83,4 +83,4 @@ def limits(findings: Findings, name: str) -> Limits:
         loose = _UNMEASURED
         allowed = [max(allowed[0], loose[0]), allowed[1], max(allowed[2], loose[2])]
         source += ", and more for single tokens, for which rounding may choose other experts"
-    return Limits(*allowed, source=source)
+    return GapLimits(*allowed, source=source)

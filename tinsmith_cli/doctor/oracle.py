@@ -36,7 +36,7 @@ class Truth:
 
 
 @dataclass(slots=True)
-class Findings:
+class OracleFindings:
     truth: Truth
     wide: Truth | None
     """Values computed in float32, whose rounding is negligible. None if the model is in float32, and if memory is
@@ -53,7 +53,7 @@ class Findings:
 
 def examine(
     subject: Subject, sequences: Sequence[Example], adapters: Mapping[str, Adapter], saved: Path | None
-) -> Findings:
+) -> OracleFindings:
     """Computes the reference. `adapters`: in host memory. `saved`: PEFT folder of one of them. Raises Unloadable."""
     model, missing = _load(subject)
     placed = {name: adapter.like(adapter.flat.to(subject.device)) for name, adapter in adapters.items()}
@@ -77,7 +77,7 @@ def examine(
     finally:
         del model
         free(subject.device)
-    return Findings(truth, wide, why_not_wide, missing, peft, why_no_peft, why_no_gradients, num_parameters)
+    return OracleFindings(truth, wide, why_not_wide, missing, peft, why_no_peft, why_no_gradients, num_parameters)
 
 
 def gradient_sequences(sequences: Sequence[Example]) -> list[Example]:

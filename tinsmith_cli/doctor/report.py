@@ -14,7 +14,7 @@ import torch
 import tinsmith
 from tinsmith.formatting import size_text
 from tinsmith_cli.doctor.limits import Findings
-from tinsmith_cli.doctor.trainer import Room, Speed
+from tinsmith_cli.doctor.trainer import Capacity, TrainingSpeed
 from tinsmith_cli.doctor.verdict import Check, Verdict
 
 _WIDTH = 100
@@ -118,13 +118,13 @@ def _measured(findings: Findings) -> Iterator[str]:
         yield from _room(room, where)
 
 
-def _training(speed: Speed) -> Iterator[str]:
+def _training(speed: TrainingSpeed) -> Iterator[str]:
     yield _line(
         "training, forward and backward", f"{speed.tokens_per_s:,.0f} tokens/s, {speed.num_tokens:,} tokens at once"
     )
 
 
-def _room(room: Room, where: str) -> Iterator[str]:
+def _room(room: Capacity, where: str) -> Iterator[str]:
     yield _line("token budget of a micro-batch", f"{room.token_budget:,} tokens")
     yield _line("longest sequence to train on", f"{room.longest_sequence:,} tokens")
     for rank in room.adapter_bytes:

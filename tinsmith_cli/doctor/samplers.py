@@ -56,7 +56,7 @@ KINDS = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
+class DrawnSequence:
     """One sequence that an engine drew, with its logprobs."""
 
     name: str
@@ -68,14 +68,14 @@ class Drawn:
 
 
 @dataclass(slots=True)
-class Findings:
+class SamplerFindings:
     engine: str
     failure: str = ""
     groups: Sequence[Group] = ()
     """Groups whose adapters the engine serves."""
     logprobs: dict[str, Logprobs] = field(default_factory=dict)
     """Logprobs of the prompts' tokens, except the first of each, with the base model and with an adapter, by name."""
-    drawn: list[Drawn] = field(default_factory=list)
+    drawn: list[DrawnSequence] = field(default_factory=list)
     tokens_per_s: Mapping[int, float] = field(default_factory=dict)
     """Drawn tokens per second, by the size of the batch."""
     max_length: int = 0
@@ -83,8 +83,8 @@ class Findings:
     eos_token_ids: Sequence[int] = ()
 
 
-def examine(kind: Kind, subject: Subject, sequences: Sequence[Example]) -> Findings:
-    found = Findings(kind.name)
+def examine(kind: Kind, subject: Subject, sequences: Sequence[Example]) -> SamplerFindings:
+    found = SamplerFindings(kind.name)
     try:
         asyncio.run(_examine(found, kind, subject, sequences))
     except Unloadable as error:
@@ -96,7 +96,7 @@ def examine(kind: Kind, subject: Subject, sequences: Sequence[Example]) -> Findi
     return found
 
 
-async def _examine(found: Findings, kind: Kind, subject: Subject, sequences: Sequence[Example]) -> None:
+async def _examine(found: SamplerFindings, kind: Kind, subject: Subject, sequences: Sequence[Example]) -> None:
     config = SamplerConfig(
         base_model=subject.path,
         device="cuda" if subject.device.type == "cuda" else "cpu",
@@ -115,7 +115,7 @@ async def _examine(found: Findings, kind: Kind, subject: Subject, sequences: Seq
         await engine.stop()
 
 
-async def _ask(found: Findings, engine: SamplingEngine, subject: Subject, sequences: Sequence[Example]) -> None:
+async def _ask(found: SamplerFindings, engine: SamplingEngine, subject: Subject, sequences: Sequence[Example]) -> None:
     found.groups = [group for group in GROUPS if any(target.group == group for target in engine.targets)]
     found.max_length = engine.max_context_length
     found.eos_token_ids = sorted(engine.eos_token_ids)
@@ -150,7 +150,7 @@ async def _ask(found: Findings, engine: SamplingEngine, subject: Subject, sequen
         else:
             (sequence,) = result.sequences
             tokens_N, logprobs_N = np.array(sequence.tokens, np.int32), np.array(sequence.logprobs, np.float32)
-            found.drawn.append(Drawn(name, temperature, request.prompt, tokens_N, logprobs_N))
+            found.drawn.append(DrawnSequence(name, temperature, request.prompt, tokens_N, logprobs_N))
     version = list(versions.values())[-1]
     found.tokens_per_s = {size: await _speed(engine, size, version, quick=subject.quick) for size in _BATCHES}
 

@@ -42,7 +42,7 @@ class Unloadable(Exception):
     """The model cannot be loaded. The message is one line that says why."""
 
 
-class NotFound(Unloadable):
+class NoSuchModel(Unloadable):
     """There is no such model, or the hub cannot be reached."""
 
 
@@ -122,12 +122,12 @@ class Subject:
 
 
 def read_config(path: str) -> PretrainedConfig:
-    """The model's configuration. Raises NotFound if there is no such model, and Unloadable if it is not a causal
+    """The model's configuration. Raises NoSuchModel if there is no such model, and Unloadable if it is not a causal
     language model of transformers."""
     try:
         config = load_config(path)
     except (OSError, HfHubHTTPError) as error:
-        raise NotFound(f"{path}: {first_line(error)}") from None
+        raise NoSuchModel(f"{path}: {first_line(error)}") from None
     except ValueError as error:
         line = first_line(error)
         raise Unloadable(line if line.startswith(path) else f"{path}: {line}") from None
@@ -137,12 +137,12 @@ def read_config(path: str) -> PretrainedConfig:
 
 
 def check_weights(path: str, config: PretrainedConfig) -> None:
-    """Raises NotFound for a folder without weights. For a hub id, the download of the weights would fail."""
+    """Raises NoSuchModel for a folder without weights. For a hub id, the download of the weights would fail."""
     names = [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
     if own := getattr(config, "transformers_weights", None):
         names = [own]
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in names):
-        raise NotFound(f"{path}: holds no weights: there is none of {', '.join(names)}")
+        raise NoSuchModel(f"{path}: holds no weights: there is none of {', '.join(names)}")
 
 
 def loading(path: str, load: Callable[[], T]) -> T:

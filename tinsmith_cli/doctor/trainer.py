@@ -23,7 +23,7 @@ from tinsmith.rpc.errors import ServiceError
 from tinsmith.v1 import types_pb2 as pb
 from tinsmith_cli.doctor.coverage import Coverage
 from tinsmith_cli.doctor.oracle import gradient_sequences
-from tinsmith_cli.doctor.samplers import Drawn
+from tinsmith_cli.doctor.samplers import DrawnSequence
 from tinsmith_cli.doctor.subject import ALL, BASE, Example, Logprobs, Subject, Unfit, free, loading
 from trainer_service.engine.batch import Batch, Datum
 from trainer_service.engine.budget import Plan
@@ -47,14 +47,14 @@ _HUGE = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class TrainingSpeed:
     tokens_per_s: float
     num_tokens: int
     """Tokens of the micro-batch that was timed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Capacity:
     token_budget: int
     longest_sequence: int
     """Longest sequence that can be trained on, in tokens."""
@@ -69,7 +69,7 @@ class Room:
 
 
 @dataclass(slots=True)
-class Findings:
+class TrainerFindings:
     coverage: Coverage | None = None
     """None if the model could not be loaded."""
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Findings:
     alone: Logprobs | None = None
     """Logprobs of the adapter `largest` in a batch of its own."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    drawn: list[tuple[Drawn, Logprobs]] = field(default_factory=list)
+    drawn: list[tuple[DrawnSequence, Logprobs]] = field(default_factory=list)
     """Sequences that samplers drew, with the trainer's logprobs of them."""
     saved: Path | None = None
     """PEFT folder of the adapter `largest`."""
@@ -89,8 +89,8 @@ class Findings:
     """Logprobs of the reloaded adapter."""
     failure: str = ""
     """The reason for which later findings are missing."""
-    speed: Speed | None = None
-    room: Room | None = None
+    speed: TrainingSpeed | None = None
+    room: Capacity | None = None
 
     @property
     def largest(self) -> str:
@@ -98,10 +98,12 @@ class Findings:
         return ALL if ALL in self.adapters else next(iter(self.adapters), BASE)
 
 
-def examine(subject: Subject, sequences: Sequence[Example], drawn: Sequence[Drawn], scratch: Path) -> Findings:
+def examine(
+    subject: Subject, sequences: Sequence[Example], drawn: Sequence[DrawnSequence], scratch: Path
+) -> TrainerFindings:
     """Examines the training engine. `scratch`: folder for the saved adapter. Raises Unloadable if something is wrong
     with the model's files."""
-    found = Findings()
+    found = TrainerFindings()
     try:
         base = loading(subject.path, lambda: BaseModel.load(subject.path, device=subject.device, dtype=subject.dtype))
     except Unfit as error:
@@ -124,10 +126,10 @@ def examine(subject: Subject, sequences: Sequence[Example], drawn: Sequence[Draw
 
 
 def _compare(
-    found: Findings,
+    found: TrainerFindings,
     base: BaseModel,
     sequences: Sequence[Example],
-    drawn: Sequence[Drawn],
+    drawn: Sequence[DrawnSequence],
     scratch: Path,
     *,
     quick: bool,
@@ -174,7 +176,7 @@ def _batch(sequences: Sequence[Example], *, forward_only: bool) -> Batch:
     return Batch("cross_entropy", LOSS_FNS["cross_entropy"], {}, forward_only, datums)
 
 
-def _scoring(drawn: Drawn) -> Batch:
+def _scoring(drawn: DrawnSequence) -> Batch:
     whole = np.concatenate([drawn.prompt_P, drawn.tokens_N])
     tokens, targets = whole[:-1].astype(np.int32), whole[1:].astype(np.int64)
     datum = Datum(tokens, targets, {"weights": np.ones(targets.size, np.float32)})
@@ -200,7 +202,7 @@ def _gradient(engine: TrainingEngine, name: str, adapter: Adapter) -> Tensor:
 
 
 def _save_and_reload(
-    found: Findings, engine: TrainingEngine, sequences: Sequence[Example], few: Sequence[Example], scratch: Path
+    found: TrainerFindings, engine: TrainingEngine, sequences: Sequence[Example], few: Sequence[Example], scratch: Path
 ) -> None:
     _run(engine, [(found.largest, _batch(few, forward_only=False))])
     # A step of size 0: the optimizer has moments to save, and the weights stay as they are.
@@ -229,7 +231,7 @@ def _save_and_reload(
     engine.delete_model(_ALONE)
 
 
-def _speed(engine: TrainingEngine, name: str, context: int, *, seconds: float) -> Speed:
+def _speed(engine: TrainingEngine, name: str, context: int, *, seconds: float) -> TrainingSpeed:
     """Speed of forward_backward with the largest micro-batch within the token budget that takes about `seconds`."""
     generator = np.random.default_rng(0)
     length = min(_SEQUENCE, context)
@@ -243,7 +245,7 @@ def _speed(engine: TrainingEngine, name: str, context: int, *, seconds: float) -
             torch.cuda.synchronize()
         elapsed = time.perf_counter() - started
         if 2 * num_tokens > budget or 3 * elapsed > seconds:
-            return Speed(num_tokens / elapsed, num_tokens)
+            return TrainingSpeed(num_tokens / elapsed, num_tokens)
         num_tokens *= 2
 
 
@@ -256,12 +258,12 @@ def _random_batch(generator: np.random.Generator, vocab_size: int, num_tokens: i
     return Batch("cross_entropy", LOSS_FNS["cross_entropy"], {}, False, datums)
 
 
-def _room(engine: TrainingEngine, plan: Plan) -> Room:
+def _room(engine: TrainingEngine, plan: Plan) -> Capacity:
     base = engine.base
     config = AdapterConfig(rank=1, **_flags(base))
     bytes_per_rank = 4 * num_elements(config, chosen_targets(config, base.targets))  # float32
     on_device = plan.room_for_adapters([plan.token_budget], checkpointing=engine.always_checkpoints)
-    return Room(
+    return Capacity(
         token_budget=plan.token_budget,
         longest_sequence=engine.limits.max_context_length,
         adapter_bytes={rank: rank * bytes_per_rank for rank in RANKS},

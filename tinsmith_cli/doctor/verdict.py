@@ -12,7 +12,7 @@ import torch
 from tinsmith.modeling.adapter import GROUPS, Group
 from tinsmith.modeling.pretrained import listed
 from tinsmith_cli.doctor import samplers
-from tinsmith_cli.doctor.limits import COMPANY, Findings, Limits, gap, limits, relative
+from tinsmith_cli.doctor.limits import COMPANY, Findings, GapLimits, gap, limits, relative
 from tinsmith_cli.doctor.subject import BASE, Logprobs
 
 Status = Literal["ok", "note", "warning", "FAILED", "skipped"]
@@ -77,7 +77,7 @@ def _groups(findings: Findings) -> list[Group]:
     return [] if coverage is None else list(coverage.groups)
 
 
-def _gap_check(section: str, name: str, ours: Logprobs, theirs: Logprobs, limit: Limits, advice: str) -> Check:
+def _gap_check(section: str, name: str, ours: Logprobs, theirs: Logprobs, limit: GapLimits, advice: str) -> Check:
     largest, mean = gap(ours, theirs)
     passed = largest <= limit.largest and mean <= limit.mean
     numbers = {"max": largest, "mean": mean, "limit": limit.largest, "mean_limit": limit.mean}
@@ -117,7 +117,7 @@ def _logprobs(findings: Findings) -> list[Check]:
         limit = limits(findings, ours.largest)
         if findings.subject.dtype == torch.float32:
             allowed = COMPANY * max(1.0, max(float(np.abs(one).max()) for one in ours.alone))
-            limit = Limits(allowed, allowed, 0.0, f"in company {COMPANY:g} of the largest logprob")
+            limit = GapLimits(allowed, allowed, 0.0, f"in company {COMPANY:g} of the largest logprob")
         advice = "sequences see their neighbours: do not train this model with several tenants; report it"
         checks.append(
             _gap_check("logprobs", "alone and in company", ours.logprobs[ours.largest], ours.alone, limit, advice)
@@ -182,7 +182,7 @@ def _reload(findings: Findings) -> list[Check]:
     return checks
 
 
-def _sampler(findings: Findings, sampler: samplers.Findings) -> list[Check]:
+def _sampler(findings: Findings, sampler: samplers.SamplerFindings) -> list[Check]:
     section = f"sampler {sampler.engine}"
     if sampler.failure:
         return [Check(section, "the engine", "FAILED", detail=sampler.failure, advice="it cannot serve this model")]

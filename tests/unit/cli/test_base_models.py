@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith_cli.base_models import BaseModel, UsageError, parse
+from tinsmith_cli.base_models import ServedModel, UsageError, parse
 
 
 @pytest.fixture
@@ -15,15 +15,15 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_a_folder_alone_is_served_under_its_own_name(model: Path) -> None:
-    assert parse([str(model)]) == [BaseModel(str(model), ("qwen",))]
+    assert parse([str(model)]) == [ServedModel(str(model), ("qwen",))]
 
 
 def test_a_hub_id_alone_is_its_own_name() -> None:
-    assert parse(["Qwen/Qwen3-0.6B"]) == [BaseModel("Qwen/Qwen3-0.6B", ("Qwen/Qwen3-0.6B",))]
+    assert parse(["Qwen/Qwen3-0.6B"]) == [ServedModel("Qwen/Qwen3-0.6B", ("Qwen/Qwen3-0.6B",))]
 
 
 def test_a_name_can_stand_for_a_hub_id() -> None:
-    assert parse(["mine=Qwen/Qwen3-0.6B"]) == [BaseModel("Qwen/Qwen3-0.6B", ("mine",))]
+    assert parse(["mine=Qwen/Qwen3-0.6B"]) == [ServedModel("Qwen/Qwen3-0.6B", ("mine",))]
 
 
 def test_names_of_one_folder_load_it_once_even_through_a_link(model: Path, tmp_path: Path) -> None:
@@ -31,20 +31,20 @@ def test_names_of_one_folder_load_it_once_even_through_a_link(model: Path, tmp_p
     link.symlink_to(model)
     specs = [f"Qwen/Qwen3-8B={model}", "other/model", f"Qwen/Qwen3-8B-Base={link}", f"Qwen/Qwen3-8B={model}/"]
     assert parse(specs) == [
-        BaseModel(str(model), ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base")),
-        BaseModel("other/model", ("other/model",)),
+        ServedModel(str(model), ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base")),
+        ServedModel("other/model", ("other/model",)),
     ]
 
 
 def test_a_models_file_adds_its_names(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "models.json"
     file.write_text(json.dumps({"a": str(model), "b": str(model)}))
-    assert parse([], models_file=file) == [BaseModel(str(model), ("a", "b"))]
+    assert parse([], models_file=file) == [ServedModel(str(model), ("a", "b"))]
 
 
 def test_a_path_may_hold_an_equals_sign(model: Path) -> None:
     folder = model.rename(model.with_name("lr=3"))
-    assert parse([f"name={folder}"]) == [BaseModel(str(folder), ("name",))]
+    assert parse([f"name={folder}"]) == [ServedModel(str(folder), ("name",))]
 
 
 @pytest.mark.parametrize(

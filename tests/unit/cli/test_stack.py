@@ -8,13 +8,13 @@ import pytest
 
 from tinsmith.cores import Cores, usable_cores
 from tinsmith.rpc.server import Server
-from tinsmith_cli.base_models import BaseModel
+from tinsmith_cli.base_models import ServedModel
 from tinsmith_cli.settings import Settings
-from tinsmith_cli.stack import Keys, Stack, Threads, _wait_grpc, _wait_http, divide_cores
+from tinsmith_cli.stack import ServiceKeys, Stack, Threads, _wait_grpc, _wait_http, divide_cores
 from tinsmith_cli.supervisor import Service
 
 
-def make_stack(models: list[BaseModel], *, keys: Keys | None = None, **settings: Any) -> Stack:
+def make_stack(models: list[ServedModel], *, keys: ServiceKeys | None = None, **settings: Any) -> Stack:
     return Stack(Settings(**{"state_dir": Path("/state"), "checkpoint_dir": "", **settings}), models, keys)
 
 
@@ -52,7 +52,7 @@ def test_a_share_is_no_larger_than_what_a_service_may_use() -> None:
 
 
 def test_services_share_a_page_of_cores_and_explicit_threads_are_the_most(tmp_path: Path) -> None:
-    models = [BaseModel("/m/a", ("a",)), BaseModel("/m/b", ("b",))]
+    models = [ServedModel("/m/a", ("a",)), ServedModel("/m/b", ("b",))]
     stack = make_stack(models, state_dir=tmp_path, samplers=2, sampler_threads=3)
     *services, gateway = stack.services(stack.groups())
     assert [flag(service, "cores-page") for service in (*services, gateway)] == [
@@ -68,7 +68,7 @@ def test_services_share_a_page_of_cores_and_explicit_threads_are_the_most(tmp_pa
 
 
 def test_the_form_of_logs_and_tracing_are_the_same_for_all() -> None:
-    stack = make_stack([BaseModel("/m/a", ("a",))])
+    stack = make_stack([ServedModel("/m/a", ("a",))])
     for service in stack.services(stack.groups()):
         assert flag(service, "log-format") == "json"
         assert "--tracing" not in service.argv  # then TRAINER_TRACING and its like may say it
@@ -79,13 +79,13 @@ def test_the_form_of_logs_and_tracing_are_the_same_for_all() -> None:
 
 @pytest.mark.parametrize(("given", "used"), [("", "/state/checkpoints"), ("s3://bucket/x", "s3://bucket/x")])
 def test_all_trainers_keep_their_checkpoints_in_one_place(given: str, used: str) -> None:
-    stack = changed(make_stack([BaseModel("/m/a", ("a",)), BaseModel("/m/b", ("b",))]), checkpoint_dir=given)
+    stack = changed(make_stack([ServedModel("/m/a", ("a",)), ServedModel("/m/b", ("b",))]), checkpoint_dir=given)
     trainers = [service for service in stack.services(stack.groups()) if service.name.startswith("trainer")]
     assert [flag(service, "checkpoint-dir") for service in trainers] == [used, used]
 
 
 def test_each_trainer_knows_its_own_sampler_and_the_gateway_knows_all() -> None:
-    stack = make_stack([BaseModel("/m/a", ("a", "b")), BaseModel("org/c", ("org/c",))])
+    stack = make_stack([ServedModel("/m/a", ("a", "b")), ServedModel("org/c", ("org/c",))])
     services = {service.name: service for service in stack.services(stack.groups())}
     assert list(services) == ["trainer-1", "trainer-2", "sampler-1", "sampler-2", "gateway"]
     for number in "12":
@@ -105,7 +105,7 @@ def test_each_trainer_knows_its_own_sampler_and_the_gateway_knows_all() -> None:
 def test_clients_on_this_machine_find_the_tokenizers_of_models_that_the_hub_does_not_know(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    models = [BaseModel("/m/a", ("a", "tinsmith/a", "org/a")), BaseModel("org/c", ("org/c", "c"))]
+    models = [ServedModel("/m/a", ("a", "tinsmith/a", "org/a")), ServedModel("org/c", ("org/c", "c"))]
     local = changed(make_stack(models), host="127.0.0.1")
     gateway = local.services(local.groups())[-1]
     assert json.loads(flag(gateway, "tokenizers")) == {"a": "/m/a", "tinsmith/a": "/m/a"}
@@ -116,7 +116,7 @@ def test_clients_on_this_machine_find_the_tokenizers_of_models_that_the_hub_does
 
 
 def test_several_samplers_are_known_to_their_trainer_and_to_the_gateway() -> None:
-    stack = changed(make_stack([BaseModel("/m/a", ("a",)), BaseModel("/m/b", ("b",))]), samplers=2)
+    stack = changed(make_stack([ServedModel("/m/a", ("a",)), ServedModel("/m/b", ("b",))]), samplers=2)
     groups = stack.groups()
     services = {service.name: service for service in stack.services(groups)}
     names = ["sampler-1-1", "sampler-1-2", "sampler-2-1", "sampler-2-2"]
@@ -126,13 +126,13 @@ def test_several_samplers_are_known_to_their_trainer_and_to_the_gateway() -> Non
     assert json.loads(flag(services["trainer-2"], "samplers")) == addresses[2:]
     assert json.loads(flag(services["gateway"], "samplers")) == addresses
     assert f"; sampler: {', '.join(addresses)}; metrics:" in stack.summary(groups)
-    alone = changed(make_stack([BaseModel("/m/a", ("a",))]), samplers=2)
+    alone = changed(make_stack([ServedModel("/m/a", ("a",))]), samplers=2)
     logs = [service.log.name for service in alone.services(alone.groups())]
     assert logs == ["trainer.log", "sampler-1.log", "sampler-2.log", "gateway.log"]
 
 
 def test_every_service_is_started_again_unless_that_is_not_wanted() -> None:
-    stack = make_stack([BaseModel("/m/a", ("a",))])
+    stack = make_stack([ServedModel("/m/a", ("a",))])
     assert [service.restarts for service in stack.services(stack.groups())] == [True] * 3
     alone = changed(stack, supervise=False)
     assert [service.restarts for service in alone.services(alone.groups())] == [False] * 3
@@ -140,7 +140,7 @@ def test_every_service_is_started_again_unless_that_is_not_wanted() -> None:
 
 @pytest.mark.parametrize("name", ["full-training", "deterministic"])
 def test_how_to_train_is_a_flag_of_the_trainers(name: str) -> None:
-    stack = make_stack([BaseModel("/m/a", ("a",))])
+    stack = make_stack([ServedModel("/m/a", ("a",))])
     # TRAINER_DETERMINISTIC and its like may say it
     assert f"--{name}" not in stack.services(stack.groups())[0].argv
     stack = changed(stack, **{name.replace("-", "_"): True})
@@ -150,7 +150,7 @@ def test_how_to_train_is_a_flag_of_the_trainers(name: str) -> None:
 
 
 def test_the_engine_is_a_flag_of_the_samplers_and_full_training_takes_the_one_that_serves_every_model() -> None:
-    stack = make_stack([BaseModel("/m/a", ("a",))])
+    stack = make_stack([ServedModel("/m/a", ("a",))])
     assert not any("--engine" in service.argv for service in stack.services(stack.groups()))
     cases: list[tuple[dict[str, Any], str]] = [
         ({"engine": "vllm"}, "vllm"),
@@ -166,7 +166,7 @@ def test_the_engine_is_a_flag_of_the_samplers_and_full_training_takes_the_one_th
 def test_samplers_serve_the_ranks_that_their_trainers_accept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TRAINER_MAX_LORA_RANK", "SAMPLER_MAX_LORA_RANK"):
         monkeypatch.delenv(name, raising=False)
-    stack = make_stack([BaseModel("/m/a", ("a",))])
+    stack = make_stack([ServedModel("/m/a", ("a",))])
     trainer, sampler, _ = stack.services(stack.groups())
     assert "--max-lora-rank" not in [*trainer.argv, *sampler.argv]
     trainer, sampler, _ = changed(stack, max_lora_rank=128).services(stack.groups())
@@ -180,7 +180,7 @@ def test_samplers_serve_the_ranks_that_their_trainers_accept(monkeypatch: pytest
 
 
 def test_several_ranks_of_a_trainer_are_started_by_torchrun() -> None:
-    stack = changed(make_stack([BaseModel("/m/a", ("a",))]), trainer_ranks=2)
+    stack = changed(make_stack([ServedModel("/m/a", ("a",))]), trainer_ranks=2)
     trainer, sampler, _ = stack.services(stack.groups())
     launcher = trainer.argv[3 : trainer.argv.index("trainer_service")]
     assert launcher[0] == "torch.distributed.run"
@@ -192,7 +192,7 @@ def test_several_ranks_of_a_trainer_are_started_by_torchrun() -> None:
 
 
 def test_a_trainers_state_folder_does_not_depend_on_its_neighbours() -> None:
-    a, b = BaseModel("/m/a", ("a",)), BaseModel("/n/a", ("b",))
+    a, b = ServedModel("/m/a", ("a",)), ServedModel("/n/a", ("b",))
     alone, beside = make_stack([a]), make_stack([b, a])
     folder = flag(alone.services(alone.groups())[0], "state-dir")
     folders = [flag(service, "state-dir") for service in beside.services(beside.groups())[:2]]
@@ -202,7 +202,7 @@ def test_a_trainers_state_folder_does_not_depend_on_its_neighbours() -> None:
 def test_keys_travel_by_environment_and_not_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TRAINER_API_KEYS", "SAMPLER_API_KEYS"):
         monkeypatch.delenv(name, raising=False)
-    stack = make_stack([BaseModel("/m/a", ("a",))], keys=Keys('["tml-secret"]', "service-secret"))
+    stack = make_stack([ServedModel("/m/a", ("a",))], keys=ServiceKeys('["tml-secret"]', "service-secret"))
     services = stack.services(stack.groups())
     for service in services:
         prefix = service.name.upper()
@@ -214,13 +214,13 @@ def test_keys_travel_by_environment_and_not_on_the_command_line(monkeypatch: pyt
 
 def test_keys_that_the_user_has_set_for_one_service_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINER_API_KEYS", '["tml-other"]')
-    keys = Keys('["tml-a"]', "s")
+    keys = ServiceKeys('["tml-a"]', "s")
     assert keys.env("trainer") == {"TRAINER_API_KEYS": '["tml-other"]', "TRAINER_SERVICE_KEY": "s"}
     assert keys.env("gateway")["GATEWAY_API_KEYS"] == '["tml-a"]'
 
 
 def test_without_keys_no_service_asks_for_one() -> None:
-    stack = make_stack([BaseModel("/m/a", ("a",))])
+    stack = make_stack([ServedModel("/m/a", ("a",))])
     assert not any("KEY" in name for service in stack.services(stack.groups()) for name in service.env)
 
 
@@ -250,7 +250,7 @@ async def test_waiting_for_the_gateway_ends_when_it_answers_200() -> None:
 
 
 def test_fixed_ports_are_those_of_the_first_services_and_further_ones_follow() -> None:
-    models = [BaseModel(f"/models/{name}", (name,)) for name in ("a", "b")]
+    models = [ServedModel(f"/models/{name}", (name,)) for name in ("a", "b")]
     stack = changed(make_stack(models), samplers=2, trainer_port=8001, sampler_port=8101)
     groups = stack.groups()
     assert [group.trainer.port for group in groups] == [8001, 8002]

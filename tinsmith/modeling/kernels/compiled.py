@@ -25,7 +25,7 @@ def compiled(device: torch.device, dtype: torch.dtype) -> Elementwise:
 
     Raises CannotCompile, for instance if there is no compiler.
     """
-    norm, glu, turn = (_compile(f) for f in (elementwise.rms_norm, elementwise.swiglu, elementwise.rotary))
+    norm, glu, rotate = (_compile(f) for f in (elementwise.rms_norm, elementwise.swiglu, elementwise.rotary))
 
     def rms_norm(x: Tensor, weight_F: Tensor, eps: float, *, gemma: bool) -> Tensor:
         return norm(_dynamic(x.reshape(-1, x.shape[-1]), 0), weight_F, eps, gemma=gemma).view(x.shape)
@@ -35,7 +35,7 @@ def compiled(device: torch.device, dtype: torch.dtype) -> Elementwise:
         return glu(*rows).view(gate.shape)
 
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return turn(_dynamic(q, 2), _dynamic(k, 2), _dynamic(cos, 1), _dynamic(sin, 1))
+        return rotate(_dynamic(q, 2), _dynamic(k, 2), _dynamic(cos, 1), _dynamic(sin, 1))
 
     backend = Elementwise("compiled", rms_norm, swiglu, rotary)
     try:

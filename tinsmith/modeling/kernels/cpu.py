@@ -120,10 +120,10 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     if not torch.is_grad_enabled():
         return elementwise.rotary(q, k, cos, sin)
     cos, sin = (angles.transpose(0, 1) for angles in (cos, sin))  # [T, 1, D]
-    return _turned(q, cos, sin), _turned(k, cos, sin)
+    return _rotated(q, cos, sin), _rotated(k, cos, sin)
 
 
-def _turned(x_1_N_T_D: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x_1_N_T_D: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _Rotary.apply(x_1_N_T_D.squeeze(0).transpose(0, 1), cos, sin).transpose(0, 1)[None]
 
 
