@@ -20,7 +20,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import Params, Request, Result, StopCondition
+from sampler_service.core.request import Params, Request, Result, StopCondition
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.engine import TorchEngine
 from tinsmith.toy.model import SHAPES, Recipe, make

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from step_parts import step_parts
 
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import Params, Request, StopCondition
+from sampler_service.core.request import Params, Request, StopCondition
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.engine import TorchEngine
 from tinsmith.allocator import keep_freed_memory

@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from sampler_service.torch_engine.sampling import Rule, Rules, draw, scaled_logprobs, stream_keys, uniforms
+from sampler_service.core.sampling import Rule, Rules, draw, scaled_logprobs, stream_keys, uniforms
 from tinsmith.modeling.attention import Heads
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.kv_cache import Cached, KVCache, SharedPrompts

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from sampler_service.choice import load_engine, settled
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import EngineSlot
+from sampler_service.core.engine import EngineSlot
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.servicer import SamplerServicer
 from sampler_service.tokenizer import TokenizerSlot

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sampler_service.config import SamplerConfig
+from sampler_service.core.sizing import resolve_device
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.engine import TorchEngine
-from sampler_service.torch_engine.sizing import resolve_device
 from sampler_service.vllm.engine import VllmEngine
 from sampler_service.vllm.settings import MAX_LORA_RANK, is_installed
 from tinsmith.cores import Cores

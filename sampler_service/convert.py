@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sampler_service.engine import (
+from sampler_service.core.request import (
     AltTokens,
     Delta,
     Floats,

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
-from sampler_service.engine import Grammar
+from sampler_service.core.request import Grammar
 from sampler_service.grammar_check import CPU_S, MEMORY_BYTES, limits, source_of
 from sampler_service.threads import in_thread
 from sampler_service.tokenizer import load_tokenizer

@@ -14,7 +14,9 @@ from uuid import uuid4
 import grpc.aio
 
 from sampler_service import convert, large
-from sampler_service.engine import EngineSlot, Generation, Result, VersionInfo
+from sampler_service.core.engine import EngineSlot
+from sampler_service.core.request import Generation, Result
+from sampler_service.core.versions import VersionInfo
 from sampler_service.tokenizer import ChatTokenizer, TokenizerSlot
 from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import GROUPS

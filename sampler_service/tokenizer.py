@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from sampler_service.engine import Ints
+from sampler_service.core.request import Ints
 from sampler_service.threads import in_thread
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, Unsupported
 

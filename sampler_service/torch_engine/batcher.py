@@ -14,18 +14,19 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sampler_service.engine import Delta, Result
+from sampler_service.core.request import Delta, Result
+from sampler_service.core.scoring import not_finite
+from sampler_service.core.sequence import PASSING
+from sampler_service.core.sizing import Sizes
+from sampler_service.core.speed import Speed
+from sampler_service.core.task import Task
+from sampler_service.core.versions import Version
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.torch_engine.adapters import Version
 from sampler_service.torch_engine.drawing import Drawn, draw
 from sampler_service.torch_engine.forward import Forward
 from sampler_service.torch_engine.lanes import Lanes, Wanted
-from sampler_service.torch_engine.scheduler import PASSING, Job, Scheduler, size_of
-from sampler_service.torch_engine.scoring import not_finite
-from sampler_service.torch_engine.sizing import Sizes
-from sampler_service.torch_engine.speed import Speed
+from sampler_service.torch_engine.scheduler import Job, Scheduler, size_of
 from sampler_service.torch_engine.step import Decoding, Step, TaskPiece, TaskSequence
-from sampler_service.torch_engine.task import Task
 from tinsmith.cores import Cores
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel
@@ -307,7 +308,7 @@ class Batcher:
             self.lanes.place(job, first, len(going_on))
             for sequence in going_on:
                 self.scheduler.join(sequence, size=job.size)
-                sequence.prompt = job
+                sequence.origin, sequence.shared_length = job, job.length
             for sequence in going_on:
                 job.owner.follow(sequence, has_lane=True)
             self._let_go(job.owner)

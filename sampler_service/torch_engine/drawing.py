@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sampler_service.core import sampling
+from sampler_service.core.sampling import scaled_logprobs, uniforms
 from sampler_service.grammars import Bools
-from sampler_service.torch_engine import sampling
-from sampler_service.torch_engine.sampling import scaled_logprobs, uniforms
 from sampler_service.torch_engine.step import Rows, Step
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.rpc.errors import ServiceError

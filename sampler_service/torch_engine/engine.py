@@ -21,21 +21,21 @@ import torch
 from torch import Tensor
 
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import Generation, Params, QueueStatus, Request, StopCondition
+from sampler_service.core.front import Front
+from sampler_service.core.queue_status import status_of
+from sampler_service.core.request import Generation, Params, QueueStatus, Request, StopCondition
+from sampler_service.core.self_check import Comparison
+from sampler_service.core.sizing import Sizes, resolve_device, resolve_dtype
+from sampler_service.core.stops import StopRules
+from sampler_service.core.task import Task
+from sampler_service.core.validation import Limits
+from sampler_service.core.versions import Version
 from sampler_service.eos import eos_token_ids
-from sampler_service.front import Front
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.queue_status import status_of
-from sampler_service.stops import StopRules
 from sampler_service.threads import in_thread
-from sampler_service.torch_engine.adapters import Version
 from sampler_service.torch_engine.batcher import Batcher, Deliveries
 from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS
 from sampler_service.torch_engine.scheduler import Job
-from sampler_service.torch_engine.self_check import Comparison
-from sampler_service.torch_engine.sizing import Sizes, resolve_device, resolve_dtype
-from sampler_service.torch_engine.task import Task
-from sampler_service.validation import Limits
 from tinsmith.cores import Cores, yield_to_event_loops
 from tinsmith.modeling.adapter import AdapterConfig, Target
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel

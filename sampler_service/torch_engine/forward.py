@@ -63,7 +63,9 @@ class Forward:
             positions.append(decoding.positions_B[rows])
         for piece in one.pieces:
             stop = piece.start + piece.length
-            tokens.append(torch.from_numpy(piece.job.owner.tokens_of(piece.job, piece.start, stop)).to(device))
+            tokens.append(
+                torch.from_numpy(piece.job.owner.tokens_of(piece.job.sequences[0], piece.start, stop)).to(device)
+            )
             positions.append(torch.arange(piece.start, stop, device=device))
             self.metrics.steps.prefilled_tokens.inc(piece.length)
         runs = _kept_runs(step, one)

@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sampler_service.core.task import Task
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS, PrefixCache
+from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS, PrefixCache, digests_of
 from sampler_service.torch_engine.scheduler import Job
 from sampler_service.torch_engine.step import TaskPiece, TaskSequence
-from sampler_service.torch_engine.task import Task
 from tinsmith.modeling.kv_cache import KVCache
 
 IDLE_CACHE_BYTES = 64 * 1024 * 1024
@@ -109,7 +109,7 @@ class Lanes:
         if job.scored and task.scorer is not None:
             most = min(most, task.scorer.first_row)
         num_blocks = -(-most // BLOCK_TOKENS)
-        job.blocks = self.prefixes.match(task.digests(job.sequences[0])[:num_blocks]) if most else []
+        job.blocks = self.prefixes.match(_digests(job.sequences[0])[:num_blocks]) if most else []
         tokens = min(most, len(job.blocks) * BLOCK_TOKENS)
         self._metrics.cache.prefix_lookups.inc()
         self._metrics.cache.prefix_hits.inc(tokens > 0)
@@ -129,8 +129,20 @@ class Lanes:
         task = sequence.owner
         if self.prefixes.enabled and sequence.index not in task.mixed:
             cache = self.caches[sequence.size]
-            self.prefixes.put(task.namespace_of(sequence), task.digests(sequence), cache, lane)
+            self.prefixes.put(task.namespace_of(sequence), _digests(sequence), cache, lane)
 
 
 def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
+
+
+def _digests(sequence: TaskSequence) -> list[bytes]:
+    """Digests of the full blocks of a sequence's tokens, without the newest, whose keys and values are not computed."""
+    task = sequence.owner
+    namespace, salt = task.namespace_of(sequence), task.request.cache_salt
+    prompt = task.prompt_digests.get(namespace)
+    if prompt is None:
+        prompt = task.prompt_digests[namespace] = digests_of(namespace, task.request.prompt, salt=salt)
+    if not sequence.tokens:
+        return prompt
+    return digests_of(namespace, task.all_tokens(sequence)[:-1], prompt, salt=salt)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from sampler_service.engine import Ints
+from sampler_service.core.request import Ints
 from tinsmith.modeling.kv_cache import KVBlocks, KVCache
 
 BLOCK_TOKENS = 16

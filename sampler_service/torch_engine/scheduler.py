@@ -27,13 +27,12 @@ from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any, Generic, TypeVar
 
+from sampler_service.core.sequence import PASSING, Sequence
+
 Owner = TypeVar("Owner")
 
 SHORT_TOKENS = 1024
 """What a sequence of size 0 needs at most; each size is for 4 times as much as the one before it."""
-
-HEADROOM = 256
-"""Output tokens that a sequence without max_tokens reserves at first."""
 
 SHORT_SHARE = 4
 """One part in so many of a step's prompt tokens is for short prompts."""
@@ -44,57 +43,10 @@ RESTING_TOKENS = 16
 _GROUP = 32
 """Tokens by which the lengths of jobs in one group differ at most."""
 
-PASSING = 4
-"""Lanes beyond those of running sequences, for prompts that stay for one step."""
-
 
 def size_of(tokens: int) -> int:
     """Of the lanes for sequences of so many tokens: which cache has them."""
     return ((tokens - 1) // SHORT_TOKENS).bit_length() + 1 >> 1
-
-
-@dataclass(slots=True, eq=False)
-class Sequence(Generic[Owner]):
-    """One of the num_samples of a request."""
-
-    owner: Owner
-    index: int
-    prompt_length: int
-    max_length: int
-    """Prompt and output."""
-    bounded: bool
-    """The request said max_tokens."""
-    order: int
-    """Grows with submission."""
-    reserved: int = 0
-    """Cached tokens that it may use without asking."""
-    size: int = 0
-    """Of its lane, once it has something reserved."""
-    lane: int = 0
-    """While it runs."""
-    prompt: Job[Owner] | None = None
-    """What its cached tokens began with, together with those of the job's other sequences."""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        return self.prompt_length + len(self.tokens)
-
-    @property
-    def need(self) -> int:
-        """Cached tokens to reserve when it is admitted."""
-        return self.max_length if self.bounded else min(self.max_length, self.length + HEADROOM)
-
-    @property
-    def promised(self) -> int:
-        """Cached tokens that it has or will get."""
-        return self.reserved or self.need
-
-    @property
-    def passes(self) -> bool:
-        """It ends with the token that its prompt gives."""
-        return self.max_length <= self.length + 1
 
 
 @dataclass(slots=True, eq=False)

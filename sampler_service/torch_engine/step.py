@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sampler_service.torch_engine import scheduler
-from sampler_service.torch_engine.penalties import Penalized
-from sampler_service.torch_engine.sampling import Rules, UInt64s
-from sampler_service.torch_engine.task import Task
+from sampler_service.core.penalties import Penalized
+from sampler_service.core.sampling import Rules, UInt64s
+from sampler_service.core.sequence import Sequence as RunningSequence
+from sampler_service.core.task import Task
+from sampler_service.torch_engine.scheduler import Piece
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.full_weights import FullWeights
 from tinsmith.modeling.kv_cache import SharedPrompts
@@ -25,8 +26,8 @@ from tinsmith.modeling.lora import Run
 MIN_SHARED_TOKENS = 32
 """Shorter prompts are read as often as they are used: two products cost more."""
 
-TaskSequence = scheduler.Sequence[Task]
-TaskPiece = scheduler.Piece[Task]
+TaskSequence = RunningSequence[Task]
+TaskPiece = Piece[Task]
 
 
 def adapter_of(sequence: TaskSequence) -> Adapter | None:
@@ -123,8 +124,8 @@ def shared_prompts_of(running: Sequence[TaskSequence], device: torch.device) -> 
     """None where reading a prompt once for all its sequences would gain nothing."""
     groups: dict[int, list[int]] = {}
     for row, sequence in enumerate(running):
-        groups.setdefault(id(sequence.prompt), []).append(row)
-    length = min(sequence.prompt.length if sequence.prompt else 0 for sequence in running)
+        groups.setdefault(id(sequence.origin), []).append(row)
+    length = min(sequence.shared_length for sequence in running)
     most = max(len(rows) for rows in groups.values())
     if length < MIN_SHARED_TOKENS or 2 * len(groups) > len(running) or len(groups) * most > 2 * len(running):
         return None

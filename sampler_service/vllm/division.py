@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from sampler_service.config import SamplerConfig
-from sampler_service.torch_engine.sizing import Sizes, free_bytes_of, kv_bytes_per_token
+from sampler_service.core.sizing import Sizes, free_bytes_of, kv_bytes_per_token
 from tinsmith.modeling.base_model import BaseModel
 
 

@@ -21,10 +21,10 @@ from vllm.distributed import get_tp_group  # pyright: ignore[reportMissingImport
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput  # pyright: ignore[reportMissingImports]
 from vllm.v1.sample.sampler import Sampler  # pyright: ignore[reportMissingImports]
 
-from sampler_service.engine import Grammar
+from sampler_service.core.penalties import History, Penalized
+from sampler_service.core.request import Grammar
+from sampler_service.core.sampling import Rules, UInt64s, draw, draw_masked, scaled_logprobs, uniforms
 from sampler_service.grammars import Bools, Compiled, Compiler, Matcher, keep
-from sampler_service.torch_engine.penalties import History, Penalized
-from sampler_service.torch_engine.sampling import Rules, UInt64s, draw, draw_masked, scaled_logprobs, uniforms
 from sampler_service.vllm.wire import Draws
 from tinsmith.rpc.errors import ServiceError
 

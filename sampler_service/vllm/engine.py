@@ -1,4 +1,4 @@
-"""vLLM behind the protocol of sampler_service/engine.py: its scheduler, its paged cache and its kernels, with our own
+"""vLLM as an engine: its scheduler, its paged cache and its kernels, with our own
 requests, versions, draws and scores.
 
 vLLM computes in processes of its own. What its workers need beyond vLLM's own protocol is in worker.py.
@@ -14,15 +14,15 @@ from typing import Any
 from torch import Tensor
 
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import Generation, QueueStatus, Request
+from sampler_service.core.queue_status import status_of
+from sampler_service.core.request import Generation, QueueStatus, Request
+from sampler_service.core.sequence import PASSING
+from sampler_service.core.speed import Speed
+from sampler_service.core.stops import StopRules
+from sampler_service.core.validation import Limits
+from sampler_service.core.versions import Version
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.queue_status import status_of
-from sampler_service.stops import StopRules
 from sampler_service.threads import in_thread
-from sampler_service.torch_engine.adapters import Version
-from sampler_service.torch_engine.scheduler import PASSING
-from sampler_service.torch_engine.speed import Speed
-from sampler_service.validation import Limits
 from sampler_service.vllm.full import FullVersion
 from sampler_service.vllm.reference import Reference, take_reference
 from sampler_service.vllm.running import RunningFront

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sampler_service.engine import Floats, Ints, TopkTable
+from sampler_service.core.request import Floats, Ints, TopkTable
 
 
 @dataclass(frozen=True, slots=True)

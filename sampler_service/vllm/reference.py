@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import Floats, Ints
+from sampler_service.core.request import Floats, Ints
+from sampler_service.core.sizing import Sizes, resolve_device, resolve_dtype
 from sampler_service.eos import eos_token_ids
-from sampler_service.torch_engine.sizing import Sizes, resolve_device, resolve_dtype
 from sampler_service.vllm.division import Devices, check_division, sizes_of_each
 from sampler_service.vllm.full import Parameters
 from tinsmith.modeling.adapter import AdapterConfig, Group, Target

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sampler_service.torch_engine.adapters import Version
-from sampler_service.torch_engine.scheduler import Sequence
-from sampler_service.torch_engine.task import Task
+from sampler_service.core.sequence import Sequence
+from sampler_service.core.task import Task
+from sampler_service.core.versions import Version
 from sampler_service.vllm.versions import SharedAdapter, SharedFull
 from sampler_service.vllm.wire import Draws, Scores, extra_args
 

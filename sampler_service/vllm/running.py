@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import Delta, Result
-from sampler_service.front import Front
+from sampler_service.core.front import Front
+from sampler_service.core.request import Delta, Result
+from sampler_service.core.scoring import not_finite
+from sampler_service.core.sequence import Sequence as RunningSequence
+from sampler_service.core.stops import StopRules
+from sampler_service.core.task import Task
+from sampler_service.core.validation import Limits
+from sampler_service.core.versions import Version
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.stops import StopRules
-from sampler_service.torch_engine.adapters import Version
-from sampler_service.torch_engine.scheduler import Sequence as RunningSequence
-from sampler_service.torch_engine.scoring import not_finite
-from sampler_service.torch_engine.task import Task
-from sampler_service.validation import Limits
 from sampler_service.vllm.outputs import Drawn, drawn_tokens
 from sampler_service.vllm.requests import lora_request, prompt, sampling_params
 from sampler_service.vllm.wire import Scores

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from vllm.distributed import get_tp_group  # pyright: ignore[reportMissingImports]
 
-from sampler_service.torch_engine.scoring import PromptScorer
+from sampler_service.core.scoring import PromptScorer
 from sampler_service.vllm.wire import Scores
 
 _CHUNK_BYTES = 256 * 1024 * 1024

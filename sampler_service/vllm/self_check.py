@@ -9,8 +9,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from sampler_service.engine import Params, Request, SamplingEngine, StopCondition
-from sampler_service.torch_engine.self_check import Comparison
+from sampler_service.core.engine import SamplingEngine
+from sampler_service.core.request import Params, Request, StopCondition
+from sampler_service.core.self_check import Comparison
 from sampler_service.vllm.reference import Reference, Sample
 from tinsmith.modeling.adapter import Group
 from tinsmith.modeling.base_model import UnsupportedModel

@@ -6,7 +6,7 @@ import os
 from importlib.util import find_spec
 
 from sampler_service.config import SamplerConfig
-from sampler_service.torch_engine.scheduler import PASSING
+from sampler_service.core.sequence import PASSING
 from sampler_service.vllm.reference import Reference
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sampler_service.config import SamplerConfig
+from sampler_service.core.speed import Speed
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.torch_engine.speed import Speed
 from sampler_service.vllm.reference import Reference
 from sampler_service.vllm.settings import engine_args, is_installed, set_environment
 from tinsmith.modeling.base_model import UnsupportedModel

@@ -7,8 +7,8 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase  # pyright: ignore[reportMissingImports]
 
+from sampler_service.core.speed import Speed
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.torch_engine.speed import Speed
 
 
 class StepStats(StatLoggerBase):

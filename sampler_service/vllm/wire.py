@@ -8,8 +8,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from sampler_service.engine import Grammar, Params, Penalties, Request, Targets
-from sampler_service.torch_engine.sampling import Rule
+from sampler_service.core.request import Grammar, Params, Penalties, Request, Targets
+from sampler_service.core.sampling import Rule
 
 _DRAWS, _SCORES, _BASE_WEIGHTS = "tinsmith_draws", "tinsmith_scores", "tinsmith_base_weights"
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sampler_service import convert
-from sampler_service.engine import EngineSlot, SamplingEngine
+from sampler_service.core.engine import EngineSlot, SamplingEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
 from sampler_service.weights.weight_links import Meetings, check_group, join

@@ -20,12 +20,12 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import Params, Request, StopCondition
+from sampler_service.core.request import Params, Request, StopCondition
+from sampler_service.core.sizing import Sizes
+from sampler_service.core.validation import Limits
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.batcher import Batcher
 from sampler_service.torch_engine.engine import TorchEngine
-from sampler_service.torch_engine.sizing import Sizes
-from sampler_service.validation import Limits
 from tests.hollow_cuda import DEVICE, HollowCuda, hollow_cuda
 from tests.models import make_model, make_sparse_model
 from tinsmith.cores import Cores

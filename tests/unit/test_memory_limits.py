@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gateway.config import GatewayConfig
-from sampler_service.torch_engine.sizing import free_bytes_of
+from sampler_service.core.sizing import free_bytes_of
 from tinsmith import memory
 from tinsmith.memory import _cgroups, host_bytes, total_bytes
 from trainer_service.engine.memory import available_bytes

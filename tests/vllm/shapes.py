@@ -16,8 +16,8 @@ import numpy as np
 from safetensors.torch import load_file
 
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import Request
-from sampler_service.torch_engine.scoring import PromptScorer
+from sampler_service.core.request import Request
+from sampler_service.core.scoring import PromptScorer
 from sampler_service.vllm.reference import _measure
 from sampler_service.vllm.settings import engine_args, set_environment
 from sampler_service.vllm.shared_memory import SharedTensor

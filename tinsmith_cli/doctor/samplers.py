@@ -18,7 +18,8 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import Ints, Params, Request, Result, SamplingEngine, StopCondition
+from sampler_service.core.engine import SamplingEngine
+from sampler_service.core.request import Ints, Params, Request, Result, StopCondition
 from sampler_service.metrics import SamplerMetrics
 from tinsmith.modeling.adapter import GROUPS, Group
 from tinsmith.modeling.self_check import random_adapter

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sampler_service import grammars, tokenizer, validation
+from sampler_service import grammars, tokenizer
 from sampler_service.config import SamplerConfig
+from sampler_service.core import validation
 from tinsmith.rpc import tensors
 from trainer_service import servicer
 from trainer_service.config import TrainerConfig

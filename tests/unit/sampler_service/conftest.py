@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sampler_service.__main__ import make_server
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import EngineSlot
+from sampler_service.core.engine import EngineSlot
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.models import make_model
 from tests.unit.sampler_service.serving import serving

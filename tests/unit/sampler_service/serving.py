@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import Params, Request, Result, StopCondition
+from sampler_service.core.request import Params, Request, Result, StopCondition
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.engine import TorchEngine
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target

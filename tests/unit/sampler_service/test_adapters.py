@@ -4,8 +4,8 @@ import weakref
 import pytest
 import torch
 
-from sampler_service.torch_engine import adapters
-from sampler_service.torch_engine.adapters import AdapterStore, Version
+from sampler_service.core import versions
+from sampler_service.core.versions import AdapterStore, Version
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
 from tinsmith.rpc.errors import AlreadyExists, OutOfCapacity, VersionNotLoaded
 
@@ -137,7 +137,7 @@ async def test_a_version_that_has_left_is_held_by_nobody_for_the_rest_of_its_pro
 
 
 async def test_a_version_that_nobody_confirms_is_dropped_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "PROBATION_S", 0.01)
+    monkeypatch.setattr(versions, "PROBATION_S", 0.01)
     dropped = asyncio.Event()
     gone: list[Version] = []
 
@@ -148,9 +148,9 @@ async def test_a_version_that_nobody_confirms_is_dropped_and_no_other(monkeypatc
 
     store = AdapterStore(max_bytes=10 * SIZE, on_gone=on_gone)
     store.install("again", adapter(), on_probation=True)
-    monkeypatch.setattr(adapters, "PROBATION_S", 60.0)
+    monkeypatch.setattr(versions, "PROBATION_S", 60.0)
     store.install("again", adapter(), on_probation=True)
-    monkeypatch.setattr(adapters, "PROBATION_S", 0.01)
+    monkeypatch.setattr(versions, "PROBATION_S", 0.01)
     store.install("confirmed", adapter(), on_probation=True)
     store.confirm("confirmed")
     store.install("late", adapter(), on_probation=True)

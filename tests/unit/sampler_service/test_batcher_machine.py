@@ -14,18 +14,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from prometheus_client import CollectorRegistry
 
-from sampler_service.engine import Generation, Params, Request, Result, StopCondition
+from sampler_service.core.request import Generation, Params, Request, Result, StopCondition
+from sampler_service.core.sampling import stream_keys
+from sampler_service.core.sequence import Sequence
+from sampler_service.core.sizing import Sizes
+from sampler_service.core.stops import StopRule
+from sampler_service.core.task import Task
+from sampler_service.core.versions import Version
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.stops import StopRule
 from sampler_service.torch_engine import scheduler as scheduling
-from sampler_service.torch_engine.adapters import Version
 from sampler_service.torch_engine.batcher import Batcher
 from sampler_service.torch_engine.forward import Forward
-from sampler_service.torch_engine.sampling import stream_keys
-from sampler_service.torch_engine.scheduler import Job, Sequence, size_of
-from sampler_service.torch_engine.sizing import Sizes
+from sampler_service.torch_engine.scheduler import Job, size_of
 from sampler_service.torch_engine.step import Step
-from sampler_service.torch_engine.task import Task
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import Cancelled, OutOfCapacity, ServiceError
 
@@ -100,7 +101,7 @@ class BatchMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(scheduling, "SHORT_TOKENS", SHORT_TOKENS)
-        self.patch.setattr(scheduling, "HEADROOM", 8)
+        self.patch.setattr("sampler_service.core.sequence.HEADROOM", 8)
         self.batcher, self.model = make_batcher()
         self.waiting: dict[Task, None] = {}
         """Requests that have not ended."""

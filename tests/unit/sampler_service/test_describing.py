@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from sampler_service import convert
-from sampler_service.queue_status import status_of
+from sampler_service.core.queue_status import status_of
+from sampler_service.core.sequence import HEADROOM, Sequence
+from sampler_service.core.speed import Speed
 from sampler_service.torch_engine.batcher import Deliveries
-from sampler_service.torch_engine.scheduler import HEADROOM, Sequence
-from sampler_service.torch_engine.speed import Speed
 from tests.unit.sampler_service.conftest import Service
 from tests.unit.sampler_service.serving import ints, make_adapter, metric, prompt, sample, until
 from tinsmith.rpc.errors import InvalidRequest, NotFound, from_rpc_error

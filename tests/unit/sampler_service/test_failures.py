@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from sampler_service.engine import Result
+from sampler_service.core.request import Result
+from sampler_service.core.scoring import PromptScorer
+from sampler_service.core.task import Task
 from sampler_service.torch_engine import batcher as batching
 from sampler_service.torch_engine.batcher import Batcher
 from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.torch_engine.forward import Forward
 from sampler_service.torch_engine.lanes import Lanes
 from sampler_service.torch_engine.scheduler import Scheduler
-from sampler_service.torch_engine.scoring import PromptScorer
-from sampler_service.torch_engine.task import Task
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, request, serving, until
 from tinsmith.rpc.errors import EngineDead, OutOfCapacity, ServiceError
 

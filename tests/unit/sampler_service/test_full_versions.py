@@ -8,7 +8,7 @@ import numpy as np
 import pytest_asyncio
 import torch
 
-from sampler_service.engine import Result
+from sampler_service.core.request import Result
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.unit.sampler_service.full_versions import make_full, save
 from tests.unit.sampler_service.serving import generate, make_adapter, plain_logits, prompt, serving

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sampler_service.engine import Result, StopCondition
+from sampler_service.core.request import Result, StopCondition
 from sampler_service.torch_engine import batcher
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.models import make_model
@@ -324,7 +324,7 @@ async def test_absent_max_tokens_goes_to_the_end_of_the_context(model_folder: Pa
 async def test_unlimited_sequences_give_way_and_end_the_same(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sampler_service.torch_engine.scheduler.HEADROOM", 16)
+    monkeypatch.setattr("sampler_service.core.sequence.HEADROOM", 16)
     async with serving(model_folder) as engine:
         roomy = [await generate(engine, prompt(20, seed=n), seed=n) for n in range(4)]
     # Room for four short ones or one long one.
@@ -352,7 +352,7 @@ async def test_sequences_of_different_sizes_are_each_as_alone(
     async with serving(model_folder) as engine:
         alone = [await run(engine, n) for n in range(len(asked))]
     monkeypatch.setattr("sampler_service.torch_engine.scheduler.SHORT_TOKENS", 32)
-    monkeypatch.setattr("sampler_service.torch_engine.scheduler.HEADROOM", 8)
+    monkeypatch.setattr("sampler_service.core.sequence.HEADROOM", 8)
     async with serving(model_folder, max_kv_tokens=1400, prefill_tokens_per_step=50) as engine:
         together = await asyncio.gather(*(run(engine, n) for n in range(len(asked))))
         assert len(engine._batcher.lanes.caches) == 3

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from sampler_service import grammars
-from sampler_service.engine import Grammar, Penalties, StopCondition
+from sampler_service.core.request import Grammar, Penalties, StopCondition
 from sampler_service.grammars import Grammars
 from tests.unit.sampler_service.conftest import Service
 from tests.unit.sampler_service.serving import generate, metric, plain_logits, request, sample, serving
@@ -134,7 +134,7 @@ async def test_a_sequence_that_is_interrupted_goes_on_in_its_grammar(
     text_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without max_tokens a sequence grows, and gives its place back when there is no room."""
-    monkeypatch.setattr("sampler_service.torch_engine.scheduler.HEADROOM", 16)
+    monkeypatch.setattr("sampler_service.core.sequence.HEADROOM", 16)
     digits = Grammar("lark", "start: /[0-9]{150}/")
     async with serving(text_model_folder, max_kv_tokens=260) as engine:
         asked = [await engine.submit(request(prompt(20), seed=n, grammar=digits)) for n in range(3)]

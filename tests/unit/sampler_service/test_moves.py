@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from sampler_service.engine import Request, Result, SampledSequence
+from sampler_service.core.request import Request, Result, SampledSequence
 from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS
 from tests.switching import plain_model, switching_logprobs
@@ -274,7 +274,7 @@ async def test_an_interrupted_sequence_is_computed_anew_by_the_new_version_alone
     model_folder: Path, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gave its lane back before the move, so there are no older keys and values to go on from."""
-    monkeypatch.setattr("sampler_service.torch_engine.scheduler.HEADROOM", 16)
+    monkeypatch.setattr("sampler_service.core.sequence.HEADROOM", 16)
     async with serving(model_folder, max_kv_tokens=300) as engine:
         for number in (1, 2):
             await engine.install(version(number), make_adapter(engine.targets, seed=number, rank=2 * number))
@@ -303,7 +303,7 @@ async def test_an_interrupted_sequence_is_computed_anew_by_the_new_version_alone
 async def test_what_was_interrupted_after_a_move_is_of_one_version_again(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sampler_service.torch_engine.scheduler.HEADROOM", 16)
+    monkeypatch.setattr("sampler_service.core.sequence.HEADROOM", 16)
     async with serving(model_folder, max_kv_tokens=300) as engine:
         for number in (1, 2):
             await engine.install(version(number), make_adapter(engine.targets, seed=number))

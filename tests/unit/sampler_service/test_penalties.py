@@ -10,10 +10,10 @@ import pytest
 import pytest_asyncio
 import torch
 
-from sampler_service.engine import Penalties
+from sampler_service.core.penalties import History, Penalized
+from sampler_service.core.request import Penalties
+from sampler_service.core.sampling import scaled_logprobs
 from sampler_service.torch_engine.engine import TorchEngine
-from sampler_service.torch_engine.penalties import History, Penalized
-from sampler_service.torch_engine.sampling import scaled_logprobs
 from tests.models import make_model
 from tests.unit.sampler_service.serving import generate, plain_logits, prompt, serving
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
-from sampler_service.engine import Request, Result, Targets
+from sampler_service.core.request import Request, Result, Targets
 from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, serving
@@ -205,7 +205,7 @@ async def test_equal_prompts_in_one_step_and_in_pieces_do_not_disturb_each_other
 async def test_a_sequence_that_gave_way_goes_on_without_computing_again(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sampler_service.torch_engine.scheduler.HEADROOM", 8)
+    monkeypatch.setattr("sampler_service.core.sequence.HEADROOM", 8)
     asked = [ask(prompt(20, seed=n), seed=n) for n in range(3)]
     computed, results = [], []
     for cache_bytes in (0, 2**20):

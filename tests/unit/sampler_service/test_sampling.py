@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sampler_service.torch_engine.sampling import Rule, Rules, draw, scaled_logprobs, stream_keys, uniforms
+from sampler_service.core.sampling import Rule, Rules, draw, scaled_logprobs, stream_keys, uniforms
 
 V = 12
 CPU = torch.device("cpu")

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from sampler_service.torch_engine.scheduler import HEADROOM, RESTING_TOKENS, Job, Scheduler, Sequence
+from sampler_service.core.sequence import HEADROOM, Sequence
+from sampler_service.torch_engine.scheduler import RESTING_TOKENS, Job, Scheduler
 
 
 def job(

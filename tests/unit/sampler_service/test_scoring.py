@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sampler_service.engine import EMPTY_LOGPROB, Targets
+from sampler_service.core.request import EMPTY_LOGPROB, Targets
 from tests.models import make_model
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, plain_logits, prompt, serving
 

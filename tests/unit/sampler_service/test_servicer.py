@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from sampler_service import convert, validation
+from sampler_service import convert
 from sampler_service.__main__ import make_server, serve
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import EngineSlot, Targets
+from sampler_service.core import validation
+from sampler_service.core.engine import EngineSlot
+from sampler_service.core.request import Targets
 from sampler_service.metrics import SamplerMetrics
 from tests.models import make_model
 from tests.unit.sampler_service.conftest import Service

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sampler_service.config import SamplerConfig
-from sampler_service.torch_engine import sizing
-from sampler_service.torch_engine.sizing import Sizes
+from sampler_service.core import sizing
+from sampler_service.core.sizing import Sizes
 from tests.models import make_model
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.kernels import prepacked

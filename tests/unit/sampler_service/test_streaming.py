@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sampler_service.engine import Delta, Generation, Result, SampledSequence
+from sampler_service.core.request import Delta, Generation, Result, SampledSequence
 from tests.unit.sampler_service.conftest import Service
 from tests.unit.sampler_service.serving import (
     floats,

@@ -16,7 +16,7 @@ import torch
 
 from sampler_service.__main__ import make_server
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import EngineSlot
+from sampler_service.core.engine import EngineSlot
 from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.weights import weight_sync
 from tests.unit.sampler_service.full_versions import make_full

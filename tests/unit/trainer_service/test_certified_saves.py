@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from sampler_service.__main__ import make_server
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import EngineSlot
+from sampler_service.core.engine import EngineSlot
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.batches import random_datum, request
 from tests.models import VOCAB_SIZE

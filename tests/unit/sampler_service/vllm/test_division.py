@@ -12,8 +12,8 @@ from transformers import PretrainedConfig
 
 from sampler_service.choice import load_engine
 from sampler_service.config import SamplerConfig
+from sampler_service.core.sizing import Sizes, kv_bytes_per_token
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.torch_engine.sizing import Sizes, kv_bytes_per_token
 from sampler_service.vllm.division import Devices, check_division, kv_part, sizes_of_each
 from sampler_service.vllm.reference import _measure
 from sampler_service.vllm.settings import BLOCK_TOKENS, engine_args, set_environment

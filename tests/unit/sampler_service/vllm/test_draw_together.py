@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from sampler_service.engine import Grammar, Penalties
+from sampler_service.core.request import Grammar, Penalties
 from sampler_service.vllm.wire import Draws, extra_args
 
 

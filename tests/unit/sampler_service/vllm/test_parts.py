@@ -13,8 +13,8 @@ import torch
 from sampler_service import choice
 from sampler_service.choice import settled
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import Params, Request, Targets
-from sampler_service.torch_engine.scoring import PromptScorer
+from sampler_service.core.request import Params, Request, Targets
+from sampler_service.core.scoring import PromptScorer
 from sampler_service.vllm import start
 from sampler_service.vllm.full import FullVersion, Parameters
 from sampler_service.vllm.outputs import Drawn, drawn_tokens

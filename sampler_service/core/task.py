@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from sampler_service.engine import (
+from sampler_service.core.penalties import History
+from sampler_service.core.request import (
     Delta,
     Floats,
     Generation,
@@ -23,14 +24,12 @@ from sampler_service.engine import (
     TopkTable,
     VersionSpan,
 )
+from sampler_service.core.sampling import Rule, UInt64s
+from sampler_service.core.scoring import PromptScorer
+from sampler_service.core.sequence import Sequence
+from sampler_service.core.stops import StopRule
+from sampler_service.core.versions import Version
 from sampler_service.grammars import Compiled, Matcher
-from sampler_service.stops import StopRule
-from sampler_service.torch_engine.adapters import Version
-from sampler_service.torch_engine.penalties import History
-from sampler_service.torch_engine.prefix_cache import digests_of
-from sampler_service.torch_engine.sampling import Rule, UInt64s
-from sampler_service.torch_engine.scheduler import Job, Sequence
-from sampler_service.torch_engine.scoring import PromptScorer
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.full_weights import FullWeights
 from tinsmith.rpc.errors import ServiceError
@@ -92,8 +91,8 @@ class Task:
     """Of each sequence, by index; never empty."""
     _in_use: list[Version] = field(default_factory=list)
     """Versions that its sequences are at, or will be: for the compute thread."""
-    _prompt_digests: dict[int, list[bytes]] = field(default_factory=dict)
-    """By namespace."""
+    prompt_digests: dict[int, list[bytes]] = field(default_factory=dict)
+    """Digests of the prompt's full blocks, for the prefix cache, by namespace."""
 
     def __post_init__(self) -> None:
         self._stretches = [[Stretch(self.version, 0)] for _ in range(self.request.num_samples)]
@@ -182,24 +181,12 @@ class Task:
     def complete(self) -> bool:
         return len(self.finished) == self.request.num_samples
 
-    def tokens_of(self, job: Job[Task], start: int, stop: int) -> Int64s:
-        """Tokens start .. stop - 1 of a job: the prompt, and for an interrupted sequence what it has generated."""
-        tokens = self.request.prompt if stop <= len(self.request.prompt) else self._tokens(job.sequences[0])
+    def tokens_of(self, sequence: Sequence[Task], start: int, stop: int) -> Int64s:
+        """Tokens start .. stop - 1 of a sequence: the prompt, then what it has generated."""
+        tokens = self.request.prompt if stop <= len(self.request.prompt) else self.all_tokens(sequence)
         return tokens[start:stop].astype(np.int64)
 
-    def digests(self, sequence: Sequence[Task]) -> list[bytes]:
-        """Of the full blocks of a sequence's tokens, without the newest, whose keys and values are not computed; for
-        the prefix cache."""
-        namespace = self.namespace_of(sequence)
-        prompt = self._prompt_digests.get(namespace)
-        if prompt is None:
-            salt = self.request.cache_salt
-            prompt = self._prompt_digests[namespace] = digests_of(namespace, self.request.prompt, salt=salt)
-        if not sequence.tokens:
-            return prompt
-        return digests_of(namespace, self._tokens(sequence)[:-1], prompt, salt=self.request.cache_salt)
-
-    def _tokens(self, sequence: Sequence[Task]) -> Ints:
+    def all_tokens(self, sequence: Sequence[Task]) -> Ints:
         """Prompt and output."""
         prompt = self.request.prompt
         return np.concatenate([prompt, np.array(sequence.tokens, prompt.dtype)])

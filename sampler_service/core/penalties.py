@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sampler_service.engine import Ints, Penalties
-from sampler_service.torch_engine.sampling import scaled_logprobs
+from sampler_service.core.request import Ints, Penalties
+from sampler_service.core.sampling import scaled_logprobs
 
 
 @dataclass(frozen=True, slots=True)

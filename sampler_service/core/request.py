@@ -1,4 +1,4 @@
-"""What the service asks of a generation engine. No protobuf, no gRPC.
+"""A request to generate, its answer, and the handle by which its caller waits. No protobuf, no gRPC.
 
 Shapes: P prompt tokens, L tokens of a sequence, k columns of a table, M named cells.
 """
@@ -6,17 +6,14 @@ Shapes: P prompt tokens, L tokens of a sequence, k columns of a table, M named c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
-from tinsmith.modeling.adapter import AdapterConfig, Target
-from tinsmith.modeling.full_weights import FullWeights, Weights
-from tinsmith.rpc.errors import NotReady, ServiceError
+from tinsmith.rpc.errors import ServiceError
 
 Ints = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -36,7 +33,7 @@ class StopCondition:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Changes to the logits of a sequence before each draw; `torch_engine/penalties.py` has the formulas."""
+    """Changes to the logits of a sequence before each draw; `penalties.py` has the formulas."""
 
     frequency: float = 0.0
     presence: float = 0.0
@@ -290,118 +287,3 @@ class QueueStatus:
     expected_seconds: float | None
     """Until its end, at the measured speed; None while nothing was measured."""
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class VersionInfo:
-    version_id: str
-    config: AdapterConfig
-    num_bytes: int
-    num_running: int
-
-
-class SamplingEngine(Protocol):
-    """Generates from one base model and the versions installed beside it. All methods belong to the event loop."""
-
-    @property
-    def name(self) -> str:
-        """Which engine: "torch" or "vllm"."""
-        ...
-
-    @property
-    def device(self) -> str:
-        """Where it runs: "cpu" or "cuda"."""
-        ...
-
-    @property
-    def weights_device(self) -> str:
-        """Where this process wants versions to arrive: "cpu" or "cuda"."""
-        ...
-
-    @property
-    def max_context_length(self) -> int:
-        """Longest prompt and output together: of the model, and no more than the key/value cache holds."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-        ...
-
-    @property
-    def eos_token_ids(self) -> Collection[int]:
-        """Tokens that end a sequence when the request has no stop of its own."""
-        ...
-
-    @property
-    def targets(self) -> Sequence[Target]:
-        """Layers that a version may change."""
-        ...
-
-    async def submit(self, request: Request, *, stream: bool = False, request_id: str = "") -> Generation:
-        """Checks and queues a request. Raises InvalidRequest, VersionNotLoaded, OutOfCapacity or EngineDead."""
-        ...
-
-    def describe(self, request_id: str) -> QueueStatus | None:
-        """What the request of this id waits for, the youngest of them if it is shared; None when there is none."""
-        ...
-
-    def full_weights(self, flat: Tensor) -> FullWeights:
-        """A version of all parameters over a buffer. Raises Unsupported when the engine serves adapters only."""
-        ...
-
-    def memory_for(self, layout: Weights) -> Weights | None:
-        """A version of this layout over memory of the engine's own, for it to arrive in; None: any memory will do.
-
-        Raises OutOfCapacity.
-        """
-        ...
-
-    def make_room(self, version_id: str, num_bytes: int) -> Sequence[Weights]:
-        """Evicts what must leave for a version that is to come, and returns it: its buffers may be used again.
-
-        Raises AlreadyExists or OutOfCapacity when install would.
-        """
-        ...
-
-    async def install(
-        self, version_id: str, weights: Weights, *, on_probation: bool = False, checksum: str = ""
-    ) -> None:
-        """Makes a version visible to the next request; running ones keep theirs. The weights are the engine's now.
-
-        `on_probation`: only to requests that ask for it as such, until it is confirmed; for a minute at most.
-        `checksum`: of the bytes that it came as, for whoever announces the version again.
-        """
-        ...
-
-    def confirm(self, version_id: str) -> None:
-        """Makes a version on probation visible to all. Raises VersionNotLoaded."""
-        ...
-
-    def remove(self, version_id: str) -> None:
-        """Hides a version at once and frees it when no generation uses it. An unknown one is no error."""
-        ...
-
-    async def move(self, run_id: str, version_id: str) -> int:
-        """Lets the generations that follow a run go on with a version of it, from their next token; those that come
-        start on it. Returns how many sequences go on with it; 0 when the run has moved to a newer one.
-
-        Raises InvalidRequest when it is no version of the run, VersionNotLoaded, EngineDead, or Unsupported.
-        """
-        ...
-
-    def versions(self) -> list[VersionInfo]:
-        """Visible versions, by id."""
-        ...
-
-
-@dataclass(slots=True)
-class EngineSlot:
-    """The engine, once the model is loaded."""
-
-    engine: SamplingEngine | None = None
-
-    def get(self) -> SamplingEngine:
-        if self.engine is None:
-            raise NotReady("the base model is still loading; health turns to SERVING when it is ready")
-        return self.engine

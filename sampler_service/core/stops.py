@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from sampler_service.engine import StopCondition
+from sampler_service.core.request import StopCondition
 from sampler_service.threads import in_thread
 from sampler_service.tokenizer import load_tokenizer
 from tinsmith.rpc.errors import Unsupported

@@ -15,17 +15,17 @@ from functools import partial
 
 from sampler_service import large
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import Generation, Request, Result, VersionInfo
+from sampler_service.core.leads import Leads
+from sampler_service.core.request import Generation, Request, Result
+from sampler_service.core.sampling import stream_keys
+from sampler_service.core.scoring import PromptScorer, wants_scores
+from sampler_service.core.sequence import Sequence
+from sampler_service.core.stops import StopRules
+from sampler_service.core.task import Task
+from sampler_service.core.validation import Limits
+from sampler_service.core.versions import AdapterStore, Version, VersionInfo
 from sampler_service.grammars import Grammars
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.stops import StopRules
-from sampler_service.torch_engine.adapters import AdapterStore, Version
-from sampler_service.torch_engine.sampling import stream_keys
-from sampler_service.torch_engine.scheduler import Sequence
-from sampler_service.torch_engine.scoring import PromptScorer, wants_scores
-from sampler_service.torch_engine.task import Task
-from sampler_service.validation import Limits
-from sampler_service.weights.leads import Leads
 from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, ServiceError
 from tinsmith.rpc.paths import is_newer
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sampler_service.engine import Params, Penalties, Request, Targets
+from sampler_service.core.request import Params, Penalties, Request, Targets
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.rpc.tensors import check_tokens
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sampler_service.engine import VersionInfo
+from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.errors import AlreadyExists, InvalidRequest, OutOfCapacity, VersionNotLoaded
 
@@ -16,6 +16,14 @@ logger = logging.getLogger(__name__)
 
 PROBATION_S = 60.0
 """A version that is not confirmed in this time is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionInfo:
+    version_id: str
+    config: AdapterConfig
+    num_bytes: int
+    num_running: int
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sampler_service.engine import Request
+from sampler_service.core.request import Request
 from tinsmith.rpc.paths import is_newer
 
 

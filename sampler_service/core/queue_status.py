@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sampler_service.engine import QueueStatus
-from sampler_service.torch_engine import scheduler
-from sampler_service.torch_engine.speed import Speed
-from sampler_service.torch_engine.task import Task
+from sampler_service.core.request import QueueStatus
+from sampler_service.core.sequence import Sequence as RunningSequence
+from sampler_service.core.speed import Speed
+from sampler_service.core.task import Task
 
 
 def status_of(
-    request_id: str, tasks: Sequence[Task], running: Iterable[scheduler.Sequence[Task]], speed: Speed
+    request_id: str, tasks: Sequence[Task], running: Iterable[RunningSequence[Task]], speed: Speed
 ) -> QueueStatus | None:
     """Of the youngest of `tasks`, which are in the order of their arrival, that has this id; None when none has."""
     place = max((n for n, task in enumerate(tasks) if task.request_id == request_id), default=None)
@@ -46,16 +46,10 @@ def _prompt_left(task: Task) -> int:
 def _outputs_left(task: Task) -> tuple[int, int]:
     """Tokens that the request's sequences may still draw: all of them together, and the longest."""
     if not (task.begun or task.finished):  # all alike, and there may be a thousand in each of thousands of requests
-        left = _left(task.sequences[0])
+        left = task.sequences[0].expected_left
         return left * len(task.sequences), left
-    each = [_left(sequence) for sequence in task.sequences if sequence.index not in task.finished]
+    each = [sequence.expected_left for sequence in task.sequences if sequence.index not in task.finished]
     return sum(each), max(each, default=0)
-
-
-def _left(sequence: scheduler.Sequence[Task]) -> int:
-    """Without max_tokens a sequence counts with what it may reserve at first."""
-    left = sequence.max_length - sequence.length
-    return left if sequence.bounded else min(left, scheduler.HEADROOM)
 
 
 def _progress(task: Task) -> str:

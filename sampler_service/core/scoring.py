@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sampler_service.engine import AltTokens, PromptScores, Request, TopkTable
-from sampler_service.torch_engine.sampling import pick, scaled_logprobs, stream_keys, uniforms
+from sampler_service.core.request import AltTokens, PromptScores, Request, TopkTable
+from sampler_service.core.sampling import pick, scaled_logprobs, stream_keys, uniforms
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.logprobs import Head, logprob_chunks
 from tinsmith.modeling.lora import Run

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sampler_service.engine import Ints, Params, Request, Result
+from sampler_service.core.request import Ints, Params, Request, Result
 from tinsmith.modeling.base_model import UnsupportedModel
 
 

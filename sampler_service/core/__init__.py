@@ -1,0 +1,1 @@
+"""What both engines stand on: requests, sequences, versions, draws and scores. It imports neither engine."""
