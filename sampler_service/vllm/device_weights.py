@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.model_loader import get_model_loader  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
     finalize_layerwise_reload,
@@ -18,6 +17,7 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
 )
 
 from sampler_service.vllm.full_source import FullSource
+from sampler_service.vllm.patches import pack_tied_output
 
 BASE = 0
 
@@ -71,7 +71,7 @@ class DeviceWeights:
                 loaded = model.load_weights(weights)
             finally:
                 finalize_layerwise_reload(model, runner.model_config)
-            _pack_tied_output(model)
+            pack_tied_output(model)
             runner.reset_lora_state()
         if loaded is not None and (missing := sorted(wanted - loaded)):
             raise ValueError(f"vLLM's loading leaves {missing[0]} as it was, and {len(missing) - 1} more")
@@ -85,13 +85,3 @@ class DeviceWeights:
         runner = self._runner
         loader: Any = get_model_loader(runner.vllm_config.load_config)
         return loader.get_all_weights(runner.model_config, runner.get_model())
-
-
-def _pack_tied_output(model: Any) -> None:
-    """On a CPU an output layer computes with a packed copy of its weight, also when the embedding has the weight, and
-    then vLLM's loading packs nothing anew."""
-    modules = list(model.modules())
-    heads = [module for module in modules if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear")]
-    for head in heads:
-        if any(other is not head and getattr(other, "weight", None) is head.weight for other in modules):
-            head.quant_method.process_weights_after_loading(head)

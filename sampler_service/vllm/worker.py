@@ -1,27 +1,24 @@
-"""What Tinsmith adds to each of vLLM's workers: versions from shared memory, its own draws and prompt scores.
+"""Methods that Tinsmith adds to each of vLLM's workers: versions from shared memory, its own draws and prompt scores.
 
-The engine calls these methods by name (collective_rpc), between two steps. They lean on vLLM's internals, which is why
-its version is pinned, and why the engine checks itself at start.
+The engine calls these methods by name (collective_rpc), between two steps. Like `patches.py` they lean on vLLM's
+internals, so vLLM's version is pinned, and the engine checks itself at start.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vllm.distributed import get_tp_group  # pyright: ignore[reportMissingImports]
 from vllm.lora.lora_model import LoRAModel  # pyright: ignore[reportMissingImports]
 from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImports]
-from vllm.lora.punica_wrapper import punica_cpu  # pyright: ignore[reportMissingImports]
 from vllm.lora.utils import parse_fine_tuned_lora_name  # pyright: ignore[reportMissingImports]
 
+from sampler_service.vllm import patches
 from sampler_service.vllm.device_weights import DeviceWeights
 from sampler_service.vllm.draw import StreamSampler
 from sampler_service.vllm.full_source import FullSource
-from sampler_service.vllm.kernels import SlotKernels
 from sampler_service.vllm.processes import die_with_parent
 from sampler_service.vllm.score import PromptScoring
 from sampler_service.vllm.shared_memory import Handle
@@ -49,17 +46,17 @@ class WorkerExtension:
         if get_tp_group().world_size > 1:  # else it is in the engine's process, which the scheduler has seen to
             die_with_parent()
             if runner.device.type == "cpu":
-                _remove_names()
-        self.tinsmith_scoring = runner._get_prompt_logprobs_dict = PromptScoring(runner)
-        runner.sampler = StreamSampler(runner)
+                patches.remove_shared_memory_names()
         self.tinsmith_versions: dict[int, Registered] = {}
+        self.tinsmith_scoring = PromptScoring(runner)
         self.tinsmith_weights = DeviceWeights(runner)
-        _exchange_before_steps(runner, self.tinsmith_weights)
-        if not runner.lora_config:
-            return
-        runner.lora_manager._load_adapter = self._tinsmith_load
-        if runner.device.type == "cpu":
-            _replace_kernels(runner.lora_manager._adapter_manager)
+        patches.replace_sampler(runner, StreamSampler(runner))
+        patches.replace_prompt_logprobs(runner, self.tinsmith_scoring)
+        patches.exchange_weights_before_steps(runner, self.tinsmith_weights.use)
+        if runner.lora_config:
+            patches.replace_adapter_loading(runner, self._tinsmith_load)
+            if runner.device.type == "cpu":
+                patches.replace_cpu_kernels(runner)
 
     def tinsmith_without_place(self, names: Sequence[str]) -> list[str]:
         """Those PEFT names of layers that this model takes no adapter for."""
@@ -113,36 +110,3 @@ class WorkerExtension:
     def _tinsmith_mapper(self) -> Any:
         mapper = getattr(self.model_runner.lora_manager._adapter_manager.model, "hf_to_vllm_mapper", None)
         return None if mapper is None else mapper.get_rename_mapper()
-
-
-def _remove_names() -> None:
-    """Of the memory by which workers on a CPU exchange tensors. All have opened it, and vLLM would leave it behind."""
-    place = Path("/dev/shm")  # noqa: S108 - where vLLM makes it
-    for path in place.glob(f"{os.environ['VLLM_DIST_IDENT']}-*-cpushm_*"):
-        path.unlink(missing_ok=True)  # each worker does this
-
-
-def _exchange_before_steps(runner: Any, weights: DeviceWeights) -> None:
-    execute = runner.execute_model
-
-    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if scheduler_output.total_num_scheduled_tokens:
-            weights.use(scheduler_output.tinsmith_base_weights)
-        return execute(scheduler_output, *args, **kwargs)
-
-    runner.execute_model = execute_model
-
-
-def _replace_kernels(manager: Any) -> None:
-    """On the CPU; and tells the new kernels the rank of what comes into a slot."""
-    kernels = SlotKernels()
-    kernels.install(punica_cpu)
-    activate = manager.activate_adapter
-
-    def activate_adapter(number: int) -> bool:
-        activated = activate(number)
-        slot = manager.lora_index_to_id.index(number)
-        kernels.ranks[slot] = manager.get_adapter(number).rank
-        return activated
-
-    manager.activate_adapter = activate_adapter
