@@ -11,9 +11,10 @@ the process with it, so that what it had is sent to another.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from queue import SimpleQueue
 
 import numpy as np
@@ -33,9 +34,20 @@ from sampler_service.core.versions import Version
 from sampler_service.eos import eos_token_ids
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
-from sampler_service.torch_engine.batcher import Batcher, Deliveries
+from sampler_service.torch_engine.commands import (
+    Add,
+    Cancel,
+    Command,
+    ForgetVersion,
+    ForgetWarmUp,
+    Move,
+    StepOutput,
+    Stop,
+)
+from sampler_service.torch_engine.planner import Job
 from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS
-from sampler_service.torch_engine.scheduler import Job
+from sampler_service.torch_engine.runner import Runner
+from sampler_service.torch_engine.scheduler import Scheduler
 from tinsmith.cores import Cores, yield_to_event_loops
 from tinsmith.modeling.adapter import AdapterConfig, Target
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
@@ -52,17 +64,27 @@ class TorchEngine(Front):
 
     name = "torch"
 
-    def __init__(self, base: BaseModel, batcher: Batcher, limits: Limits, config: SamplerConfig, cores: Cores) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        sizes: Sizes,
+        limits: Limits,
+        config: SamplerConfig,
+        metrics: SamplerMetrics,
+        cores: Cores,
+    ) -> None:
         self.eos_token_ids = eos_token_ids(base.path, base.config)
-        super().__init__(config, batcher.metrics, limits, StopRules(base.path, self.eos_token_ids))
+        super().__init__(config, metrics, limits, StopRules(base.path, self.eos_token_ids))
         self.base = base
-        self._batcher = batcher
+        self._scheduler = Scheduler(sizes, max_running=config.max_running, metrics=metrics)
+        self._runner = Runner(base, self._scheduler.kv.caches, metrics=metrics, cores=cores)
         self._cores = cores
-        self._moves: set[asyncio.Future[int]] = set()
-        """Moves that the compute thread has not made yet."""
+        self._moves: dict[int, asyncio.Future[int]] = {}
+        """Moves that the compute thread has not made yet, by their numbers."""
+        self._move_numbers = itertools.count()
         self._loop = asyncio.get_running_loop()
-        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        """Work on the batch, for the compute thread; None ends it."""
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        """For the compute thread."""
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
 
     @classmethod
@@ -81,7 +103,6 @@ class TorchEngine(Front):
         )
         cores.tokens_per_thread = base.tokens_per_thread
         sizes = Sizes.of(base, config)
-        batcher = Batcher(base, sizes, max_running=config.max_running, metrics=metrics, cores=cores)
         limits = Limits(
             vocab_size=base.vocab_size,
             max_context_length=base.max_context_length,
@@ -90,7 +111,7 @@ class TorchEngine(Front):
             max_topk_logprobs=config.max_topk_logprobs,
         )
         logger.info("%s on %s in %s, %s", base.architecture, device, dtype, sizes)
-        engine = cls(base, batcher, limits, config, cores)
+        engine = cls(base, sizes, limits, config, metrics, cores)
         engine._thread.start()
         try:
             await engine._warm_up()
@@ -115,12 +136,12 @@ class TorchEngine(Front):
         task = await self._accept(request, stream=stream, request_id=request_id)
         with self._lost_without(task):
             jobs = self._jobs(task)
-        self._inbox.put(lambda: self._batcher.add(jobs))
+        self._commands.put(Add(jobs))
         return task.generation
 
     def describe(self, request_id: str) -> QueueStatus | None:
-        batcher = self._batcher
-        return status_of(request_id, list(self._tasks), batcher.scheduler.running, batcher.speed)
+        scheduler = self._scheduler
+        return status_of(request_id, list(self._tasks), scheduler.planner.running, scheduler.speed)
 
     def full_weights(self, flat: Tensor) -> FullWeights:
         return FullWeights(self.base, flat)
@@ -148,22 +169,23 @@ class TorchEngine(Front):
             return 0
         version = behind[0].held[-1]
         moved: asyncio.Future[int] = self._loop.create_future()
-        self._moves.add(moved)
-        self._inbox.put(lambda: self._batcher.move(behind, version, moved))
+        number = next(self._move_numbers)
+        self._moves[number] = moved
+        self._commands.put(Move(behind, version, number))
         return await moved
 
     async def stop(self) -> None:
         """Ends after the step that is being computed; unfinished requests fail with NotReady."""
         self._stopping = True
-        self._inbox.put(None)
+        self._commands.put(Stop())
         await in_thread(self._thread.join)
         self._end_all(NotReady("the sampler is shutting down"))
 
     def _jobs(self, task: Task) -> list[Job[Task]]:
         """One job, or several when the samples cannot all run at once. Only the first scores the prompt."""
         sequences = task.sequences
-        scheduler = self._batcher.scheduler
-        together = min(scheduler.max_running, scheduler.max_kv_tokens // sequences[0].need)
+        planner = self._scheduler.planner
+        together = min(planner.max_running, planner.max_kv_tokens // sequences[0].need)
         groups = [sequences[n : n + together] for n in range(0, len(sequences), together)]
         length, request = len(task.request.prompt), task.request
         run = f"{run_of(request.version_id)} {request.cache_salt}"
@@ -190,13 +212,13 @@ class TorchEngine(Front):
                 scored = await (await self.submit(one.request)).result()
                 one.check(scored, tolerance=TOLERANCE[self.base.dtype])
         self._store.remove("warm-up")
-        self._inbox.put(self._batcher.forget_warm_up)
+        self._commands.put(ForgetWarmUp())
 
     def _cancel(self, task: Task) -> None:
-        self._inbox.put(lambda: self._batcher.cancel(task, Cancelled("the caller has left")))
+        self._commands.put(Cancel(task, Cancelled("the caller has left")))
 
     def _forget(self, version: Version) -> None:
-        self._inbox.put(lambda: self._batcher.forget_version(version.namespace, version.weights))
+        self._commands.put(ForgetVersion(version.namespace, version.weights))
         self._count_versions()
 
     # The compute thread.
@@ -206,59 +228,76 @@ class TorchEngine(Front):
         try:
             going_on = True
             while going_on:
-                if self._batcher.idle:
+                if self._scheduler.idle:
                     self._cores.end()
                 going_on = self._take()
-                if not self._batcher.idle:
+                if not self._scheduler.idle:
                     self._step()
-                self._post(self._batcher.take_deliveries())
+                self._post(self._scheduler.take_output())
         except BaseException as error:
             logger.critical("the compute thread has died", exc_info=True)
             self._loop.call_soon_threadsafe(self._die, error)
 
     def _take(self) -> bool:
-        """Does the work that has come in, waiting for some when nothing runs. False: stop after this step."""
-        wait = self._batcher.idle
-        while wait or not self._inbox.empty():
+        """Executes the commands that have come, and waits for one when nothing runs. False: stop after this step."""
+        wait = self._scheduler.idle
+        while wait or not self._commands.empty():
             wait = False
-            work = self._inbox.get()
-            if work is None:
+            command = self._commands.get()
+            if isinstance(command, Stop):
                 return False
-            work()
+            self._execute(command)
         return True
+
+    def _execute(self, command: Command) -> None:
+        scheduler = self._scheduler
+        match command:
+            case Add():
+                scheduler.add(command.jobs)
+            case Cancel():
+                scheduler.cancel(command.task, command.error)
+            case Move():
+                scheduler.move(command.tasks, command.version, command.number)
+            case ForgetVersion():
+                scheduler.forget_version(command.namespace)
+                self._runner.parameters.forget(command.weights)
+            case ForgetWarmUp():
+                scheduler.forget_warm_up()
 
     def _step(self) -> None:
         try:
-            self._batcher.step()
+            batch = self._scheduler.schedule()
+            drawn = self._runner.run(batch)
+            self._scheduler.update(batch, drawn)
         except (torch.OutOfMemoryError, MemoryError) as error:
             logger.error("a step found no memory; its requests fail with it", exc_info=error)
-            self._batcher.fail(OutOfCapacity(f"out of memory in this step; lower max_kv_tokens ({error})"))
-            self._batcher.check_alive()
+            self._scheduler.fail(OutOfCapacity(f"out of memory in this step; lower max_kv_tokens ({error})"))
+            self._runner.check_alive()
 
-    def _post(self, deliveries: Deliveries) -> None:
-        if deliveries:
-            self._loop.call_soon_threadsafe(self._deliver, deliveries)
+    def _post(self, output: StepOutput) -> None:
+        if output:
+            self._loop.call_soon_threadsafe(self._deliver, output)
 
     # The event loop again.
 
-    def _deliver(self, deliveries: Deliveries) -> None:
+    def _deliver(self, output: StepOutput) -> None:
         with self._dying_of_errors():
-            self._hand_over(deliveries)
+            self._hand_over(output)
 
-    def _hand_over(self, deliveries: Deliveries) -> None:
-        for task in deliveries.admitted:
+    def _hand_over(self, output: StepOutput) -> None:
+        for task in output.admitted:
             self._admitted(task)
-        for task, version in deliveries.left:
+        for task, version in output.left:
             if version in task.held:  # it may have ended meanwhile
                 task.held.remove(version)
                 self._store.release(version)
-        for moved, num_sequences in deliveries.moved:
-            self._moves.discard(moved)
+        for number, num_sequences in output.moved:
+            moved = self._moves.pop(number)
             if not moved.done():  # its caller may have left
                 moved.set_result(num_sequences)
-        for task, delta in deliveries.deltas:
+        for task, delta in output.deltas:
             task.generation.push(delta)
-        for task, outcome in deliveries.ended:
+        for task, outcome in output.ended:
             self._end(task, outcome)
 
     def _let_go(self, task: Task) -> None:
@@ -268,6 +307,6 @@ class TorchEngine(Front):
 
     def _end_all(self, error: ServiceError) -> None:
         super()._end_all(error)
-        for moved in self._moves:
+        for moved in self._moves.values():
             if not moved.done():
                 moved.set_exception(error)

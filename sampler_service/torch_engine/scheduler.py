@@ -1,401 +1,313 @@
-"""Who computes in the next step, and in which lane of the cache. Knows no tensors.
+"""Decides who computes in each step, and what becomes of the tokens. Belongs to the compute thread.
 
-Its promises: requests of one training run get their room in the order in which they came, and runs take turns by tokens
-(`Waiting`). The owners who share a run, or the base model, take turns, too. What is admitted has its room in the cache,
-so that a sequence with max_tokens is never interrupted; a prompt is computed in pieces, beside the running sequences. A
-quarter of each step's prompt tokens is for short prompts that have room: they do not wait until long ones before them
-are computed, which lose that share of a step and nothing else. A short prompt that is only scored, or draws one token,
-needs its lane for one step: it does not wait for the running sequences to end.
-
-A sequence without max_tokens may reach the context's end, and mostly stops long before. It starts with a modest
-reservation that grows as it goes; when there is no room to grow, the youngest such sequence gives its place back and
-goes on later, from the tokens that it has.
-
-The lanes: those of one cache have one length, that of the longest sequence there. So that a long sequence does not make
-every lane long, sequences of different sizes have caches of their own: one for those that need up to 1,024 tokens, one
-for up to 4 times as many, and so on. Promised of the memory is the sum of lanes times the longest over the caches.
-In each cache lanes 0 .. n - 1 decode; above them lie the prompts that this step computes. At most one prompt is left
-unfinished by a step, because pieces are handed out in order.
+A step is `schedule() -> Runner.run(batch) -> update(batch, drawn)`. `planner.py` admits requests and cuts prompts into
+pieces; `kv_cache_manager.py` keeps their keys and values.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import chain, count
-from typing import Any, Generic, TypeVar
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
-from sampler_service.core.sequence import PASSING, Sequence
+import torch
 
-Owner = TypeVar("Owner")
-
-SHORT_TOKENS = 1024
-"""What a sequence of size 0 needs at most; each size is for 4 times as much as the one before it."""
-
-SHORT_SHARE = 4
-"""One part in so many of a step's prompt tokens is for short prompts."""
-
-RESTING_TOKENS = 16
-"""Of other prompts, in a step that is for the running sequences. A few, so that a step has one form."""
-
-_GROUP = 32
-"""Tokens by which the lengths of jobs in one group differ at most."""
-
-
-def size_of(tokens: int) -> int:
-    """Of the lanes for sequences of so many tokens: which cache has them."""
-    return ((tokens - 1) // SHORT_TOKENS).bit_length() + 1 >> 1
+from sampler_service.core.request import Result
+from sampler_service.core.scoring import not_finite
+from sampler_service.core.sequence import PASSING
+from sampler_service.core.sizing import Sizes
+from sampler_service.core.speed import Speed
+from sampler_service.core.task import Task
+from sampler_service.core.versions import Version
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.torch_engine.commands import StepOutput
+from sampler_service.torch_engine.kv_cache_manager import KVCacheManager, Wanted
+from sampler_service.torch_engine.planner import Job, Planner, size_of
+from sampler_service.torch_engine.runner import Batch, Drawn, TaskPiece, TaskSequence
+from tinsmith.modeling.kv_cache import KVCache
+from tinsmith.rpc.errors import ServiceError
 
 
-@dataclass(slots=True, eq=False)
-class Job(Generic[Owner]):
-    """A prompt to compute once, and the sequences that go on from it. A sequence that was interrupted is a job too: its
-    prompt includes what it has generated."""
-
-    owner: Owner
-    length: int
-    sequences: list[Sequence[Owner]]
-    scored: bool
-    """The prompt's own logprobs are wanted from this job."""
-    done: int = 0
-    """Tokens computed."""
-    lane: int = 0
-    blocks: list[int] = field(default_factory=list)
-    """Blocks of the prefix cache that its first `done` tokens come from, until they lie in its lane."""
-    run: str = ""
-    """The training run whose version computes it, none for the base model, and the owner, by the request's cache_salt.
-    They take turns."""
-    place: tuple[int, int] = (0, 0)
-    """Its start, in tokens, and its number among those that start there, while it waits."""
-
-    @property
-    def cost(self) -> int:
-        """Tokens of its prompt, and those that are promised to its sequences."""
-        return self.length + sum(sequence.need - sequence.length for sequence in self.sequences)
-
-    @property
-    def size(self) -> int:
-        """Of its lanes. All its sequences need the same."""
-        return size_of(self.sequences[0].promised)
-
-
-@dataclass(frozen=True, slots=True)
-class Piece(Generic[Owner]):
-    """Part of a job's prompt, computed in one step."""
-
-    job: Job[Owner]
-    start: int
-    length: int
-    came_from: int
-    """Lane that holds the earlier pieces; differs from job.lane when they have to be moved first."""
-
-    @property
-    def ends(self) -> bool:
-        return self.start + self.length == self.job.length
-
-
-class Room:
-    """What is promised of the caches."""
-
-    def __init__(self, sequences: Iterable[Sequence[Owner]] = ()) -> None:
-        self.lanes = 0
-        self.tokens = 0
-        self._by_size: dict[int, tuple[int, int]] = {}
-        """Lanes, and the longest one's tokens."""
-        for sequence in sequences:
-            self.add(1, sequence.promised)
-
-    def copy(self) -> Room:
-        room = Room()
-        room.lanes, room.tokens, room._by_size = self.lanes, self.tokens, dict(self._by_size)
-        return room
-
-    def with_more(self, lanes: int, tokens: int) -> int:
-        """Tokens with so many lanes more of so many tokens."""
-        here, longest = self._by_size.get(size_of(tokens), (0, 0))
-        return self.tokens - here * longest + (here + lanes) * max(longest, tokens)
-
-    def add(self, lanes: int, tokens: int) -> None:
-        self.tokens = self.with_more(lanes, tokens)
-        size = size_of(tokens)
-        here, longest = self._by_size.get(size, (0, 0))
-        self._by_size[size] = here + lanes, max(longest, tokens)
-        self.lanes += lanes
-
-    def longest(self, size: int, *, max_tokens: int) -> int:
-        """Of one more lane of this size, where all together have no more than `max_tokens`; 0 where there is no room
-        for one."""
-        here, longest = self._by_size.get(size, (0, 0))
-        tokens = min((max_tokens - self.tokens + here * longest) // (here + 1), SHORT_TOKENS << 2 * size)
-        return tokens if tokens >= longest else 0
-
-
-class Waiting(Generic[Owner]):
-    """Jobs without a place. Those of one run keep their order, and runs take turns by tokens: start-time fair queueing
-    (Goyal, Vin and Cheng, 1996). A job starts where its run's job before it ends, and no earlier than the first of all
-    those that wait; the job with the earliest start is the first. So a run that comes with thousands of jobs delays
-    another one's by a job, not by thousands. Only iterating takes longer the more of them wait.
-    """
-
-    def __init__(self, *, short_tokens: int) -> None:
-        """`short_tokens`: most tokens of a job that may pass others."""
-        self._short_tokens = short_tokens
-        self._jobs: list[Job[Owner]] = []
-        """By their places."""
-        self._numbers = count(1)
-        self._start = 0
-        """Start of the first job when one was last taken, in tokens."""
-        self._ends: dict[str, int] = {}
-        """Where the last job of each run ends, in tokens; forgotten when nobody waits."""
-        self._of: dict[Owner, list[Job[Owner]]] = {}
-        self._short: list[list[Job[Owner]]] = [[] for _ in range(0, short_tokens + 1, _GROUP)]
-        """Jobs that may pass others, by their places, in groups of nearly the same length."""
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def __iter__(self) -> Iterator[Job[Owner]]:
-        return iter(self._jobs)
-
-    @property
-    def first(self) -> Job[Owner]:
-        return self._jobs[0]
-
-    def append(self, job: Job[Owner]) -> None:
-        """Behind those of its run."""
-        first = self.first.place[0] if self._jobs else 0
-        start = max(self._start, first, self._ends.get(job.run, 0))
-        self._ends[job.run] = start + job.cost
-        self._add(job, (start, next(self._numbers)))
-
-    def appendleft(self, job: Job[Owner]) -> None:
-        """Before all others."""
-        start, number = self.first.place if self._jobs else (self._start, 0)
-        self._add(job, (start, min(0, number) - 1))
-
-    def take(self, job: Job[Owner]) -> None:
-        """Removes a job that gets a place."""
-        self._start = max(self._start, self.first.place[0])  # one that passes others moves nobody's start
-        self._remove(job)
-
-    def drop(self, owner: Owner) -> None:
-        """Removes the jobs of a request, for which its run pays nothing."""
-        for job in reversed(list(self._of.get(owner, ()))):
-            if self._ends.get(job.run) == job.place[0] + job.cost:
-                self._ends[job.run] = job.place[0]
-            self._remove(job)
-
-    def first_short(self, fits: Callable[[Job[Owner]], bool]) -> Job[Owner] | None:
-        """The first job that may pass others and fits. Only the first of each group is asked about, for all others need
-        about as much."""
-        return min(filter(fits, (group[0] for group in self._short if group)), key=_place, default=None)
-
-    def _add(self, job: Job[Owner], place: tuple[int, int]) -> None:
-        job.place = place
-        insort(self._jobs, job, key=_place)
-        if self._may_pass(job):
-            insort(self._group(job), job, key=_place)
-        self._of.setdefault(job.owner, []).append(job)
-
-    def _remove(self, job: Job[Owner]) -> None:
-        _delete(self._jobs, job)
-        if self._may_pass(job):
-            _delete(self._group(job), job)
-        self._of[job.owner].remove(job)
-        if not self._of[job.owner]:
-            del self._of[job.owner]
-        if not self._jobs:
-            self._ends.clear()
-
-    def _may_pass(self, job: Job[Owner]) -> bool:
-        return len(job.sequences) == 1 and job.sequences[0].passes and job.length <= self._short_tokens
-
-    def _group(self, job: Job[Owner]) -> list[Job[Owner]]:
-        return self._short[job.length // _GROUP]
-
-
-def _place(job: Job[Any]) -> tuple[int, int]:
-    return job.place
-
-
-def _delete(jobs: list[Job[Owner]], job: Job[Owner]) -> None:
-    del jobs[bisect_left(jobs, job.place, key=_place)]
-
-
-class Scheduler(Generic[Owner]):
-    def __init__(
-        self,
-        *,
-        max_running: int,
-        max_kv_tokens: int,
-        tokens_per_step: int,
-        reuse: Callable[[Job[Owner]], int] = lambda job: 0,
-    ) -> None:
-        """`reuse` is asked at a job's admission how many of its tokens need not be computed; fewer than all of them."""
-        self.max_running = max_running
-        self.max_kv_tokens = max_kv_tokens
-        self.tokens_per_step = tokens_per_step
-        self._reuse = reuse
-        self.waiting: Waiting[Owner] = Waiting(short_tokens=tokens_per_step // SHORT_SHARE)
-        self.partial: Job[Owner] | None = None
-        """Admitted, with some pieces computed."""
-        self.running: list[Sequence[Owner]] = []
-        """By size, then by lane."""
+class Scheduler:
+    def __init__(self, sizes: Sizes, *, max_running: int, metrics: SamplerMetrics) -> None:
+        self.kv = KVCacheManager(
+            max_lanes=max_running + PASSING,
+            max_tokens=sizes.max_kv_tokens,
+            bytes_per_token=sizes.bytes_per_token,
+            prefix_bytes=sizes.prefix_cache_bytes,
+            metrics=metrics,
+        )
+        self.planner: Planner[Task] = Planner(
+            max_running=max_running,
+            max_kv_tokens=sizes.max_kv_tokens,
+            tokens_per_step=sizes.tokens_per_step,
+            reuse=self._reuse,
+        )
+        self.speed = Speed()
+        self.metrics = metrics
+        self._tasks: dict[Task, None] = {}
+        """Requests that have not ended, in the order of their arrival."""
+        self._changed = True
+        """Whether running sequences, lanes or versions have changed since the last batch."""
+        self._output = StepOutput()
+        self._prefilling: set[str] = set()
+        """Owners, by cache_salt, whose prompts were in the last step in which prompts did not rest."""
+        self._owed_s = 0.0
+        """Time that this step took, and that running sequences of other owners have not had since, in seconds."""
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.partial or self.running)
+        return self.planner.idle
 
-    def plan(self, *, rests: bool = False) -> list[Piece[Owner]]:
-        """The pieces of this step, in the order of their lanes; admits jobs while there is room. `rests`: prompts that
-        are not short get RESTING_TOKENS."""
-        pieces: list[Piece[Owner]] = []
-        lanes = Counter(sequence.size for sequence in self.running)
-        partial, self.partial = self.partial, None
-        held = [] if partial is None else [partial]
-        room = Room([*self.running, *(sequence for job in held for sequence in job.sequences)])
-        passing = self._passing(room)
-        first = [*passing, *self._overtaking([*held, *passing], room)]
-        budget = RESTING_TOKENS + sum(job.length - job.done for job in first) if rests else self.tokens_per_step
-        budget = min(budget, self.tokens_per_step)
-        admitted = deque([*first, *held])
-        while budget > 0:
-            job = admitted.popleft() if admitted else self._admit(room)
-            if job is None:
-                break
-            lane = lanes[job.size]
-            length = min(budget, job.length - job.done)
-            pieces.append(Piece(job, job.done, length, came_from=job.lane if job is partial else lane))
-            job.lane = lane
-            job.done += length
-            budget -= length
-            lanes[job.size] += len(job.sequences)
-            if not pieces[-1].ends:
-                self.partial = job
-        return sorted(pieces, key=lambda piece: piece.job.size)
+    def add(self, jobs: Sequence[Job[Task]]) -> None:
+        """The jobs of one request."""
+        self._tasks[jobs[0].owner] = None
+        if jobs[0].owner.request.on_probation:  # a publish waits for it
+            for job in reversed(jobs):
+                self.planner.waiting.appendleft(job)
+        else:
+            for job in jobs:
+                self.planner.waiting.append(job)
 
-    def _passing(self, room: Room) -> list[Job[Owner]]:
-        """Short jobs of one step, admitted although those before them wait for room."""
-        if not self.waiting or self._has_room(self.waiting.first, room):
-            return []
-        budget = self.tokens_per_step // SHORT_SHARE
-        chosen: list[Job[Owner]] = []
+    @torch.inference_mode()
+    def cancel(self, task: Task, outcome: ServiceError) -> None:
+        """Takes a request out; it leaves nothing behind in the cache. One that has ended already is left alone."""
+        if task not in self._tasks:
+            return
+        partial = self.planner.partial
+        if partial is not None and partial.owner is task:
+            self.kv.caches[partial.size].wipe(partial.lane)
+        running = self.planner.drop(task)
+        for sequence in running:
+            self.kv.caches[sequence.size].wipe(sequence.lane)
+        self._leave(running)
+        self._end(task, outcome)
 
-        def fits(job: Job[Owner]) -> bool:
-            return job.length <= budget and self._has_room(job, room, more_lanes=PASSING)
+    def move(self, tasks: Sequence[Task], version: Version, number: int) -> None:
+        """Lets the sequences of these requests go on with another version.
 
-        while len(chosen) < PASSING and (job := self.waiting.first_short(fits)) is not None:
-            budget -= job.length
-            room.add(1, job.sequences[0].need)
-            self._take(job)
-            chosen.append(job)
-        return chosen
+        Running ones keep the keys and values that they have. A sequence that is not in a lane is computed anew, by the
+        new version alone. A prompt that is half computed is finished by the version that began it, which also draws the
+        first token: scores of a prompt are of one version.
+        """
+        running, partial = set(self.planner.running), self.planner.partial
+        half_computed = set() if partial is None else set(partial.sequences)
+        num_moved = 0
+        for task in tasks:
+            if task not in self._tasks:
+                continue
+            task.move(version)
+            for sequence in task.sequences:
+                if sequence.index in task.finished:
+                    continue
+                num_moved += 1
+                if sequence not in half_computed:
+                    task.follow(sequence, has_lane=sequence in running)
+            self._let_go(task)
+        self._changed = True
+        self.metrics.steps.moved.inc(num_moved)
+        self._output.moved.append((number, num_moved))
 
-    def _overtaking(self, held: list[Job[Owner]], room: Room) -> list[Job[Owner]]:
-        """Short jobs that go before longer ones, admitted; there is room for those ahead of them as well."""
-        budget = self.tokens_per_step // SHORT_SHARE
-        if not self._more_than_a_step(held):
-            return []  # nobody has to wait
-        chosen: list[Job[Owner]] = []
-        ahead = room.copy()
-        for job in self.waiting:
-            if budget == 0 or not self._has_room(job, ahead):
-                break
-            ahead.add(len(job.sequences), job.sequences[0].need)
-            if job.length <= budget:
-                room.add(len(job.sequences), job.sequences[0].need)
-                budget -= job.length
-                chosen.append(job)
-        for job in chosen:
-            self._take(job)
-        return chosen
+    def _let_go(self, task: Task) -> None:
+        self._output.left += [(task, version) for version in task.take_unused()]
 
-    def _take(self, job: Job[Owner]) -> None:
-        self.waiting.take(job)
-        self._reserve(job)
+    def fail(self, error: ServiceError) -> None:
+        """Ends every request that has begun, after a step that broke off anywhere. Requests of which every sequence
+        still waits go on waiting."""
+        untouched = Counter[Task]()
+        for job in self.planner.waiting:
+            untouched[job.owner] += len(job.sequences)
+        for task in list(self._tasks):
+            if task.planned or untouched[task] < len(task.sequences):
+                self.planner.drop(task)
+                self._end(task, error)
+        self.planner.running.clear()
+        self.metrics.requests.running.set(0)
+        self._changed = True
+        self.kv.clear()
 
-    def _more_than_a_step(self, held: list[Job[Owner]]) -> bool:
-        pending = 0
-        for job in chain(held, self.waiting):
-            pending += job.length - job.done
-            if pending > self.tokens_per_step:
-                return True
-        return False
+    def forget_warm_up(self) -> None:
+        """First steps are slow, and their prompts are nobody's."""
+        self.speed = Speed()
+        self.kv.prefixes.clear()
 
-    def _admit(self, room: Room) -> Job[Owner] | None:
-        if not self.waiting or not self._has_room(self.waiting.first, room):
-            return None
-        job = self.waiting.first
-        room.add(len(job.sequences), job.sequences[0].need)
-        self._take(job)
-        return job
+    def forget_version(self, namespace: int) -> None:
+        """Its requests have ended, so nothing more of it comes into the prefix cache."""
+        self.kv.prefixes.forget(namespace)
 
-    def _has_room(self, job: Job[Owner], room: Room, *, more_lanes: int = 0) -> bool:
-        """Beside what is promised."""
-        lanes = len(job.sequences)
-        if room.lanes + lanes > self.max_running + more_lanes:
+    def take_output(self) -> StepOutput:
+        output, self._output = self._output, StepOutput()
+        return output
+
+    @torch.inference_mode()
+    def schedule(self) -> Batch:
+        """The next batch. Requests are admitted, and lanes hold what the batch reads."""
+        started = time.perf_counter()
+        with self.metrics.steps.phases["plan"].time():
+            rests = self._rests()
+            pieces = self._plan(rests=rests)
+        changed, self._changed = self._changed, False
+        return Batch(self.planner.running, pieces, changed, rests, started)
+
+    @torch.inference_mode()
+    def update(self, batch: Batch, drawn: Drawn) -> None:
+        """Gives the tokens of a batch to its sequences. What came of it waits in take_output()."""
+        running, pieces = batch.running, batch.pieces
+        if drawn.tokens_R:
+            with self.metrics.steps.phases["advance"].time():
+                self._advance(batch, drawn)
+        for task in dict.fromkeys([*(sequence.owner for sequence in running), *(one.job.owner for one in pieces)]):
+            if task.failure is not None:
+                self.cancel(task, task.failure)
+        seconds = time.perf_counter() - batch.started
+        self._note(seconds, pieces, rests=batch.rests)
+        self.speed.observe(seconds, prefilled=batch.prompt_tokens)
+        self.metrics.steps.step_time.observe(seconds)
+        self.metrics.requests.running.set(len(running))
+        self.kv.observe(running_tokens=sum(sequence.length for sequence in running), idle=self.idle)
+
+    def _rests(self) -> bool:
+        """Whether prompts wait in this step. Sequences get a token in each step, and one that computes prompts takes
+        many times as long as one that does not. So owners take turns by time: as long as the prompts of some took,
+        others get tokens, if they have sequences that run. Prompts of those who run alone never wait."""
+        if self._owed_s <= 0:
             return False
-        return room.with_more(lanes, job.sequences[0].need) <= self.max_kv_tokens
+        return any(sequence.owner.request.cache_salt not in self._prefilling for sequence in self.planner.running)
 
-    def _reserve(self, job: Job[Owner]) -> None:
-        for sequence in job.sequences:
-            sequence.reserved = sequence.need
-            sequence.size = size_of(sequence.reserved)
-        job.done = self._reuse(job)
+    def _note(self, seconds: float, pieces: Sequence[TaskPiece], *, rests: bool) -> None:
+        """The time of a step."""
+        if rests:
+            self._owed_s -= seconds
+        else:
+            self._owed_s = seconds if pieces else 0.0
+            self._prefilling = {piece.job.owner.request.cache_salt for piece in pieces}
 
-    def grow(self) -> list[Sequence[Owner]]:
-        """Renews reservations that are used up. Returns the sequences that have to leave; they are queued. Others may
-        have outgrown their lanes (`outgrown`)."""
-        if all(sequence.length <= sequence.reserved for sequence in self.running):
-            return []
-        leaving: list[Sequence[Owner]] = []
-        for sequence in sorted(self.running, key=lambda sequence: sequence.order):
-            while sequence.length > sequence.reserved and sequence not in leaving:
-                if (reserved := self._more_for(sequence, leaving)) >= sequence.length:
-                    sequence.reserved = reserved
-                else:
-                    staying = (one for one in self.running if not one.bounded and one not in leaving)
-                    leaving.append(max(staying, key=lambda one: one.order))
-        for sequence in sorted(leaving, key=lambda sequence: sequence.order, reverse=True):
-            sequence.reserved = 0
-            self.waiting.appendleft(Job(sequence.owner, sequence.length, [sequence], scored=False))
-        return leaving
+    def _reuse(self, job: Job[Task]) -> int:
+        try:
+            return self.kv.reuse(job)
+        except Exception as error:
+            job.owner.fail(error)
+            return 0
 
-    def _more_for(self, sequence: Sequence[Owner], leaving: list[Sequence[Owner]]) -> int:
-        """What it can have when it doubles, and no more than there is; 0 when there is nothing."""
-        held = self.partial.sequences if self.partial is not None else []
-        room = Room([*(one for one in self.running if one is not sequence and one not in leaving), *held])
-        wanted = min(sequence.max_length, 2 * sequence.length)
-        if room.with_more(1, wanted) <= self.max_kv_tokens:
-            return wanted
-        return min(wanted, room.longest(size_of(sequence.length), max_tokens=self.max_kv_tokens))
+    def _plan(self, *, rests: bool) -> list[TaskPiece]:
+        if leaving := self.planner.grow():
+            self.metrics.steps.preemptions.inc(len(leaving))
+            for sequence in leaving:
+                self.kv.remember(sequence, sequence.lane)
+                sequence.owner.mixed.discard(sequence.index)  # all of it will be computed anew
+            self._leave(leaving)
+        moving = self._move_out(self.planner.outgrown())
+        pieces = self.planner.plan(rests=rests)
+        for piece in pieces:
+            task = piece.job.owner
+            if piece.came_from > piece.job.lane:  # before the cache may shrink
+                self.kv.caches[piece.job.size].move(piece.came_from, piece.job.lane, piece.start)
+            if not task.planned:
+                task.planned = True
+                task.generation.started_at = time.time()
+                task.cache_hit_tokens = piece.start
+                self._output.admitted.append(task)
+                self.metrics.requests.queue_time.observe(time.perf_counter() - task.submitted)
+                self.metrics.steps.prompt_tokens.inc(len(task.request.prompt))
+            if not task.begun:
+                task.prompt_done = piece.start + piece.length
+        wanted: defaultdict[int, Wanted] = defaultdict(Wanted)
+        for sequence in self.planner.running:
+            wanted[sequence.size].add(1, sequence.length, sequence.reserved)
+        for piece in pieces:
+            sequences = piece.job.sequences
+            wanted[piece.job.size].add(len(sequences), piece.start + piece.length, sequences[0].reserved)
+        self.kv.fit(wanted)
+        for sequence, computed in moving:
+            self.kv.caches[sequence.size].write(sequence.lane, computed)
+        for piece in pieces:
+            if piece.came_from < piece.job.lane:
+                self.kv.caches[piece.job.size].move(piece.came_from, piece.job.lane, piece.start)
+        for piece in pieces:
+            self.kv.load(piece)
+        return pieces
 
-    def outgrown(self) -> list[Sequence[Owner]]:
-        """Running sequences whose lanes are too short for what is reserved for them."""
-        return [sequence for sequence in self.running if size_of(sequence.reserved) != sequence.size]
+    def _move_out(self, outgrown: Sequence[TaskSequence]) -> list[tuple[TaskSequence, KVCache]]:
+        """Gives sequences a lane of the size that they have by now, and what is to be written there."""
+        moving = [(one, self.kv.caches[one.size].read(one.lane, one.length - 1)) for one in outgrown]
+        self._leave(outgrown)
+        for sequence in outgrown:
+            self.planner.join(sequence, size=size_of(sequence.reserved))
+        return moving
 
-    def join(self, sequence: Sequence[Owner], *, size: int) -> None:
-        """It runs in the next lane of this size."""
-        sequence.size, sequence.lane = size, sum(one.size == size for one in self.running)
-        self.running.append(sequence)
-        self.running.sort(key=lambda one: (one.size, one.lane))
+    def _advance(self, batch: Batch, drawn: Drawn) -> None:
+        """Gives the tokens to their sequences; those that ended leave, new ones take the lanes above the running."""
+        sequences = batch.sampling
+        ended: set[int] = set()
+        for row, (sequence, token, logprob) in enumerate(zip(sequences, drawn.tokens_R, drawn.logprobs_R, strict=True)):
+            task = sequence.owner
+            if task.failure is not None:
+                continue
+            if not math.isfinite(logprob):
+                task.failure = not_finite(task.version_id_of(sequence))
+                continue
+            try:
+                if task.generation.stream:
+                    self._output.deltas.append((task, task.delta(sequence, token, logprob)))
+                if task.take(sequence, token, logprob):
+                    ended.add(row)
+            except Exception as error:
+                task.fail(error)
+        self.metrics.steps.sampled_tokens.inc(len(sequences))
+        num_running = row = len(batch.running)
+        for piece in batch.ending:
+            job = piece.job
+            first = sum(sequence.size == job.size for sequence in self.planner.running)
+            going_on = [sequence for n, sequence in enumerate(job.sequences, row) if n not in ended]
+            row += len(job.sequences)
+            if job.owner.failure is not None:
+                self.kv.caches[job.size].wipe(job.lane)
+                continue
+            if not job.scored or job.owner.scorer is None or job.owner.scorer.finite:
+                self.kv.remember(job.sequences[0], job.lane)
+            self.kv.place(job, first, len(going_on))
+            for sequence in going_on:
+                self.planner.join(sequence, size=job.size)
+                sequence.origin, sequence.shared_length = job, job.length
+            for sequence in going_on:
+                job.owner.follow(sequence, has_lane=True)
+            self._let_go(job.owner)
+            if not job.owner.begun:
+                job.owner.begun = True
+                self.metrics.requests.first_token.observe(time.perf_counter() - job.owner.submitted)
+        if batch.ending:
+            self._changed = True
+        leaving = [sequences[row] for row in ended if row < num_running]
+        for sequence in leaving:
+            if sequence.owner.failure is None:
+                self.kv.remember(sequence, sequence.lane)
+        self._leave(leaving)
+        for task in dict.fromkeys(sequences[row].owner for row in sorted(ended)):
+            if task.complete and task.failure is None:
+                self._end(task, _outcome(task))
 
-    def leave(self, sequence: Sequence[Owner]) -> Sequence[Owner] | None:
-        """Returns the sequence whose lane moves into its place; None when it had the last one. For several, the last
-        lane leaves first."""
-        last = max((one for one in self.running if one.size == sequence.size), key=lambda one: one.lane)
-        self.running.remove(sequence)
-        if last is sequence:
-            return None
-        last.lane = sequence.lane
-        self.running.sort(key=lambda one: (one.size, one.lane))
-        return last
+    def _leave(self, sequences: Sequence[TaskSequence]) -> None:
+        """Takes sequences out; the last ones move into their lanes, so that the rest stay dense."""
+        for sequence in sorted(sequences, key=lambda one: one.lane, reverse=True):
+            came_from = sum(one.size == sequence.size for one in self.planner.running) - 1
+            if (moved := self.planner.leave(sequence)) is not None:
+                self.kv.caches[sequence.size].move(came_from, moved.lane, moved.length)
+        if sequences:
+            self._changed = True
+            self.metrics.requests.running.set(len(self.planner.running))  # no step may follow that would
 
-    def drop(self, owner: Owner) -> list[Sequence[Owner]]:
-        """Forgets a request that waits or is being prefilled. Returns those of its sequences that decode."""
-        self.waiting.drop(owner)
-        if self.partial is not None and self.partial.owner is owner:
-            self.partial = None
-        return [sequence for sequence in self.running if sequence.owner is owner]
+    def _end(self, task: Task, outcome: Result | ServiceError) -> None:
+        del self._tasks[task]
+        self._output.ended.append((task, outcome))
+
+
+def _outcome(task: Task) -> Result | ServiceError:
+    try:
+        return task.result()
+    except ServiceError as error:
+        return error
+    except Exception as error:
+        task.fail(error)
+        assert task.failure is not None
+        return task.failure

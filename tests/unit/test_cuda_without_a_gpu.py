@@ -24,7 +24,7 @@ from sampler_service.core.request import Params, Request, StopCondition
 from sampler_service.core.sizing import Sizes
 from sampler_service.core.validation import Limits
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.torch_engine.batcher import Batcher
+from sampler_service.torch_engine.commands import Add
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.hollow_cuda import DEVICE, HollowCuda, hollow_cuda
 from tests.models import make_model, make_sparse_model
@@ -149,14 +149,16 @@ def test_training_waits_for_the_device_only_where_it_must(engine: TrainingEngine
 async def test_sampling_waits_for_the_device_once_in_a_step_that_only_decodes(
     base: BaseModel, cuda: HollowCuda
 ) -> None:
-    config = SamplerConfig(base_model=base.path, max_lora_rank=16, max_kv_tokens=2048, prefix_cache_bytes=1 << 20)
+    config = SamplerConfig(
+        base_model=base.path, max_lora_rank=16, max_kv_tokens=2048, prefix_cache_bytes=1 << 20, max_running=8
+    )
     sizes = Sizes.of(base, config)
-    batcher = Batcher(base, sizes, max_running=8, metrics=SamplerMetrics(CollectorRegistry()))
     limits = Limits(
         vocab_size=base.vocab_size, max_context_length=base.max_context_length, max_kv_tokens=sizes.max_kv_tokens,
         max_num_samples=8, max_topk_logprobs=8,
     )  # fmt: skip
-    engine = TorchEngine(base, batcher, limits, config, Cores("", most=0, set_threads=lambda _: None))
+    cores = Cores("", most=0, set_threads=lambda _: None)
+    engine = TorchEngine(base, sizes, limits, config, SamplerMetrics(CollectorRegistry()), cores)
     engine._store.install("run/1", random_adapter(AdapterConfig(rank=4, seed=0), base.targets, base.device))
     length = 40
     prompt = np.arange(length, dtype=np.int32)
@@ -167,20 +169,20 @@ async def test_sampling_waits_for_the_device_once_in_a_step_that_only_decodes(
         Request(prompt, "run/1", params=Params(max_tokens=4, temperature=0.0, stop=stop), prompt_alt_tokens_k=2),
     ):
         await engine.submit(request)
-    while not engine._inbox.empty():
-        add = engine._inbox.get()
-        assert add is not None
-        add()
+    while not engine._commands.empty():
+        command = engine._commands.get()
+        assert isinstance(command, Add)
+        engine._scheduler.add(command.jobs)
     for step in range(4):
         cuda.integer = length + step - 1  # the positions, which a step asks the device for
         cuda.waits.clear()
-        batcher.step()
+        engine._step()
     assert set(cuda.waits) == {
         "tinsmith/modeling/kv_cache.py: __init__",
-        "sampler_service/torch_engine/drawing.py: draw",
+        "sampler_service/torch_engine/runner.py: draw",
     }
-    assert batcher.idle
-    ended = batcher.take_deliveries().ended
+    assert engine._scheduler.idle
+    ended = engine._scheduler.take_output().ended
     assert [type(outcome).__name__ for _, outcome in ended] == ["Result"] * 3
 
 

@@ -17,7 +17,7 @@ from sampler_service import convert
 from sampler_service.core.queue_status import status_of
 from sampler_service.core.sequence import HEADROOM, Sequence
 from sampler_service.core.speed import Speed
-from sampler_service.torch_engine.batcher import Deliveries
+from sampler_service.torch_engine.commands import StepOutput
 from tests.unit.sampler_service.conftest import Service
 from tests.unit.sampler_service.serving import ints, make_adapter, metric, prompt, sample, until
 from tinsmith.rpc.errors import InvalidRequest, NotFound, from_rpc_error
@@ -99,11 +99,11 @@ async def test_a_request_that_has_ended_before_its_admission_is_heard_of_is_desc
     answers: list[types.QueueStatus | None] = []
     deliver = engine._deliver
 
-    def described_first(deliveries: Deliveries) -> None:
-        if deliveries.ended:
+    def described_first(output: StepOutput) -> None:
+        if output.ended:
             status = engine.describe("quick")
             answers.append(None if status is None else convert.status_to_proto(status))
-        deliver(deliveries)
+        deliver(output)
 
     monkeypatch.setattr(engine, "_deliver", described_first)
     await begin(service, "quick", max_tokens=1)

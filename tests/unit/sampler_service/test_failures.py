@@ -14,11 +14,12 @@ import torch
 from sampler_service.core.request import Result
 from sampler_service.core.scoring import PromptScorer
 from sampler_service.core.task import Task
-from sampler_service.torch_engine import batcher as batching
-from sampler_service.torch_engine.batcher import Batcher
+from sampler_service.torch_engine import runner
+from sampler_service.torch_engine.commands import ForgetWarmUp
 from sampler_service.torch_engine.engine import TorchEngine
-from sampler_service.torch_engine.forward import Forward
-from sampler_service.torch_engine.lanes import Lanes
+from sampler_service.torch_engine.kv_cache_manager import KVCacheManager
+from sampler_service.torch_engine.planner import Planner
+from sampler_service.torch_engine.runner import Runner
 from sampler_service.torch_engine.scheduler import Scheduler
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, request, serving, until
 from tinsmith.rpc.errors import EngineDead, OutOfCapacity, ServiceError
@@ -65,13 +66,13 @@ def check_nothing_left(engine: TorchEngine) -> None:
     assert not engine._tasks
     assert engine._num_waiting == 0
     assert metric(engine, "waiting_requests") == 0
-    batcher = engine._batcher
-    assert not batcher._tasks
-    assert batcher.idle
+    scheduler = engine._scheduler
+    assert not scheduler._tasks
+    assert scheduler.idle
 
 
 ALONE = {
-    "reuse": (Lanes, "reuse", lambda lanes, job: job.owner.request),
+    "reuse": (KVCacheManager, "reuse", lambda lanes, job: job.owner.request),
     "score": (PromptScorer, "add", lambda scorer, *rest: scorer.request),
     "delta": (Task, "delta", lambda task, *rest: task.request),
     "take": (Task, "take", lambda task, *rest: task.request),
@@ -85,7 +86,7 @@ async def test_what_concerns_one_request_fails_it_alone(
 ) -> None:
     async with serving(model_folder) as engine:
         expected = await outcomes(engine)
-        engine._inbox.put(engine._batcher.lanes.prefixes.clear)
+        engine._commands.put(ForgetWarmUp())
         raising_for_the_guilty(monkeypatch, *ALONE[phase])
         found = await outcomes(engine)
         for n, (one, other) in enumerate(zip(found, expected, strict=True)):
@@ -102,18 +103,18 @@ async def test_what_concerns_one_request_fails_it_alone(
 
 
 DEADLY = {
-    "add": (Batcher, "add"),
-    "grow": (Scheduler, "grow"),
-    "plan": (Scheduler, "plan"),
-    "room": (Lanes, "fit"),
-    "load": (Lanes, "load"),
-    "forward": (Forward, "logits"),
-    "draw": (batching, "draw"),
-    "place": (Lanes, "place"),
-    "advance": (Batcher, "_advance"),
-    "leave": (Batcher, "_leave"),
-    "remember": (Lanes, "remember"),
-    "observe": (Lanes, "observe"),
+    "add": (Scheduler, "add"),
+    "grow": (Planner, "grow"),
+    "plan": (Planner, "plan"),
+    "room": (KVCacheManager, "fit"),
+    "load": (KVCacheManager, "load"),
+    "forward": (Runner, "logits"),
+    "draw": (runner, "draw"),
+    "place": (KVCacheManager, "place"),
+    "advance": (Scheduler, "_advance"),
+    "leave": (Scheduler, "_leave"),
+    "remember": (KVCacheManager, "remember"),
+    "observe": (KVCacheManager, "observe"),
     "post": (TorchEngine, "_post"),
     "deliver": (TorchEngine, "_hand_over"),
     "let go": (TorchEngine, "_let_go"),
@@ -155,7 +156,7 @@ async def test_an_order_that_fails_ends_the_engine_and_every_wait(
             await engine.install(f"r@{n}", make_adapter(engine.targets, seed=n))
         generation = await engine.submit(request(prompt(6), version_id="r@1", follow_run="r", max_tokens=240))
         await until(lambda: metric(engine, "running_sequences") == 1)
-        raising_once(getattr(Batcher, name), monkeypatch, Batcher, name)
+        raising_once(getattr(Scheduler, name), monkeypatch, Scheduler, name)
         async with asyncio.timeout(LIMIT_S):
             if name == "cancel":
                 engine._cancel(next(iter(engine._tasks)))

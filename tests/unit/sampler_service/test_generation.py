@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sampler_service.core.request import Result, StopCondition
-from sampler_service.torch_engine import batcher
+from sampler_service.torch_engine import scheduler
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.models import make_model
 from tests.oracle import Oracle
@@ -177,16 +177,16 @@ async def test_prompts_of_one_owner_rest_while_another_ones_tokens_are_due(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, owners: tuple[str, str], rested: bool
 ) -> None:
     """By a clock on which every step takes about as long as any other."""
-    monkeypatch.setattr(batcher, "time", SimpleNamespace(perf_counter=count().__next__, time=time.time))
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(perf_counter=count().__next__, time=time.time))
     rests: list[bool] = []
     async with serving(model_folder, prefill_tokens_per_step=32) as engine:
-        plan = engine._batcher.scheduler.plan
+        plan = engine._scheduler.planner.plan
 
         def noted(**resting: bool) -> object:
             rests.append(resting["rests"])
             return plan(**resting)
 
-        monkeypatch.setattr(engine._batcher.scheduler, "plan", noted)
+        monkeypatch.setattr(engine._scheduler.planner, "plan", noted)
         running = await engine.submit(request(prompt(5), max_tokens=40, cache_salt=owners[0]))
         others = [
             await engine.submit(request(prompt(200, seed=n), max_tokens=1, cache_salt=owners[1])) for n in range(3)
@@ -351,11 +351,11 @@ async def test_sequences_of_different_sizes_are_each_as_alone(
 
     async with serving(model_folder) as engine:
         alone = [await run(engine, n) for n in range(len(asked))]
-    monkeypatch.setattr("sampler_service.torch_engine.scheduler.SHORT_TOKENS", 32)
+    monkeypatch.setattr("sampler_service.torch_engine.planner.SHORT_TOKENS", 32)
     monkeypatch.setattr("sampler_service.core.sequence.HEADROOM", 8)
     async with serving(model_folder, max_kv_tokens=1400, prefill_tokens_per_step=50) as engine:
         together = await asyncio.gather(*(run(engine, n) for n in range(len(asked))))
-        assert len(engine._batcher.lanes.caches) == 3
+        assert len(engine._scheduler.kv.caches) == 3
     for one, other in zip(alone, together, strict=True):
         assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
         for mine, its in zip(one.sequences, other.sequences, strict=True):

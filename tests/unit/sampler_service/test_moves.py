@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from sampler_service.core.request import Request, Result, SampledSequence
+from sampler_service.torch_engine.commands import Stop
 from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS
 from tests.switching import plain_model, switching_logprobs
@@ -36,7 +37,7 @@ class Steps:
         self._made = metric(engine, "step_seconds_count") + 1
 
     def gate(self) -> None:
-        if not self._engine._batcher.idle:
+        if not self._engine._scheduler.idle:
             self._permits.acquire()
 
     def open(self, count: int = 1000) -> None:
@@ -412,7 +413,7 @@ async def test_a_move_that_a_stopping_engine_does_not_make_is_no_success(model_f
             await engine.install(version(number), make_adapter(engine.targets, seed=number))
         with stepping(engine):
             await engine.submit(following(prompt(9), max_tokens=50))
-            engine._inbox.put(None)
+            engine._commands.put(Stop())
             moving = asyncio.create_task(engine.move(RUN, version(2)))
             await asyncio.sleep(0)
     with pytest.raises(NotReady, match="shutting down"):

@@ -23,6 +23,7 @@ from sampler_service.core import validation
 from sampler_service.core.engine import EngineSlot
 from sampler_service.core.request import Targets
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.torch_engine.commands import ForgetWarmUp
 from tests.models import make_model
 from tests.unit.sampler_service.conftest import Service
 from tests.unit.sampler_service.serving import (
@@ -251,7 +252,8 @@ async def test_what_requests_hold_is_bounded_and_free_again_at_their_end(
 def test_no_less_memory_is_counted_than_a_waiting_request_takes(text_model_folder: Path) -> None:
     async def measured() -> tuple[int, int]:
         async with serving(text_model_folder, max_running=1) as engine:
-            engine._inbox.put(lambda: time.sleep(2))
+            engine._scheduler.forget_warm_up = lambda: time.sleep(2)  # type: ignore[method-assign]
+            engine._commands.put(ForgetWarmUp())
             asked = [request(prompt(4, vocab_size=200), max_tokens=250, num_samples=1000) for _ in range(20)]
             tracemalloc.start()
             for one in asked:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sampler_service.core.sequence import HEADROOM, Sequence
-from sampler_service.torch_engine.scheduler import RESTING_TOKENS, Job, Scheduler
+from sampler_service.torch_engine.planner import RESTING_TOKENS, Job, Planner
 
 
 def job(
@@ -19,18 +19,18 @@ def job(
     return Job(owner, length, sequences, scored=True, run=run)
 
 
-def scheduler(*jobs: Job[str], max_running: int = 8, max_kv_tokens: int = 10_000, tokens: int = 100) -> Scheduler[str]:
-    made: Scheduler[str] = Scheduler(max_running=max_running, max_kv_tokens=max_kv_tokens, tokens_per_step=tokens)
+def scheduler(*jobs: Job[str], max_running: int = 8, max_kv_tokens: int = 10_000, tokens: int = 100) -> Planner[str]:
+    made: Planner[str] = Planner(max_running=max_running, max_kv_tokens=max_kv_tokens, tokens_per_step=tokens)
     queue(made, *jobs)
     return made
 
 
-def queue(scheduler: Scheduler[str], *jobs: Job[str]) -> None:
+def queue(scheduler: Planner[str], *jobs: Job[str]) -> None:
     for one in jobs:
         scheduler.waiting.append(one)
 
 
-def counting_room(scheduler: Scheduler[str]) -> Counter[str]:
+def counting_room(scheduler: Planner[str]) -> Counter[str]:
     """Counts from now on how often the scheduler asks whether there is room."""
     asked, has_room = Counter[str](), scheduler._has_room
 
@@ -42,7 +42,7 @@ def counting_room(scheduler: Scheduler[str]) -> Counter[str]:
     return asked
 
 
-def begin(scheduler: Scheduler[str]) -> list[tuple[str, int, int, int]]:
+def begin(scheduler: Planner[str]) -> list[tuple[str, int, int, int]]:
     """One step in which every prompt that ends puts its sequences into the batch: (owner, start, length, lane)."""
     pieces = scheduler.plan()
     for piece in pieces:
@@ -66,7 +66,7 @@ def test_a_prompt_in_pieces_follows_the_running_when_they_leave() -> None:
     assert (piece.came_from, piece.job.lane, piece.start, piece.ends) == (3, 1, 90, False)
 
 
-def first_token_after(s: Scheduler[str], owner: str) -> int:
+def first_token_after(s: Planner[str], owner: str) -> int:
     """Steps until the owner's prompt is computed, and its first token with it."""
     for step in range(1, 100):
         if any(name == owner for name, *_ in begin(s)) and any(one.owner == owner for one in s.running):
@@ -175,7 +175,7 @@ def test_dropping_a_request_names_its_lanes() -> None:
 
 
 def test_a_job_starts_behind_what_need_not_be_computed_also_when_it_takes_several_steps() -> None:
-    s: Scheduler[str] = Scheduler(
+    s: Planner[str] = Planner(
         max_running=8, max_kv_tokens=10_000, tokens_per_step=100, reuse=lambda job: {"a": 64, "b": 32}[job.owner]
     )
     queue(s, job("a", 65, samples=2), job("b", 200))
@@ -272,7 +272,7 @@ def test_those_that_pass_do_so_in_the_order_in_which_they_came_whatever_their_le
     assert [owner for owner, *_ in begin(s)] == ["canary", "scored 0", "scored 1", "scored 2"]
 
 
-def owners(s: Scheduler[str]) -> list[str]:
+def owners(s: Planner[str]) -> list[str]:
     return [one.owner for one in s.waiting]
 
 

@@ -1,4 +1,4 @@
-"""Random lives of the sampler's batch: the real scheduler, lanes, prefix cache and batcher around a model that stores
+"""Random lives of the sampler's batch: the real scheduler, planner, caches and prefix cache around a model that stores
 what can be told again, so that all that a sequence reads can be held against what it must be."""
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from sampler_service.core.stops import StopRule
 from sampler_service.core.task import Task
 from sampler_service.core.versions import Version
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.torch_engine import scheduler as scheduling
-from sampler_service.torch_engine.batcher import Batcher
-from sampler_service.torch_engine.forward import Forward
-from sampler_service.torch_engine.scheduler import Job, size_of
-from sampler_service.torch_engine.step import Step
+from sampler_service.torch_engine import planner as planning
+from sampler_service.torch_engine.planner import Job, size_of
+from sampler_service.torch_engine.runner import Batch, Runner
+from sampler_service.torch_engine.scheduler import Scheduler
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import Cancelled, OutOfCapacity, ServiceError
 
@@ -37,19 +36,19 @@ SHORT_TOKENS = 16
 """In place of 1,024, so that small requests have all sizes."""
 
 
-class NotingModel:
-    """In the place of forward.py: a token's key is the token, its value its position. Logits are flat. It may fail."""
+class NotingModel(Runner):
+    """A runner without a model. A token's key is the token, its value its position. Logits are flat. It may fail."""
 
-    def __init__(self, batcher: Batcher) -> None:
-        self.batcher = batcher
+    def __init__(self, base: BaseModel, scheduler: Scheduler) -> None:
+        super().__init__(base, scheduler.kv.caches, metrics=scheduler.metrics)
         self.fails: BaseException | None = None
 
-    def logits(self, step: Step) -> torch.Tensor:
-        for sequence in step.running:
+    def logits(self, batch: Batch) -> torch.Tensor:
+        for sequence in batch.running:
             known = self.tokens(sequence)
             self._check(sequence.size, sequence.lane, known[:-1])
             self._store(sequence.size, sequence.lane, known, len(known) - 1)
-        for piece in step.pieces:
+        for piece in batch.pieces:
             job = piece.job
             known = self.tokens(job.sequences[0])[: piece.start + piece.length]
             self._check(job.size, job.lane, known[: piece.start])
@@ -57,13 +56,13 @@ class NotingModel:
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
-        return torch.zeros(len(step.running) + len(step.ending), VOCAB)
+        return torch.zeros(len(batch.running) + len(batch.ending), VOCAB)
 
     def tokens(self, sequence: Sequence[Task]) -> list[int]:
         return [*sequence.owner.request.prompt.tolist(), *sequence.tokens]
 
     def _store(self, size: int, lane: int, known: list[int], start: int) -> None:
-        cache = self.batcher.lanes.caches[size]
+        cache = self.caches[size]
         assert lane < cache.num_lanes
         assert len(known) <= cache.capacity
         keys, values = cache.layer(0, torch.zeros(1, 1, 1), torch.zeros(1, 1, 1))
@@ -73,22 +72,18 @@ class NotingModel:
     def _check(self, size: int, lane: int, known: list[int]) -> None:
         """What the lane holds is what the sequence has."""
         if known:
-            cache = self.batcher.lanes.caches[size]
+            cache = self.caches[size]
             assert cache.keys[0][lane, 0, : len(known), 0].tolist() == known
             assert cache.values[0][lane, 0, : len(known), 0].tolist() == list(range(len(known)))
 
 
-def make_batcher() -> tuple[Batcher, NotingModel]:
+def make_scheduler() -> tuple[Scheduler, NotingModel]:
     base: Any = type("Base", (), {"vocab_size": VOCAB, "device": torch.device("cpu")})()
     sizes = Sizes(bytes_per_token=8, max_kv_tokens=MAX_KV_TOKENS, prefix_cache_bytes=8 * 320, tokens_per_step=40)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sampler_service.torch_engine.batcher.Parameters", lambda base: None)
-        batcher = Batcher(
-            cast(BaseModel, base), sizes, max_running=MAX_RUNNING, metrics=SamplerMetrics(CollectorRegistry())
-        )
-    model = NotingModel(batcher)
-    batcher._forward = cast(Forward, model)
-    return batcher, model
+        patch.setattr("sampler_service.torch_engine.runner.Parameters", lambda base: None)
+        scheduler = Scheduler(sizes, max_running=MAX_RUNNING, metrics=SamplerMetrics(CollectorRegistry()))
+        return scheduler, NotingModel(cast(BaseModel, base), scheduler)
 
 
 async def _generation(*, stream: bool) -> Generation:
@@ -100,16 +95,16 @@ class BatchMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(scheduling, "SHORT_TOKENS", SHORT_TOKENS)
+        self.patch.setattr(planning, "SHORT_TOKENS", SHORT_TOKENS)
         self.patch.setattr("sampler_service.core.sequence.HEADROOM", 8)
-        self.batcher, self.model = make_batcher()
+        self.scheduler, self.model = make_scheduler()
         self.waiting: dict[Task, None] = {}
         """Requests that have not ended."""
         self.order = 0
         self.namespace = 0
 
     def teardown(self) -> None:
-        if not hasattr(self, "batcher"):
+        if not hasattr(self, "scheduler"):
             return
         try:
             self.finish()
@@ -120,13 +115,13 @@ class BatchMachine(RuleBasedStateMachine):
     def finish(self) -> None:
         # Each step gives one token at least, or a piece of a prompt; what is interrupted is computed again.
         num_steps = 100 + 4 * sum(one.max_length for task in self.waiting for one in task.sequences)
-        while not self.batcher.idle and num_steps:
+        while not self.scheduler.idle and num_steps:
             self.step()
             num_steps -= 1
         assert not self.waiting, "every request has ended"
-        assert not self.batcher._tasks
-        assert not self.batcher.scheduler.running
-        assert self.batcher.scheduler.partial is None
+        assert not self.scheduler._tasks
+        assert not self.scheduler.planner.running
+        assert self.scheduler.planner.partial is None
 
     @rule(
         length=st.integers(1, 120),
@@ -164,25 +159,26 @@ class BatchMachine(RuleBasedStateMachine):
         together = min(MAX_RUNNING, MAX_KV_TOKENS // task.sequences[0].need)
         groups = [task.sequences[n : n + together] for n in range(0, num_samples, together)]
         self.waiting[task] = None
-        self.batcher.add([Job(task, length, group, scored=n == 0) for n, group in enumerate(groups)])
+        self.scheduler.add([Job(task, length, group, scored=n == 0) for n, group in enumerate(groups)])
 
-    @precondition(lambda self: not self.batcher.idle)
+    @precondition(lambda self: not self.scheduler.idle)
     @rule(times=st.integers(1, 12))
     def compute(self, times: int) -> None:
         for _ in range(times):
-            if not self.batcher.idle:
+            if not self.scheduler.idle:
                 self.step()
 
     def step(self) -> None:
         try:
-            self.batcher.step()
+            batch = self.scheduler.schedule()
+            self.scheduler.update(batch, self.model.run(batch))
         except torch.OutOfMemoryError:
-            self.batcher.fail(OutOfCapacity("full"))
+            self.scheduler.fail(OutOfCapacity("full"))
         self.deliver()
         self.check()
 
     def deliver(self) -> None:
-        for task, outcome in self.batcher.take_deliveries().ended:
+        for task, outcome in self.scheduler.take_output().ended:
             del self.waiting[task]  # KeyError: it has ended twice
             if isinstance(outcome, Result):
                 assert [len(one.tokens) for one in outcome.sequences] == [
@@ -195,11 +191,11 @@ class BatchMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         task = data.draw(st.sampled_from(list(self.waiting)))
-        self.batcher.cancel(task, Cancelled("the caller has left"))
+        self.scheduler.cancel(task, Cancelled("the caller has left"))
         self.deliver()
         assert task not in self.waiting
 
-    @precondition(lambda self: not self.batcher.idle)
+    @precondition(lambda self: not self.scheduler.idle)
     @rule()
     def run_out_of_memory(self) -> None:
         self.model.fails = torch.OutOfMemoryError("full")
@@ -217,37 +213,36 @@ class BatchMachine(RuleBasedStateMachine):
         self.namespace += 1
         weights: Any = None
         version = Version(f"run@{self.namespace}", weights, namespace=self.namespace)
-        moved: asyncio.Future[int] = self.loop.create_future()
         tasks = [task for task in self.waiting if task.request.follow_run]
         for task in tasks:
             task.held.append(version)
-        self.batcher.move(tasks, version, moved)
+        self.scheduler.move(tasks, version, self.namespace)
 
     @invariant()
     def check(self) -> None:
-        if not hasattr(self, "batcher"):
+        if not hasattr(self, "scheduler"):
             return
-        scheduler, lanes = self.batcher.scheduler, self.batcher.lanes
-        assert self.waiting.keys() == self.batcher._tasks.keys()
+        planner, kv = self.scheduler.planner, self.scheduler.kv
+        assert self.waiting.keys() == self.scheduler._tasks.keys()
         # Every sequence that has not ended is in one place.
-        places = [one for job in scheduler.waiting for one in job.sequences]
-        places += scheduler.partial.sequences if scheduler.partial is not None else []
-        places += scheduler.running
+        places = [one for job in planner.waiting for one in job.sequences]
+        places += planner.partial.sequences if planner.partial is not None else []
+        places += planner.running
         assert len(places) == len({id(one) for one in places})
         unfinished = {id(one) for task in self.waiting for one in task.sequences if one.index not in task.finished}
         assert {id(one) for one in places} == unfinished
         # Lanes are dense, and no more is promised than there is.
         by_size: dict[int, list[Sequence[Task]]] = {}
-        for one in scheduler.running:
+        for one in planner.running:
             by_size.setdefault(one.size, []).append(one)
             assert one.size == size_of(one.reserved)
         assert list(by_size) == sorted(by_size)
         assert all([one.lane for one in group] == list(range(len(group))) for group in by_size.values())
-        held = scheduler.partial.sequences if scheduler.partial is not None else []
-        assert scheduling.Room([*scheduler.running, *held]).tokens <= MAX_KV_TOKENS
-        assert sum(cache.num_lanes * cache.capacity for cache in lanes.caches.values()) <= MAX_KV_TOKENS
+        held = planner.partial.sequences if planner.partial is not None else []
+        assert planning.Room([*planner.running, *held]).tokens <= MAX_KV_TOKENS
+        assert sum(cache.num_lanes * cache.capacity for cache in kv.caches.values()) <= MAX_KV_TOKENS
         # Every block is free or found, once.
-        prefixes = lanes.prefixes
+        prefixes = kv.prefixes
         blocks = [*prefixes._free, *(block.id for block in prefixes._index.values())]
         assert sorted(blocks) == list(range(prefixes._blocks.num_blocks))
         assert sum(len(digests) for digests in prefixes._namespaces.values()) == len(prefixes._index)

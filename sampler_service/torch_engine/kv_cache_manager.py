@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sampler_service.core.sequence import Sequence
 from sampler_service.core.task import Task
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.torch_engine.planner import Job, Piece
 from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS, PrefixCache, digests_of
-from sampler_service.torch_engine.scheduler import Job
-from sampler_service.torch_engine.step import TaskPiece, TaskSequence
 from tinsmith.modeling.kv_cache import KVCache
 
 IDLE_CACHE_BYTES = 64 * 1024 * 1024
@@ -36,13 +36,13 @@ class Wanted:
         self.promised = max(self.promised, promised, tokens)
 
 
-class Lanes:
+class KVCacheManager:
     def __init__(
         self, *, max_lanes: int, max_tokens: int, bytes_per_token: int, prefix_bytes: int, metrics: SamplerMetrics
     ) -> None:
         """`max_tokens`: lanes x tokens of one, of all caches; `prefix_bytes`: of the prefix cache, 0 for none."""
         self.caches: defaultdict[int, KVCache] = defaultdict(KVCache)
-        """By the size of sequences (scheduler.py)."""
+        """By the size of sequences (planner.py)."""
         self.prefixes = PrefixCache(max_bytes=prefix_bytes, bytes_per_token=bytes_per_token)
         self._max_lanes = max_lanes
         self._max_tokens = max_tokens
@@ -116,14 +116,14 @@ class Lanes:
         self._metrics.cache.prefix_hit_tokens.inc(tokens)
         return tokens
 
-    def load(self, piece: TaskPiece) -> None:
+    def load(self, piece: Piece[Task]) -> None:
         """Brings a job's reused tokens to its lane, before its first piece is computed."""
         job = piece.job
         if job.blocks:
             self.prefixes.load(self.caches[job.size], job.lane, job.blocks, piece.start)
             job.blocks = []
 
-    def remember(self, sequence: TaskSequence, lane: int) -> None:
+    def remember(self, sequence: Sequence[Task], lane: int) -> None:
         """Keeps the computed tokens of a sequence, which lie in this lane of its size, before that is given away or
         shared; unless they are of more than one version, for then no request may find them."""
         task = sequence.owner
@@ -136,7 +136,7 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _digests(sequence: TaskSequence) -> list[bytes]:
+def _digests(sequence: Sequence[Task]) -> list[bytes]:
     """Digests of the full blocks of a sequence's tokens, without the newest, whose keys and values are not computed."""
     task = sequence.owner
     namespace, salt = task.namespace_of(sequence), task.request.cache_salt

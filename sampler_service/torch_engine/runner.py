@@ -1,0 +1,429 @@
+"""Computes a batch: the newest token of each running sequence and pieces of prompts, laid end to end, then a draw.
+
+Shapes: B running sequences, T packed tokens, R rows that sample, M rows with a grammar, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sampler_service.core import sampling
+from sampler_service.core.penalties import Penalized
+from sampler_service.core.sampling import Rules, UInt64s, scaled_logprobs, uniforms
+from sampler_service.core.sequence import Sequence as RunningSequence
+from sampler_service.core.task import Task
+from sampler_service.grammars import Bools
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.torch_engine.planner import Piece
+from tinsmith.cores import Cores
+from tinsmith.errors import ServiceError
+from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.attention import Packed
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.full_weights import FullWeights, Parameters
+from tinsmith.modeling.kernels.transfer import on_device
+from tinsmith.modeling.kv_cache import Cached, CachedTogether, KVCache, Prefill, SharedPrompts
+from tinsmith.modeling.logprobs import logits
+from tinsmith.modeling.lora import Run
+
+MIN_SHARED_TOKENS = 32
+"""Shorter prompts are read as often as they are used: two products cost more."""
+
+TaskSequence = RunningSequence[Task]
+TaskPiece = Piece[Task]
+
+
+def adapter_of(sequence: TaskSequence) -> Adapter | None:
+    """The adapter that a sequence is at; those of one job are at the same until its prompt is computed."""
+    return sequence.owner.adapter_of(sequence)
+
+
+def runs_of(segments: Iterable[tuple[Adapter | None, int]]) -> list[Run]:
+    """Runs from (adapter, number of rows) of consecutive segments. One stretch of rows is a slice, which is cheaper."""
+    stretches: dict[int, list[slice]] = {}
+    adapters: dict[int, Adapter] = {}
+    start = 0
+    for adapter, count in segments:
+        stop = start + count
+        if adapter is not None:
+            mine = stretches.setdefault(id(adapter), [])
+            adapters[id(adapter)] = adapter
+            if mine and mine[-1].stop == start:
+                mine[-1] = slice(mine[-1].start, stop)
+            else:
+                mine.append(slice(start, stop))
+        start = stop
+    return [
+        Run(
+            adapters[key],
+            mine[0]
+            if len(mine) == 1
+            else torch.cat([torch.arange(rows.start, rows.stop) for rows in mine]).to(adapters[key].flat.device),
+        )
+        for key, mine in stretches.items()
+    ]
+
+
+@dataclass(slots=True)
+class Rows:
+    """How the sampling rows draw: the running sequences in their order, then new ones."""
+
+    sequences: Sequence[TaskSequence]
+    rules: Rules
+    keys: UInt64s
+    counters: UInt64s
+    """Index of the token that is drawn next."""
+    topk: list[tuple[int, int]]
+    """(row, k) of the rows that want a top-k table."""
+    penalized: Penalized | None
+    """The rows with penalties or biases; None when there are none."""
+    with_grammar: list[int]
+    """Indices of the rows that draw only tokens which their grammar allows."""
+
+    @classmethod
+    def of(cls, sequences: Sequence[TaskSequence], *, vocab_size: int, device: torch.device) -> Rows:
+        return cls(
+            sequences=sequences,
+            rules=Rules.of([sequence.owner.rule for sequence in sequences], vocab_size=vocab_size, device=device),
+            keys=np.array([sequence.owner.keys[sequence.index] for sequence in sequences], np.uint64),
+            counters=np.array([len(sequence.tokens) for sequence in sequences], np.uint64),
+            topk=[(n, sequence.owner.topk) for n, sequence in enumerate(sequences) if sequence.owner.topk],
+            penalized=Penalized.of(
+                [
+                    (n, penalties, sequence.owner.history(sequence, vocab_size=vocab_size, device=device))
+                    for n, sequence in enumerate(sequences)
+                    if (penalties := sequence.owner.request.params.penalties)
+                ],
+                device=device,
+            ),
+            with_grammar=[n for n, sequence in enumerate(sequences) if sequence.owner.grammar is not None],
+        )
+
+
+@dataclass(slots=True)
+class Pass:
+    """What one forward pass computes: sequences and pieces for which the base model has the same parameters."""
+
+    parameters: FullWeights | None
+    """None: its own."""
+    rows: list[int] = field(default_factory=list)
+    """Of running sequences, in order."""
+    pieces: list[TaskPiece] = field(default_factory=list)
+
+
+def passes_of(running: Sequence[TaskSequence], pieces: Sequence[TaskPiece]) -> list[Pass]:
+    """One for each set of parameters; as a rule there is one."""
+    passes: dict[int, Pass] = {}
+    for row, sequence in enumerate(running):
+        parameters = sequence.owner.parameters_of(sequence)
+        passes.setdefault(id(parameters), Pass(parameters)).rows.append(row)
+    for piece in pieces:
+        parameters = piece.job.owner.parameters_of(piece.job.sequences[0])
+        passes.setdefault(id(parameters), Pass(parameters)).pieces.append(piece)
+    return list(passes.values())
+
+
+def shared_prompts_of(running: Sequence[TaskSequence], device: torch.device) -> SharedPrompts | None:
+    """None where reading a prompt once for all its sequences would gain nothing."""
+    groups: dict[int, list[int]] = {}
+    for row, sequence in enumerate(running):
+        groups.setdefault(id(sequence.origin), []).append(row)
+    length = min(sequence.shared_length for sequence in running)
+    most = max(len(rows) for rows in groups.values())
+    if length < MIN_SHARED_TOKENS or 2 * len(groups) > len(running) or len(groups) * most > 2 * len(running):
+        return None
+    return SharedPrompts.of(list(groups.values()), length, device)
+
+
+def _size(sequence: TaskSequence) -> int:
+    return sequence.size
+
+
+@dataclass(slots=True)
+class Decoding:
+    """The running sequences as tensors; kept from step to step while the same ones run."""
+
+    rows: Rows
+    tokens_B: Tensor
+    """Newest token of each, which has not been computed yet."""
+    positions_B: Tensor
+    """And its position."""
+    runs: list[Run]
+    passes: list[Pass]
+    shared: dict[int, SharedPrompts | None]
+    """By the size of sequences."""
+
+    @classmethod
+    def of(cls, running: Sequence[TaskSequence], *, vocab_size: int, device: torch.device) -> Decoding:
+        return cls(
+            rows=Rows.of(list(running), vocab_size=vocab_size, device=device),
+            tokens_B=torch.tensor([sequence.tokens[-1] for sequence in running], dtype=torch.int64, device=device),
+            positions_B=torch.tensor([sequence.length - 1 for sequence in running], dtype=torch.int64, device=device),
+            runs=runs_of((adapter_of(sequence), 1) for sequence in running),
+            passes=passes_of(running, []),
+            shared={size: shared_prompts_of(list(rows), device) for size, rows in groupby(running, key=_size)},
+        )
+
+    def advance(self, tokens_B: Tensor) -> None:
+        self.tokens_B = tokens_B
+        self.positions_B = self.positions_B + 1
+        self.rows.counters += np.uint64(1)
+        if self.rows.penalized is not None:
+            self.rows.penalized.take(tokens_B)
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one step computes, as Scheduler.schedule() says."""
+
+    running: Sequence[TaskSequence]
+    """Sequences that get their next token."""
+    pieces: Sequence[TaskPiece]
+    """Pieces of prompts."""
+    changed: bool = True
+    """Whether the running sequences, their lanes or their versions differ from those of the last batch."""
+    rests: bool = False
+    """Whether prompts rest in this step."""
+    started: float = 0.0
+    """When the step began, by the performance counter."""
+    ending: Sequence[TaskPiece] = field(init=False)
+    """The pieces with which their prompts end."""
+
+    def __post_init__(self) -> None:
+        self.ending = [piece for piece in self.pieces if piece.ends]
+
+    @property
+    def sampling(self) -> list[TaskSequence]:
+        """Sequences that get a token: the running ones, then those of the prompts that end here."""
+        return [*self.running, *(sequence for piece in self.ending for sequence in piece.job.sequences)]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(piece.length for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token of each sampling sequence of a batch, on the host."""
+
+    tokens_R: list[int]
+    logprobs_R: list[float]
+
+
+class Runner:
+    """Computes batches on the model. Belongs to the compute thread."""
+
+    def __init__(
+        self, base: BaseModel, caches: Mapping[int, KVCache], *, metrics: SamplerMetrics, cores: Cores | None = None
+    ) -> None:
+        """`caches`: keys and values, by the size of sequences (planner.py). `cores`: None leaves the number of threads
+        as it is."""
+        self.base = base
+        self.parameters = Parameters(base)
+        self.caches = caches
+        self.metrics = metrics
+        self.cores = cores or Cores("", most=0, set_threads=lambda _: None)
+        self._decoding: Decoding | None = None
+        """The running sequences as tensors; None when none run."""
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> Drawn:
+        """Computes a batch and draws a token for each of its sampling sequences."""
+        if not batch.running:
+            self._decoding = None
+        elif batch.changed or self._decoding is None:
+            self._decoding = Decoding.of(batch.running, vocab_size=self.base.vocab_size, device=self.base.device)
+        self.cores.begin(num_tokens=len(batch.running) + batch.prompt_tokens)
+        self.metrics.steps.threads.set(self.cores.threads)
+        phases = self.metrics.steps.phases
+        with phases["forward"].time():
+            logits_R_V = self.logits(batch)
+        if not batch.running and not batch.ending:
+            return Drawn([], [])
+        with phases["draw"].time():
+            return draw(batch, self._decoding, logits_R_V)
+
+    @torch.inference_mode()
+    def check_alive(self) -> None:
+        """Raises when the model cannot compute even one token."""
+        zero = torch.zeros(1, dtype=torch.int64, device=self.base.device)
+        self.base.hidden_states(zero, zero, Packed([1]), []).sum().item()
+
+    def logits(self, batch: Batch) -> Tensor:
+        """float32 logits [R, V]: of each running sequence, then of the last token of each prompt that ends here.
+
+        Prompts are scored on the way.
+        """
+        running, decoding = batch.running, self._decoding
+        passes = passes_of(running, batch.pieces) if batch.pieces or decoding is None else decoding.passes
+        if len(passes) == 1:
+            return self._run_pass(batch, passes[0])
+        logits_R_V = torch.empty(len(running) + len(batch.ending), self.base.vocab_size, device=self.base.device)
+        for one in passes:
+            rows = one.rows + [len(running) + n for n, piece in enumerate(batch.ending) if piece in one.pieces]
+            logits_R_V[torch.tensor(rows, dtype=torch.int64, device=self.base.device)] = self._run_pass(batch, one)
+        return logits_R_V
+
+    def _run_pass(self, batch: Batch, one: Pass) -> Tensor:
+        """float32 [r, V]: for its sequences, then for its prompts that end here."""
+        self.parameters.use(one.parameters)
+        hidden_T_H = self._hidden_states(batch, one)
+        self._score(one, hidden_T_H)
+        return self._logits(batch, one, hidden_T_H)
+
+    def _hidden_states(self, batch: Batch, one: Pass) -> Tensor:
+        """Hidden states [T, H]: the running sequences' newest tokens, then the pieces."""
+        device = self.base.device
+        decoding = self._decoding
+        tokens, positions = [], []
+        if decoding is not None and one.rows:
+            every_row = len(one.rows) == len(batch.running)
+            rows = slice(None) if every_row else torch.tensor(one.rows, device=device)
+            tokens.append(decoding.tokens_B[rows])
+            positions.append(decoding.positions_B[rows])
+        for piece in one.pieces:
+            stop = piece.start + piece.length
+            tokens.append(
+                torch.from_numpy(piece.job.owner.tokens_of(piece.job.sequences[0], piece.start, stop)).to(device)
+            )
+            positions.append(torch.arange(piece.start, stop, device=device))
+            self.metrics.steps.prefilled_tokens.inc(piece.length)
+        runs = self._kept_runs(one)
+        if runs is None:
+            running = batch.running
+            segments = [(adapter_of(running[row]), 1) for row in one.rows]
+            runs = runs_of([*segments, *((adapter_of(piece.job.sequences[0]), piece.length) for piece in one.pieces)])
+        layouts = list(self._layouts(batch, one))
+        layout = layouts[0] if len(layouts) == 1 else CachedTogether(layouts)
+        return self.base.hidden_states(_joined(tokens), _joined(positions), layout, runs)
+
+    def _layouts(self, batch: Batch, one: Pass) -> Iterator[Cached]:
+        """Of each cache that the pass uses."""
+        running, decoding = batch.running, self._decoding
+        of_running = Counter(sequence.size for sequence in running)
+        rows_of: dict[int, list[int]] = {}
+        for row in one.rows:
+            rows_of.setdefault(running[row].size, []).append(row)
+        for size in sorted({*rows_of, *(piece.job.size for piece in one.pieces)}):
+            rows, lanes_B, shared = rows_of.get(size, []), None, None
+            positions_B = torch.empty(0, dtype=torch.int64, device=self.base.device)
+            if decoding is not None and rows:
+                # Rows go by size, then by lane: all of one size follow each other.
+                is_whole = len(rows) == of_running[size]
+                positions_B = decoding.positions_B[slice(rows[0], rows[-1] + 1) if is_whole else rows]
+                if is_whole:
+                    shared = decoding.shared[size]
+                else:
+                    lanes_B = torch.tensor([running[row].lane for row in rows], device=self.base.device)
+            prefills = [
+                Prefill(piece.job.lane, piece.start, piece.length) for piece in one.pieces if piece.job.size == size
+            ]
+            yield Cached(self.caches[size], positions_B, prefills, lanes_B=lanes_B, shared=shared)
+
+    def _score(self, one: Pass, hidden_T_H: Tensor) -> None:
+        first = len(one.rows)
+        for piece in one.pieces:
+            rows = slice(first, first + piece.length)
+            first = rows.stop
+            task = piece.job.owner
+            if task.scorer is not None and piece.job.scored:
+                adapter = adapter_of(piece.job.sequences[0])
+                try:
+                    task.scorer.add(self.base.head, hidden_T_H[rows], start=piece.start, adapter=adapter)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    task.fail(error)
+
+    def _logits(self, batch: Batch, one: Pass, hidden_T_H: Tensor) -> Tensor:
+        running, runs = batch.running, self._kept_runs(one)
+        if runs is not None:
+            return logits(self.base.head, hidden_T_H, runs)
+        wanted = list(range(len(one.rows)))
+        adapters = [adapter_of(running[row]) for row in one.rows]
+        last = len(one.rows) - 1
+        for piece in one.pieces:
+            last += piece.length
+            if piece.ends:
+                wanted.append(last)
+                adapters.append(adapter_of(piece.job.sequences[0]))
+        rows = torch.tensor(wanted, dtype=torch.int64, device=self.base.device)
+        return logits(self.base.head, hidden_T_H[rows], runs_of((adapter, 1) for adapter in adapters))
+
+    def _kept_runs(self, one: Pass) -> list[Run] | None:
+        """Runs of the steps that only decode, all sequences in one pass."""
+        decoding = self._decoding
+        if decoding is None or one.pieces or len(decoding.passes) > 1:
+            return None
+        return decoding.runs
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def draw(batch: Batch, decoding: Decoding | None, logits_R_V: Tensor) -> Drawn:
+    """A token for each running sequence, and for each sequence of the prompts that end here."""
+    running, device = batch.running, logits_R_V.device
+    if not batch.ending:
+        assert decoding is not None
+        rows = decoding.rows
+    else:
+        sequences = batch.sampling
+        rows = Rows.of(sequences, vocab_size=logits_R_V.shape[1], device=device)
+        # num_samples draws from one row.
+        counts = [1] * len(running) + [len(piece.job.sequences) for piece in batch.ending]
+        if len(sequences) > len(counts):
+            # With the number of rows: else the host would have to ask the device for it.
+            logits_R_V = logits_R_V.repeat_interleave(
+                torch.tensor(counts, device=device), 0, output_size=len(sequences)
+            )
+    masks = _masks(rows, logits_R_V) if rows.with_grammar else None  # first: a GPU computes the logits meanwhile
+    logprobs_R_V = scaled_logprobs(logits_R_V, rows.rules.temperature_R_1)
+    numbers_R = on_device(torch.from_numpy(uniforms(rows.keys, rows.counters)), device)
+    drawn_from_R_V = logprobs_R_V
+    if rows.penalized is not None:
+        drawn_from_R_V = rows.penalized.logprobs(logits_R_V, logprobs_R_V, rows.rules.temperature_R_1)
+    if masks is None:
+        tokens_R = sampling.draw(drawn_from_R_V, rows.rules, numbers_R)
+    else:
+        tokens_R = sampling.draw_masked(drawn_from_R_V, rows.rules, numbers_R, *masks)
+    logprobs_R = logprobs_R_V.gather(-1, tokens_R[:, None])[:, 0]
+    if rows.topk:
+        _take_tables(rows, logprobs_R_V)
+    if decoding is not None:
+        decoding.advance(tokens_R[: len(running)])
+    return Drawn(tokens_R.tolist(), logprobs_R.tolist())
+
+
+def _masks(rows: Rows, logits_R_V: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Indices of the rows with a grammar, int64 [M], and the tokens that may come next there, bool [M, V]; None without
+    such rows. A request whose grammar fails draws without it in this step, which is its last."""
+    masks: dict[int, Bools] = {}
+    for row in rows.with_grammar:
+        sequence = rows.sequences[row]
+        try:
+            matcher = sequence.owner.matcher_of(sequence)
+            masks[row] = matcher.allowed(logits_R_V.shape[1])
+        except ServiceError as error:
+            sequence.owner.failure = sequence.owner.failure or error
+    if not masks:
+        return None
+    device = logits_R_V.device
+    return torch.tensor(list(masks), device=device), on_device(torch.from_numpy(np.stack([*masks.values()])), device)
+
+
+def _take_tables(rows: Rows, logprobs_R_V: Tensor) -> None:
+    most = min(max(k for _, k in rows.topk), logprobs_R_V.shape[1])
+    wanted = torch.tensor([row for row, _ in rows.topk], device=logprobs_R_V.device)
+    values, ids = (x.cpu().numpy() for x in logprobs_R_V[wanted].topk(most))
+    for n, (row, k) in enumerate(rows.topk):
+        sequence = rows.sequences[row]
+        sequence.owner.take_table(sequence, ids[n, :k], values[n, :k])
