@@ -15,6 +15,6 @@ T = TypeVar("T")
 _thread = ThreadPoolExecutor(1, thread_name_prefix="large-messages")
 
 
-async def run(work: Callable[[], T], *, is_large: bool) -> T:
-    """Does `work` on the event loop unless it is large."""
-    return await asyncio.get_running_loop().run_in_executor(_thread, work) if is_large else work()
+async def run(work: Callable[[], T]) -> T:
+    """Does `work` on the thread for large messages."""
+    return await asyncio.get_running_loop().run_in_executor(_thread, work)

@@ -156,12 +156,14 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         return pb.MoveGenerationsResponse(num_sequences=num_sequences)
 
     async def _submit(self, request: pb.SampleRequest, *, stream: bool) -> Generation:
-        read = await large.run(partial(convert.request_from_proto, request), is_large=_may_be_large(request))
-        return await self.slot.get().submit(read, stream=stream, request_id=logs.request_id.get())
+        read = partial(convert.request_from_proto, request)
+        asked = await large.run(read) if _may_be_large(request) else read()
+        return await self.slot.get().submit(asked, stream=stream, request_id=logs.request_id.get())
 
 
 async def _response(result: Result, request: pb.SampleRequest) -> pb.SampleResponse:
-    return await large.run(partial(convert.response_to_proto, result, request), is_large=_may_be_large(request))
+    write = partial(convert.response_to_proto, result, request)
+    return await large.run(write) if _may_be_large(request) else write()
 
 
 def _may_be_large(request: pb.SampleRequest) -> bool:

@@ -15,15 +15,14 @@ from functools import partial
 
 from sampler_service import large
 from sampler_service.config import SamplerConfig
-from sampler_service.core.leads import Leads
 from sampler_service.core.request import Generation, Request, Result
 from sampler_service.core.sampling import stream_keys
-from sampler_service.core.scoring import PromptScorer, wants_scores
+from sampler_service.core.scoring import PromptScorer
 from sampler_service.core.sequence import Sequence
 from sampler_service.core.stops import StopRules
 from sampler_service.core.task import Task
 from sampler_service.core.validation import Limits
-from sampler_service.core.versions import AdapterStore, Version, VersionInfo
+from sampler_service.core.versions import FollowedRuns, Version, VersionInfo, VersionStore
 from sampler_service.grammars import Grammars
 from sampler_service.metrics import SamplerMetrics
 from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, ServiceError
@@ -45,8 +44,8 @@ class Front(ABC):
         self._config = config
         self._stops = stops
         self._grammars = Grammars(stops.path, vocab_size=limits.vocab_size, eos_token_ids=sorted(stops.eos_token_ids))
-        self._store = AdapterStore(max_bytes=config.adapter_memory_bytes, on_gone=self._forget)
-        self._leads = Leads(self._store.__contains__)
+        self._store = VersionStore(max_bytes=config.adapter_memory_bytes, on_gone=self._forget)
+        self._followed_runs = FollowedRuns(self._store.__contains__)
         self._tasks: dict[Task, None] = {}
         """Requests that have not ended, in the order of their arrival."""
         self._num_waiting = 0
@@ -94,7 +93,8 @@ class Front(ABC):
 
     async def _accept(self, request: Request, *, stream: bool, request_id: str) -> Task:
         """A request that waits from now on. Raises what submit does."""
-        await large.run(partial(self.limits.check, request), is_large=request.targets is not None)
+        check = partial(self.limits.check, request)
+        await large.run(check) if request.targets is not None else check()
         stop = await self._stops.rule(request.params.stop)
         grammar = None
         if request.grammar is not None:
@@ -109,8 +109,8 @@ class Front(ABC):
                 f"requests hold {self._held_bytes} bytes, this one takes {num_bytes}, and max_held_bytes is {most}"
             )
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
-        scorer = PromptScorer(request, seed=seed) if wants_scores(request) else None
-        version_id = self._leads.first_version(request)
+        scorer = PromptScorer(request, seed=seed) if request.wants_scores else None
+        version_id = self._followed_runs.first_version(request)
         version = self._store.acquire(version_id, on_probation=request.on_probation) if version_id else None
         task = Task(
             request=request,
@@ -179,7 +179,7 @@ class Front(ABC):
         """Requests that are to move to a version, which they hold now. Raises what move does."""
         self._check_alive()
         self._store.check(version_id)
-        if not self._leads.move(run_id, version_id):
+        if not self._followed_runs.move(run_id, version_id):
             return []
         behind = [
             task

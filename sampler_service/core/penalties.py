@@ -64,10 +64,8 @@ class Penalized:
     """float32: the bias of each of these cells."""
 
     @classmethod
-    def of(cls, changed: Sequence[tuple[int, Penalties, History]], *, device: torch.device) -> Self | None:
-        """`changed`: (row, penalties, history) of each such row. None when there are none."""
-        if not changed:
-            return None
+    def of(cls, changed: Sequence[tuple[int, Penalties, History]], *, device: torch.device) -> Self:
+        """`changed`: (row, penalties, history) of each such row, one at least."""
 
         def column(values: Sequence[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)[:, None]

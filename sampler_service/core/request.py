@@ -115,6 +115,11 @@ class Request:
     """Grammar that each sequence has to follow; None means any text. Logprobs are those of the model without it."""
 
     @property
+    def wants_scores(self) -> bool:
+        """Whether the prompt is scored."""
+        return bool(self.prompt_logprobs or self.topk_prompt_logprobs or self.targets or self.prompt_alt_tokens_k)
+
+    @property
     def num_bytes(self) -> int:
         """Memory that it takes until its end, with its message, beside the tokens of its sequences."""
         num_cells = 0 if self.targets is None else len(self.targets.rows_M)

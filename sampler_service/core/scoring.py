@@ -24,12 +24,6 @@ ALT_STREAM = 1
 """The random stream of prompt_alt_tokens_k; sequences use stream 0."""
 
 
-def wants_scores(request: Request) -> bool:
-    return bool(
-        request.prompt_logprobs or request.topk_prompt_logprobs or request.targets or request.prompt_alt_tokens_k
-    )
-
-
 class PromptScorer:
     """Collects what a request asked for about its prompt."""
 

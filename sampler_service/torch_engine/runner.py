@@ -89,20 +89,18 @@ class Rows:
 
     @classmethod
     def of(cls, sequences: Sequence[TaskSequence], *, vocab_size: int, device: torch.device) -> Rows:
+        changed = [
+            (n, penalties, sequence.owner.history(sequence, vocab_size=vocab_size, device=device))
+            for n, sequence in enumerate(sequences)
+            if (penalties := sequence.owner.request.params.penalties)
+        ]
         return cls(
             sequences=sequences,
             rules=Rules.of([sequence.owner.rule for sequence in sequences], vocab_size=vocab_size, device=device),
             keys=np.array([sequence.owner.keys[sequence.index] for sequence in sequences], np.uint64),
             counters=np.array([len(sequence.tokens) for sequence in sequences], np.uint64),
             topk=[(n, sequence.owner.topk) for n, sequence in enumerate(sequences) if sequence.owner.topk],
-            penalized=Penalized.of(
-                [
-                    (n, penalties, sequence.owner.history(sequence, vocab_size=vocab_size, device=device))
-                    for n, sequence in enumerate(sequences)
-                    if (penalties := sequence.owner.request.params.penalties)
-                ],
-                device=device,
-            ),
+            penalized=Penalized.of(changed, device=device) if changed else None,
             with_grammar=[n for n, sequence in enumerate(sequences) if sequence.owner.grammar is not None],
         )
 

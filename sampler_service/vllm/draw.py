@@ -65,9 +65,9 @@ class Rows:
             keys=np.array([one.key for one in draws], np.uint64),
             first=np.array([one.first for one in draws], np.uint64),
             columns=min(max(one.topk for one in draws), vocab_size),
-            penalized=Penalized.of(
-                [(row, draws[row].penalties, histories[one]) for row, one in changed], device=device
-            ),
+            penalized=Penalized.of([(row, draws[row].penalties, histories[one]) for row, one in changed], device=device)
+            if changed
+            else None,
             penalized_ids=[one for _, one in changed],
             with_grammar={row: one for row, one in enumerate(draws) if one.grammar is not None},
         )

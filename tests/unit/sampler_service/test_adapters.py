@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sampler_service.core import versions
-from sampler_service.core.versions import AdapterStore, Version
+from sampler_service.core.versions import Version, VersionStore
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
 from tinsmith.rpc.errors import AlreadyExists, OutOfCapacity, VersionNotLoaded
 
@@ -14,8 +14,8 @@ CONFIG = AdapterConfig(rank=1, train_mlp=False, train_unembed=False)
 SIZE = 40
 
 
-def store_of(count: int, gone: list[Version] | None = None) -> AdapterStore:
-    return AdapterStore(max_bytes=count * SIZE, on_gone=([] if gone is None else gone).append)
+def store_of(count: int, gone: list[Version] | None = None) -> VersionStore:
+    return VersionStore(max_bytes=count * SIZE, on_gone=([] if gone is None else gone).append)
 
 
 def adapter() -> Adapter:
@@ -121,7 +121,7 @@ async def test_a_version_on_probation_gives_way_to_the_same_published_again() ->
 
 async def test_a_version_that_has_left_is_held_by_nobody_for_the_rest_of_its_probation() -> None:
     """The memory of versions would be above adapter_memory_bytes by all that is published in a minute."""
-    store = AdapterStore(max_bytes=2 * SIZE, on_gone=lambda _: None)
+    store = VersionStore(max_bytes=2 * SIZE, on_gone=lambda _: None)
     held = {name: adapter() for name in ("removed", "confirmed", "evicted")}
     left = [weakref.ref(each) for each in held.values()]
     for name in ("removed", "confirmed"):
@@ -146,7 +146,7 @@ async def test_a_version_that_nobody_confirms_is_dropped_and_no_other(monkeypatc
         if version.version_id == "late":
             dropped.set()
 
-    store = AdapterStore(max_bytes=10 * SIZE, on_gone=on_gone)
+    store = VersionStore(max_bytes=10 * SIZE, on_gone=on_gone)
     store.install("again", adapter(), on_probation=True)
     monkeypatch.setattr(versions, "PROBATION_S", 60.0)
     store.install("again", adapter(), on_probation=True)
