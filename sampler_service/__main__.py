@@ -37,7 +37,7 @@ from tinsmith.v1 import (
 logger = logging.getLogger(__name__)
 
 GRACE_S = 1.0
-"""What running generations have to end in when the service is told to stop."""
+"""Time in which running generations may end after the service is told to stop, in seconds."""
 
 
 def make_server(config: SamplerConfig, slot: EngineSlot, metrics: SamplerMetrics) -> Server:
@@ -131,8 +131,8 @@ def main() -> None:
 
 
 def _leave_vllm(status: int) -> NoReturn:
-    """Ends this process, and the engine's if they were still being started. What vLLM does at a usual exit takes
-    seconds and has nothing left to save."""
+    """Ends this process, and vLLM's processes if they were still starting. A usual exit of vLLM takes seconds and has
+    nothing left to save."""
     kill_all_below()
     logging.shutdown()
     sys.stdout.flush()

@@ -6,7 +6,7 @@ from transformers import GenerationConfig, PretrainedConfig
 
 
 def eos_token_ids(path: str, config: PretrainedConfig) -> frozenset[int]:
-    """Those of generation_config.json, else of the configuration; there may be none."""
+    """The ids in generation_config.json, else those in the configuration; there may be none."""
     try:
         found = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # the model has no generation_config.json

@@ -1,7 +1,7 @@
-"""What the sampler counts, by subject.
+"""Metrics of the sampler, by subject.
 
 A phase is a part of a step of the torch engine: `plan`, `forward` (up to the logits), `draw`, which waits
-for the device where there is one, and `advance`. vLLM's are not told apart.
+for the device where there is one, and `advance`. The phases of vLLM's steps are not measured.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What both engines stand on: requests, sequences, versions, draws and scores. It imports neither engine."""
+"""The parts that both engines use: requests, sequences, versions, draws and scores. It imports neither engine."""

@@ -1,4 +1,4 @@
-"""What the service asks of an engine that generates."""
+"""The interface of an engine that generates."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SamplingEngine(Protocol):
         ...
 
     def describe(self, request_id: str) -> QueueStatus | None:
-        """What the request of this id waits for, the youngest of them if it is shared; None when there is none."""
+        """Progress of the youngest request with this id; None when there is none."""
         ...
 
     def full_weights(self, flat: Tensor) -> FullWeights:

@@ -1,4 +1,4 @@
-"""What every engine does on the event loop: checks requests, holds versions for them, and ends each of them once."""
+"""The event loop's half of both engines: checks requests, holds versions for them, and ends each of them once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Front(ABC):
         """Requests that have not ended, in the order of their arrival."""
         self._num_waiting = 0
         self._held_bytes = 0
-        """Of requests that have not ended."""
+        """Memory of the requests that have not ended, in bytes."""
         self._stopping = False
         self._orders = itertools.count()
         self._dying: asyncio.Task[None] | None = None
@@ -81,18 +81,18 @@ class Front(ABC):
 
     @abstractmethod
     def _cancel(self, task: Task) -> None:
-        """The caller has left."""
+        """Ends a request whose caller has left."""
 
     @abstractmethod
     def _forget(self, version: Version) -> None:
-        """Neither visible nor in use any more."""
+        """Drops a version that is neither visible nor in use any more."""
 
     @abstractmethod
     def _let_go(self, task: Task) -> None:
-        """Of an ended request: what it still holds."""
+        """Releases what an ended request still holds."""
 
     async def _accept(self, request: Request, *, stream: bool, request_id: str) -> Task:
-        """A request that waits from now on. Raises what submit does."""
+        """Checks a request, and counts it as waiting. Raises what submit does."""
         check = partial(self.limits.check, request)
         await large.run(check) if request.targets is not None else check()
         stop = await self._stops.rule(request.params.stop)
@@ -141,7 +141,7 @@ class Front(ABC):
 
     @contextmanager
     def _lost_without(self, task: Task) -> Iterator[None]:
-        """An error in the block ends the accepted request, which nobody would hear of again."""
+        """Ends the accepted request when the block raises. Otherwise its caller would wait for ever."""
         try:
             yield
         except Exception as error:
@@ -152,7 +152,8 @@ class Front(ABC):
 
     @contextmanager
     def _dying_of_errors(self) -> Iterator[None]:
-        """An error in what is known of requests would leave some waiting for ever: the engine dies of it instead."""
+        """Lets the engine die when the block raises. An error in the books on requests would leave some waiting for
+        ever."""
         try:
             yield
         except Exception as error:
@@ -160,7 +161,7 @@ class Front(ABC):
             self._die(error)
 
     def _die(self, error: BaseException) -> None:
-        """Once: no request is taken any more, then the service hears of it, then the requests end."""
+        """Takes no request any more, then tells the service, then ends the requests. Does so once."""
         if not self.died.is_set():
             self.died.set()
             self._dying = asyncio.get_running_loop().create_task(self._end_dead(error))
@@ -225,7 +226,7 @@ class Front(ABC):
         self.metrics.requests.waiting.set(self._num_waiting)
 
     def _oldest_s(self) -> float:
-        """Asked by the thread that serves the metrics."""
+        """Seconds that the oldest waiting request has waited. The thread that serves the metrics calls this."""
         waiting = [task.submitted for task in list(self._tasks) if not task.admitted]
         return time.perf_counter() - min(waiting) if waiting else 0.0
 

@@ -1,7 +1,5 @@
-"""What a request waits for, in numbers and in words. Read on the event loop while the compute thread goes on.
-
-So a request may be finished that the event loop has not admitted yet: it has nothing left to wait for.
-"""
+"""Progress of a request, in numbers and in words. The event loop reads it while the compute thread goes on, so a
+request may be finished before the event loop hears of its admission."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from sampler_service.core.task import Task
 def status_of(
     request_id: str, tasks: Sequence[Task], running: Iterable[RunningSequence[Task]], speed: Speed
 ) -> QueueStatus | None:
-    """Of the youngest of `tasks`, which are in the order of their arrival, that has this id; None when none has."""
+    """Progress of the youngest request with this id; None when there is none. `tasks` are in the order of arrival."""
     place = max((n for n, task in enumerate(tasks) if task.request_id == request_id), default=None)
     if place is None:
         return None

@@ -87,9 +87,9 @@ class Targets:
 
 _NUMBER_BYTES = 4
 _CELL_BYTES = 40
-"""Of a cell that is scored: in the message, its row, its token, its score, and that in the answer."""
+"""Bytes of a scored cell: in the message, its row, its token, its score, and the score in the answer."""
 _SEQUENCE_BYTES = 768
-"""Of one of num_samples, before it has a token."""
+"""Bytes of one of num_samples before it has a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class AltTokens:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """What was asked for about the prompt."""
+    """Scores of the prompt that the request asked for."""
 
     logprobs: Floats | None = None
     """[P], NaN where there is none."""
@@ -190,7 +190,7 @@ class SampledSequence:
     stop_reason: StopReason
     topk: TopkTable | None = None
     spans: Sequence[VersionSpan] = ()
-    """Of a request with follow_run: all its tokens, in order."""
+    """The versions that drew its tokens, in order; empty without follow_run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,13 +282,13 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class QueueStatus:
-    """What a request waits for."""
+    """Progress of a request that waits or runs."""
 
     running: bool
     position: int
     """Requests before it that have not ended; 0 while it runs."""
     tokens_ahead: int
-    """Of those: tokens still to be computed, prompts and outputs."""
+    """Tokens that those requests still have to compute, prompts and outputs."""
     expected_seconds: float | None
-    """Until its end, at the measured speed; None while nothing was measured."""
+    """Seconds until its end, at the measured speed; None while nothing was measured."""
     reason: str

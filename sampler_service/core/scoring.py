@@ -62,7 +62,7 @@ class PromptScorer:
         return not any(np.isnan(values).any() for values in scores)
 
     def rows(self, start: int, count: int) -> range:
-        """Those of rows start .. start + count - 1 that are scored."""
+        """The rows from start .. start + count - 1 that are scored."""
         every_row = self.request.targets is not None or self.request.prompt_alt_tokens_k > 0
         first = start if every_row else max(start, self._first)
         return range(first, min(start + count, self.length - 1))
@@ -77,7 +77,7 @@ class PromptScorer:
             self.add_logprobs(logprobs_n_V, rows.start + chunk.start)
 
     def add_logprobs(self, logprobs_n_V: Tensor, row: int) -> None:
-        """Of scored rows row .. row + n - 1."""
+        """Adds the logprobs of scored rows row .. row + n - 1."""
         end = row + logprobs_n_V.shape[0]
         scored = max(row, self._first)
         if scored < end:
@@ -117,7 +117,7 @@ class PromptScorer:
         self.alt_tokens.logprobs[row:end] = logprobs_n_V.gather(-1, ids).cpu().numpy()
 
     def dump(self) -> list[bytes]:
-        """What was computed, for restore() in another process."""
+        """The computed scores, for restore() in another process."""
         return [array.tobytes() for array in self._arrays]
 
     def restore(self, dumped: Sequence[bytes]) -> None:

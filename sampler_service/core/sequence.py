@@ -24,15 +24,15 @@ class Sequence(Generic[Owner]):
     max_length: int
     """Prompt and output."""
     bounded: bool
-    """The request said max_tokens."""
+    """Whether the request said max_tokens."""
     order: int
     """Grows with submission."""
     reserved: int = 0
     """Cached tokens that it may use without asking."""
     size: int = 0
-    """Of its lane, once it has something reserved."""
+    """Which cache has its lane (planner.py), once tokens are reserved for it."""
     lane: int = 0
-    """While it runs."""
+    """Lane of that cache, while it runs."""
     origin: object = None
     """Identity of the prompt that its cached tokens began with. Sequences of one origin share it."""
     shared_length: int = 0
@@ -56,7 +56,7 @@ class Sequence(Generic[Owner]):
 
     @property
     def passes(self) -> bool:
-        """It ends with the token that its prompt gives."""
+        """Whether it ends with the token that its prompt gives."""
         return self.max_length <= self.length + 1
 
     @property

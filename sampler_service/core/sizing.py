@@ -1,4 +1,4 @@
-"""What the engine takes of the machine, where the settings leave it open."""
+"""Sizes of caches and steps, from the settings and, where these leave it open, from the free memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from tinsmith.modeling.kernels.prepacked import COMPILED_BYTES
 from tinsmith.modeling.kv_cache import MAX_KEPT_BYTES, Cached, KVCache, Prefill
 
 _PRODUCT_SHAPES = 5
-"""Of a base model, as the Llama family has them: queries with keys and values, out, gate with up, down, head."""
+"""Matrix products of different shapes in a model of the Llama family: queries with keys and values, out, gate with up,
+down, head."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of one device."""
+    """Sizes for one device."""
 
     bytes_per_token: int
-    """Of keys and values."""
+    """Bytes of a token's keys and values."""
     max_kv_tokens: int
     prefix_cache_bytes: int
     tokens_per_step: int
@@ -38,7 +39,7 @@ class Sizes:
     def within(
         cls, free_bytes: int, base: BaseModel, config: SamplerConfig, *, bytes_per_token: int, device_type: str
     ) -> Sizes:
-        """Of a device that has so much to divide."""
+        """Sizes for a device with `free_bytes` to divide."""
         fitting = min(free_bytes // 4 // bytes_per_token, config.max_running * base.max_context_length)
         prefix_bytes = config.prefix_cache_bytes
         return cls(
@@ -71,7 +72,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def _to_divide(free_bytes: int, base: BaseModel) -> int:
-    """What is free once all has grown that no setting bounds; at least half."""
+    """Bytes that are left once everything without a setting has grown to its bound; at least half of `free_bytes`."""
     compiled = _PRODUCT_SHAPES * COMPILED_BYTES if base.head.prepacked is not None else 0
     return max(free_bytes // 2, free_bytes - MAX_KEPT_BYTES - compiled)
 

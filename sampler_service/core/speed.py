@@ -13,13 +13,13 @@ class Speed:
     """Exponential moving averages; None while nothing was measured. The compute thread writes, the event loop reads."""
 
     decode_step_s: float | None = None
-    """Of a step that gives every running sequence one token, and computes no prompt."""
+    """Seconds of a step that gives every running sequence one token, and computes no prompt."""
     prefill_token_s: float | None = None
-    """Of one token of a prompt."""
+    """Seconds of one token of a prompt."""
 
     def observe(self, seconds: float, *, prefilled: int) -> None:
-        """A step of so many seconds with so many tokens of prompts. What it took longer than a step without any is
-        their share."""
+        """Counts one step, which took `seconds` and computed `prefilled` tokens of prompts. Those tokens took the extra
+        time, compared with a step without prompts."""
         if prefilled == 0:
             self.decode_step_s = _average(self.decode_step_s, seconds)
         else:

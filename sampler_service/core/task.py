@@ -54,10 +54,10 @@ class Task:
     request: Request
     generation: Generation
     version: Version | None
-    """What its sequences begin with. A move changes it, and the sequences follow one by one."""
+    """The version that its sequences begin with. A move changes it, and the sequences follow one by one."""
     stop: StopRule
     keys: UInt64s
-    """Of each sequence's random stream."""
+    """Keys of the sequences' random streams, by index."""
     scorer: PromptScorer | None
     grammar: Compiled | None = None
     """Grammar that the sequences have to follow; None means any text."""
@@ -66,31 +66,31 @@ class Task:
     """All num_samples, by index."""
     submitted: float = field(default_factory=time.perf_counter)
     planned: bool = False
-    """A piece of its prompt has been planned: for the compute thread."""
+    """Whether a piece of its prompt has been planned. Belongs to the compute thread."""
     admitted: bool = False
-    """The same, as the event loop has heard of it."""
+    """The event loop's own copy of `planned`, set when it is told."""
     begun: bool = False
-    """It has a first token."""
+    """Whether it has a first token."""
     prompt_done: int = 0
-    """Prompt tokens that are there, computed or reused."""
+    """Prompt tokens in the cache, computed or reused."""
     cache_hit_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
     failure: ServiceError | None = None
-    """An error of this request alone, with which it ends after the step: for the compute thread."""
+    """An error of this request alone, with which it ends after the step. Belongs to the compute thread."""
     finished: dict[int, SampledSequence] = field(default_factory=dict)
     """By index."""
     tables: dict[int, list[TopkRow]] = field(default_factory=dict)
     """Rows of topk_sample_logprobs, by index."""
     matchers: dict[int, Matcher] = field(default_factory=dict)
-    """Position of each sequence in the grammar, by index: for the compute thread."""
+    """Position of each sequence in the grammar, by index. Belongs to the compute thread."""
     held: list[Version] = field(default_factory=list)
-    """Versions that it keeps resident, the newest last: for the event loop."""
+    """Versions that it keeps resident, the newest last. Belongs to the event loop."""
     mixed: set[int] = field(default_factory=set)
     """Sequences, by index, whose lanes hold keys and values of more than one version."""
     _stretches: list[list[Stretch]] = field(init=False)
-    """Of each sequence, by index; never empty."""
+    """The stretches of each sequence, by index; never empty."""
     _in_use: list[Version] = field(default_factory=list)
-    """Versions that its sequences are at, or will be: for the compute thread."""
+    """Versions that its sequences use or will use. Belongs to the compute thread."""
     prompt_digests: dict[int, list[bytes]] = field(default_factory=dict)
     """Digests of the prompt's full blocks, for the prefix cache, by namespace."""
 
@@ -101,7 +101,7 @@ class Task:
             self._in_use.append(self.version)
 
     def version_of(self, sequence: Sequence[Task]) -> Version | None:
-        """What draws the sequence's next token; None for the base model."""
+        """The version that draws the sequence's next token; None for the base model."""
         return self._stretches[sequence.index][-1].version
 
     def version_id_of(self, sequence: Sequence[Task]) -> str:
@@ -114,18 +114,18 @@ class Task:
         return weights if isinstance(weights, Adapter) else None
 
     def parameters_of(self, sequence: Sequence[Task]) -> FullWeights | None:
-        """What the version replaces the base model's parameters with; None when it does not."""
+        """The parameters that the version has in place of the base model's; None for an adapter."""
         version = self.version_of(sequence)
         weights = None if version is None else version.weights
         return weights if isinstance(weights, FullWeights) else None
 
     def namespace_of(self, sequence: Sequence[Task]) -> int:
-        """In the prefix cache."""
+        """Namespace of its keys and values in the prefix cache."""
         version = self.version_of(sequence)
         return 0 if version is None else version.namespace
 
     def move(self, version: Version) -> None:
-        """Its sequences are to follow to this version."""
+        """Lets its sequences go on with this version."""
         self.version = version
         self._in_use.append(version)
 
@@ -152,14 +152,14 @@ class Task:
         return unused
 
     def forget_versions(self) -> None:
-        """At its end. Requests, sequences and jobs refer to each other, so they stay in memory until Python's next full
-        collection, and versions are too large for that."""
+        """Lets go of the versions when the request ends. Requests, sequences and jobs refer to each other, so they stay
+        in memory until Python's next full collection, and versions are too large for that."""
         self.version = None
         self._stretches.clear()
         self._in_use.clear()
 
     def fail(self, error: Exception) -> None:
-        """Something that concerns no other request has failed."""
+        """Notes an error that concerns no other request; the request ends with it after the step."""
         logger.error("a request failed in the engine", exc_info=error)
         self.failure = self.failure or ServiceError(
             f"the engine failed in this request: {error}; the log has the cause"
@@ -192,7 +192,7 @@ class Task:
         return np.concatenate([prompt, np.array(sequence.tokens, prompt.dtype)])
 
     def delta(self, sequence: Sequence[Task], token: int, logprob: float) -> Delta:
-        """For whoever reads the tokens as they come; before the token is taken."""
+        """A token for the reader of a stream, before the sequence takes it."""
         table = self._table(self.tables[sequence.index][-1:]) if self.topk else None
         return Delta(sequence.index, (token,), (logprob,), table)
 
@@ -241,7 +241,7 @@ class Task:
         ]
 
     def result(self) -> Result:
-        """Once complete. Raises ServiceError when a prompt score is no number."""
+        """The answer, once all sequences have ended. Raises ServiceError when a prompt score is no number."""
         sequences = [self.finished[index] for index in range(self.request.num_samples)]
         computed_by = self._stretches[0][0].version
         prompt = PromptScores() if self.scorer is None else self.scorer.result(_id_of(computed_by))

@@ -1,4 +1,4 @@
-"""What a request may ask for. Everything is checked before anything is queued."""
+"""Bounds of a request. A request is checked completely before it is queued."""
 
 from __future__ import annotations
 

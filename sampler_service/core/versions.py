@@ -33,9 +33,9 @@ class Version:
     version_id: str
     weights: Weights
     namespace: int
-    """Of its keys and values in the prefix cache: another one at each installation. 0 is the base model's."""
+    """Number of its keys and values in the prefix cache; each installation gets a new one. 0 is the base model's."""
     on_probation: bool = False
-    """Hidden from all but those who ask for it as such."""
+    """Whether it is hidden from requests that do not ask for a version on probation."""
     checksum: str = ""
     """XXH3-128 of the bytes that it came as, in hexadecimal; empty where it did not come from a trainer."""
     num_running: int = 0
@@ -93,7 +93,7 @@ class VersionStore:
     def make_room(self, version_id: str, num_bytes: int) -> list[Weights]:
         """Evicts what must go before so many bytes come in, and returns it: nobody uses it any more.
 
-        What is there of the same version, on probation, is dropped. Raises AlreadyExists, OutOfCapacity while those in
+        A version of the same id that is on probation is dropped. Raises AlreadyExists, OutOfCapacity while those in
         use leave no room, InvalidRequest if it is too large; then nothing is evicted.
         """
         if version_id in self:
@@ -175,7 +175,7 @@ def _not_loaded(version_id: str) -> VersionNotLoaded:
 class FollowedRuns:
     """The newest version that each followed run has been moved to, for as long as it is resident.
 
-    It is for requests that cross with a move: their version was the newest when they were sent.
+    A request that was sent before a move, and arrives after it, names an older version and begins with the newest one.
     """
 
     def __init__(self, is_resident: Callable[[str], bool]) -> None:
@@ -191,7 +191,8 @@ class FollowedRuns:
         return True
 
     def first_version(self, request: Request) -> str:
-        """What a request that is taken now begins with. Raises InvalidRequest when it does not fit its follow_run."""
+        """Id of the version that a new request begins with. Raises InvalidRequest when it does not fit its
+        follow_run."""
         if not request.follow_run:
             return request.version_id
         newest = self._newest.get(request.follow_run, "")

@@ -1,4 +1,4 @@
-"""What the event loop and the compute thread tell each other: commands one way, the output of each step the other."""
+"""Messages between the event loop and the compute thread: commands one way, the output of each step the other."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Command = Add | Cancel | Move | ForgetVersion | ForgetWarmUp | Stop
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a step, and the commands before it, have to tell the event loop."""
+    """Outcome of a step, and of the commands before it, for the event loop."""
 
     admitted: list[Task] = field(default_factory=list)
     left: list[tuple[Task, Version]] = field(default_factory=list)

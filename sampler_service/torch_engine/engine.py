@@ -4,8 +4,8 @@ One compute thread repeats: take what has been submitted, one step of the batch,
 the next step and leaves it at its last token. The event loop checks requests, owns the versions and receives results.
 
 An error that concerns one request fails that request (Task.fail). A step that finds no memory fails what it computed
-with OUT_OF_CAPACITY, which callers send again. Any other error leaves nobody knows what behind: the engine dies, and
-the process with it, so that what it had is sent to another.
+with OUT_OF_CAPACITY, which callers send again. After any other error the state is unknown: the engine dies, and
+the process with it, and the gateway sends its requests to another sampler.
 """
 
 from __future__ import annotations

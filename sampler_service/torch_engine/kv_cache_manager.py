@@ -22,13 +22,13 @@ IDLE_CACHE_BYTES = 64 * 1024 * 1024
 
 @dataclass(slots=True)
 class Wanted:
-    """Of one cache."""
+    """Lanes and tokens that one cache must hold."""
 
     lanes: int = 0
     tokens: int = 0
-    """Of the longest lane in this step."""
+    """Tokens of the longest lane in this step."""
     promised: int = 0
-    """Of the longest lane later."""
+    """Tokens that the longest lane may grow to."""
 
     def add(self, lanes: int, tokens: int, promised: int) -> None:
         self.lanes += lanes
@@ -67,7 +67,7 @@ class KVCacheManager:
             grown = {size: (want.lanes, want.promised) for size, want in wanted.items()}
             for size in self.caches.keys() - wanted.keys():
                 self.caches[size].clear()
-        # Those that shrink go first.
+        # Caches that shrink go first, so that the bound holds in between.
         for size, (lanes, tokens) in sorted(grown.items(), key=lambda item: item[1][0] * item[1][1]):
             self.caches[size].resize(lanes, tokens)
 

@@ -1,11 +1,11 @@
-"""Who computes in the next step, and in which lane of the cache. Knows no tensors.
+"""Plans a step: which sequences and prompts compute, and in which lane of the cache. Knows no tensors.
 
 Its promises: requests of one training run get their room in the order in which they came, and runs take turns by tokens
-(`Waiting`). The owners who share a run, or the base model, take turns, too. What is admitted has its room in the cache,
-so that a sequence with max_tokens is never interrupted; a prompt is computed in pieces, beside the running sequences. A
-quarter of each step's prompt tokens is for short prompts that have room: they do not wait until long ones before them
-are computed, which lose that share of a step and nothing else. A short prompt that is only scored, or draws one token,
-needs its lane for one step: it does not wait for the running sequences to end.
+(`Waiting`). The owners who share a run, or the base model, take turns, too. An admitted sequence has its tokens
+reserved in the cache, so one with max_tokens is never interrupted; a prompt is computed in pieces, beside the running
+sequences. A quarter of each step's prompt tokens is for short prompts that have room: they do not wait until long ones
+before them are computed, which lose that share of a step and nothing else. A short prompt that is only scored, or draws
+one token, needs its lane for one step: it does not wait for the running sequences to end.
 
 A sequence without max_tokens may reach the context's end, and mostly stops long before. It starts with a modest
 reservation that grows as it goes; when there is no room to grow, the youngest such sequence gives its place back and
@@ -32,20 +32,20 @@ from sampler_service.core.sequence import PASSING, Sequence
 Owner = TypeVar("Owner")
 
 SHORT_TOKENS = 1024
-"""What a sequence of size 0 needs at most; each size is for 4 times as much as the one before it."""
+"""Most tokens of a sequence of size 0; each size is for 4 times as many as the one before it."""
 
 SHORT_SHARE = 4
 """One part in so many of a step's prompt tokens is for short prompts."""
 
 RESTING_TOKENS = 16
-"""Of other prompts, in a step that is for the running sequences. A few, so that a step has one form."""
+"""Tokens of long prompts in a step that is for the running sequences. They are few, but a step keeps one form."""
 
 _GROUP = 32
 """Tokens by which the lengths of jobs in one group differ at most."""
 
 
 def size_of(tokens: int) -> int:
-    """Of the lanes for sequences of so many tokens: which cache has them."""
+    """Number of the cache whose lanes are for sequences of so many tokens."""
     return ((tokens - 1) // SHORT_TOKENS).bit_length() + 1 >> 1
 
 
@@ -77,7 +77,7 @@ class Job(Generic[Owner]):
 
     @property
     def size(self) -> int:
-        """Of its lanes. All its sequences need the same."""
+        """Number of the cache that has its lanes. All its sequences need the same."""
         return size_of(self.sequences[0].promised)
 
 
@@ -97,7 +97,7 @@ class Piece(Generic[Owner]):
 
 
 class Room:
-    """What is promised of the caches."""
+    """Tokens and lanes that are promised to sequences, over all caches."""
 
     def __init__(self, sequences: Iterable[Sequence[Owner]] = ()) -> None:
         self.lanes = 0
@@ -125,19 +125,18 @@ class Room:
         self.lanes += lanes
 
     def longest(self, size: int, *, max_tokens: int) -> int:
-        """Of one more lane of this size, where all together have no more than `max_tokens`; 0 where there is no room
-        for one."""
+        """Most tokens of one more lane of this size, when all lanes together have no more than `max_tokens`; 0 when
+        there is no room for one."""
         here, longest = self._by_size.get(size, (0, 0))
         tokens = min((max_tokens - self.tokens + here * longest) // (here + 1), SHORT_TOKENS << 2 * size)
         return tokens if tokens >= longest else 0
 
 
 class Waiting(Generic[Owner]):
-    """Jobs without a place. Those of one run keep their order, and runs take turns by tokens: start-time fair queueing
-    (Goyal, Vin and Cheng, 1996). A job starts where its run's job before it ends, and no earlier than the first of all
-    those that wait; the job with the earliest start is the first. So a run that comes with thousands of jobs delays
-    another one's by a job, not by thousands. Only iterating takes longer the more of them wait.
-    """
+    """Jobs that wait for a place. Jobs of one run keep their order, and runs take turns by tokens: start-time fair
+    queueing (Goyal, Vin and Cheng, 1996). A job starts where its run's job before it ends, and no earlier than the
+    first of all those that wait; the job with the earliest start is the first. So a run that comes with thousands of
+    jobs delays another one's by a job, not by thousands. Only iterating takes longer the more of them wait."""
 
     def __init__(self, *, short_tokens: int) -> None:
         """`short_tokens`: most tokens of a job that may pass others."""
@@ -366,7 +365,7 @@ class Planner(Generic[Owner]):
         return leaving
 
     def _more_for(self, sequence: Sequence[Owner], leaving: list[Sequence[Owner]]) -> int:
-        """What it can have when it doubles, and no more than there is; 0 when there is nothing."""
+        """Tokens to reserve for it: twice its length, or as many as are free; 0 when none are."""
         held = self.partial.sequences if self.partial is not None else []
         room = Room([*(one for one in self.running if one is not sequence and one not in leaving), *held])
         wanted = min(sequence.max_length, 2 * sequence.length)

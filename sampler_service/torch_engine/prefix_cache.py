@@ -6,9 +6,8 @@ that nothing is found of requests with another one. A request copies the longest
 lane, and a chain is copied out when a prompt or a generation is complete: lanes stay contiguous, and nothing that is
 running ever depends on a block that is evicted.
 
-Whoever uses a block uses those before it too, and they count as used later than it. So the least recently used block
-is always the last one of its chain, and what is left is never out of reach.
-"""
+A request that uses a block also uses the blocks before it, and those count as used later. So the least recently used
+block is always the last one of its chain, and what is left is never out of reach."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ class PrefixCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of the blocks that are filled."""
+        """Bytes of the blocks that are filled."""
         return len(self._index) * self._block_bytes
 
     def match(self, digests: Sequence[bytes]) -> list[int]:

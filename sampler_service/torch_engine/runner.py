@@ -107,12 +107,12 @@ class Rows:
 
 @dataclass(slots=True)
 class Pass:
-    """What one forward pass computes: sequences and pieces for which the base model has the same parameters."""
+    """One forward pass: the sequences and pieces for which the base model has the same parameters."""
 
     parameters: FullWeights | None
-    """None: its own."""
+    """None: the base model's own."""
     rows: list[int] = field(default_factory=list)
-    """Of running sequences, in order."""
+    """Indices of running sequences, in order."""
     pieces: list[TaskPiece] = field(default_factory=list)
 
 
@@ -150,9 +150,9 @@ class Decoding:
 
     rows: Rows
     tokens_B: Tensor
-    """Newest token of each, which has not been computed yet."""
+    """Newest token of each sequence, whose keys and values are not computed yet."""
     positions_B: Tensor
-    """And its position."""
+    """Position of that token."""
     runs: list[Run]
     passes: list[Pass]
     shared: dict[int, SharedPrompts | None]
@@ -179,7 +179,7 @@ class Decoding:
 
 @dataclass(slots=True)
 class Batch:
-    """What one step computes, as Scheduler.schedule() says."""
+    """The work of one step, made by Scheduler.schedule()."""
 
     running: Sequence[TaskSequence]
     """Sequences that get their next token."""
@@ -303,7 +303,7 @@ class Runner:
         return self.base.hidden_states(_joined(tokens), _joined(positions), layout, runs)
 
     def _layouts(self, batch: Batch, one: Pass) -> Iterator[Cached]:
-        """Of each cache that the pass uses."""
+        """The layout of each cache that the pass uses."""
         running, decoding = batch.running, self._decoding
         of_running = Counter(sequence.size for sequence in running)
         rows_of: dict[int, list[int]] = {}

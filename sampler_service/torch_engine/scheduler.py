@@ -128,12 +128,12 @@ class Scheduler:
         self.kv.clear()
 
     def forget_warm_up(self) -> None:
-        """First steps are slow, and their prompts are nobody's."""
+        """Drops speed and prefixes of the warm-up: first steps are slow, and no user sends those prompts."""
         self.speed = Speed()
         self.kv.prefixes.clear()
 
     def forget_version(self, namespace: int) -> None:
-        """Its requests have ended, so nothing more of it comes into the prefix cache."""
+        """Drops a version's keys and values from the prefix cache. Its requests have ended, so no more will come."""
         self.kv.prefixes.forget(namespace)
 
     def take_output(self) -> StepOutput:
@@ -152,7 +152,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def update(self, batch: Batch, drawn: Drawn) -> None:
-        """Gives the tokens of a batch to its sequences. What came of it waits in take_output()."""
+        """Gives the tokens of a batch to its sequences. The outcome waits in take_output()."""
         running, pieces = batch.running, batch.pieces
         if drawn.tokens_R:
             with self.metrics.steps.phases["advance"].time():

@@ -28,7 +28,7 @@ class DeviceWeights:
         self._runner = runner
         self._versions: dict[int, FullSource] = {}
         self._others: list[tuple[str, Tensor]] | None = None
-        """What the files hold besides parameters; None until the first full version."""
+        """Tensors in the files that are no parameters; None until the first full version."""
 
     def register(self, number: int, version: FullSource) -> str:
         """A version that steps may use from now on; or why this model can have none, with nothing changed.

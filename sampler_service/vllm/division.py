@@ -1,4 +1,4 @@
-"""What tensor_parallel takes of the machine: devices, and a part of the model and of the cache on each."""
+"""Division of a model by tensor_parallel: the devices, and the part of the model and of the cache on each."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from tinsmith.modeling.base_model import BaseModel
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Those of the workers, before anything is loaded."""
+    """Devices of the workers, before anything is loaded."""
 
     type: str
     """ "cpu" or "cuda"."""
     count: int
     free_bytes: int
-    """Of the fullest one. On a CPU all share the machine's memory, and this is what there is of it for each."""
+    """Free bytes of the fullest device. On a CPU all workers share the machine's memory, and this is each one's
+    share."""
 
     @classmethod
     def of(cls, device_type: str, count: int) -> Devices:
@@ -37,7 +38,7 @@ class Devices:
 
 
 def check_division(model: PretrainedConfig, size: int) -> None:
-    """Attention goes by whole heads. Those of keys and values that are fewer than workers lie on several of them.
+    """Attention is divided by whole heads. Key and value heads that are fewer than the workers lie on several workers.
     Raises ValueError."""
     text = model.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
@@ -57,7 +58,7 @@ def check_division(model: PretrainedConfig, size: int) -> None:
 
 
 def sizes_of_each(base: BaseModel, config: SamplerConfig, devices: Devices) -> Sizes:
-    """Of one worker. Raises ValueError when its part of the weights has no room."""
+    """Sizes for one worker. Raises ValueError when its part of the weights has no room."""
     weights = sum(parameter.nbytes for parameter in base.parameters.values()) // devices.count
     if weights >= devices.free_bytes:
         raise ValueError(
@@ -74,7 +75,7 @@ def sizes_of_each(base: BaseModel, config: SamplerConfig, devices: Devices) -> S
 
 
 def kv_part(model: PretrainedConfig, size: int) -> Fraction:
-    """Of the keys and values of a token, what each worker keeps."""
+    """The share of a token's keys and values that each worker keeps."""
     heads = getattr(model, "num_key_value_heads", None)
     if heads is None or hasattr(model, "kv_lora_rank"):  # one latent vector for all heads
         return Fraction(1)

@@ -41,7 +41,7 @@ class Rows:
     first: UInt64s
     """Tokens that were drawn before the request."""
     columns: int
-    """Of the widest top-k table."""
+    """Columns of the widest top-k table."""
     penalized: Penalized | None
     penalized_ids: Sequence[str]
     """Request id of each row of `penalized`."""

@@ -1,7 +1,7 @@
 """vLLM as an engine: its scheduler, its paged cache and its kernels, with our own
 requests, versions, draws and scores.
 
-vLLM computes in processes of its own. What its workers need beyond vLLM's own protocol is in worker.py.
+vLLM computes in processes of its own. worker.py adds to its workers what vLLM's own protocol lacks.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class VllmEngine(RunningFront):
         await self._llm.reset_prefix_cache()
 
     async def without_place(self, peft_names: Sequence[str]) -> Sequence[str]:
-        """Those of them that vLLM's class of this model takes no adapter for."""
+        """The names for which vLLM's class of this model takes no adapter."""
         names, *_ = await self._rpc("tinsmith_without_place", list(peft_names))
         return names
 

@@ -15,7 +15,7 @@ from tinsmith.modeling.full_weights import FullWeights
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What there is to know of a base model's parameters without it."""
+    """Shapes and types of a base model's parameters, for a process without the model."""
 
     shapes: Mapping[str, tuple[int, ...]]
     by_columns: frozenset[str]

@@ -28,8 +28,8 @@ class FullSource:
             yield name, part.view(*reversed(shape)).T if by_columns else part.view(*shape)
 
     def others(self, files: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """What the base model's files hold besides parameters. Raises ValueError when they name a parameter otherwise,
-        as they do with fused experts: vLLM loads by the names in the files."""
+        """Tensors in the base model's files that are no parameters. Raises ValueError when they name a parameter
+        otherwise, as they do with fused experts: vLLM loads by the names in the files."""
         ours = {name for name, _, _ in self.specs}
         others = []
         for name, tensor in files:

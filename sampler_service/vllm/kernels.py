@@ -17,7 +17,7 @@ class SlotKernels:
 
     def __init__(self) -> None:
         self.ranks: dict[int, int] = {}
-        """Of the adapter in each slot; the slots themselves are as large as the largest one, the rest of them zero."""
+        """Rank of the adapter in each slot. A slot has the largest rank, and zeros beyond the adapter's own."""
 
     def install(self, module: Any) -> None:
         """Replaces the kernels that vLLM's CPU wrapper has imported."""

@@ -32,7 +32,8 @@ class Drawn:
 
 
 def drawn_tokens(completion: Any, k: int) -> Iterator[Drawn]:
-    """Of one of vLLM's deltas with flat logprobs: the drawn token's comes first, then the best k."""
+    """Tokens of one of vLLM's deltas with flat logprobs. For each token its own logprob comes first, then the best
+    k."""
     flat = completion.logprobs
     for token, start, stop in zip(completion.token_ids, flat.start_indices, flat.end_indices, strict=True):
         ids, logprobs = np.array(flat.token_ids[start:stop], np.int32), np.array(flat.logprobs[start:stop], np.float32)

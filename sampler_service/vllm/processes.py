@@ -30,7 +30,7 @@ def _die_with(parent: BaseProcess) -> None:
 
 
 def kill_all_below() -> None:
-    """What this process has started, and what that has; before this process ends itself. Python's tracker of shared
+    """Ends all processes below this one, before it ends itself. Python's tracker of shared
     memory then removes what the others leave behind, and this waits until it has."""
     trackers: list[psutil.Process] = []
     for process in psutil.Process().children(recursive=True):

@@ -1,4 +1,4 @@
-"""What our own torch model says of the base model, before vLLM loads it: layers, sizes, and logprobs to check against.
+"""Measures the base model with our own torch model before vLLM loads it: layers, sizes, and logprobs to check against.
 
 It runs in a process of its own, which ends before vLLM starts, so that both never lie in memory together.
 """
@@ -38,7 +38,7 @@ class Sample:
     prompt: Ints
     config: AdapterConfig | None
     logprobs: Floats
-    """Of all tokens but the first."""
+    """Logprobs of all tokens but the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Reference:
     parameters: Parameters
     eos_token_ids: frozenset[int]
     sizes: Sizes
-    """Of each worker."""
+    """Sizes for each worker."""
     base: Sample
     groups: Mapping[Group, Sample]
 

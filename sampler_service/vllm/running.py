@@ -124,7 +124,7 @@ class RunningFront(Front):
                 await self._rpc("tinsmith_take_scores", name)  # nobody wants them any more
 
     def _scores_of(self, sequence: RunningSequence[Task], name: str) -> Scores | None:
-        """What this run scores: the first sequence does it, until it has a token."""
+        """Scores for this run to compute: the request's, on the first sequence until it has a token; else None."""
         task = sequence.owner
         if task.scorer is None or sequence.index or sequence.tokens:
             return None

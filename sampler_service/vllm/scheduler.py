@@ -60,7 +60,8 @@ class AsyncVersionScheduler(_ByBaseWeights, AsyncScheduler):
 
 
 def make_scheduler(*, vllm_config: Any, **options: Any) -> VersionScheduler | AsyncVersionScheduler:
-    """Of the kind that vLLM would take. Its process is the engine's, which a sampler that is killed cannot stop."""
+    """The scheduler of the kind that vLLM would take. It runs in the engine's process, which from now on ends with its
+    parent: a sampler that is killed cannot stop it."""
     die_with_parent()
     is_async = vllm_config.scheduler_config.async_scheduling
     return (AsyncVersionScheduler if is_async else VersionScheduler)(vllm_config=vllm_config, **options)

@@ -16,7 +16,7 @@ from sampler_service.core.scoring import PromptScorer
 from sampler_service.vllm.wire import Scores
 
 _CHUNK_BYTES = 256 * 1024 * 1024
-"""Of the float32 logits that are made at once."""
+"""Most bytes of float32 logits that are made at once."""
 
 
 class PromptScoring:

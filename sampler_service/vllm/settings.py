@@ -12,12 +12,12 @@ from sampler_service.vllm.reference import Reference
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM knows; a smaller adapter is padded with zeros."""
 MAX_LORA_RANK = 64
-"""Of a sampler that was not told what its trainer may create. A slot of the device is as large as the largest rank
-makes it, whatever lies in it: four slots take 1.4 GB with this rank and 5.6 GB with 256, for a model of 8 billion
+"""Default of max_lora_rank, when the sampler is not told its trainer's. A slot of the device is as large as the largest
+rank makes it, whatever lies in it: four slots take 1.4 GB with this rank and 5.6 GB with 256, for a model of 8 billion
 parameters."""
 BLOCK_TOKENS = 32
-"""Of a block of the key/value cache. On a CPU it must divide by 32, and the default of 128 lets the samples of one
-prompt share little of it."""
+"""Tokens of a block of the key/value cache. On a CPU it must divide by 32, and the default of 128 lets the samples of
+one prompt share little of it."""
 _FREE_AT_START = 0.01
 """Part of a GPU without which vLLM refuses to start. It is nothing else, where the bytes of its cache are given; and
 how much is free when it starts nobody knows: a trainer beside it may be loading."""
@@ -38,7 +38,8 @@ def slot_rank(max_lora_rank: int) -> int:
 
 
 def set_environment(config: SamplerConfig, *, device: str) -> None:
-    """Before vllm is imported. What the user has set stays, but for what the engine cannot do without."""
+    """Sets vLLM's environment variables, before vllm is imported. A variable that the user has set stays, unless the
+    engine cannot run with it."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # a single worker is in the engine's process
         VLLM_USE_V2_MODEL_RUNNER="0",  # worker.py extends the other one

@@ -29,7 +29,8 @@ class Handle:
     dtype: str = "float32"
 
     def open(self) -> Tensor:
-        """One dimension. What is written to it stays in this process. Raises OSError when it is gone."""
+        """The memory as a tensor of one dimension. Writes to it stay in this process. Raises OSError when it is
+        gone."""
         with open(f"/proc/{self.pid}/fd/{self.fd}", "rb") as file:
             memory = mmap.mmap(file.fileno(), self.num_bytes, access=mmap.ACCESS_COPY)
         return torch.frombuffer(memory, dtype=getattr(torch, self.dtype))

@@ -1,4 +1,4 @@
-"""Whose turn it is: the device has the weights of one full version at a time, and exchanging them takes a while.
+"""Turns of full versions on the device, which has the weights of one at a time; an exchange takes a while.
 
 A turn ends when its version has nothing to do, or when it has lasted and another version has. So a version waits for at
 most one turn of each other one, however much they have to do, and no more than a fifth of the time goes into exchanges.

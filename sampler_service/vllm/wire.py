@@ -1,4 +1,4 @@
-"""What a request tells the worker beside vLLM's own parameters: `SamplingParams.extra_args`, plain values only."""
+"""Fields of a request beside vLLM's own parameters, for the workers: `SamplingParams.extra_args`, plain values only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Draws:
     """How a sequence draws."""
 
     key: int
-    """Of its random stream."""
+    """Key of its random stream."""
     first: int
     """Tokens that it has drawn before this request: a sequence that moved to another version goes on here."""
     temperature: float
@@ -50,7 +50,7 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What to score of a prompt, and under which name the scores wait to be taken."""
+    """Scores to compute for a prompt, and the name under which they wait to be taken."""
 
     name: str
     seed: int

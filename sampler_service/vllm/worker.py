@@ -59,7 +59,7 @@ class WorkerExtension:
                 patches.replace_cpu_kernels(runner)
 
     def tinsmith_without_place(self, names: Sequence[str]) -> list[str]:
-        """Those PEFT names of layers that this model takes no adapter for."""
+        """The names among these PEFT names of layers that take no adapter in this model."""
         manager = self.model_runner.lora_manager._adapter_manager
         places = set(manager.modules).union(*manager.packed_modules.values())
         return [name for name in names if parse_fine_tuned_lora_name(name, self._tinsmith_mapper())[0] not in places]
@@ -86,7 +86,7 @@ class WorkerExtension:
         return self.tinsmith_scoring.take(name)
 
     def _tinsmith_load(self, request: Any) -> LoRAModel:
-        """What vLLM's manager calls for a version that is not on the device."""
+        """Loads a version that is not on the device; vLLM's manager calls it."""
         version = self.tinsmith_versions[request.lora_int_id]
         manager = self.model_runner.lora_manager
         flat = version.handle.open()
