@@ -5,9 +5,9 @@
 
 If the services want a key (`tinsmith up --api-key KEY`), it comes from TINSMITH_API_KEY, or from --api-key.
 
-The model learns one sentence by heart and then completes its beginning. What matters is the order of the calls:
-operations of a model have numbers, the trainer runs them in that order, and acknowledges each one as soon as it is in
-its journal, long before it is done. docs/grpc.md says more, also about other languages.
+The model learns one sentence by heart and then completes its beginning. The order of the calls matters: operations of a
+model have numbers, and the trainer runs them in this order. It acknowledges each one as soon as the operation is in its
+journal, long before the operation is done. docs/grpc.md says more, also about other languages.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def connect(address, api_key):
 
 
 class AddKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    """Sends the key with each call, in the same header as over HTTP."""
+    """Sends the key with each call, in the header that is also used over HTTP."""
 
     def __init__(self, api_key):
         self.metadata = ("x-api-key", api_key)
@@ -54,7 +54,7 @@ class AddKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor
 
 
 class Operation:
-    """An operation that the trainer has accepted: it will run once, whatever becomes of this client."""
+    """An operation that the trainer has accepted. It will run once, even if this client ends."""
 
     def __init__(self, channel, name, request):
         # Python's gRPC shows a unary call's initial metadata only together with its reply. On the wire a unary call is

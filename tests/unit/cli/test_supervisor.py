@@ -345,7 +345,8 @@ def test_logs_that_are_full_begin_again_and_one_that_cannot_is_told_once(start: 
     (tmp_path / "logs" / "s1.log.1").mkdir(parents=True)  # no copy can have this name
     run = start(TALKS, TALKS)
     run.wait_ready()
-    assert "IsADirectoryError" not in run.read_until("s1.log cannot be moved to s1.log.1, and grows: ")
+    failing = f"{tmp_path / 'logs' / 's1.log'} cannot be moved to s1.log.1, and grows: "
+    assert "IsADirectoryError" not in run.read_until(failing)
     older, newer = tmp_path / "logs" / "s0.log.1", tmp_path / "logs" / "s0.log"
     deadline = time.monotonic() + 20
     while not older.exists() or not newer.stat().st_size:
