@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sampler_service.config import SamplerConfig
-from sampler_service.core.front import Front
+from sampler_service.core.engine_base import EngineBase
 from sampler_service.core.queue_status import status_of
 from sampler_service.core.request import Generation, Params, QueueStatus, Request, StopCondition
 from sampler_service.core.self_check import Comparison
@@ -59,7 +59,7 @@ from tinsmith.rpc.paths import run_of
 logger = logging.getLogger(__name__)
 
 
-class TorchEngine(Front):
+class TorchEngine(EngineBase):
     """A SamplingEngine. Made by load(), on the event loop that it will deliver to."""
 
     name = "torch"

@@ -96,7 +96,7 @@ class Piece(Generic[Owner]):
         return self.start + self.length == self.job.length
 
 
-class Room:
+class Reservations:
     """Tokens and lanes that are promised to sequences, over all caches."""
 
     def __init__(self, sequences: Iterable[Sequence[Owner]] = ()) -> None:
@@ -107,8 +107,8 @@ class Room:
         for sequence in sequences:
             self.add(1, sequence.promised)
 
-    def copy(self) -> Room:
-        room = Room()
+    def copy(self) -> Reservations:
+        room = Reservations()
         room.lanes, room.tokens, room._by_size = self.lanes, self.tokens, dict(self._by_size)
         return room
 
@@ -256,7 +256,7 @@ class Planner(Generic[Owner]):
         lanes = Counter(sequence.size for sequence in self.running)
         partial, self.partial = self.partial, None
         held = [] if partial is None else [partial]
-        room = Room([*self.running, *(sequence for job in held for sequence in job.sequences)])
+        room = Reservations([*self.running, *(sequence for job in held for sequence in job.sequences)])
         passing = self._passing(room)
         first = [*passing, *self._overtaking([*held, *passing], room)]
         budget = RESTING_TOKENS + sum(job.length - job.done for job in first) if rests else self.tokens_per_step
@@ -277,7 +277,7 @@ class Planner(Generic[Owner]):
                 self.partial = job
         return sorted(pieces, key=lambda piece: piece.job.size)
 
-    def _passing(self, room: Room) -> list[Job[Owner]]:
+    def _passing(self, room: Reservations) -> list[Job[Owner]]:
         """Short jobs of one step, admitted although those before them wait for room."""
         if not self.waiting or self._has_room(self.waiting.first, room):
             return []
@@ -294,7 +294,7 @@ class Planner(Generic[Owner]):
             chosen.append(job)
         return chosen
 
-    def _overtaking(self, held: list[Job[Owner]], room: Room) -> list[Job[Owner]]:
+    def _overtaking(self, held: list[Job[Owner]], room: Reservations) -> list[Job[Owner]]:
         """Short jobs that go before longer ones, admitted; there is room for those ahead of them as well."""
         budget = self.tokens_per_step // SHORT_SHARE
         if not self._more_than_a_step(held):
@@ -325,7 +325,7 @@ class Planner(Generic[Owner]):
                 return True
         return False
 
-    def _admit(self, room: Room) -> Job[Owner] | None:
+    def _admit(self, room: Reservations) -> Job[Owner] | None:
         if not self.waiting or not self._has_room(self.waiting.first, room):
             return None
         job = self.waiting.first
@@ -333,7 +333,7 @@ class Planner(Generic[Owner]):
         self._take(job)
         return job
 
-    def _has_room(self, job: Job[Owner], room: Room, *, more_lanes: int = 0) -> bool:
+    def _has_room(self, job: Job[Owner], room: Reservations, *, more_lanes: int = 0) -> bool:
         """Beside what is promised."""
         lanes = len(job.sequences)
         if room.lanes + lanes > self.max_running + more_lanes:
@@ -367,7 +367,7 @@ class Planner(Generic[Owner]):
     def _more_for(self, sequence: Sequence[Owner], leaving: list[Sequence[Owner]]) -> int:
         """Tokens to reserve for it: twice its length, or as many as are free; 0 when none are."""
         held = self.partial.sequences if self.partial is not None else []
-        room = Room([*(one for one in self.running if one is not sequence and one not in leaving), *held])
+        room = Reservations([*(one for one in self.running if one is not sequence and one not in leaving), *held])
         wanted = min(sequence.max_length, 2 * sequence.length)
         if room.with_more(1, wanted) <= self.max_kv_tokens:
             return wanted

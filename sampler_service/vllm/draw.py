@@ -179,7 +179,7 @@ class StreamSampler(Sampler):
         tokens_R_1 = workers.broadcast(tokens_R[:, None])
         self._newest_R = tokens_R_1[:, 0]
         ids, logprobs = tokens_R_1, logprobs_R_V.gather(-1, tokens_R_1)
-        logprobs[failed] = float("nan")  # tells the front that the grammar failed
+        logprobs[failed] = float("nan")  # tells running.py that the grammar failed
         if rows.columns:
             best, best_ids = logprobs_R_V.topk(rows.columns)
             ids, logprobs = torch.cat([ids, best_ids], 1), torch.cat([logprobs, best], 1)

@@ -25,7 +25,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
 from sampler_service.vllm.full import FullVersion
 from sampler_service.vllm.reference import Reference, take_reference
-from sampler_service.vllm.running import RunningFront
+from sampler_service.vllm.running import VllmSequences
 from sampler_service.vllm.self_check import check_engine
 from sampler_service.vllm.shared_memory import SharedTensor
 from sampler_service.vllm.start import check_installed, start
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _HEALTH_INTERVAL_S = 0.25
 
 
-class VllmEngine(RunningFront):
+class VllmEngine(VllmSequences):
     """A SamplingEngine. Made by load(), on the event loop that it belongs to."""
 
     name = "vllm"

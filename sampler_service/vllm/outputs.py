@@ -12,7 +12,7 @@ from sampler_service.core.request import Floats, Ints, TopkTable
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnToken:
     token: int
     logprob: float
     table_ids: Ints
@@ -20,7 +20,7 @@ class Drawn:
     """Its row of the top-k table, best first."""
 
     @staticmethod
-    def table(drawn: Sequence[Drawn], k: int) -> TopkTable | None:
+    def table(drawn: Sequence[DrawnToken], k: int) -> TopkTable | None:
         """The rows of these tokens, of `k` columns; None for 0."""
         if not k:
             return None
@@ -31,14 +31,14 @@ class Drawn:
         return table
 
 
-def drawn_tokens(completion: Any, k: int) -> Iterator[Drawn]:
+def drawn_tokens(completion: Any, k: int) -> Iterator[DrawnToken]:
     """Tokens of one of vLLM's deltas with flat logprobs. For each token its own logprob comes first, then the best
     k."""
     flat = completion.logprobs
     for token, start, stop in zip(completion.token_ids, flat.start_indices, flat.end_indices, strict=True):
         ids, logprobs = np.array(flat.token_ids[start:stop], np.int32), np.array(flat.logprobs[start:stop], np.float32)
         if stop - start == k + 1:
-            yield Drawn(token, flat.logprobs[start], ids[1:], logprobs[1:])
+            yield DrawnToken(token, flat.logprobs[start], ids[1:], logprobs[1:])
         else:  # where vLLM has joined two deltas, a token that is drawn and among the best stands there once
             order = np.argsort(-logprobs, kind="stable")
-            yield Drawn(token, flat.logprobs[start], ids[order], logprobs[order])
+            yield DrawnToken(token, flat.logprobs[start], ids[order], logprobs[order])

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sampler_service.config import SamplerConfig
-from sampler_service.core.front import Front
+from sampler_service.core.engine_base import EngineBase
 from sampler_service.core.request import Delta, Result
 from sampler_service.core.scoring import not_finite
 from sampler_service.core.sequence import Sequence as RunningSequence
@@ -26,7 +26,7 @@ from sampler_service.core.task import Task
 from sampler_service.core.validation import Limits
 from sampler_service.core.versions import Version
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.vllm.outputs import Drawn, drawn_tokens
+from sampler_service.vllm.outputs import DrawnToken, drawn_tokens
 from sampler_service.vllm.requests import lora_request, prompt, sampling_params
 from sampler_service.vllm.wire import Scores
 from tinsmith.rpc.errors import Cancelled, EngineDead, ServiceError
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class VllmRequest:
     """One of vLLM's requests: a sequence from its prompt, or from where it moved to another version."""
 
     task: Task
@@ -44,8 +44,8 @@ class Run:
     generating: asyncio.Task[None]
 
 
-class RunningFront(Front):
-    """A front whose sequences run in vLLM."""
+class VllmSequences(EngineBase):
+    """An engine whose sequences run in vLLM."""
 
     def __init__(
         self, llm: Any, config: SamplerConfig, metrics: SamplerMetrics, limits: Limits, stops: StopRules
@@ -54,8 +54,8 @@ class RunningFront(Front):
         self._llm: Any = llm
         self._queue: deque[RunningSequence[Task]] = deque()
         """Sequences that wait for a place."""
-        self._runs: dict[RunningSequence[Task], Run] = {}
-        self._leaving: dict[Run, None] = {}
+        self._runs: dict[RunningSequence[Task], VllmRequest] = {}
+        self._leaving: dict[VllmRequest, None] = {}
         """Runs that were cancelled, until vLLM has heard of it."""
         self._names = itertools.count()
 
@@ -85,7 +85,7 @@ class RunningFront(Front):
             self._admitted(task)
         version = task.version_of(sequence)
         generating = asyncio.create_task(self._generate(sequence, version))
-        run = Run(task, sequence, version, generating)
+        run = VllmRequest(task, sequence, version, generating)
         self._runs[sequence] = run
         generating.add_done_callback(lambda _: self._left(run))
 
@@ -149,7 +149,7 @@ class RunningFront(Front):
         """True when the sequence has ended, or its request."""
         task = sequence.owner
         topk = self._topk(task)
-        new: list[Drawn] = []
+        new: list[DrawnToken] = []
         ended = False
         for drawn in drawn_tokens(output.outputs[0], topk):
             if not math.isfinite(drawn.logprob):
@@ -167,7 +167,7 @@ class RunningFront(Front):
             self.metrics.requests.first_token.observe(time.perf_counter() - task.submitted)
         if new and task.generation.stream:
             tokens, logprobs = tuple(one.token for one in new), tuple(one.logprob for one in new)
-            task.generation.push(Delta(sequence.index, tokens, logprobs, Drawn.table(new, task.topk)))
+            task.generation.push(Delta(sequence.index, tokens, logprobs, DrawnToken.table(new, task.topk)))
         if ended and task.complete:
             self._end(task, _outcome(task))
         return ended
@@ -185,11 +185,11 @@ class RunningFront(Front):
         self._release_unused(task)
         return len(going_on)
 
-    def _break_off(self, run: Run) -> None:
+    def _break_off(self, run: VllmRequest) -> None:
         self._leaving[run] = None
         run.generating.cancel()
 
-    def _left(self, run: Run) -> None:
+    def _left(self, run: VllmRequest) -> None:
         """vLLM has nothing of the run any more, or will have heard so before anything that is said to it now."""
         with self._dying_of_errors():
             self._leaving.pop(run, None)

@@ -11,7 +11,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # pyright: ignore
 from vllm.v1.core.sched.scheduler import Scheduler  # pyright: ignore[reportMissingImports]
 
 from sampler_service.vllm.processes import die_with_parent
-from sampler_service.vllm.turns import Turns
+from sampler_service.vllm.weight_turns import WeightTurns
 from sampler_service.vllm.wire import base_weights
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ else:
 class _ByBaseWeights(_Base):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._turns = Turns()
+        self._turns = WeightTurns()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Its output says which base weights the step needs."""

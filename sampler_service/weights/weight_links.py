@@ -16,7 +16,7 @@ from tinsmith.weight_channel.ring_memory import gpu_uuid, map_cuda_ring, map_hos
 from tinsmith.weight_channel.transport import LOCAL, ON_CUDA, Inlet, parse_transport
 
 
-class Meetings:
+class ProbedConnections:
     """Connections from ProbeWeightTransfer that wait for their InitWeightTransfer, by trainer."""
 
     def __init__(self) -> None:
@@ -70,14 +70,16 @@ def check_group(request: pb.InitWeightTransferRequest, *, device: str) -> None:
         raise InvalidRequest(f"rank: {request.rank} is outside 1..{request.world_size - 1}", field="rank")
 
 
-async def join(request: pb.InitWeightTransferRequest, meetings: Meetings, *, host: str, timeout_s: float) -> Inlet:
+async def join(
+    request: pb.InitWeightTransferRequest, probed: ProbedConnections, *, host: str, timeout_s: float
+) -> Inlet:
     """Raises FailedPrecondition when the trainer or its memory cannot be reached."""
     if request.backend in LOCAL:
-        connection = meetings.take(request)
+        connection = probed.take(request)
         connection.settimeout(timeout_s)
         work = lambda: _join_ring(request, connection)  # noqa: E731
     else:
-        meetings.forget(request.trainer_id)
+        probed.forget(request.trainer_id)
         work = lambda: _join_group(request, host=host, timeout_s=timeout_s)  # noqa: E731
     try:
         return await in_thread(work)

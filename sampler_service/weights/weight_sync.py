@@ -24,7 +24,7 @@ from sampler_service import convert
 from sampler_service.core.engine import EngineSlot, SamplingEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
-from sampler_service.weights.weight_links import Meetings, check_group, join
+from sampler_service.weights.weight_links import ProbedConnections, check_group, join
 from tinsmith.lora_config import config_from_proto
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.full_weights import Weights
@@ -91,7 +91,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         self.channel_host = channel_host
         self.channel_timeout_s = channel_timeout_s
         self.metrics = metrics
-        self._meetings = Meetings()
+        self._probed = ProbedConnections()
         self._links: dict[str, _Link] = {}
         """By trainer id."""
         self._spare: Tensor | None = None
@@ -101,7 +101,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
     async def ProbeWeightTransfer(
         self, request: pb.ProbeWeightTransferRequest, context: Context
     ) -> pb.ProbeWeightTransferResponse:
-        return self._meetings.probe(request, device=self.slot.get().weights_device)
+        return self._probed.probe(request, device=self.slot.get().weights_device)
 
     async def InitWeightTransfer(
         self, request: pb.InitWeightTransferRequest, context: Context
@@ -114,7 +114,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
                     f"epoch: {request.epoch} is not above that of the present group, {link.epoch}", epoch=link.epoch
                 )
             self._drop(trainer_id, link)
-        inlet = await join(request, self._meetings, host=self.channel_host, timeout_s=self.channel_timeout_s)
+        inlet = await join(request, self._probed, host=self.channel_host, timeout_s=self.channel_timeout_s)
         link = self._links.get(trainer_id)
         if link is not None and link.epoch > inlet.epoch:  # formed meanwhile
             inlet.close()

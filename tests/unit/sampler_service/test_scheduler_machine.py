@@ -239,7 +239,7 @@ class BatchMachine(RuleBasedStateMachine):
         assert list(by_size) == sorted(by_size)
         assert all([one.lane for one in group] == list(range(len(group))) for group in by_size.values())
         held = planner.partial.sequences if planner.partial is not None else []
-        assert planning.Room([*planner.running, *held]).tokens <= MAX_KV_TOKENS
+        assert planning.Reservations([*planner.running, *held]).tokens <= MAX_KV_TOKENS
         assert sum(cache.num_lanes * cache.capacity for cache in kv.caches.values()) <= MAX_KV_TOKENS
         # Every block is free or found, once.
         prefixes = kv.prefixes

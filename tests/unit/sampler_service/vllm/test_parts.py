@@ -17,7 +17,7 @@ from sampler_service.core.request import Params, Request, Targets
 from sampler_service.core.scoring import PromptScorer
 from sampler_service.vllm import start
 from sampler_service.vllm.full import FullVersion, Parameters
-from sampler_service.vllm.outputs import Drawn, drawn_tokens
+from sampler_service.vllm.outputs import DrawnToken, drawn_tokens
 from sampler_service.vllm.settings import engine_args, slot_rank
 from sampler_service.vllm.shared_memory import Handle, SharedTensor
 from sampler_service.vllm.versions import WorkerVersions
@@ -92,11 +92,11 @@ def test_outputs_with_their_tables_also_where_vllm_has_joined_two() -> None:
     completion = SimpleNamespace(token_ids=[7, 2, 2], logprobs=flat(apart, among_the_best, joined))
     drawn = list(drawn_tokens(completion, 2))
     assert [(one.token, one.logprob) for one in drawn] == [(7, -3.0), (2, -1.0), (2, -1.0)]
-    table = Drawn.table(drawn, 3)
+    table = DrawnToken.table(drawn, 3)
     assert table is not None
     assert table.token_ids.tolist() == [[1, 2, 0]] * 3
     assert table.logprobs.tolist() == [[-0.5, -1.0, -99999.0]] * 3
-    assert Drawn.table(drawn, 0) is None
+    assert DrawnToken.table(drawn, 0) is None
 
 
 def test_slots_are_of_the_next_rank_that_vllm_knows() -> None:

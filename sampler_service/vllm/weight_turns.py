@@ -1,4 +1,4 @@
-"""Turns of full versions on the device, which has the weights of one at a time; an exchange takes a while.
+"""WeightTurns of full versions on the device, which has the weights of one at a time; an exchange takes a while.
 
 A turn ends when its version has nothing to do, or when it has lasted and another version has. So a version waits for at
 most one turn of each other one, however much they have to do, and no more than a fifth of the time goes into exchanges.
@@ -13,7 +13,7 @@ _TURN_PER_EXCHANGE = 4.0
 _SHORTEST_TURN_S = 0.1
 
 
-class Turns:
+class WeightTurns:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.current = 0
         """0: the base model's own weights."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import pairwise
 
-from sampler_service.vllm.turns import Turns
+from sampler_service.vllm.weight_turns import WeightTurns
 
 
 class Device:
     def __init__(self) -> None:
         self.now = 0.0
-        self.turns = Turns(lambda: self.now)
+        self.turns = WeightTurns(lambda: self.now)
 
     def step(self, *with_work: int) -> int:
         before = self.turns.current

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 SAMPLE_STREAM = 0
 
 
-class Front(ABC):
+class EngineBase(ABC):
     """The half of a SamplingEngine that does not compute."""
 
     def __init__(self, config: SamplerConfig, metrics: SamplerMetrics, limits: Limits, stops: StopRules) -> None:
