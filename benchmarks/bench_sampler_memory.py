@@ -33,9 +33,9 @@ from tinsmith.toy.model import SHAPES, Recipe, make
 CLIENTS = 16
 REQUESTS_OF_A_VERSION = 2
 PROMPT_TOKENS, NEW_TOKENS, SAMPLES = 40, 64, 4
-"""At most, of a request."""
+"""Largest values of a request."""
 SETTINGS = {"prefix_cache_bytes": 8 * 2**20, "adapter_memory_bytes": 64 * 2**20, "max_kv_tokens": 8192}
-"""Full within a minute."""
+"""Sizes of the sampler's caches, which are full within a minute."""
 
 
 class MallocInfo(ctypes.Structure):

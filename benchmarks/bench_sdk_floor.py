@@ -1,5 +1,5 @@
-"""What the official `tinker` SDK costs by itself: forward_backward of 8 tokens by a stand-in that answers at once
-(canned.py) and by the service, in turns; with the CPU time of each process. README.md says how to read it.
+"""Measures the cost of the official `tinker` SDK by itself: forward_backward of 8 tokens with a stand-in that answers
+at once (canned.py) and with the service, in turns, with the CPU time of each process. README.md says how to read it.
 
     python benchmarks/bench_sdk_floor.py --size tiny --json sdk-floor.json
 """
@@ -27,9 +27,10 @@ from service.bench import RANK, datum, forward_backward, optim_step, pipelined
 from tinker import types
 
 NUM_REQUESTS = 100
-"""Of a round: so many that what a process's CPU time is counted in, 10 ms, is a tenth of a millisecond for each."""
+"""Requests of a round. A process's CPU time is counted in units of 10 ms, which is 0.1 ms for each of these
+requests."""
 _SETTLE_S = 0.5
-"""What a service writes behind its answers counts too."""
+"""Pause after a round, in seconds, so that writes of the service after its answers count too."""
 _CLIENT, _LOOP = "the client", "the client's event loop"
 _VOCAB = 2000
 
@@ -54,7 +55,7 @@ class Side:
 class Cost:
     wall_ms: float
     cpu_ms: Mapping[str, float]
-    """Of each request, by what has used it."""
+    """CPU time of each request, by the name of its clock, in milliseconds."""
 
     @property
     def total_cpu_ms(self) -> float:

@@ -137,7 +137,7 @@ class Connection(asyncio.Protocol):
 
 @contextmanager
 def stand_in(url: str) -> Iterator[tuple[str, int]]:
-    """For the service there; its own URL and process id."""
+    """Starts a stand-in for the service at `url`. Yields the stand-in's URL and process id."""
     process = subprocess.Popen([sys.executable, __file__, url], stdout=subprocess.PIPE, text=True)  # noqa: S603
     try:
         assert process.stdout is not None

@@ -25,7 +25,7 @@ from tinker import ModelInput, SamplingParams
 SDK_SHARE = 20
 _KEY = "TINKER_API_KEY"
 _BEAT_S = 10.0
-"""As often as the SDK does by itself."""
+"""Interval of heartbeats in seconds, which is that of the SDK."""
 _ASK_S = 0.05
 
 
@@ -54,8 +54,8 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def press(
     url: str, base_model: str, *, api_key: str, num_samples: int, num_sessions: int, num_tokens: int = 8
 ) -> Times:
-    """Raises what the SDK raises. Of the sessions one in SDK_SHARE is a client of the SDK of its own, which opens while
-    the samples are drawn; the others only beat."""
+    """Puts the load on the server. One session in SDK_SHARE is a client of the SDK, which opens while the samples are
+    drawn; the others only send heartbeats. Raises the SDK's errors."""
     num_clients = num_sessions // SDK_SHARE
     times = Times()
     began = time.monotonic()
@@ -128,10 +128,10 @@ def _session(
 
 
 async def _watch(url: str, api_key: str, times: Times, num_sessions: int, done: threading.Event) -> None:
-    """As many clients as there are sessions, that only beat; and one that asks for next to nothing.
+    """Runs a client for each session, which only sends heartbeats, and one that sends trivial requests.
 
-    Each has connections of its own, as processes have: a pool of httpx that all share looks at every connection for
-    every request, and the heartbeats would wait for that more than for the gateway."""
+    Each client has connections of its own, as separate processes would. A shared pool of httpx looks at every
+    connection for every request, and the heartbeats would wait longer for that than for the gateway."""
     tls = ssl.create_default_context()
 
     def client() -> httpx.AsyncClient:

@@ -24,7 +24,7 @@ _SERVICES = ("trainer_service", "sampler_service", "gateway")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A service to measure. What is unknown about a server elsewhere is empty."""
+    """A service to measure. Fields that are unknown for a server elsewhere are empty."""
 
     url: str
     base_model: str

@@ -1,4 +1,4 @@
-"""What a decode step of 64 sequences is made of, each part measured alone and in turns: "step" of engine_baseline.py.
+"""Measures the parts of a decode step of 64 sequences, each alone and in turns: "step" of engine_baseline.py.
 
 The sequences are 8 samples each of 8 prompts, half way through 64+64 tokens; the adapter has rank 32 on every layer.
 """
@@ -46,7 +46,7 @@ def _adapted(base: BaseModel) -> list[LoraLinear]:
 
 
 def _products(base: BaseModel) -> Callable[[], None]:
-    """As they are multiplied in a step: from the second copy, if there is one."""
+    """Matrix products of the adapted layers as in a step: with the prepacked copy, if there is one."""
     first = [layer for layer in _adapted(base) if layer.readers[0] is layer]
     inputs = [torch.randn(ROWS, layer.weight.shape[1], dtype=base.dtype) for layer in first]
 

@@ -113,7 +113,7 @@ async def _watch(
     stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(_wait_all_ready(running, report=report, timeout_s=startup_timeout_s))
     waiting: set[asyncio.Future[object]] = {stopping, starting, *(one.exited for one in running)}  # type: ignore[arg-type]
-    reviving: list[asyncio.Task[None]] = []
+    restarting: list[asyncio.Task[None]] = []
     try:
         while True:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -122,9 +122,9 @@ async def _watch(
                 return 0
             if dead := [one for one in running if one.exited in done]:
                 for one in dead:
-                    report(_obituary(one.service, code=one.exited.result()))
+                    report(_end_report(one.service, code=one.exited.result()))
                 return 1
-            for task in reviving:
+            for task in restarting:
                 if task in done:
                     task.result()
             try:
@@ -136,13 +136,13 @@ async def _watch(
             for place, one in enumerate(running):
                 if one.service.restarts:
                     waiting.discard(one.exited)  # type: ignore[arg-type]
-                    task = _revive(running, place, report=report, timeout_s=startup_timeout_s)
-                    reviving.append(asyncio.create_task(task))
-            waiting.update(reviving)  # type: ignore[arg-type]  # a revival ends only with an error, to be raised here
+                    task = _keep_running(running, place, report=report, timeout_s=startup_timeout_s)
+                    restarting.append(asyncio.create_task(task))
+            waiting.update(restarting)  # type: ignore[arg-type]  # such a task ends only with an error, to be raised here
     finally:
-        for task in (stopping, starting, *reviving):
+        for task in (stopping, starting, *restarting):
             task.cancel()
-        await asyncio.gather(stopping, starting, *reviving, return_exceptions=True)
+        await asyncio.gather(stopping, starting, *restarting, return_exceptions=True)
 
 
 async def _wait_all_ready(running: Sequence[_Running], *, report: Callable[[str], None], timeout_s: float) -> None:
@@ -162,14 +162,16 @@ async def _wait_all_ready(running: Sequence[_Running], *, report: Callable[[str]
         raise TimeoutError(f"not ready after {timeout_s:g} s: {', '.join(waiting_for)}; see the log") from None
 
 
-async def _revive(running: list[_Running], place: int, *, report: Callable[[str], None], timeout_s: float) -> None:
+async def _keep_running(
+    running: list[_Running], place: int, *, report: Callable[[str], None], timeout_s: float
+) -> None:
     """Restarts the service at `place` whenever it ends."""
     service = running[place].service
     pause_s, ready_at, in_vain = _FIRST_PAUSE_S, time.monotonic(), 0
     while True:
         code = await asyncio.shield(running[place].exited)
         _kill_group(running[place])  # processes that it left behind may hold its port and its files
-        report(_obituary(service, code=code))
+        report(_end_report(service, code=code))
         if not in_vain and time.monotonic() - ready_at >= _LASTED_S:
             pause_s = _FIRST_PAUSE_S
         so_far = f" (it was not ready after the last {in_vain} starts)" if in_vain >= _FEW_STARTS else ""
@@ -270,7 +272,7 @@ def _terminate(one: _Running) -> None:
         one.process.terminate()
 
 
-def _obituary(service: Service, *, code: int) -> str:
+def _end_report(service: Service, *, code: int) -> str:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
     lines = log_files.last_lines(service.log, _LOG_LINES_SHOWN)
     return "\n".join([f"{service.name} {how}; the end of {service.log}:", *(f"    {line}" for line in lines)])

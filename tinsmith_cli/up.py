@@ -26,11 +26,11 @@ from tinsmith.rpc.paths import check_checkpoint_root
 from tinsmith.rpc.tls import Certificates, check_pair
 from tinsmith_cli.base_models import ServedModel, UsageError, parse
 from tinsmith_cli.keys import has_keys
-from tinsmith_cli.left_journals import with_live_runs
 from tinsmith_cli.ports import free_ports
 from tinsmith_cli.settings import DEFAULT_MODEL_NAME, Settings
 from tinsmith_cli.stack import ServiceKeys, Stack, Tls
 from tinsmith_cli.supervisor import supervise
+from tinsmith_cli.unserved_journals import with_live_runs
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

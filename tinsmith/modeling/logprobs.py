@@ -162,8 +162,8 @@ class _TargetLogprobs(torch.autograd.Function):
                 logits_n_V = _finish(head, _project(head, hidden_n_H, lora))
                 cap_n_V = None if head.softcap is None else 1 - (logits_n_V / head.softcap).square()
                 logp_n_V = _log_softmax_(logits_n_V)
-            # d(picked)/d(logits) = onehot - softmax, times the gradient. With one target a row the gradient is a factor
-            # of the row, and so of the far smaller results.
+            # d(picked)/d(logits) = onehot - softmax, times the gradient. If each row has one target, the gradient is a
+            # factor of the row, and is applied to the much smaller results.
             where = (local[named] - piece.rows.start, tokens_K[named])
             factor_n = None
             grad_n_V = logp_n_V.exp_()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith_cli.left_journals import with_live_runs
+from tinsmith_cli.unserved_journals import with_live_runs
 from trainer_service.durability import journal_file
 
 
