@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinsmith.errors import ServiceError
 from tinsmith.formatting import columns
-from tinsmith.rpc.errors import ServiceError
 from tinsmith_cli.base_models import UsageError
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ import grpc.aio
 from grpc_health.v1 import health
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, SecretStr, Tag
 
-from tinsmith.rpc.errors import PermissionDenied, ServiceError, Unauthenticated, to_status
+from tinsmith.errors import PermissionDenied, ServiceError, Unauthenticated
+from tinsmith.rpc.errors import to_status
 
 KEY_HEADER = "x-api-key"
 

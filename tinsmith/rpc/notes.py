@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 
 MAX_ENTRIES = 1024
 """Largest number of tags, and of entries in `user_metadata`, of one session, run or checkpoint."""

@@ -17,9 +17,10 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
+from tinsmith.errors import InvalidRequest, ServiceError
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.auth import KeyInterceptor, host_of
-from tinsmith.rpc.errors import InvalidRequest, ServiceError, to_status
+from tinsmith.rpc.errors import to_status
 from tinsmith.rpc.paths import run_of
 from tinsmith.rpc.reflection import add_reflection
 from tinsmith.rpc.tls import Certificates, warn_of_clear_text

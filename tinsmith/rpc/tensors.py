@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 from tinsmith.rpc.words import choices
 from tinsmith.v1 import types_pb2 as pb
 

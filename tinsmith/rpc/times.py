@@ -8,7 +8,7 @@ from __future__ import annotations
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 
 _LONGEST_S = 315_576_000_000
 """Ten thousand years in seconds: the largest Duration."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 
 
 def word_of(enum: EnumTypeWrapper, value: int) -> str:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from tinsmith.errors import Unsupported
 from tinsmith.modeling.adapter import GROUPS, Group
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import Unsupported
 from tinsmith_cli.doctor.subject import Subject, first_line
 
 

@@ -21,9 +21,9 @@ from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import SamplingEngine
 from sampler_service.core.request import Ints, Params, Request, Result, StopCondition
 from sampler_service.metrics import SamplerMetrics
+from tinsmith.errors import ServiceError
 from tinsmith.modeling.adapter import GROUPS, Group
 from tinsmith.modeling.self_check import random_adapter
-from tinsmith.rpc.errors import ServiceError
 from tinsmith_cli.doctor.subject import ALL, BASE, Example, Logprobs, Subject, Unloadable, failed, free
 
 _BATCHES = (1, 8)

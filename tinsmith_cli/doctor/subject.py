@@ -19,11 +19,11 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
+from tinsmith.errors import ServiceError
 from tinsmith.modeling.adapter import GROUPS, AdapterConfig, Group
 from tinsmith.modeling.base_model import UnsupportedModel
 from tinsmith.modeling.config import load_config
 from tinsmith.modeling.self_check import only
-from tinsmith.rpc.errors import ServiceError
 
 T = TypeVar("T")
 Ints = npt.NDArray[np.int64]

@@ -15,11 +15,11 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
+from tinsmith.errors import ServiceError
 from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.self_check import random_adapter
-from tinsmith.rpc.errors import ServiceError
 from tinsmith.v1 import types_pb2 as pb
 from tinsmith_cli.doctor.coverage import Coverage
 from tinsmith_cli.doctor.oracle import gradient_sequences
