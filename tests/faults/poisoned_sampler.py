@@ -14,24 +14,23 @@ from typing import Any
 from torch import Tensor
 
 from sampler_service.__main__ import main
-from sampler_service.torch_engine.forward import Forward
-from sampler_service.torch_engine.step import Step
+from sampler_service.torch_engine.runner import Batch, Runner
 
 MARK = 101
 
 
 def install() -> None:
-    logits = Forward.logits
+    logits = Runner.logits
 
-    def poisoned(self: Any, step: Step) -> Tensor:
-        sequences = [*step.running, *(sequence for piece in step.pieces for sequence in piece.job.sequences)]
+    def poisoned(self: Any, batch: Batch) -> Tensor:
+        sequences = [*batch.running, *(sequence for piece in batch.pieces for sequence in piece.job.sequences)]
         for sequence in sequences:
             prompt = sequence.owner.request.prompt
             if len(prompt) > 1 and prompt[0] == MARK and len(sequence.tokens) >= prompt[1]:
                 os.kill(os.getpid(), signal.SIGKILL)
-        return logits(self, step)
+        return logits(self, batch)
 
-    Forward.logits = poisoned  # pyright: ignore[reportAttributeAccessIssue]
+    Runner.logits = poisoned  # pyright: ignore[reportAttributeAccessIssue]
 
 
 if __name__ == "__main__":
