@@ -58,9 +58,17 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--admin", action="store_true", help="the key sees and changes the objects and the usage of every owner"
     )
     creating.add_argument("--expires", type=_seconds, metavar="TIME", help="validity of the key: 90m, 12h, 30d")
-    creating.add_argument("--requests-per-minute", type=_positive, metavar="N", help="refuse further requests with 429")
     creating.add_argument(
-        "--tokens-per-minute", type=_positive, metavar="N", help="tokens trained on, read and sampled; further: 429"
+        "--requests-per-minute",
+        type=_positive,
+        metavar="N",
+        help="most HTTP requests in a minute; further ones get 429",
+    )
+    creating.add_argument(
+        "--tokens-per-minute",
+        type=_positive,
+        metavar="N",
+        help="most tokens trained on, read and sampled in a minute; beyond that 429",
     )
     _add_budget(creating)
     _add_database(creating, run_create)
