@@ -11,8 +11,8 @@ import threading
 
 import uvloop
 
+from gateway.codec import cores
 from gateway.config import GatewayConfig
-from gateway.http.body import cores
 from gateway.http.server import serve
 from tinsmith.cores import SWITCH_S
 from tinsmith.rpc import logs, tracing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -10,7 +11,6 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gateway.database import urls
-from gateway.http.connections import ConnectionLimits
 from gateway.storage.retention_rules import Policy
 from tinsmith.memory import total_bytes
 from tinsmith.rpc.auth import AnyKey, ServiceKey
@@ -22,6 +22,25 @@ DATABASE = "gateway.db"
 _BODY_BYTES = 64 * 2**20
 
 TokenKind = Literal["training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """The bounds; settings of the same names."""
+
+    max_connections: int
+    max_idle_connections: int
+    """Most connections that wait for a next request; those above it are closed."""
+    max_header_bytes: int
+    header_timeout_s: float
+    """Longest time from the connection, or from a request's first byte, to the end of its headers."""
+    transfer_grace_s: float
+    min_transfer_bytes_s: int
+    """Slowest rate. A transfer may take its size divided by this rate, plus `transfer_grace_s`."""
+
+    @property
+    def interval_s(self) -> float:
+        return min(1.0, self.header_timeout_s / 4, self.transfer_grace_s / 4)
 
 
 class GatewayConfig(GrpcTls, BaseSettings):

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
+from gateway import schemas
 from gateway.database.tables.checkpoints import Checkpoint
-from gateway.http import schemas
 from gateway.shown import shown, shown_name
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.rpc.paths import SCHEME

@@ -19,7 +19,7 @@ import orjson
 
 from gateway.answers import Answer, Answers, Kept
 from gateway.database.tables.history import Span
-from gateway.http.held import Share
+from gateway.held import Share
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold

@@ -7,7 +7,7 @@ from gateway.config import GatewayConfig
 from gateway.dashboard.recorder import Dashboard
 from gateway.database.store import Store
 from gateway.futures import Futures
-from gateway.http.held import Bodies
+from gateway.held import Bodies
 from gateway.metrics import Metrics
 from gateway.openai.generator import Generator
 from gateway.peers import Peers

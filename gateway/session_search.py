@@ -12,11 +12,11 @@ from sqlalchemy import ColumnElement, Text, and_, cast, false, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import load_only
 
+from gateway import schemas
 from gateway.database.catalog import exists_now, in_project
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import Model, SamplingSession, Session
-from gateway.http import schemas
 from gateway.tenants.caller import Caller
 from gateway.views import FINISH_REASONS, owner_of_urn
 

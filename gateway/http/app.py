@@ -19,13 +19,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway import codec, schemas
 from gateway.config import GatewayConfig
 from gateway.database.outages import DatabaseUnusable
 from gateway.gateway import Gateway
-from gateway.http import errors, schemas
+from gateway.held import Bodies, Share
 from gateway.http.body import parse
 from gateway.http.browsers import OwnHost, SecurityHeaders
-from gateway.http.held import HoldBodies
 from gateway.http.openapi.document import document
 from gateway.http.openapi.operations import OPERATIONS
 from gateway.http.routes import (
@@ -183,6 +183,39 @@ class InTurn:
         await self._app(scope, receive, send)
 
 
+_PIECE_BYTES = 256 * 2**10
+"""Size of the pieces in which an answer is written. The connection copies what it cannot send yet."""
+
+
+class HoldBodies:
+    """ASGI middleware: puts a Share into request.state.held, and releases it at the end of the request.
+
+    It also sends an answer in pieces, each once the client has read those before. So the request of a client that does
+    not read stays open and keeps its share, and an answer that many clients ask for is in memory only once.
+    """
+
+    def __init__(self, app: ASGIApp, *, bodies: Bodies) -> None:
+        self._app = app
+        self._bodies = bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        share = scope.setdefault("state", {})["held"] = Share(self._bodies)
+
+        async def in_pieces(message: Message) -> None:
+            body = message.get("body", b"")
+            last = max(0, len(body) - 1) // _PIECE_BYTES * _PIECE_BYTES
+            for start in range(0, last, _PIECE_BYTES):
+                await send({**message, "body": body[start : start + _PIECE_BYTES], "more_body": True})
+            await send({**message, "body": body[last:]} if last else message)
+
+        try:
+            await self._app(scope, receive, in_pieces)
+        finally:
+            share.release()
+
+
 _FRONT = "/services/tinker-prod"
 _HOSTED_OPENAI = "/oai/api/v1/"
 
@@ -227,11 +260,11 @@ def create_app(config: GatewayConfig) -> Starlette:
             Middleware(HoldBodies, bodies=gateway.bodies),
         ],
         exception_handlers={
-            HTTPException: errors.http_error,
-            ServiceError: errors.service_error,
-            DatabaseUnusable: errors.database_unusable,
-            ClientDisconnect: errors.gone,
-            Exception: errors.internal_error,
+            HTTPException: codec.http_error,
+            ServiceError: codec.service_error,
+            DatabaseUnusable: codec.database_unusable,
+            ClientDisconnect: codec.gone,
+            Exception: codec.internal_error,
         },
     )
     app.router.redirect_slashes = False

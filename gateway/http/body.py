@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import hashlib
 import re
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 import zstandard
@@ -19,13 +14,12 @@ from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from gateway import counting, json_forms, schemas
+from gateway.codec import invalid, off_loop
 from gateway.config import GatewayConfig
-from gateway.http import counting, schemas
-from gateway.http.errors import invalid
-from gateway.http.held import Share
-from gateway.training import json_forms
+from gateway.held import Share
+from gateway.ids import fingerprint
 from gateway.training.operations import Submission
-from tinsmith.cores import Cores
 from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity, ServiceError
 from tinsmith.v1 import trainer_pb2
 
@@ -36,11 +30,6 @@ _MAX_KEY_CHARACTERS = 300
 _MAX_WINDOW_BYTES = 2**23
 """Largest window of a zstd frame that is read piece by piece; RFC 8878 asks decoders for this much."""
 
-_PARSER = ThreadPoolExecutor(1, "bodies")
-"""One thread, which parses one body at a time. A parser holds the interpreter's lock, so with several threads the event
-loop would wait for several parsers in turn."""
-
-T = TypeVar("T")
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
@@ -96,16 +85,6 @@ async def read(request: Request, config: GatewayConfig) -> bytes:
     return b"".join(chunks)
 
 
-def fingerprint(*parts: bytes | str | None) -> str:
-    """A hash of the parts of a request, which tells a repeat from a conflict."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        encoded = part.encode() if isinstance(part, str) else part or b""
-        digest.update(len(encoded).to_bytes(8, "little"))
-        digest.update(encoded)
-    return digest.hexdigest()
-
-
 def idempotency_key(request: Request) -> str | None:
     """The client's key for this request and its repeats; None when it sent none.
 
@@ -118,24 +97,6 @@ def idempotency_key(request: Request) -> str | None:
             field="x-idempotency-key",
         )
     return key
-
-
-async def off_loop(work: Callable[[], T], *, num_bytes: int, config: GatewayConfig) -> T:
-    """Does work on a number of bytes; in a thread when they are many, so that other requests go on."""
-    if num_bytes <= config.thread_body_bytes:
-        return work()
-    return await asyncio.get_running_loop().run_in_executor(_PARSER, _announced, work, config.cores_page)
-
-
-def _announced(work: Callable[[], T], cores_page: str) -> T:
-    with cores(cores_page).reading():
-        return work()
-
-
-@functools.cache
-def cores(page: str) -> Cores:
-    """This gateway's place on the page of cores. Raises ValueError for a malformed page."""
-    return Cores(page, most=1, set_threads=lambda _: None)
 
 
 async def read_json(request: Request, config: GatewayConfig) -> tuple[dict[str, Any], bytes]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.errors import detail
+from gateway.codec import detail
 from gateway.tenants.auth import Callers
 from tinsmith.rpc.auth import is_loopback
 

@@ -11,12 +11,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.config import ConnectionLimits
 
 if TYPE_CHECKING:
     from starlette.types import Send
@@ -35,25 +36,6 @@ _UNREAD_BODY_S = 30.0
 _LINGER_S = 1.0
 """How long a connection stays open after a refusal, while incoming bytes are thrown away. If it were closed while bytes
 arrive, the client could lose the answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """The bounds; settings of the same names."""
-
-    max_connections: int
-    max_idle_connections: int
-    """Most connections that wait for a next request; those above it are closed."""
-    max_header_bytes: int
-    header_timeout_s: float
-    """Longest time from the connection, or from a request's first byte, to the end of its headers."""
-    transfer_grace_s: float
-    min_transfer_bytes_s: int
-    """Slowest rate. A transfer may take its size divided by this rate, plus `transfer_grace_s`."""
-
-    @property
-    def interval_s(self) -> float:
-        return min(1.0, self.header_timeout_s / 4, self.transfer_grace_s / 4)
 
 
 class _Waiting:

@@ -13,9 +13,9 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway import counting
+from gateway.codec import json_response
 from gateway.gateway import Gateway
-from gateway.http import counting
-from gateway.http.errors import json_response
 from gateway.openai.answers import Json, chat_logprobs, chunks_of, extension, head_of, log_begin
 from gateway.openai.completions import checked_tokens
 from gateway.openai.draws import Draw, Update, sample_request, text_off_loop

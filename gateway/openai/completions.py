@@ -12,9 +12,9 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.codec import json_response
 from gateway.convert import int32_bytes
 from gateway.gateway import Gateway
-from gateway.http.errors import json_response
 from gateway.openai.answers import Json, chunks_of, completion_logprobs, extension, head_of, log_begin, usage_of
 from gateway.openai.draws import Draw, Update, sample_request, text_off_loop
 from gateway.openai.events import event_stream, together, while_connected

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from gateway.http.errors import json_response, name_of, retry_after, status_of
+from gateway.codec import json_response, name_of, retry_after, status_of
 from gateway.openai.schemas import UNSUPPORTED
 from gateway.shown import shown
 from tinsmith.rpc.errors import InvalidRequest, ServiceError, Unsupported

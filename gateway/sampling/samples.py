@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc.aio
 
+from gateway import json_forms
 from gateway.answers import PROTOBUF, Answer
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
@@ -22,7 +23,7 @@ from gateway.dashboard.samples import RecentSamples
 from gateway.database.outages import until_written
 from gateway.database.tables.sessions import SamplingSession
 from gateway.futures import Futures, Pending
-from gateway.http.held import Share
+from gateway.held import Share
 from gateway.metrics import Metrics
 from gateway.reports import ran_of
 from gateway.sampling.inflight import Inflight
@@ -32,7 +33,6 @@ from gateway.sampling.replicas import Replica
 from gateway.sampling.tries import Tries
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold
-from gateway.training import json_forms
 from gateway.turns import Turns
 from tinsmith.rpc import logs
 from tinsmith.rpc.errors import (

@@ -7,7 +7,7 @@ from gateway.convert import checkpoint_row, ttl_of
 from gateway.database.operations import COPY
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
-from gateway.http.body import fingerprint
+from gateway.ids import fingerprint
 from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.transfers import Transfers
 from gateway.tenants.caller import Caller

@@ -19,8 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.codec import detail, json_response, service_error
 from gateway.database.tables.tenants import StoredKey
-from gateway.http.errors import detail, json_response, service_error
 from gateway.openai.errors import error_body
 from gateway.openai.errors import service_error as openai_service_error
 from gateway.tenants.caller import Caller

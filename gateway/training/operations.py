@@ -20,6 +20,7 @@ from cachetools import LRUCache
 from google.protobuf.message import Message
 from sqlalchemy.exc import SQLAlchemyError
 
+from gateway import json_forms
 from gateway.answers import PROTOBUF, Answer
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
@@ -30,7 +31,6 @@ from gateway.database.tables.operations import Operation
 from gateway.futures import Futures, Gone, Pending
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
-from gateway.training import json_forms
 from gateway.training.results import Results
 from gateway.training.trainer_calls import TrainerCalls
 from tinsmith.rpc.errors import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from gateway.http import schemas
+from gateway import schemas
 
 
 class Datum(schemas.Body):

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from gateway.http import schemas
+from gateway import schemas
 from gateway.http.openapi import answers, bodies
 from gateway.http.routes import (
     admin,

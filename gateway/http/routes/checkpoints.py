@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway import schemas
+from gateway.codec import json_response
 from gateway.convert import check_ttl
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.gateway import caller_of, gateway_of, owner_of
-from gateway.http import schemas
 from gateway.http.body import idempotency_key, parse, read_json
-from gateway.http.errors import json_response
 from gateway.views import certificate_view, checkpoint_details, file_view, time_text
 from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted, InvalidRequest
 from tinsmith.rpc.paths import KINDS, SCHEME

@@ -6,10 +6,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway import schemas
+from gateway.codec import json_response
 from gateway.gateway import caller_of, gateway_of
-from gateway.http import schemas
 from gateway.http.body import parse, read_json
-from gateway.http.errors import json_response
 from gateway.http.routes.models import check_session
 from gateway.training.custom_losses import to_message
 

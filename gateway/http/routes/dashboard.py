@@ -15,9 +15,9 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
+from gateway.codec import json_response
 from gateway.database.tables.samples import RecentSample
 from gateway.gateway import Gateway, gateway_of, owner_of
-from gateway.http.errors import json_response
 from gateway.openai.generator import Source
 from gateway.openai.text import Vocabulary
 from gateway.views import Json

@@ -7,14 +7,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway import reports
+from gateway import reports, schemas
 from gateway.answers import Answer
+from gateway.codec import json_response, negotiate
 from gateway.futures import Gone, Progress, failed
 from gateway.gateway import Gateway, caller_of, gateway_of
-from gateway.http import schemas
 from gateway.http.body import parse, read_json
-from gateway.http.errors import json_response
-from gateway.http.negotiation import negotiate
 from gateway.reaper import UNLOAD
 from gateway.sampling import samples
 from gateway.tenants.access import refusal_in

@@ -7,11 +7,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from gateway import schemas
+from gateway.codec import json_response
 from gateway.convert import check_ttl
 from gateway.gateway import caller_of, gateway_of
-from gateway.http import schemas
 from gateway.http.body import parse
-from gateway.http.errors import json_response
 from tinsmith.rpc.paths import check_name
 
 

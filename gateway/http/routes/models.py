@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway import convert
+from gateway import convert, schemas
+from gateway.codec import json_response
 from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway, caller_of, gateway_of
-from gateway.http import schemas
-from gateway.http.body import fingerprint, parse, parse_ids, read_json
-from gateway.http.errors import json_response
+from gateway.http.body import parse, parse_ids, read_json
 from gateway.http.routes.training import failed_receipt, receipt
+from gateway.ids import fingerprint
 from gateway.reaper import UNLOAD
 from gateway.tenants.access import refused_id
 from gateway.tenants.caller import Caller

@@ -8,10 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from gateway import schemas
+from gateway.codec import json_response
 from gateway.gateway import caller_of, gateway_of, owner_of
-from gateway.http import schemas
 from gateway.http.body import parse, read_json
-from gateway.http.errors import json_response
 from gateway.storage.retention_rules import Judged, Policy
 from gateway.views import Json, checkpoint_view
 from tinsmith.rpc.errors import NotFound

@@ -8,12 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway import schemas
+from gateway.codec import json_response, knows_external_checkpoints
 from gateway.database.catalog import RunWithCheckpoints
 from gateway.gateway import Gateway, caller_of, gateway_of, owner_of
-from gateway.http import schemas
 from gateway.http.body import parse
-from gateway.http.errors import json_response
-from gateway.http.sdk import knows_external_checkpoints
 from gateway.views import Json, checkpoint_view, page_view, run_view, time_text
 from tinsmith.rpc.errors import NotFound
 from tinsmith.rpc.paths import KINDS

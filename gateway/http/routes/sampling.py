@@ -11,14 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway import convert
+from gateway import convert, schemas
+from gateway.codec import json_response, off_loop
 from gateway.database.tables.sessions import SamplingSession
 from gateway.gateway import Gateway, caller_of, gateway_of
-from gateway.http import schemas
-from gateway.http.body import fingerprint, off_loop, parse, parse_ids, read_json
-from gateway.http.errors import json_response
-from gateway.http.held import Share
+from gateway.held import Share
+from gateway.http.body import parse, parse_ids, read_json
 from gateway.http.routes.models import check_session
+from gateway.ids import fingerprint
 from gateway.tenants.access import refused_id
 from gateway.tenants.caller import Caller
 from gateway.views import certificate_view

@@ -10,9 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.codec import can_use_pyqwest, json_response
 from gateway.gateway import gateway_of
-from gateway.http.errors import json_response
-from gateway.http.sdk import can_use_pyqwest
 from tinsmith.rpc.errors import NotReady
 from tinsmith.v1 import sampler_pb2, trainer_pb2
 

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.http.errors import json_response
+from gateway.codec import json_response
 
 
 async def telemetry(request: Request) -> Response:

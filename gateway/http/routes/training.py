@@ -14,13 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway import convert
+from gateway import convert, schemas
+from gateway.codec import json_response, off_loop, sends_parts_at_once
 from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway, caller_of, gateway_of
-from gateway.http import schemas
-from gateway.http.body import Schema, fingerprint, off_loop, parse, parse_ids, read_forward_backward, read_json
-from gateway.http.errors import json_response
-from gateway.http.sdk import sends_parts_at_once
+from gateway.http.body import Schema, parse, parse_ids, read_forward_backward, read_json
+from gateway.ids import fingerprint
 from gateway.tenants.access import refused_id
 from gateway.tenants.caller import Caller
 from gateway.tenants.limits import Hold, Size

@@ -17,9 +17,9 @@ import orjson
 import pytest
 import zstandard
 
+from gateway import counting
+from gateway.codec import off_loop
 from gateway.config import GatewayConfig
-from gateway.http import counting
-from gateway.http.body import off_loop
 from gateway.openai import answers, chat, completions, draws
 from gateway.openai.generator import Source
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch

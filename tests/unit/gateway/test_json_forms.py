@@ -10,8 +10,8 @@ import pytest
 from tinker.proto.response_conv import deserialize_proto_response
 from tinker.types.sample_response import SampleResponse
 
+from gateway import json_forms
 from gateway.convert import chunk
-from gateway.training import json_forms
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith.rpc.errors import InvalidRequest, ServiceError, Unsupported
 from tinsmith.rpc.tensors import batched, to_numpy

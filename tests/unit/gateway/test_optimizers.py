@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gateway import convert
-from gateway.http import schemas
-from gateway.http.errors import invalid
+from gateway import convert, schemas
+from gateway.codec import invalid
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2
 

@@ -11,7 +11,7 @@ import tinker
 from pydantic import BaseModel, ValidationError
 from tinker.proto import tinker_public_pb2
 
-from gateway.http import schemas
+from gateway import schemas
 from gateway.http.app import ROUTES
 from gateway.http.openapi.bodies import LoadWeights
 from gateway.openai import schemas as openai_schemas

@@ -8,13 +8,10 @@ bodies do not count, so that heartbeats and polls get through when large bodies 
 from __future__ import annotations
 
 from prometheus_client import Gauge
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.rpc.errors import OutOfCapacity
 
 SMALL_BYTES = 64 * 2**10
-_PIECE_BYTES = 256 * 2**10
-"""Size of the pieces in which an answer is written. The connection copies what it cannot send yet."""
 
 
 class Bodies:
@@ -57,32 +54,3 @@ class Share:
     def release(self) -> None:
         self._bodies.add(-self._num_counted)
         self._num_bytes = self._num_counted = 0
-
-
-class HoldBodies:
-    """ASGI middleware: puts a Share into request.state.held, and releases it at the end of the request.
-
-    It also sends an answer in pieces, each once the client has read those before. So the request of a client that does
-    not read stays open and keeps its share, and an answer that many clients ask for is in memory only once.
-    """
-
-    def __init__(self, app: ASGIApp, *, bodies: Bodies) -> None:
-        self._app = app
-        self._bodies = bodies
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        share = scope.setdefault("state", {})["held"] = Share(self._bodies)
-
-        async def in_pieces(message: Message) -> None:
-            body = message.get("body", b"")
-            last = max(0, len(body) - 1) // _PIECE_BYTES * _PIECE_BYTES
-            for start in range(0, last, _PIECE_BYTES):
-                await send({**message, "body": body[start : start + _PIECE_BYTES], "more_body": True})
-            await send({**message, "body": body[last:]} if last else message)
-
-        try:
-            await self._app(scope, receive, in_pieces)
-        finally:
-            share.release()

@@ -1,12 +1,17 @@
-"""Errors as HTTP answers: a status and {"detail": ...}.
+"""HTTP answers: errors, a status and {"detail": ...}; results, in the form that the client's headers ask for.
 
 409 is never used, because the SDK would repeat the request for five minutes.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import orjson
 from pydantic import ValidationError
@@ -14,8 +19,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.answers import JSON, PROTOBUF, Answer
+from gateway.config import GatewayConfig
 from gateway.database.outages import TRY_AGAIN
 from gateway.shown import shown, shown_name
+from tinsmith.cores import Cores
 from tinsmith.rpc import logs
 from tinsmith.rpc.errors import (
     AlreadyExists,
@@ -31,6 +39,20 @@ logger = logging.getLogger(__name__)
 
 _LONGEST = 200
 """Most characters of a message that may repeat what a client sent."""
+_KNOWS_EXTERNAL = (0, 30)
+"""First SDK version that knows checkpoints of type external. An older one refuses a list that holds one."""
+_SENDS_PARTS_AT_ONCE = (0, 28)
+"""First SDK version that sends all parts of a large batch before it waits for an answer. An older one may hear that the
+first part failed, and still send the second part and the optim_step."""
+_KEEPS_CANCELS = (3, 12)
+"""First Python whose `asyncio.wait_for` keeps a cancellation that arrives together with the answer
+(python/cpython#86296)."""
+
+_PARSER = ThreadPoolExecutor(1, "bodies")
+"""One thread, which parses one body at a time. A parser holds the interpreter's lock, so with several threads the event
+loop would wait for several parsers in turn."""
+
+T = TypeVar("T")
 
 
 def json_response(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -114,3 +136,79 @@ def name_of(place: Iterable[str | int]) -> str:
     """The path of a field in a body, such as "messages[0].role". Long keys are cut."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{shown_name(part)}" for part in place)
     return "".join(parts).removeprefix(".")
+
+
+# Large bodies
+
+
+async def off_loop(work: Callable[[], T], *, num_bytes: int, config: GatewayConfig) -> T:
+    """Does work on a number of bytes; in a thread when they are many, so that other requests go on."""
+    if num_bytes <= config.thread_body_bytes:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_PARSER, _announced, work, config.cores_page)
+
+
+def _announced(work: Callable[[], T], cores_page: str) -> T:
+    with cores(cores_page).reading():
+        return work()
+
+
+@functools.cache
+def cores(page: str) -> Cores:
+    """This gateway's place on the page of cores. Raises ValueError for a malformed page."""
+    return Cores(page, most=1, set_threads=lambda _: None)
+
+
+# The client's headers
+
+
+async def negotiate(request: Request, answer: Answer, config: GatewayConfig) -> Response:
+    """The answer in protobuf if the header Accept names that, else in JSON: SDKs before 0.18.1 read only JSON."""
+    to_json = answer.as_json
+    weights = _weights(request.headers.get("accept", ""))
+    protobuf = weights.get(PROTOBUF, 0.0)
+    if to_json is None or (protobuf > 0 and protobuf >= weights.get(JSON, 0.0)):
+        return Response(answer.body, media_type=answer.media_type)
+    body = await off_loop(lambda: to_json(answer.body), num_bytes=len(answer.body), config=config)
+    return Response(body, media_type=JSON)
+
+
+def _weights(accept: str) -> dict[str, float]:
+    """Media type -> weight, of an Accept header (RFC 9110, 12.5.1). Weight 0 means not acceptable."""
+    weights = {}
+    for item in accept.lower().split(","):
+        media_type, *parameters = (part.strip() for part in item.split(";"))
+        quality = next((part[2:] for part in parameters if part.startswith("q=")), "1")
+        try:
+            weights[media_type] = float(quality)
+        except ValueError:
+            weights[media_type] = 1.0
+    return weights
+
+
+def knows_external_checkpoints(request: Request) -> bool:
+    """Whether the client can read lists with checkpoints of type external. Other clients than the SDK can."""
+    version = _version(request, "x-stainless-package-version")
+    return version is None or version >= _KNOWS_EXTERNAL
+
+
+def sends_parts_at_once(request: Request) -> bool:
+    """Whether the client sends all parts of a batch before it asks for an answer. Other clients than the SDK have
+    to."""
+    version = _version(request, "x-stainless-package-version")
+    return version is None or version >= _SENDS_PARTS_AT_ONCE
+
+
+def can_use_pyqwest(request: Request) -> bool:
+    """Whether the SDK may use the pyqwest transport of its HTTP client, which awaits answers in `asyncio.wait_for`.
+
+    In an older Python a heartbeat could lose its cancellation there, and `ServiceClient.close()` would wait for ever.
+    """
+    version = _version(request, "x-stainless-runtime-version")
+    return version is None or version >= _KEEPS_CANCELS
+
+
+def _version(request: Request, header: str) -> tuple[int, int] | None:
+    """Major and minor version in a header; None when it is absent or holds no version."""
+    found = re.match(r"(\d+)\.(\d+)", request.headers.get(header, ""))
+    return (int(found[1]), int(found[2])) if found else None

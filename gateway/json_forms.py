@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from gateway import convert
-from gateway.http import schemas
+from gateway import convert, schemas
 from gateway.shown import shown
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
