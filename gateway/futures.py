@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
@@ -20,6 +19,7 @@ import orjson
 from gateway.answers import Answer, Answers, Kept
 from gateway.database.tables.history import Span
 from gateway.held import Share
+from gateway.ids import is_model, session_of
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold
@@ -85,8 +85,7 @@ class Pending:
 
     @property
     def session_id(self) -> str:
-        """The session of `group`, which is "<session>:train:<n>", "<session>:sample:<n>" or a session."""
-        return re.split(r":(?:train|sample):\d+$", self.group)[0]
+        return session_of(self.group)
 
     def wake(self) -> None:
         for waiter in self.waiters:
@@ -125,7 +124,7 @@ class Futures:
 
     def busy_models(self) -> list[str]:
         """Ids of models with work in progress."""
-        return sorted(group for group in self._num_pending if isinstance(group, str) and ":train:" in group)
+        return sorted(group for group in self._num_pending if isinstance(group, str) and is_model(group))
 
     def pending(self, request_id: str) -> Pending | None:
         return self._pending.get(request_id)
@@ -163,7 +162,7 @@ class Futures:
 
     async def _run(self, pending: Pending, work: Coroutine[None, None, Answer]) -> None:
         logs.request_id.set(pending.request_id)
-        if ":train:" in pending.group:
+        if is_model(pending.group):
             logs.model_id.set(pending.group)
         outcome, why = "dropped", ""
         try:
@@ -204,7 +203,7 @@ class Futures:
 
     def _keep(self, request_id: str, fingerprint: str | None, answer: Answer) -> None:
         fingerprint = fingerprint or self.fingerprint(request_id)
-        owner = self._ledger.owner_of(request_id.partition(":")[0])
+        owner = self._ledger.owner_of(session_of(request_id))
         self._answers.put(request_id, Kept(owner, answer, fingerprint))
 
     async def poll(self, request_id: str, *, timeout_s: float) -> Answer | Progress:

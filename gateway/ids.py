@@ -1,8 +1,106 @@
-"""Ids of requests, and fingerprints of what they hold."""
+"""The ids of the Tinker API, and fingerprints of requests.
+
+    <session>                        a session
+    <session>:train:<n>              a model, which is a training run
+    <session>:train:<n>:<seq_id>     a training operation; 0 is the creation of the model
+    <session>:train:<n>:unload       the end of a run
+    <session>:sample:<n>             a sampling session
+    <session>:sample:<n>:<seq_id>    a sample; its sequences have ":<i>" behind it
+    <session>:loss:<n>               a custom loss
+
+Tinker paths (tinker://...) and versions of weights are in tinsmith/rpc/paths.py, because all services know them.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
+
+MAX_SEQ_ID = 2**31 - 1
+"""Largest seq_id of a training operation."""
+LAST_SEQ_ID = 2**63 - 1
+"""Largest seq_id of a sample, which is the largest integer that the databases can store."""
+CLONE_BLOCK = 10**9
+"""Number of seq_ids of one client of a sampling session; the first seq_id of client n is n times this."""
+LAST_CLONE_ID = LAST_SEQ_ID // CLONE_BLOCK
+UNLOAD = ":unload"
+"""End of the id of a request that ends a run."""
+
+_OPERATION = re.compile(r"(.+:train:[0-9]+):([0-9]{1,10})")
+_SAMPLE = re.compile(r"(.*:sample:.*):([0-9]{1,19})", re.DOTALL)
+_SAMPLING_SESSION = re.compile(r"[^/\s]+:sample:\d+")
+
+Target = tuple[str, int]
+"""One client of a sampling session: sampling_session_id and clone id."""
+
+
+def session_of(thing_id: str) -> str:
+    """The session that a model, a sampling session, a custom loss or a request belongs to."""
+    return thing_id.partition(":")[0]
+
+
+# Training
+
+
+def model_id_of(session_id: str, number: int) -> str:
+    return f"{session_id}:train:{number}"
+
+
+def is_model(group: str) -> bool:
+    """Whether the id is a model's, and not one of a session or a sampling session."""
+    return ":train:" in group
+
+
+def request_id_of(model_id: str, seq_id: int) -> str:
+    return f"{model_id}:{seq_id}"
+
+
+def operation_of(request_id: str) -> tuple[str, int] | None:
+    """model_id and seq_id of a training operation; None when the id is no operation's."""
+    match = _OPERATION.fullmatch(request_id)
+    return None if match is None or int(match[2]) > MAX_SEQ_ID else (match[1], int(match[2]))
+
+
+def custom_loss_id_of(session_id: str, number: int) -> str:
+    return f"{session_id}:loss:{number}"
+
+
+def is_custom_loss(request_id: str) -> bool:
+    return ":loss:" in request_id
+
+
+# Samples
+
+
+def sampling_session_id_of(session_id: str, number: int) -> str:
+    return f"{session_id}:sample:{number}"
+
+
+def is_sampling_session(sampling_session_id: str) -> bool:
+    """Whether the id has the form of a sampling session's."""
+    return _SAMPLING_SESSION.fullmatch(sampling_session_id) is not None
+
+
+def sample_of(request_id: str) -> tuple[Target, int] | None:
+    """The client and the seq_id of a sample; None when the id is no sample's."""
+    match = _SAMPLE.fullmatch(request_id)
+    if match is None or int(match[2]) > LAST_SEQ_ID:
+        return None
+    return (match[1], int(match[2]) // CLONE_BLOCK), int(match[2])
+
+
+def target_of(request_id: str) -> Target | None:
+    """The client of a sample; None when the id is no sample's."""
+    found = sample_of(request_id)
+    return None if found is None else found[0]
+
+
+def first_of(clone_id: int) -> int:
+    """The first seq_id of a client."""
+    return clone_id * CLONE_BLOCK
+
+
+# Fingerprints
 
 
 def fingerprint(*parts: bytes | str | None) -> str:

@@ -22,6 +22,7 @@ from gateway.database.store import Store
 from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint
 from gateway.database.tables.sessions import Model
 from gateway.futures import Answer, Futures, Gone, Pending
+from gateway.ids import UNLOAD
 from gateway.metrics import Metrics
 from gateway.peers import BEAT_S, Peers
 from gateway.sampling.records import Records
@@ -38,7 +39,6 @@ from tinsmith.v1 import trainer_pb2
 
 logger = logging.getLogger(__name__)
 
-UNLOAD = ":unload"
 """Suffix of the request id of an unload_model, after the model's id."""
 EXPIRED = "expired"
 """Reason of a session that ended because it sent no heartbeats."""

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from pydantic import AfterValidator, AwareDatetime, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
+from gateway.ids import LAST_CLONE_ID
 from gateway.known import Known
-from gateway.sampling.completions import LAST_CLONE_ID
 from gateway.storage.retention_rules import Policy
 from tinsmith.rpc.notes import MAX_CHARACTERS, MAX_ENTRIES, texts_of
 

@@ -13,7 +13,6 @@ reported does no harm, because retrieve_future waits for work that exists.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -22,15 +21,11 @@ from typing import Any
 from gateway.database.store import Store
 from gateway.database.tables.samples import SampleMark
 from gateway.futures import Futures, Gone
+from gateway.ids import LAST_SEQ_ID, Target, first_of, sample_of
 from tinsmith.rpc.errors import NotReady
 
-CLONE_BLOCK = 10**9
-"""Number of seq_ids of one client; the first seq_id of client n is n times this."""
 MAX_PAGE = 1000
 """Most completions in one answer."""
-LAST_SEQ_ID = 2**63 - 1
-"""Largest integer that the databases can store."""
-LAST_CLONE_ID = LAST_SEQ_ID // CLONE_BLOCK
 _MARKED_AHEAD = 256
 """The range in the database is extended by this many seq_ids at a time, so most samples cost no write."""
 _MAX_LISTS = 1024
@@ -42,30 +37,6 @@ _MAX_OPEN = 100_000
 _MAX_SETTLED = 4096
 _KEPT = MAX_PAGE
 """Confirmed completions that are still kept, in case the client asks for them again."""
-
-_SEQ_ID = re.compile(r"[0-9]{1,19}")
-
-Target = tuple[str, int]
-"""sampling_session_id and clone id."""
-
-
-def first_of(clone_id: int) -> int:
-    """The first seq_id of a client."""
-    return clone_id * CLONE_BLOCK
-
-
-def target_of(request_id: str) -> Target | None:
-    """The target of a sample, by its request id; None when the id is no sample's."""
-    found = _target_of(request_id)
-    return None if found is None else found[0]
-
-
-def _target_of(request_id: str) -> tuple[Target, int] | None:
-    """The target and the seq_id of a sample, by its request id; None when the id is no sample's."""
-    sampling_session_id, _, seq_id = request_id.rpartition(":")
-    if ":sample:" not in sampling_session_id or not _SEQ_ID.fullmatch(seq_id) or int(seq_id) > LAST_SEQ_ID:
-        return None
-    return (sampling_session_id, int(seq_id) // CLONE_BLOCK), int(seq_id)
 
 
 @dataclass(slots=True)
@@ -125,7 +96,7 @@ class Completions:
 
         Raises NotReady when another gateway has taken over the target.
         """
-        if (found := _target_of(request_id)) is None:
+        if (found := sample_of(request_id)) is None:
             return
         target, seq_id = found
         samples = await self._load(target)
@@ -168,7 +139,7 @@ class Completions:
         """Notes samples that the client has asked for, has received, or has given up: a new list leaves out failures of
         these."""
         for request_id in request_ids:
-            if (found := _target_of(request_id)) is not None and found[0] in self._samples:
+            if (found := sample_of(request_id)) is not None and found[0] in self._samples:
                 samples, seq_id = self._samples[found[0]], found[1]
                 if seq_id in samples.open:
                     del samples.open[seq_id]
@@ -197,7 +168,7 @@ class Completions:
             completions.grown.set()
 
     def ended(self, request_id: str) -> None:
-        found = _target_of(request_id)
+        found = sample_of(request_id)
         if found is not None and (completions := self._lists.get(found[0])) is not None:
             completions.add(request_id)
             if len(completions.request_ids) > _MAX_OPEN:  # the client does not read it

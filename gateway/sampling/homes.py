@@ -25,8 +25,9 @@ from starlette.responses import Response, StreamingResponse
 from gateway.database.store import Store
 from gateway.database.tables.gateways import GatewayRow
 from gateway.database.tables.samples import SampleMark
+from gateway.ids import Target, first_of, target_of
 from gateway.peers import BEAT_S, SILENT_S, Peers, living
-from gateway.sampling.completions import Completions, Target, first_of, target_of
+from gateway.sampling.completions import Completions
 from tinsmith.rpc.errors import NotReady
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from cachetools import LRUCache
 
 from gateway.database.store import Store
 from gateway.database.tables.sessions import SamplingSession
-from gateway.sampling.completions import first_of
+from gateway.ids import first_of
 from gateway.tenants.caller import Caller
 
 _MAX_KNOWN = 16_384

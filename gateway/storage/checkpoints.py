@@ -17,6 +17,7 @@ from gateway.convert import checkpoint_row
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint, Deletion
 from gateway.database.tables.tenants import AuditEvent
+from gateway.ids import session_of
 from gateway.storage.retired_checkpoints import RetiredCheckpoints
 from gateway.tenants.access import Access
 from gateway.tenants.caller import Caller
@@ -99,7 +100,7 @@ class Checkpoints:
         The checkpoint belongs to the owner of its run. When the database has lost the run, too, the first admin who
         asks becomes the owner; until then nobody finds the checkpoint.
         """
-        whose = await self._store.sessions.whose(path.run_id.partition(":")[0])
+        whose = await self._store.sessions.whose(session_of(path.run_id))
         if caller is None or not (caller.admin if whose is None else caller.sees(whose.owner)):
             return None
         info = await self.ask_trainers(path)

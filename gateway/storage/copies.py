@@ -7,7 +7,7 @@ from gateway.convert import checkpoint_row, ttl_of
 from gateway.database.operations import COPY
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
-from gateway.ids import fingerprint
+from gateway.ids import fingerprint, session_of
 from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.transfers import Transfers
 from gateway.tenants.caller import Caller
@@ -83,7 +83,7 @@ class Copies:
             return copy
         source = await self._checkpoints.find(source_path, field="source_path", caller=caller)
         trainer = self._clients.find_trainer(source.base_model)
-        whose = await self._store.sessions.whose(run_id.partition(":")[0])
+        whose = await self._store.sessions.whose(session_of(run_id))
         assert whose is not None
         hold = self._limits.start(whose.owner)
         try:

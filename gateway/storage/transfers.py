@@ -23,6 +23,7 @@ from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.operations import Operation
 from gateway.database.tables.sessions import Model
 from gateway.database.tables.tenants import AuditEvent
+from gateway.ids import session_of
 from gateway.storage.checkpoints import Checkpoints, event_of
 from tinsmith.rpc.errors import NotReady, ServiceError
 from tinsmith.rpc.paths import TinkerPath
@@ -94,7 +95,7 @@ class Transfers:
         await self._store.models.add(
             Model(
                 model_id=checkpoint.run_id,
-                session_id=checkpoint.run_id.rpartition(":train:")[0],
+                session_id=session_of(checkpoint.run_id),
                 base_model=checkpoint.base_model,
                 optimizer=checkpoint.optimizer,
                 lora_rank=checkpoint.lora_rank,
@@ -118,7 +119,7 @@ class Transfers:
 
     async def _finish(self, operation: Operation) -> None:
         path = TinkerPath.parse(operation.request_id, field="path")
-        session_id = path.run_id.partition(":")[0]
+        session_id = session_of(path.run_id)
         whose = await self._store.sessions.whose(session_id)
         found = await self._store.checkpoints.get(str(path))
         if found is None and whose is not None and (info := await self._checkpoints.ask_trainers(path)) is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from gateway.database.outages import TRY_AGAIN, in_words, until_written
 from gateway.database.store import Store
 from gateway.database.tables.operations import Operation
 from gateway.futures import Futures, Gone, Pending
+from gateway.ids import operation_of, request_id_of
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
 from gateway.training.results import Results
@@ -52,12 +52,6 @@ _WRITTEN_DOWN = ("create_model", "load_weights", "save_weights", "save_weights_f
 """Endpoints whose results go into the database, even when no client asks for the answer."""
 _MOST_TOLD = 4096
 """Most models that are kept in `Operations._told`; beyond that the least recently used is forgotten."""
-MAX_SEQ_ID = 2**31 - 1
-_REQUEST_ID = re.compile(r"(.+:train:[0-9]+):([0-9]{1,10})")
-
-
-def request_id_of(model_id: str, seq_id: int) -> str:
-    return f"{model_id}:{seq_id}"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -179,11 +173,10 @@ class Operations:
 
     def told(self, request_id: str, *, failed: bool) -> None:
         """Notes that the client is given the answer of this future."""
-        match = _REQUEST_ID.fullmatch(request_id)
-        if match is not None and (told := self._told.get(match[1])) is not None:
-            told.told(int(match[2]), failed=failed)
+        if (found := operation_of(request_id)) is not None and (told := self._told.get(found[0])) is not None:
+            told.told(found[1], failed=failed)
             if told.is_idle:
-                del self._told[match[1]]
+                del self._told[found[0]]
 
     async def _submit(self, submission: Submission) -> None:
         request_id = submission.request_id
@@ -406,14 +399,14 @@ class Operations:
 
         Raises Gone when the id is no id of an operation, or its model is unknown.
         """
-        match = _REQUEST_ID.fullmatch(request_id)
-        if match is None or int(match[2]) > MAX_SEQ_ID or (model := await self._store.models.get(match[1])) is None:
+        found = operation_of(request_id)
+        if found is None or (model := await self._store.models.get(found[0])) is None:
             raise Gone
         if self._futures.pending(request_id) is not None:
             return  # another poll has attached meanwhile
         pending = Pending(request_id, "attach", model.model_id, fingerprint=None)
-        self._calls.watch(pending, model.base_model, int(match[2]))
-        self._futures.start(pending, self._attached(pending, model.base_model, int(match[2])))
+        self._calls.watch(pending, model.base_model, found[1])
+        self._futures.start(pending, self._attached(pending, model.base_model, found[1]))
 
     async def _attached(self, pending: Pending, base_model: str, seq_id: int) -> Answer:
         try:

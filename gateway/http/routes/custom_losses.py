@@ -11,6 +11,7 @@ from gateway.codec import json_response
 from gateway.gateway import caller_of, gateway_of
 from gateway.http.body import parse, read_json
 from gateway.http.routes.models import check_session
+from gateway.ids import custom_loss_id_of
 from gateway.training.custom_losses import to_message
 
 
@@ -21,7 +22,7 @@ async def create_custom_loss(request: Request) -> Response:
     content, _ = await read_json(request, gateway.config)
     body = parse(schemas.CreateCustomLoss, content)
     await check_session(gateway, body.session_id, caller=caller_of(request))
-    loss_id = f"{body.session_id}:loss:{body.custom_loss_seq_id}"
+    loss_id = custom_loss_id_of(body.session_id, body.custom_loss_seq_id)
     await gateway.training.custom_losses.create(loss_id, to_message(body), session_id=body.session_id)
     return json_response({"request_id": loss_id})
 

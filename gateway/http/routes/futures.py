@@ -13,7 +13,7 @@ from gateway.codec import json_response, negotiate
 from gateway.futures import Gone, Progress, failed
 from gateway.gateway import Gateway, caller_of, gateway_of
 from gateway.http.body import parse, read_json
-from gateway.reaper import UNLOAD
+from gateway.ids import UNLOAD, is_custom_loss
 from gateway.sampling import samples
 from gateway.tenants.access import refusal_in
 from tinsmith.rpc.errors import InvalidRequest
@@ -72,7 +72,7 @@ async def _poll(gateway: Gateway, request_id: str) -> Answer | Progress:
             pass
         elif request_id.endswith(UNLOAD):
             await gateway.reaper.attach_end(request_id)
-        elif ":loss:" in request_id:
+        elif is_custom_loss(request_id):
             await gateway.training.custom_losses.attach(request_id)
         else:
             await gateway.training.operations.attach(request_id)

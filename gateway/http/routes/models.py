@@ -16,11 +16,10 @@ from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway, caller_of, gateway_of
 from gateway.http.body import parse, parse_ids, read_json
 from gateway.http.routes.training import failed_receipt, receipt
-from gateway.ids import fingerprint
-from gateway.reaper import UNLOAD
+from gateway.ids import UNLOAD, fingerprint, model_id_of, request_id_of
 from gateway.tenants.access import refused_id
 from gateway.tenants.caller import Caller
-from gateway.training.operations import Submission, request_id_of
+from gateway.training.operations import Submission
 from gateway.views import lora_view
 from tinsmith.rpc.errors import (
     AlreadyExists,
@@ -105,7 +104,7 @@ async def _create(
     that it loads."""
     ids = parse_ids(schemas.NewModelIds, content)
     await check_session(gateway, ids.session_id, caller=caller)
-    model_id = f"{ids.session_id}:train:{ids.model_seq_id}"
+    model_id = model_id_of(ids.session_id, ids.model_seq_id)
     request_id = request_id_of(model_id, 0)
     # The fingerprint is of the client's own bytes, because the checkpoint may be gone at a repeat.
     mark = fingerprint(kind, body)

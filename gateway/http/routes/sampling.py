@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Any
 
@@ -18,14 +17,12 @@ from gateway.gateway import Gateway, caller_of, gateway_of
 from gateway.held import Share
 from gateway.http.body import parse, parse_ids, read_json
 from gateway.http.routes.models import check_session
-from gateway.ids import fingerprint
+from gateway.ids import fingerprint, is_sampling_session, request_id_of, sampling_session_id_of
 from gateway.tenants.access import refused_id
 from gateway.tenants.caller import Caller
 from gateway.views import certificate_view
 from tinsmith.rpc.errors import InvalidRequest, NotFound, NotReady, OutOfCapacity, SequenceConflict, ServiceError
 from tinsmith.v1 import sampler_pb2
-
-_SAMPLING_SESSION_ID = re.compile(r"[^/\s]+:sample:\d+")
 
 
 async def create_sampling_session(request: Request) -> Response:
@@ -50,7 +47,7 @@ async def create_sampling_session(request: Request) -> Response:
 
 
 def _id_of(body: schemas.CreateSamplingSession) -> str:
-    return f"{body.session_id}:sample:{body.sampling_session_seq_id}"
+    return sampling_session_id_of(body.session_id, body.sampling_session_seq_id)
 
 
 async def _sampling_session(
@@ -166,9 +163,9 @@ async def asample(request: Request) -> Response:
     content, raw = await read_json(request, gateway.config)
     content = await _named(gateway, content, caller=caller)
     ids = parse_ids(schemas.SampleIds, content)
-    well_formed = _SAMPLING_SESSION_ID.fullmatch(ids.sampling_session_id) is not None
+    well_formed = is_sampling_session(ids.sampling_session_id)
     is_own = well_formed and await gateway.tenants.access.owns(ids.sampling_session_id, caller)
-    request_id = f"{ids.sampling_session_id}:{ids.seq_id}" if is_own else ""
+    request_id = request_id_of(ids.sampling_session_id, ids.seq_id) if is_own else ""
     if (elsewhere := await gateway.sampling.homes.pass_on(request, raw, request_id, is_new=True)) is not None:
         return elsewhere
     has_home = False

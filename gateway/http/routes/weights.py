@@ -15,6 +15,7 @@ from gateway.gateway import caller_of, gateway_of
 from gateway.http.body import idempotency_key, parse, read_json
 from gateway.http.routes.models import check_session, create_from_checkpoint
 from gateway.http.routes.training import submit_content, submit_json
+from gateway.ids import model_id_of, sampling_session_id_of, session_of
 from gateway.training.operations import Submission
 from gateway.views import lora_view
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
@@ -49,8 +50,7 @@ async def save_weights_for_sampler(request: Request) -> Response:
             path = TinkerPath(body.model_id, "sampler_weights", check_name(body.path, field="path"))
             kind = types_pb2.CHECKPOINT_KIND_SAMPLER
         else:
-            session_id = body.model_id.rpartition(":train:")[0]
-            sampling_session_id = f"{session_id}:sample:{body.sampling_session_seq_id}"
+            sampling_session_id = sampling_session_id_of(session_of(body.model_id), body.sampling_session_seq_id)
         save.sampling_session_id, save.inflight = sampling_session_id, body.kind == "inflight"
         _saves(save, body, kind, path, user_metadata=body.user_metadata)
 
@@ -167,7 +167,7 @@ async def copy_weights(request: Request) -> Response:
             idempotency_key=idempotency_key(request),
         )
     else:
-        run_id = f"{body.session_id}:train:{body.model_seq_id}"
+        run_id = model_id_of(body.session_id, body.model_seq_id)
         copy = await gateway.storage.copies.into_run(body.source_path, run_id, ttl_seconds=ttl_seconds, caller=caller)
     return json_response({"tinker_path": copy.path})
 
