@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import orjson
 from pydantic import ValidationError
@@ -19,10 +19,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.answers import JSON, PROTOBUF, Answer
 from gateway.config import GatewayConfig
 from gateway.database.outages import TRY_AGAIN
+from gateway.futures import JSON, PROTOBUF, Answer
 from gateway.shown import shown, shown_name
+from gateway.tenants.caller import Caller
 from tinsmith.cores import Cores
 from tinsmith.rpc import logs
 from tinsmith.rpc.errors import (
@@ -34,6 +35,9 @@ from tinsmith.rpc.errors import (
     OutOfCapacity,
     ServiceError,
 )
+
+if TYPE_CHECKING:
+    from gateway.gateway import Gateway
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +161,23 @@ def _announced(work: Callable[[], T], cores_page: str) -> T:
 def cores(page: str) -> Cores:
     """This gateway's place on the page of cores. Raises ValueError for a malformed page."""
     return Cores(page, most=1, set_threads=lambda _: None)
+
+
+# The parts and the caller
+
+
+def gateway_of(request: Request) -> Gateway:
+    return cast("Gateway", request.app.state.gateway)
+
+
+def caller_of(request: Request) -> Caller:
+    """The holder of the request's key."""
+    return cast(Caller, request.state.caller)
+
+
+def owner_of(request: Request) -> str:
+    """The owner of everything that the request makes."""
+    return caller_of(request).owner
 
 
 # The client's headers

@@ -9,25 +9,113 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import orjson
 
-from gateway.answers import Answer, Answers, Kept
 from gateway.database.tables.history import Span
 from gateway.held import Share
-from gateway.ids import is_model, session_of
+from gateway.ids import Target, is_model, sample_of, session_of
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold
+from tinsmith.formatting import duration_text
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.errors import FailedPrecondition, ServiceError
+from tinsmith.rpc.server import RAN
+from tinsmith.rpc.times import seconds_of
 from tinsmith.v1 import types_pb2
 
 logger = logging.getLogger(__name__)
+
+_ASK_TIMEOUT_S = 0.5
+"""Longest wait for a service's report on what a request waits for."""
+
+
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+_OVERHEAD_BYTES = 1024
+"""Memory of an answer beside its body, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer of a future, as retrieve_future sends it."""
+
+    body: bytes
+    media_type: str = JSON
+    as_json: Callable[[bytes], bytes] | None = None
+    """Converts a protobuf body to JSON, for clients that do not accept protobuf."""
+    is_failure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An answer in memory."""
+
+    owner: str
+    answer: Answer
+    fingerprint: str | None
+    """Hash of the request; None when only the request id is known."""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.answer.body) + _OVERHEAD_BYTES
+
+
+class Answers:
+    """Keeps answers by request id, up to `max_bytes`.
+
+    Above the bound, the owner whose answers take most memory loses the least recently used one. So no owner loses an
+    answer to one who has more. The newest answer is always kept, even above the bound, because its client may not have
+    it yet.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._kept: dict[str, Kept] = {}
+        self._ids: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
+        """owner -> request ids, the least recently used first."""
+        self._bytes: Counter[str] = Counter()
+        """owner -> bytes of the kept answers."""
+        self._num_bytes = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._kept
+
+    def get(self, request_id: str) -> Kept | None:
+        return self._kept.get(request_id)
+
+    def use(self, request_id: str) -> None:
+        self._ids[self._kept[request_id].owner].move_to_end(request_id)
+
+    def put(self, request_id: str, kept: Kept) -> None:
+        self.forget(request_id)
+        self._kept[request_id] = kept
+        self._ids[kept.owner][request_id] = None
+        self._count(kept.owner, kept.num_bytes)
+        while self._num_bytes > self._max_bytes:
+            largest = [owner for owner, _ in self._bytes.most_common(2)]
+            oldest = next(iter(self._ids[largest[0]]))
+            if oldest == request_id:
+                if self._num_bytes - kept.num_bytes <= self._max_bytes:
+                    return
+                oldest = next(iter(self._ids[largest[1]]))
+            self.forget(oldest)
+
+    def forget(self, request_id: str) -> None:
+        if (kept := self._kept.pop(request_id, None)) is not None:
+            del self._ids[kept.owner][request_id]
+            self._count(kept.owner, -kept.num_bytes)
+
+    def _count(self, owner: str, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._bytes[owner] += num_bytes
+        if not self._ids[owner]:
+            del self._ids[owner], self._bytes[owner]
 
 
 def failed(error: ServiceError) -> Answer:
@@ -93,11 +181,48 @@ class Pending:
                 waiter.set_result(None)
 
 
-class Listener(Protocol):
-    """Is told when futures end."""
+def ran_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> tuple[float, float] | None:
+    """Begin and end of the computation, in seconds since 1970, from a call's trailing metadata; None when absent."""
+    for key, value in metadata or ():
+        if key == RAN:
+            start, _, end = str(value).partition(":")
+            try:
+                return float(start), float(end)
+            except ValueError:
+                logger.warning("%s: %r is not <start>:<end>", RAN, value)
+    return None
 
-    def ended(self, request_id: str) -> None:
-        """The future has ended, with or without an answer."""
+
+async def explain(pending: Pending) -> Progress:
+    """Explains what pending work waits for: in the service's words if it answers, else in the gateway's."""
+    if pending.ask is None:
+        return pending.progress
+    try:
+        async with asyncio.timeout(_ASK_TIMEOUT_S):
+            status = await pending.ask()
+    except (TimeoutError, ServiceError) as error:
+        logger.debug("cannot ask what %s waits for: %s", pending.request_id, error)
+        return pending.progress
+    return in_words(status)
+
+
+def in_words(status: types_pb2.QueueStatus) -> Progress:
+    """The service's text, with the position in the queue and the expected time.
+
+    Work behind other work is "paused_capacity". Work that waits for its client is not.
+    """
+    facts = [f"position {status.position + 1}"] if status.position else []
+    if status.HasField("expected_time"):
+        facts.append(f"done in about {duration_text(seconds_of(status.expected_time))}")
+    reason = f"{status.reason} ({', '.join(facts)})" if facts else status.reason
+    return Progress("paused_capacity" if status.position else "active", reason)
+
+
+class Listener(Protocol):
+    """Is told when samples end."""
+
+    def ended(self, request_id: str, target: Target) -> None:
+        """The sample of this client has ended, with or without an answer."""
 
     def cancelled(self, of: Callable[[str], bool]) -> None:
         """The models or sampling sessions whose id `of` accepts have ended."""
@@ -140,8 +265,7 @@ class Futures:
         """Makes a future that has failed already. An answer that is kept stays."""
         if request_id not in self._answers:
             self._keep(request_id, fingerprint, failed(error))
-            if self.listener is not None:
-                self.listener.ended(request_id)
+            self._ended(request_id)
 
     def answer(self, request_id: str) -> Answer | None:
         """The answer; None when there is none, or it is no longer kept."""
@@ -192,9 +316,12 @@ class Futures:
                 self._keep(pending.request_id, pending.fingerprint, pending.answer)
                 self._ledger.add(_span(pending, outcome))
             pending.wake()
-            if self.listener is not None:
-                self.listener.ended(pending.request_id)
+            self._ended(pending.request_id)
         logger.info("%s: %s after %.3f s%s", pending.kind, outcome, seconds, f": {why}" if why else "")
+
+    def _ended(self, request_id: str) -> None:
+        if self.listener is not None and (found := sample_of(request_id)) is not None:
+            self.listener.ended(request_id, found[0])
 
     def _count_down(self, counted: str | tuple[str, str]) -> None:
         self._num_pending[counted] -= 1

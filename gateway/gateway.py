@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import cast
 
 from sqlalchemy.exc import SQLAlchemyError
-from starlette.requests import Request
 
 from gateway.config import DATABASE, GatewayConfig
 from gateway.database.catalog import Catalog
@@ -19,7 +17,6 @@ from gateway.reaper import Reaper
 from gateway.session_search import SessionSearch
 from gateway.tasks import to_its_end
 from gateway.tenants.auth import REFRESH_S
-from gateway.tenants.caller import Caller
 from tinsmith.rpc.auth import require_keys
 
 logger = logging.getLogger(__name__)
@@ -34,7 +31,7 @@ class StartError(Exception):
 
 
 class Gateway(Core):
-    """All parts of the gateway. Handlers get it from `gateway_of`."""
+    """All parts of the gateway. Handlers get it from `codec.gateway_of`."""
 
     def __init__(self, config: GatewayConfig) -> None:
         super().__init__(config)
@@ -138,17 +135,3 @@ class Gateway(Core):
             await self.dashboard.flush()
             await self.tenants.callers.write_used()
         await self.store.close()
-
-
-def gateway_of(request: Request) -> Gateway:
-    return cast(Gateway, request.app.state.gateway)
-
-
-def caller_of(request: Request) -> Caller:
-    """The holder of the request's key."""
-    return cast(Caller, request.state.caller)
-
-
-def owner_of(request: Request) -> str:
-    """The owner of everything that the request makes."""
-    return caller_of(request).owner

@@ -167,12 +167,11 @@ class Completions:
         for completions in self._lists.values():
             completions.grown.set()
 
-    def ended(self, request_id: str) -> None:
-        found = sample_of(request_id)
-        if found is not None and (completions := self._lists.get(found[0])) is not None:
+    def ended(self, request_id: str, target: Target) -> None:
+        if (completions := self._lists.get(target)) is not None:
             completions.add(request_id)
             if len(completions.request_ids) > _MAX_OPEN:  # the client does not read it
-                del self._lists[found[0]]
+                del self._lists[target]
 
     async def poll(self, target: Target, *, prev_cursor: int, timeout_s: float) -> tuple[list[dict[str, Any]], int]:
         """Waits for completions after position `prev_cursor`. Returns them, and the position after the last one.

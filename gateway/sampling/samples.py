@@ -16,16 +16,14 @@ from typing import Any
 import grpc.aio
 
 from gateway import json_forms
-from gateway.answers import PROTOBUF, Answer
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.dashboard.samples import RecentSamples
 from gateway.database.outages import until_written
 from gateway.database.tables.sessions import SamplingSession
-from gateway.futures import Futures, Pending
+from gateway.futures import PROTOBUF, Answer, Futures, Pending, ran_of
 from gateway.held import Share
 from gateway.metrics import Metrics
-from gateway.reports import ran_of
 from gateway.sampling.inflight import Inflight
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.records import Records
@@ -167,13 +165,15 @@ class Samples:
         """Samples from the version that the session has now. Sets `version_id` and `follow_run` of the request."""
         tries = Tries(self._clients.samplers, session.base_model)
         while True:
-            drawn_from = await self._inflight.resolve(session)
+            is_fixed = session.inflight_run_id is None
+            drawn_from = session if is_fixed else await self._inflight.resolve(session)
             request.version_id = drawn_from.version_id
             request.follow_run = drawn_from.inflight_run_id or ""
             if not self._clients.samplers.usable(session.base_model):
                 pending.progress.paused("the sampler is unreachable")
             replica = await tries.route(request)
-            self._publishing.top_up(drawn_from)
+            if self._clients.samplers.lacking(session.base_model, drawn_from.version_id):
+                self._publishing.top_up(drawn_from)
             if tries.is_suspect:
                 pending.progress.paused("a sampler died with this request in work; such requests run one at a time")
             try:

@@ -12,12 +12,11 @@ import time
 import orjson
 
 from gateway import schemas
-from gateway.answers import Answer
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.database.store import Store
 from gateway.database.tables.operations import CustomLoss
-from gateway.futures import Futures, Gone, Pending
+from gateway.futures import Answer, Futures, Gone, Pending
 from gateway.ids import fingerprint
 from gateway.training.refusals import Refusals
 from tinsmith.rpc.errors import InvalidRequest, NotReady, OutOfCapacity, SequenceConflict, ServiceError

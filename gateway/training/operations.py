@@ -20,19 +20,17 @@ from google.protobuf.message import Message
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway import json_forms
-from gateway.answers import PROTOBUF, Answer
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.dashboard.history import History
 from gateway.database.outages import TRY_AGAIN, in_words, until_written
 from gateway.database.store import Store
 from gateway.database.tables.operations import Operation
-from gateway.futures import Futures, Gone, Pending
+from gateway.futures import PROTOBUF, Answer, Futures, Gone, Pending, ran_of
 from gateway.ids import operation_of, request_id_of
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
 from gateway.training.results import Results
-from gateway.training.trainer_calls import TrainerCalls
 from tinsmith.rpc.errors import (
     InvalidRequest,
     NotReady,
@@ -41,8 +39,10 @@ from tinsmith.rpc.errors import (
     SequenceConflict,
     ServiceError,
 )
+from tinsmith.rpc.server import ACCEPTED
 from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import types_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ _SELF_EXPLAINING = ("forward_backward", "optim_step")
 """Endpoints whose answer is made from the trainer's reply alone, without a row of the database."""
 _WRITTEN_DOWN = ("create_model", "load_weights", "save_weights", "save_weights_for_sampler", "save_weights_external")
 """Endpoints whose results go into the database, even when no client asks for the answer."""
+_UNREACHABLE = "the trainer is unreachable; it goes on from its journal when it is back"
 _MOST_TOLD = 4096
 """Most models that are kept in `Operations._told`; beyond that the least recently used is forgotten."""
 
@@ -121,6 +122,109 @@ class Submission(Pending):
             reason=self.error.message,
             gradients_missing=self.adds_gradients,
         ).SerializeToString()
+
+
+class TrainerCalls:
+    """Starts operations on the trainer, and waits for their replies."""
+
+    def __init__(self, clients: Clients, *, timeout_s: float) -> None:
+        """`timeout_s`: how long to wait for the trainer's acknowledgement."""
+        self._clients = clients
+        self._timeout_s = timeout_s
+
+    async def accept(self, rpc: str, body: bytes, *, base_model: str, request_id: str) -> Any:
+        """The call, once the trainer has acknowledged it, or it has failed in a way that a repeat would not change.
+
+        Raises NotReady when there is no acknowledgement in time, OutOfCapacity when the trainer's queue is full, and
+        SequenceConflict when the trainer has another body under this number.
+        """
+        lost = NotReady("the trainer did not acknowledge the operation in time; send it again")
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                trainer = await self._clients.trainer(base_model)
+                while True:
+                    call = trainer.start(rpc, body, request_id=request_id)
+                    try:
+                        metadata = await call.initial_metadata()
+                    except asyncio.CancelledError:
+                        call.cancel()
+                        raise
+                    if not call.done():
+                        return call
+                    error = await _error(call)
+                    if isinstance(error, SequenceConflict):
+                        raise error
+                    if isinstance(error, OutOfCapacity) and ACCEPTED not in tuple(metadata):
+                        raise error  # the trainer's queue is full: the client has to send the operation again
+                    if not isinstance(error, NotReady):
+                        return call
+                    lost = error
+                    await asyncio.sleep(0.2)
+        except TimeoutError:
+            raise lost from None
+
+    async def reply(self, call: Any, *, base_model: str, seq_id: int, pending: Pending) -> Any:
+        """The trainer's reply message; if the call is lost, WaitResult gets it. Raises the operation's error."""
+        try:
+            async for reply in call:
+                pending.ran = ran_of(await call.trailing_metadata())
+                return reply
+            raise ServiceError(f"the trainer ended {pending.request_id} without a reply")
+        except NotReady:
+            pass
+        except ServiceError:
+            pending.ran = ran_of(await call.trailing_metadata())
+            raise
+        pending.progress.paused(_UNREACHABLE)
+        try:
+            return await self.wait_result(base_model, seq_id, pending=pending)
+        except ResultNotFound as error:
+            raise ServiceError(f"the trainer has lost {pending.request_id}: {error.message}") from error
+        finally:
+            call.cancel()
+
+    async def wait_result(self, base_model: str, seq_id: int, *, pending: Pending) -> Any:
+        """The reply of an operation that the trainer accepted before; waits while the trainer is unreachable.
+
+        Raises ResultNotFound when the trainer does not know the operation, and the error of a failed operation.
+        """
+        request = pb.WaitResultRequest(model_id=pending.group, seq_id=seq_id)
+        pause_s = 0.1
+        while True:
+            trainer = await self._clients.trainer(base_model)
+            call = trainer.stub.WaitResult(request, wait_for_ready=True)
+            try:
+                found = await call
+            except NotReady:
+                pending.progress.paused(_UNREACHABLE)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, 2.0)
+                continue
+            except ServiceError:
+                pending.ran = ran_of(await call.trailing_metadata())
+                raise
+            pending.ran = ran_of(await call.trailing_metadata())
+            return getattr(found, found.WhichOneof("result"))
+
+    def watch(self, pending: Pending, base_model: str, seq_id: int) -> None:
+        """From now on polls of the future ask the trainer what the operation waits for."""
+        request = pb.DescribeOperationRequest(model_id=pending.group, seq_id=seq_id)
+
+        async def ask() -> types_pb2.QueueStatus:
+            trainer = await self._clients.trainer(base_model)
+            return (await trainer.stub.DescribeOperation(request)).status
+
+        pending.progress.active("the trainer is working on it")
+        pending.ask = ask
+
+
+async def _error(call: Any) -> ServiceError | None:
+    """The error of a call that is done; None when it succeeded."""
+    try:
+        await call.wait_for_connection()
+    except ServiceError as error:
+        return error
+    return None
 
 
 class Operations:

@@ -11,11 +11,11 @@ from typing import Any
 import orjson
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from gateway.answers import Answer
 from gateway.convert import checkpoint_row
 from gateway.database.store import Store
 from gateway.database.tables.operations import Operation
 from gateway.database.tables.sessions import SamplingSession
+from gateway.futures import Answer
 from gateway.sampling.inflight import Inflight
 from gateway.storage.checkpoints import event_of
 from gateway.tenants.ledger import Ledger

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import orjson
 
-from gateway.answers import Answer
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
-from gateway.futures import Futures, Gone
+from gateway.futures import Answer, Futures, Gone
 from gateway.storage.checkpoints import Checkpoints
 from gateway.tenants.access import Access
 from gateway.tenants.caller import Caller

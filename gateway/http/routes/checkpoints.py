@@ -12,10 +12,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import schemas
-from gateway.codec import json_response
+from gateway.codec import caller_of, gateway_of, json_response, owner_of
 from gateway.convert import check_ttl
 from gateway.database.tables.checkpoints import Checkpoint
-from gateway.gateway import caller_of, gateway_of, owner_of
 from gateway.http.body import idempotency_key, parse, read_json
 from gateway.views import certificate_view, checkpoint_details, file_view, time_text
 from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted, InvalidRequest

@@ -15,9 +15,9 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-from gateway.codec import json_response
+from gateway.codec import gateway_of, json_response, owner_of
 from gateway.database.tables.samples import RecentSample
-from gateway.gateway import Gateway, gateway_of, owner_of
+from gateway.gateway import Gateway
 from gateway.openai.generator import Source
 from gateway.openai.text import Vocabulary
 from gateway.views import Json

@@ -10,8 +10,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from gateway import traces
+from gateway.codec import gateway_of
 from gateway.database.tables.checkpoints import Checkpoint
-from gateway.gateway import gateway_of
 from gateway.storage import downloads
 from gateway.storage.downloads import Content
 from tinsmith.rpc.errors import CheckpointNotFound

@@ -7,13 +7,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway import reports, schemas
-from gateway.answers import Answer
-from gateway.codec import json_response, negotiate
-from gateway.futures import Gone, Progress, failed
-from gateway.gateway import Gateway, caller_of, gateway_of
+from gateway import schemas
+from gateway.codec import caller_of, gateway_of, json_response, negotiate
+from gateway.futures import Answer, Gone, Progress, explain, failed
+from gateway.gateway import Gateway
 from gateway.http.body import parse, read_json
-from gateway.ids import UNLOAD, is_custom_loss
+from gateway.ids import UNLOAD, is_custom_loss, target_of
 from gateway.sampling import samples
 from gateway.tenants.access import refusal_in
 from tinsmith.rpc.errors import InvalidRequest
@@ -32,21 +31,24 @@ async def retrieve_future(request: Request) -> Response:
         raise _unknown(request_id)
     if (refusal := refusal_in(request_id)) is not None:
         return await negotiate(request, failed(InvalidRequest(refusal)), gateway.config)
-    if (elsewhere := await gateway.sampling.homes.pass_on(request, raw, request_id)) is not None:
-        return elsewhere
-    try:
+    is_sample = target_of(request_id) is not None
+    if is_sample:
+        if (elsewhere := await gateway.sampling.homes.pass_on(request, raw, request_id)) is not None:
+            return elsewhere
         gateway.sampling.completions.settle([request_id])
+    try:
         found = await _poll(gateway, request_id)
     except Gone:
         raise _unknown(request_id) from None
     if isinstance(found, Answer):
-        gateway.training.operations.told(request_id, failed=found.is_failure)
+        if not is_sample:
+            gateway.training.operations.told(request_id, failed=found.is_failure)
         size = len(found.body)
         if body.allow_metadata_only and not found.is_failure and size > gateway.config.metadata_only_bytes:
             return json_response({"status": "complete_metadata", "response_payload_size": size})
         return await negotiate(request, found, gateway.config)
     if (pending := gateway.futures.pending(request_id)) is not None:
-        found = await reports.explain(pending)
+        found = await explain(pending)
     return json_response(
         {
             "type": "try_again",

@@ -6,8 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.codec import detail, json_response
-from gateway.gateway import caller_of, gateway_of
+from gateway.codec import caller_of, detail, gateway_of, json_response
 from gateway.tenants.caller import Caller
 from tinsmith.rpc.errors import NotFound
 

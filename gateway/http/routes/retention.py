@@ -9,8 +9,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from gateway import schemas
-from gateway.codec import json_response
-from gateway.gateway import caller_of, gateway_of, owner_of
+from gateway.codec import caller_of, gateway_of, json_response, owner_of
 from gateway.http.body import parse, read_json
 from gateway.storage.retention_rules import Judged, Policy
 from gateway.views import Json, checkpoint_view

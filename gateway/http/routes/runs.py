@@ -9,9 +9,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import schemas
-from gateway.codec import json_response, knows_external_checkpoints
+from gateway.codec import caller_of, gateway_of, json_response, knows_external_checkpoints, owner_of
 from gateway.database.catalog import RunWithCheckpoints
-from gateway.gateway import Gateway, caller_of, gateway_of, owner_of
+from gateway.gateway import Gateway
 from gateway.http.body import parse
 from gateway.views import Json, checkpoint_view, page_view, run_view, time_text
 from tinsmith.rpc.errors import NotFound

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import convert, schemas
-from gateway.codec import json_response, off_loop
+from gateway.codec import caller_of, gateway_of, json_response, off_loop
 from gateway.database.tables.sessions import SamplingSession
-from gateway.gateway import Gateway, caller_of, gateway_of
+from gateway.gateway import Gateway
 from gateway.held import Share
 from gateway.http.body import parse, parse_ids, read_json
 from gateway.http.routes.models import check_session

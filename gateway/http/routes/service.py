@@ -10,8 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.codec import can_use_pyqwest, json_response
-from gateway.gateway import gateway_of
+from gateway.codec import can_use_pyqwest, gateway_of, json_response
 from tinsmith.rpc.errors import NotReady
 from tinsmith.v1 import sampler_pb2, trainer_pb2
 

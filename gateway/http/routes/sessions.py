@@ -8,9 +8,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import schemas
-from gateway.codec import json_response
+from gateway.codec import caller_of, gateway_of, json_response, owner_of
 from gateway.database.tables.sessions import Session
-from gateway.gateway import caller_of, gateway_of, owner_of
 from gateway.http.body import idempotency_key, parse, read_json
 from gateway.http.routes.runs import owner_in_scope
 from gateway.views import session_view, time_text

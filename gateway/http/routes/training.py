@@ -15,9 +15,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import convert, schemas
-from gateway.codec import json_response, off_loop, sends_parts_at_once
+from gateway.codec import caller_of, gateway_of, json_response, off_loop, sends_parts_at_once
 from gateway.database.tables.sessions import Model
-from gateway.gateway import Gateway, caller_of, gateway_of
+from gateway.gateway import Gateway
 from gateway.http.body import Schema, parse, parse_ids, read_forward_backward, read_json
 from gateway.ids import fingerprint
 from gateway.tenants.access import refused_id

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from gateway.answers import _OVERHEAD_BYTES, Answer, Answers, Kept
+from gateway.futures import _OVERHEAD_BYTES, Answer, Answers, Kept
 from tests.unit.gateway.stack import Client, Stack, sample_body
 
 KB = 1024

@@ -343,7 +343,7 @@ async def test_a_service_that_does_not_say_leaves_what_the_gateway_knows(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await stack.restart_gateway(long_poll_s=0.05)
-    monkeypatch.setattr("gateway.reports._ASK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("gateway.futures._ASK_TIMEOUT_S", 0.05)
     model_id = await client.model(await client.session())
     stack.trainer.go.clear()
     receipt = (await client.forward_backward(model_id, 1)).json()
