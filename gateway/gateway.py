@@ -76,7 +76,8 @@ class Gateway(Core):
             await self.tenants.tokens.start(self.store)
             await self.storage.downloads.start(self.store)
             await self.peers.start()
-            await self.sampling.homes.start()
+            if self.sampling.homes is not None:
+                await self.sampling.homes.start()
             await self.tenants.callers.read()
         except OtherGateways as error:
             raise StartError(str(error)) from None
@@ -123,7 +124,8 @@ class Gateway(Core):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.sampling.homes.close()
+        if self.sampling.homes is not None:
+            await self.sampling.homes.close()
         await self.futures.close()
         await self.sampling.inflight.close()
         await self.sampling.publishing.close()

@@ -105,7 +105,8 @@ class Sampling:
     def __init__(self, core: Core, tenants: Tenants, storage: Storage) -> None:
         config, store, clients, peers = core.config, core.store, core.clients, core.peers
         self.completions = Completions(store, core.futures, home=peers.gateway_id if peers.are_several else None)
-        self.homes = Homes(store, peers, self.completions)
+        self.homes = Homes(store, peers, self.completions) if peers.are_several else None
+        """None: this gateway has all samples."""
         self.unnamed = Unnamed(store)
         self.records = Records(store, retention_s=config.record_retention_s)
         self.publishing = Publishing(clients, storage.retired)

@@ -55,7 +55,7 @@ _SMALL_BYTES = 2**20
 
 
 class Homes:
-    """Finds the homes of samples, and passes requests on to them."""
+    """Finds the homes of samples, and passes requests on to them. Only one of several gateways has this."""
 
     def __init__(self, store: Store, peers: Peers, completions: Completions) -> None:
         self._store = store
@@ -64,17 +64,16 @@ class Homes:
         self._known: LRUCache[Target, str] = LRUCache(_MAX_KNOWN)
         self._secret = ""
         self._http: httpx.AsyncClient | None = None
-        """Client for the other gateways; None when there are none."""
+        """Client for the other gateways; None before `start`."""
         peers.on_taken_for_dead = self._forget
 
     async def start(self) -> None:
-        if self._peers.are_several:
-            self._secret = await self._store.settings.get("peer_secret", default=secrets.token_hex(32))
-            # No bound on connections, because clients may have any number of long polls at once.
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-            timeout = httpx.Timeout(_ANSWER_S, connect=BEAT_S)
-            authorities = ssl.create_default_context()  # it reads SSL_CERT_FILE
-            self._http = httpx.AsyncClient(limits=limits, timeout=timeout, verify=authorities, trust_env=False)
+        self._secret = await self._store.settings.get("peer_secret", default=secrets.token_hex(32))
+        # No bound on connections, because clients may have any number of long polls at once.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        timeout = httpx.Timeout(_ANSWER_S, connect=BEAT_S)
+        authorities = ssl.create_default_context()  # it reads SSL_CERT_FILE
+        self._http = httpx.AsyncClient(limits=limits, timeout=timeout, verify=authorities, trust_env=False)
 
     async def close(self) -> None:
         if self._http is not None:
@@ -94,7 +93,7 @@ class Homes:
         home if there is none. Raises NotReady when the home does not answer, and no gateway has taken over in time.
         """
         found = target_of(target) if isinstance(target, str) else target
-        if found is None or not self._peers.are_several:
+        if found is None:
             return None
         give_up_at = time.monotonic() + _GIVE_UP_S
         while (url := await self._elsewhere(found, is_new=is_new)) is not None:

@@ -12,10 +12,18 @@ from gateway.codec import caller_of, gateway_of, json_response, negotiate
 from gateway.futures import Answer, Gone, Progress, explain, failed
 from gateway.gateway import Gateway
 from gateway.http.body import parse, read_json
-from gateway.ids import UNLOAD, is_custom_loss, target_of
+from gateway.ids import UNLOAD, Target, is_custom_loss, target_of
 from gateway.sampling import samples
 from gateway.tenants.access import refusal_in
 from tinsmith.rpc.errors import InvalidRequest
+
+
+async def pass_on(
+    gateway: Gateway, request: Request, raw: bytes, target: Target | str, *, is_new: bool = False
+) -> Response | None:
+    """The answer of the gateway that has these samples; None when this one has to answer (`Homes.pass_on`)."""
+    homes = gateway.sampling.homes
+    return None if homes is None else await homes.pass_on(request, raw, target, is_new=is_new)
 
 
 async def retrieve_future(request: Request) -> Response:
@@ -33,7 +41,7 @@ async def retrieve_future(request: Request) -> Response:
         return await negotiate(request, failed(InvalidRequest(refusal)), gateway.config)
     is_sample = target_of(request_id) is not None
     if is_sample:
-        if (elsewhere := await gateway.sampling.homes.pass_on(request, raw, request_id)) is not None:
+        if (elsewhere := await pass_on(gateway, request, raw, request_id)) is not None:
             return elsewhere
         gateway.sampling.completions.settle([request_id])
     try:
@@ -93,7 +101,7 @@ async def retrieve_futures(request: Request) -> Response:
     if not gateway.store.samplers.lives(sampling_session_id):
         raise ended
     target = (sampling_session_id, body.target.cloned_sampler_id)
-    if (elsewhere := await gateway.sampling.homes.pass_on(request, raw, target)) is not None:
+    if (elsewhere := await pass_on(gateway, request, raw, target)) is not None:
         return elsewhere
     mine = [each for each in body.retrieved_request_ids if each.rpartition(":")[0] == sampling_session_id]
     gateway.sampling.completions.settle(mine)
@@ -118,7 +126,7 @@ async def cancel_future(request: Request) -> Response:
     request_id = parse(schemas.CancelFuture, content).request_id
     if not await gateway.tenants.access.owns(request_id, caller_of(request)):
         return json_response({})
-    if (elsewhere := await gateway.sampling.homes.pass_on(request, raw, request_id)) is not None:
+    if (elsewhere := await pass_on(gateway, request, raw, request_id)) is not None:
         return elsewhere
     gateway.futures.abandon(request_id, kind=samples.KIND)
     gateway.sampling.completions.settle([request_id])

@@ -16,6 +16,7 @@ from gateway.database.tables.sessions import SamplingSession
 from gateway.gateway import Gateway
 from gateway.held import Share
 from gateway.http.body import parse, parse_ids, read_json
+from gateway.http.routes.futures import pass_on
 from gateway.http.routes.models import check_session
 from gateway.ids import fingerprint, is_sampling_session, request_id_of, sampling_session_id_of
 from gateway.tenants.access import refused_id
@@ -166,7 +167,7 @@ async def asample(request: Request) -> Response:
     well_formed = is_sampling_session(ids.sampling_session_id)
     is_own = well_formed and await gateway.tenants.access.owns(ids.sampling_session_id, caller)
     request_id = request_id_of(ids.sampling_session_id, ids.seq_id) if is_own else ""
-    if (elsewhere := await gateway.sampling.homes.pass_on(request, raw, request_id, is_new=True)) is not None:
+    if (elsewhere := await pass_on(gateway, request, raw, request_id, is_new=True)) is not None:
         return elsewhere
     has_home = False
     try:

@@ -315,4 +315,3 @@ async def test_a_gateway_that_others_cannot_reach_does_not_start_beside_them(
     with pytest.raises(StartError, match="set peer_url"):
         await alone.start()
     await alone.store.close()
-    await alone.sampling.homes.close()
