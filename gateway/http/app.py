@@ -48,9 +48,9 @@ from gateway.http.routes import (
     training,
     weights,
 )
+from gateway.http.tracing import Traces
 from gateway.metrics import Metrics
 from gateway.tenants.auth import Authentication
-from gateway.tracing import Traces
 from gateway.turns import Turns
 from tinsmith.rpc import logs
 from tinsmith.rpc.errors import ServiceError

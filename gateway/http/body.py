@@ -18,7 +18,7 @@ from gateway import counting, json_forms, schemas
 from gateway.codec import invalid, off_loop
 from gateway.config import GatewayConfig
 from gateway.held import Share
-from gateway.ids import fingerprint
+from gateway.ids import batch_fingerprint, fingerprint
 from gateway.training.operations import Submission
 from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity, ServiceError
 from tinsmith.v1 import trainer_pb2
@@ -204,7 +204,7 @@ def _batch(message: trainer_pb2.ForwardBackwardRequest, body: bytes) -> Submissi
         message.seq_id,
         rpc="ForwardBackward",
         body=body,
-        fingerprint=fingerprint("forward_backward", body),
+        fingerprint=batch_fingerprint(body),
         num_tokens=num_tokens,
         loss_fn=message.loss_fn,
         is_forward_only=message.forward_only,
