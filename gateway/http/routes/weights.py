@@ -48,7 +48,7 @@ async def save_weights_for_sampler(request: Request) -> Response:
         if body.path is not None:
             path = TinkerPath(body.model_id, "sampler_weights", check_name(body.path, field="path"))
             kind = types_pb2.CHECKPOINT_KIND_SAMPLER
-        else:
+        elif body.sampling_session_seq_id is not None:
             sampling_session_id = sampling_session_id_of(session_of(body.model_id), body.sampling_session_seq_id)
         save.sampling_session_id, save.inflight = sampling_session_id, body.kind == "inflight"
         _saves(save, body, kind, path, user_metadata=body.user_metadata)
@@ -157,7 +157,11 @@ async def copy_weights(request: Request) -> Response:
     ttl_seconds = check_ttl(body.ttl_seconds)
     if body.session_id is not None:
         await check_session(gateway, body.session_id, caller=caller)
-    if body.destination_project_id is not None:
+    if body.session_id is not None and body.model_seq_id is not None:
+        run_id = model_id_of(body.session_id, body.model_seq_id)
+        copy = await gateway.storage.copies.into_run(body.source_path, run_id, ttl_seconds=ttl_seconds, caller=caller)
+    else:
+        assert body.destination_project_id is not None
         copy = await gateway.storage.copies.into_project(
             body.source_path,
             body.destination_project_id,
@@ -165,9 +169,6 @@ async def copy_weights(request: Request) -> Response:
             caller=caller,
             idempotency_key=idempotency_key(request),
         )
-    else:
-        run_id = model_id_of(body.session_id, body.model_seq_id)
-        copy = await gateway.storage.copies.into_run(body.source_path, run_id, ttl_seconds=ttl_seconds, caller=caller)
     return json_response({"tinker_path": copy.path})
 
 
