@@ -11,10 +11,11 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import orjson
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -121,10 +122,10 @@ async def internal_error(request: Request, error: Exception) -> Response:
     return detail(500, "internal error of the gateway; its log has the cause", headers=headers)
 
 
-def invalid(error: ValidationError) -> InvalidRequest:
-    """The error for the first wrong field: it names the field, its value, and what would be right."""
+def invalid(error: ValidationError, body: Any) -> InvalidRequest:
+    """The error for the first wrong field of a body: it names the field, its value, and what would be right."""
     first = error.errors(include_url=False)[0]
-    field = name_of(first["loc"])
+    field = field_of(first, body)
     if first["type"] == "extra_forbidden":
         return InvalidRequest(
             f"{field}: this server knows no such field and cannot apply {shown(first['input'])}; leave it out",
@@ -134,6 +135,23 @@ def invalid(error: ValidationError) -> InvalidRequest:
     if first["type"] == "float_type" and first["input"] is None:
         value = ", not null, which is what JSON makes of nan and inf"
     return InvalidRequest(f"{field}: {first['msg'][:_LONGEST]}{value}", field=field)
+
+
+def field_of(error: ErrorDetails, body: Any) -> str:
+    """The path in a body of the field that an error is about.
+
+    pydantic puts names of its own into a place, of the branches of a union: such as `str` behind `stop`, and a class. A
+    client knows only what is in the body.
+    """
+    place: list[str | int] = []
+    value: Any = body
+    for part in error["loc"]:
+        if (isinstance(part, int) and isinstance(value, list)) or (isinstance(value, dict) and part in value):
+            place.append(part)
+            value = cast(Any, value)[part]
+    if error["type"] == "missing" and error["loc"][-1] not in place[-1:]:  # null is missing, too, but in the body
+        place.append(error["loc"][-1])
+    return name_of(place)
 
 
 def name_of(place: Iterable[str | int]) -> str:

@@ -315,7 +315,7 @@ def parse(schema: type[Schema], content: dict[str, Any]) -> Schema:
     try:
         return schema.model_validate(content)
     except ValidationError as error:
-        raise invalid(error) from None
+        raise invalid(error, content) from None
 
 
 def parse_ids(schema: type[Schema], content: dict[str, Any]) -> Schema:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from gateway.codec import json_response, name_of, retry_after, status_of
+from gateway.codec import field_of, json_response, retry_after, status_of
 from gateway.openai.schemas import UNSUPPORTED
 from gateway.shown import shown
 from tinsmith.rpc.errors import InvalidRequest, ServiceError, Unsupported
@@ -49,16 +49,11 @@ def http_error(error: HTTPException) -> Response:
     return json_response(error_body(error.status_code, error.detail), status=error.status_code, headers=headers)
 
 
-def _is_branch(part: str | int) -> bool:
-    """Whether a part of an error's location is pydantic's name of a union's branch, and not a field."""
-    return isinstance(part, str) and part.endswith("]") and part.startswith(("list[", "tagged-union["))
-
-
-def invalid(error: ValidationError) -> ServiceError:
-    """The error for a wrong field: it names the field, its value, and what would be right."""
+def invalid(error: ValidationError, body: Any) -> ServiceError:
+    """The error for a wrong field of a body: it names the field, its value, and what would be right."""
     # A union gives an error for each branch. The branch that fits best has the deepest location.
     found = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
-    field = name_of(part for part in found["loc"] if not _is_branch(part)) or None
+    field = field_of(found, body) or None
     message, value = found["msg"], shown(found["input"])
     if found["type"] == "extra_forbidden":
         return Unsupported(f"{field}: is not supported by this server; leave it out", field=field)

@@ -107,7 +107,7 @@ def chat_of(body: Respond) -> Chat:
     try:
         return Chat.model_validate(asked)
     except ValidationError as error:
-        raise invalid(error) from None
+        raise invalid(error, asked) from None
 
 
 async def respond(gateway: Gateway, request: Request, body: Respond, *, caller: Caller) -> Response:

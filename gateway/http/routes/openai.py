@@ -50,7 +50,7 @@ async def _body(request: Request, schema: type[Schema]) -> Schema:
     try:
         return await off_loop(lambda: schema.model_validate(content), num_bytes=len(raw), config=config)
     except ValidationError as error:
-        raise errors.invalid(error) from None
+        raise errors.invalid(error, content) from None
 
 
 @_openai

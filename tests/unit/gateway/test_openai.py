@@ -113,6 +113,29 @@ async def test_unknown_models_are_404_by_name(client: Client) -> None:
     assert (await refusal(client, "completions", COMPLETION, model="tinker://x"))["param"] == "model"
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "param"),
+    [
+        ("chat/completions", {"stop": 5}, "stop"),
+        ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ("chat/completions", {"tool_choice": "any"}, "tool_choice"),
+        ("chat/completions", {"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ("chat/completions", {"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+        ("completions", {"prompt": {}}, "prompt"),
+        ("completions", {"prompt": [["a"]]}, "prompt[0][0]"),
+        ("responses", {"messages": None, "input": [5]}, "input[0]"),
+        ("responses", {"messages": None, "input": [{"type": "function_call"}]}, "input[0].call_id"),
+    ],
+    ids=str,
+)
+async def test_a_wrong_field_is_named_by_its_place_in_the_body(
+    client: Client, endpoint: str, fields: dict[str, Any], param: str
+) -> None:
+    error = await refusal(client, endpoint, COMPLETION if endpoint == "completions" else CHAT, **fields)
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
+
+
 async def test_other_paths_answer_in_openais_form(client: Client) -> None:
     paths = (("POST", "/v1/embeddings", 404), ("DELETE", "/v1/models/x", 405), ("GET", "/v1/completions", 405))
     for method, path, status in paths:

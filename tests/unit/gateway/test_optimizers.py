@@ -18,7 +18,7 @@ def parsed(schema: type[schemas.Body], body: dict[str, Any]) -> Any:
     try:
         return schema.model_validate(body)
     except ValidationError as error:
-        raise invalid(error) from None
+        raise invalid(error, body) from None
 
 
 def step(**params: Any) -> trainer_pb2.OptimStepRequest:

@@ -13,11 +13,13 @@ from tinker.proto import tinker_public_pb2
 
 from gateway import schemas
 from gateway.http.app import ROUTES
+from gateway.http.body import parse
 from gateway.http.openapi.bodies import LoadWeights
 from gateway.openai import schemas as openai_schemas
 from gateway.storage import retention_rules
 from tests.unit.gateway.stack import BASE_MODEL, Client, batch, sample_body
 from tests.unit.gateway.test_isolation import walk
+from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2
 
 SCHEMAS = sorted(
@@ -51,6 +53,13 @@ async def test_a_body_is_refused_with_the_fields_name_and_value(client: Client) 
     await client.call("create_session", session)
     error = (await client.call("create_session", session | {"colour": "red"}, status=400))["detail"]
     assert error == "colour: this server knows no such field and cannot apply 'red'; leave it out"
+
+
+async def test_a_wrong_value_is_named_by_its_place_in_the_body() -> None:
+    sample = sample_body("s", 1) | {"sampling_params": {"stop": {"a": 1}}}
+    with pytest.raises(InvalidRequest, match=r"^sampling_params\.stop: ") as refused:
+        parse(schemas.Sample, sample)
+    assert refused.value.metadata["field"] == "sampling_params.stop"
 
 
 async def test_a_parameter_of_a_url_is_refused(client: Client) -> None:
