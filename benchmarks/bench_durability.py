@@ -36,7 +36,7 @@ from trainer_service.metrics import Metrics
 from trainer_service.operations.models import LiveModels
 from trainer_service.operations.operations import Operations
 from trainer_service.scheduling.scheduler import Scheduler
-from trainer_service.scheduling.work import Operation, Work
+from trainer_service.operation import Operation, Work
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.weight_sync import WeightSender
 from trainer_service.weight_sync.canary import canary_of

@@ -35,9 +35,9 @@ from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body
 from trainer_service.engine.batch import LOSS_FN_NAMES, Batch
 from trainer_service.engine.optimizers import OPTIMIZERS
+from trainer_service.operation import Answer, Operation, Work
 from trainer_service.operations.operations import Operations
 from trainer_service.scheduling.scheduler import Scheduler
-from trainer_service.scheduling.work import Answer, Operation, Work
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.imports import Importer
 from trainer_service.storage.locations import Location

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trainer_service.__main__ import main
-from trainer_service.engine.micro_batch import Item
+from trainer_service.engine.batch import Example
 from trainer_service.engine.passes import Passes
 
 TOKENS = (3, 1, 4, 1, 5)
@@ -38,7 +38,7 @@ def strike() -> None:
 def install() -> None:
     compute: Any = Passes._compute
 
-    def poisoned(self: Passes, items: Sequence[Item], **options: Any) -> Any:
+    def poisoned(self: Passes, items: Sequence[Example], **options: Any) -> Any:
         if any(tuple(item.datum.tokens_N[: len(TOKENS)]) == TOKENS for item in items):
             strike()
         return compute(self, items, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from tinsmith.rpc.words import value_of
 from tinsmith.v1 import types_pb2
 from trainer_service.engine.batch import Batch, Output
 from trainer_service.engine.engine import TrainingEngine
-from trainer_service.engine.job import Piece
 from trainer_service.engine.optimizers import AdamParams, DimuonParams, Params
 from trainer_service.metrics import Metrics
 from trainer_service.storage.checkpoints import CheckpointStore
@@ -61,11 +61,11 @@ class Script:
             self._keep(f"{name} {n}", output)
 
     def in_pieces(self, name: str, model_id: str, batch: Batch) -> None:
-        """As the scheduler does it: a job's datums in several calls."""
-        job = self.engine.begin(model_id, batch)
+        """As the scheduler does it: a batch's datums in several calls."""
+        batch = replace(batch, model_id=model_id)
         for index in range(0, len(batch.datums), 3):
-            self.engine.run([Piece(job, range(index, min(index + 3, len(batch.datums))))])
-        self._keep(name, self.engine.finish(job))
+            self.engine.run([(batch, range(index, min(index + 3, len(batch.datums))))])
+        self._keep(name, self.engine.finish(batch))
 
     def _keep(self, name: str, output: Output | ServiceError) -> None:
         if isinstance(output, ServiceError):
@@ -128,7 +128,7 @@ def custom(script: Script) -> None:
 
 
 def failure(script: Script) -> None:
-    """A job whose loss is not finite, in company: the others have their results, and its own next step is refused."""
+    """A batch whose loss is not finite, in company: the others have their results, and its own next step is refused."""
     bad = datums(8, (6, 30, 4), policy=True)
     one = bad[1].loss_fn_inputs["logprobs"]
     one.dense = np.full(30, -1e4, np.float32).tobytes()

@@ -39,14 +39,15 @@ from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Entry, LiveModel, State
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Snapshots
+from trainer_service.engine.batch import Batch
 from trainer_service.engine.engine import State as EngineState
 from trainer_service.engine.optimizers import params_from_proto
 from trainer_service.metrics import Metrics
 from trainer_service.older_forms import carried_over
+from trainer_service.operation import Answer, Turn, Work
 from trainer_service.operations.models import Model
 from trainer_service.operations.operations import Operations, refused
 from trainer_service.scheduling.scheduler import Scheduler
-from trainer_service.scheduling.work import Answer, RunBatch, Turn, Work
 
 logger = logging.getLogger(__name__)
 
@@ -272,7 +273,7 @@ class Restorer:
     async def _checked(self, model_id: str, entry: Entry, work: Work) -> Work:
         """Checks a custom loss of an operation without an answer. One with an answer was checked before, and has
         run."""
-        if entry.state != State.ACCEPTED or not isinstance(work, RunBatch):
+        if entry.state != State.ACCEPTED or not isinstance(work, Batch):
             return work
         async with self.scheduler.executing.stage(model_id, entry.seq_id):
             return await asyncio.get_running_loop().run_in_executor(
@@ -286,7 +287,7 @@ class Restorer:
 
     def _loads_again(self, model_id: str, entry: Entry, work: Work) -> Work:
         """Makes `work`, which reads a checkpoint, fail if it now reads another one than before."""
-        assert not isinstance(work, RunBatch)
+        assert not isinstance(work, Batch)
 
         async def load(turn: Turn) -> Answer:
             answer = await work(turn)

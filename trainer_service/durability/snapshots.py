@@ -22,7 +22,7 @@ from trainer_service.durability.journal import Journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.engine.engine import State
 from trainer_service.metrics import Metrics
-from trainer_service.scheduling.work import Turn
+from trainer_service.operation import Turn
 
 logger = logging.getLogger(__name__)
 

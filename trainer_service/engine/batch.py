@@ -1,8 +1,12 @@
-"""The only code of the trainer that converts batches between protobuf and arrays. `Batch.from_proto` validates them."""
+"""A forward_backward from its request to its results, and the only code that converts it from and to protobuf.
+
+`Batch.from_proto` validates a request. The batch then collects its results, while its datums run in micro-batches.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -10,13 +14,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from tinsmith.rpc import tensors
-from tinsmith.rpc.errors import InvalidRequest, UnknownLossFn
+from tinsmith.rpc.errors import InvalidRequest, ServiceError, UnknownLossFn
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
 from tinsmith.v1 import trainer_pb2, types_pb2
 from trainer_service.objectives.custom_loss import MAX_BYTES, MAX_NODE_BYTES, CustomLoss
-from trainer_service.objectives.losses import LOSS_FNS, Arrays, Loss, Objective
+from trainer_service.objectives.losses import LOSS_FNS, Arrays, Loss, Objective, Term
+from trainer_service.objectives.mismatch import Mismatch
 
 Floats = npt.NDArray[np.float32]
 
@@ -91,9 +97,13 @@ def charge_of(num_tokens: int, sizes: Iterable[int]) -> int:
     return num_tokens + math.ceil(more / _ELEMENTS_PER_TOKEN)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Batch:
-    """The data of one forward_backward request."""
+    """One forward_backward: its data, and its results so far.
+
+    Datums may run in any order, together with those of other batches; the results are complete after all. A copy made
+    by `dataclasses.replace` has no results.
+    """
 
     loss_fn: str
     loss: Objective
@@ -106,6 +116,53 @@ class Batch:
     request: trainer_pb2.ForwardBackwardRequest | None = field(default=None, repr=False)
     """The message that the batch was made from; other ranks make the batch from it too. Most arrays are views of its
     bytes."""
+    model_id: str = ""
+    seq_id: int = 0
+    """The request's seq_id; 0 for a batch that was not made from a request."""
+    alone: bool = False
+    """True when the batch's micro-batches may have no datums of another batch."""
+    charges: list[int] = field(init=False, repr=False)
+    """Charge of each datum, in tokens."""
+    costs: list[int] = field(init=False, repr=False)
+    """Tokens that each datum counts for in its model's turns: its charge, and more for the time of a custom loss."""
+    num_taken: int = field(default=0, init=False)
+    """Number of datums that have been taken into micro-batches."""
+    num_waiting_tokens: int = field(init=False)
+    """Costs of the datums that have not been taken."""
+    logprobs: list[Floats] = field(init=False, repr=False)
+    """For each datum that has run its logprobs, with the shape of its targets; empty arrays for the others."""
+    loss_sum: float = field(default=0.0, init=False)
+    metrics: dict[str, float] = field(default_factory=dict, init=False)
+    """The loss function's own metrics, as sums over the datums that have run."""
+    mismatch: Mismatch | None = field(default=None, init=False)
+    """Gap between trainer and sampler on the datums that have run; None when no sampling logprobs were given."""
+    error: ServiceError | None = field(default=None, init=False)
+    """Why the batch failed. Its datums that have not run yet are skipped."""
+    loss_seconds: float = field(default=0.0, init=False)
+    """Time of the custom loss that its model has not been charged for yet, in seconds. 0 for built-in losses: their
+    time is part of a token's cost."""
+
+    def __post_init__(self) -> None:
+        self.charges = [datum.charge for datum in self.datums]
+        self.set_costs(self.charges)
+        self.logprobs = [np.empty(0, np.float32)] * len(self.datums)
+
+    def set_costs(self, costs: list[int]) -> None:
+        """Sets the costs of all datums, before the first is taken."""
+        self.costs = costs
+        self.num_waiting_tokens = sum(costs)
+
+    def take(self) -> int:
+        """Takes the next datum into a micro-batch. Returns its cost."""
+        cost = self.costs[self.num_taken]
+        self.num_taken += 1
+        self.num_waiting_tokens -= cost
+        return cost
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of datums that have not been taken into micro-batches."""
+        return len(self.datums) - self.num_taken
 
     @property
     def num_tokens(self) -> int:
@@ -176,6 +233,8 @@ class Batch:
             ],
             held_bytes=held_bytes,
             request=request,
+            model_id=request.model_id,
+            seq_id=request.seq_id,
         )
 
     @classmethod
@@ -199,6 +258,8 @@ class Batch:
             datums=datums,
             held_bytes=held_bytes,
             request=request,
+            model_id=request.model_id,
+            seq_id=request.seq_id,
         )
         if check_loss:
             return batch.with_loss_checked()
@@ -217,6 +278,61 @@ class Batch:
         expected = self.loss.check_shapes([(datum.targets.shape, datum.inputs) for datum in self.datums])
         datums = [replace(datum, loss_s=seconds) for datum, seconds in zip(self.datums, expected, strict=True)]
         return replace(self, datums=datums)
+
+    def evaluate(self, logprobs: Sequence[Tensor], inputs: Sequence[Arrays]) -> Term:
+        """The loss of some datums. A custom loss's time is counted even when it fails, as at its time limit."""
+        started_s = time.perf_counter()
+        try:
+            return self.loss.evaluate(logprobs, inputs, self.loss_config)
+        finally:
+            if self.loss_fn == CUSTOM:
+                self.loss_seconds += time.perf_counter() - started_s
+
+    def add(self, loss: float, metrics: Mapping[str, float], mismatch: Mismatch | None) -> None:
+        """Adds sums over datums that have run on this rank or another."""
+        self.loss_sum += loss
+        for key, value in metrics.items():
+            self.metrics[key] = self.metrics.get(key, 0.0) + value
+        if mismatch is not None:
+            self.mismatch = mismatch if self.mismatch is None else self.mismatch + mismatch
+
+    def largest_ratio(self) -> str:
+        """Describes the datum with the largest ratio of probabilities, as `describe_ratio` does, once all have run."""
+        gaps = [log_ratio(*each) for each in zip(self.logprobs, self.datums, strict=True)]
+        return describe_ratio(max(gaps), index=int(np.argmax(gaps)), seq_id=self.seq_id)
+
+    def output(self) -> Output:
+        """The result, once all datums have run."""
+        return Output(
+            logprobs=self.logprobs,
+            metrics={
+                "loss:sum": self.loss_sum,
+                "num_sequences:sum": len(self.datums),
+                "num_tokens:sum": self.num_tokens,
+                **_reduced(self.metrics, num_datums=len(self.datums)),
+                **({} if self.mismatch is None else self.mismatch.metrics()),
+            },
+        )
+
+
+MicroBatch = Sequence[tuple[Batch, Sequence[int]]]
+"""Batches with indices of their datums: what runs in one pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A datum of a batch, as a part of a micro-batch."""
+
+    batch: Batch
+    index: int
+
+    @property
+    def datum(self) -> Datum:
+        return self.batch.datums[self.index]
+
+    @property
+    def model_id(self) -> str:
+        return self.batch.model_id
 
 
 def _check_targets(request: trainer_pb2.ForwardBackwardRequest, limits: Limits) -> None:
@@ -434,3 +550,33 @@ class Output:
 
 def _trailing_shape(array: npt.NDArray[Any]) -> tuple[int, ...]:
     return array.shape[1:]
+
+
+def _reduced(sums: Mapping[str, float], *, num_datums: int) -> Mapping[str, float]:
+    """Reduces sums over the datums: a metric whose key ends in ":mean" becomes the mean, the others stay sums."""
+    return {key: value / num_datums if key.endswith(":mean") else value for key, value in sums.items()}
+
+
+def log_ratio(logprobs: Floats, datum: Datum) -> float:
+    """The largest difference, over a datum's targets, between the model's logprob and the sampling logprob.
+
+    Returns -inf when the datum has no sampling logprobs or no difference is finite.
+    """
+    sampled = datum.inputs.get("logprobs")
+    if sampled is None or sampled.shape != logprobs.shape:  # an input of a custom loss may have any shape
+        return -math.inf
+    gaps = logprobs.astype(np.float64) - sampled
+    return float(np.max(gaps, where=np.isfinite(gaps), initial=-math.inf))
+
+
+def describe_ratio(gap: float, *, index: int, seq_id: int) -> str:
+    """Describes the datum with the largest ratio, for the end of an error message. `gap`: its `log_ratio`.
+
+    Returns an empty text when the gap is -inf.
+    """
+    if gap == -math.inf:
+        return ""
+    return (
+        f". The largest ratio is that of data[{index}] of seq_id {seq_id}: e^{gap:.4g}, the model's own probability of "
+        "a target over that which `logprobs` say it was sampled with"
+    )

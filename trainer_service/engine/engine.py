@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -19,10 +20,10 @@ from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, nu
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import TrainedWeights, Weights, reload
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, ServiceError
-from trainer_service.engine.batch import MAX_TARGETS_PER_TOKEN, Batch, Datum, Limits, Output
+from trainer_service.engine.batch import MAX_TARGETS_PER_TOKEN, Batch, Datum, Example, Limits, MicroBatch, Output
 from trainer_service.engine.budget import Lengths, Plan
 from trainer_service.engine.faults import is_device_fault
-from trainer_service.engine.job import Job, Piece, whole
+from trainer_service.engine.micro_batch import cut
 from trainer_service.engine.model_state import ModelState, full_bytes
 from trainer_service.engine.optimizers import Params, check_kind, clip_gradient
 from trainer_service.engine.passes import Passes
@@ -218,38 +219,50 @@ class TrainingEngine:
         self._models.pop(model_id, None)
         self._room.residency.remove(model_id)
 
-    def begin(self, model_id: str, batch: Batch) -> Job:
-        """Makes the job of a forward_backward. Computes nothing."""
-        return Job(model_id, batch)
+    def go_together(self, model_ids: Sequence[str]) -> bool:
+        """Whether a micro-batch may have datums of all these models: whether they fit on the device at once."""
+        return self._room.go_together(model_ids, tokens=self.token_budget // self._team.num_shares)
 
-    def run(self, pieces: Sequence[Piece]) -> None:
-        """Runs datums of any jobs through the base model, and adds to each model's gradients.
+    def run(self, micro_batch: MicroBatch) -> None:
+        """Runs one micro-batch through the base model, and adds to each model's gradients.
 
-        A job that fails gets an `error`; the other jobs are not affected.
+        A batch that fails gets an `error`; the other batches are not affected.
         """
-        self._passes.run(pieces)
+        self._passes.run(micro_batch)
 
-    def finish(self, job: Job) -> Output | ServiceError:
-        """Returns the result of a job whose datums have all run, or the error of a job that failed.
+    def finish(self, batch: Batch) -> Output | ServiceError:
+        """Returns the result of a batch whose datums have all run, or the error of a batch that failed.
 
-        A failed job's gradient is missing from the model's sum, so the model's next optim_step is refused.
+        A failed batch's gradient is missing from the model's sum, so the model's next optim_step is refused.
         """
-        if job.error is None:
-            if job.mismatch is not None:
-                self._metrics.agreement.observe(job.mismatch, loss_fn=job.batch.loss_fn)
-                model = self._models[job.model_id]
-                if not job.batch.forward_only and job.mismatch.farthest > model.largest_ratio[0]:
-                    model.largest_ratio = job.mismatch.farthest, job.largest_ratio()
-            return job.output()
-        if not job.batch.forward_only:
-            self.taint(job.model_id, job.error.message, seq_id=job.seq_id)
-        return job.error
+        if batch.error is None:
+            if batch.mismatch is not None:
+                self._metrics.agreement.observe(batch.mismatch, loss_fn=batch.loss_fn)
+                model = self._models[batch.model_id]
+                if not batch.forward_only and batch.mismatch.farthest > model.largest_ratio[0]:
+                    model.largest_ratio = batch.mismatch.farthest, batch.largest_ratio()
+            return batch.output()
+        if not batch.forward_only:
+            self.taint(batch.model_id, batch.error.message, seq_id=batch.seq_id)
+        return batch.error
 
     def forward_backward(self, works: Sequence[tuple[str, Batch]]) -> list[Output | ServiceError]:
-        """Begins, runs and finishes batches together. `works`: pairs (model_id, batch). Returns one result for each."""
-        jobs = [self.begin(model_id, batch) for model_id, batch in works]
-        self.run([whole(job) for job in jobs])
-        return [self.finish(job) for job in jobs]
+        """Runs copies of whole batches, where no scheduler divides them. `works`: pairs (model_id, batch).
+
+        Returns one result for each.
+        """
+        batches = [replace(batch, model_id=model_id) for model_id, batch in works]
+        for forward_only in (True, False):
+            examples = [
+                Example(batch, index)
+                for batch in batches
+                if batch.forward_only == forward_only
+                for index in range(len(batch.datums))
+            ]
+            examples.sort(key=lambda example: (example.model_id, example.datum.length))
+            for one in cut(examples, lambda: self.token_budget, self.go_together):
+                self.run([(batch, [each.index for each in group]) for batch, group in groupby(one, key=_batch_of)])
+        return [self.finish(batch) for batch in batches]
 
     def probe(self, model_id: str, lengths: Lengths, *, checkpointing: bool) -> None:
         """Runs one forward and backward of sequences of these lengths, so that its memory can be measured.
@@ -260,8 +273,8 @@ class TrainingEngine:
         datums = [
             Datum(np.zeros(n, np.int32), np.zeros(n, np.int64), {"weights": np.ones(n, np.float32)}) for n in lengths
         ]
-        batch = Batch(loss_fn="cross_entropy", loss=loss, loss_config={}, forward_only=False, datums=datums)
-        self._passes.once(self.begin(model_id, batch), checkpointing=checkpointing)
+        batch = Batch("cross_entropy", loss, {}, forward_only=False, datums=datums, model_id=model_id)
+        self._passes.once(batch, checkpointing=checkpointing)
 
     def taint(self, model_id: str, reason: str, *, seq_id: int) -> None:
         """Records that the forward_backward `seq_id` has failed: the model's next optim_step fails with `reason`."""
@@ -434,6 +447,10 @@ class TrainingEngine:
             model.tainted, model.tainted_by = accumulation.tainted, accumulation.tainted_by
             if accumulation.gradient is not None and self._team.is_first:
                 model.need_gradient().flat.copy_(accumulation.gradient)
+
+
+def _batch_of(example: Example) -> Batch:
+    return example.batch
 
 
 def _accumulation(model: ModelState) -> Accumulation | None:

@@ -5,24 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from trainer_service.engine.batch import Datum
-from trainer_service.engine.job import Job
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A datum of a job."""
-
-    job: Job
-    index: int
-
-    @property
-    def datum(self) -> Datum:
-        return self.job.batch.datums[self.index]
-
-    @property
-    def model_id(self) -> str:
-        return self.job.model_id
+from trainer_service.engine.batch import Example
 
 
 @dataclass(slots=True)
@@ -49,46 +32,46 @@ class Attempt:
         self.checkpointed_tokens = min(tokens, self.checkpointed_tokens or tokens)
 
 
-def num_tokens(items: Iterable[Item]) -> int:
-    return sum(item.datum.charge for item in items)
+def num_tokens(examples: Iterable[Example]) -> int:
+    return sum(example.datum.charge for example in examples)
 
 
-def model_ids(items: Iterable[Item]) -> list[str]:
-    """The items' models, each once, in the items' order."""
-    return list(dict.fromkeys(item.model_id for item in items))
+def model_ids(examples: Iterable[Example]) -> list[str]:
+    """The examples' models, each once, in the examples' order."""
+    return list(dict.fromkeys(example.model_id for example in examples))
 
 
 def cut(
-    items: Iterable[Item], token_budget: Callable[[], int], go_together: Callable[[Sequence[str]], bool]
-) -> Iterator[list[Item]]:
-    """Cuts items into micro-batches, in order. A new one begins where an item would exceed the token budget, which is
-    read for each item, or where its model may not join the others (`go_together`).
+    examples: Iterable[Example], token_budget: Callable[[], int], go_together: Callable[[Sequence[str]], bool]
+) -> Iterator[list[Example]]:
+    """Cuts examples into micro-batches, in order. A new one begins where an example would exceed the token budget,
+    which is read for each example, or where its model may not join the others (`go_together`).
 
     A datum longer than the budget is a micro-batch by itself.
     """
-    batch: list[Item] = []
+    batch: list[Example] = []
     tokens = 0
-    for item in items:
-        too_long = tokens + item.datum.charge > token_budget()
-        if batch and (too_long or not _may_join(item, batch, go_together)):
+    for example in examples:
+        too_long = tokens + example.datum.charge > token_budget()
+        if batch and (too_long or not _may_join(example, batch, go_together)):
             yield batch
             batch, tokens = [], 0
-        batch.append(item)
-        tokens += item.datum.charge
+        batch.append(example)
+        tokens += example.datum.charge
     if batch:
         yield batch
 
 
-def _may_join(item: Item, batch: Sequence[Item], go_together: Callable[[Sequence[str]], bool]) -> bool:
-    return item.model_id == batch[-1].model_id or go_together(model_ids([*batch, item]))
+def _may_join(example: Example, batch: Sequence[Example], go_together: Callable[[Sequence[str]], bool]) -> bool:
+    return example.model_id == batch[-1].model_id or go_together(model_ids([*batch, example]))
 
 
-def halves(items: Sequence[Item]) -> tuple[Sequence[Item], Sequence[Item]]:
-    """Two parts with about equally many tokens, each with at least one datum. Raises ValueError for a single item."""
-    total, before = num_tokens(items), 0
-    for n, item in enumerate(items):
-        before += item.datum.charge
+def halves(examples: Sequence[Example]) -> tuple[Sequence[Example], Sequence[Example]]:
+    """Two parts with about equally many tokens, each with at least one datum. Raises ValueError for one example."""
+    total, before = num_tokens(examples), 0
+    for n, example in enumerate(examples):
+        before += example.datum.charge
         if 2 * before >= total:
-            middle = min(max(1, n + 1), len(items) - 1)
-            return items[:middle], items[middle:]
+            middle = min(max(1, n + 1), len(examples) - 1)
+            return examples[:middle], examples[middle:]
     raise ValueError("a single datum has no halves")

@@ -1,4 +1,4 @@
-"""Runs datums of any jobs through the base model, forward and backward. A micro-batch is kept whole or not at all."""
+"""Runs micro-batches through the base model, forward and backward. Each is kept whole or not at all."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from tinsmith.modeling.lora import Run
 from tinsmith.modeling.pass_gradient import PassGradient
 from tinsmith.rpc.errors import InvalidRequest, NotFinite, OutOfCapacity, ServiceError
 from trainer_service.engine.activation_checkpointing import checkpointed
-from trainer_service.engine.batch import Datum
+from trainer_service.engine.batch import Batch, Datum, Example, MicroBatch, describe_ratio, log_ratio
 from trainer_service.engine.faults import is_device_fault
-from trainer_service.engine.job import Job, Piece, describe_ratio, log_ratio
 from trainer_service.engine.memory import is_out_of_memory
-from trainer_service.engine.micro_batch import Attempt, Item, cut, halves, model_ids, num_tokens
+from trainer_service.engine.micro_batch import Attempt, halves, model_ids, num_tokens
 from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.optimizers import magnitude
 from trainer_service.engine.room import Room
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Passes:
-    """Runs micro-batches. Results go into the jobs, and gradients are added to those of the jobs' models."""
+    """Runs micro-batches. Results go into the batches, and gradients are added to those of the batches' models."""
 
     def __init__(
         self, base: BaseModel, models: Mapping[str, ModelState], room: Room, team: Team, metrics: Metrics
@@ -46,133 +45,126 @@ class Passes:
         self._room = room
         self._team = team
         self._phases = metrics.compute.phases
-        self._not_finite: list[Job] = []
-        """Jobs that made the last pass fail, because their loss or their model's gradient was not finite."""
+        self._not_finite: list[Batch] = []
+        """Batches that made the last pass fail, because their loss or their model's gradient was not finite."""
 
-    def run(self, pieces: Sequence[Piece]) -> None:
-        """Runs datums of any jobs through the base model, and adds to each model's gradients.
+    def run(self, micro_batch: MicroBatch) -> None:
+        """Runs datums of any batches through the base model, and adds to each model's gradients. Either all batches are
+        forward_only or none.
 
-        Datums that do not fit into one micro-batch are cut into several. When a micro-batch fails, its jobs run apart,
-        so that only the job that causes the error fails: its `error` is set, and its gradient is not added.
+        When the micro-batch fails, its batches run apart, so that only the batch that causes the error fails: its
+        `error` is set, and its gradient is not added.
         """
+        examples = [Example(batch, index) for batch, indices in micro_batch for index in indices]
+        # A model's datums must lie together. Equal lengths lie together because attention batches them.
+        examples.sort(key=lambda example: (example.model_id, example.datum.length))
+        attempt = Attempt()
+        with torch.set_grad_enabled(not any(batch.forward_only for batch, _ in micro_batch)):
+            self._try(examples, attempt)
+        self._room.learn(attempt)
 
-        def go_together(ids: Sequence[str]) -> bool:
-            return self._room.go_together(ids, tokens=self._room.token_budget // self._team.num_shares)
+    def once(self, batch: Batch, *, checkpointing: bool) -> None:
+        """Runs a whole batch in one pass, all of it on every rank. Raises the pass's error, if any."""
+        examples = [Example(batch, index) for index in range(len(batch.datums))]
+        self._run(examples, examples, checkpointing=checkpointing)
 
-        for forward_only in (True, False):
-            items = [
-                Item(piece.job, index)
-                for piece in pieces
-                if piece.job.batch.forward_only == forward_only
-                for index in piece.indices
-            ]
-            # A model's datums must lie together. Equal lengths lie together because attention batches them.
-            items.sort(key=lambda item: (item.model_id, item.datum.length))
-            for micro_batch in cut(items, lambda: self._room.token_budget, go_together):
-                with torch.set_grad_enabled(not forward_only):
-                    attempt = Attempt()
-                    self._try(micro_batch, attempt)
-                    self._room.learn(attempt)
-
-    def once(self, job: Job, *, checkpointing: bool) -> None:
-        """Runs a whole job in one pass, all of it on every rank. Raises the pass's error, if any."""
-        items = [Item(job, index) for index in range(len(job.batch.datums))]
-        self._run(items, items, checkpointing=checkpointing)
-
-    def _try(self, items: Sequence[Item], attempt: Attempt, *, checkpointing: bool = False) -> None:
-        """Runs a micro-batch. Runs it in halves when memory runs out, and job by job after other errors."""
-        items = [item for item in items if item.job.error is None]
-        if not items:
+    def _try(self, examples: Sequence[Example], attempt: Attempt, *, checkpointing: bool = False) -> None:
+        """Runs a micro-batch. Runs it in halves when memory runs out, and batch by batch after other errors."""
+        examples = [example for example in examples if example.batch.error is None]
+        if not examples:
             return
         checkpointing = checkpointing or self._room.needs_checkpointing(
-            [[item.datum.charge for item in share] for share in self._team.shares(items)]
+            [[example.datum.charge for example in share] for share in self._team.shares(examples)]
         )
         self._not_finite = []
         try:
-            self._run(items, self._team.mine(items), checkpointing=checkpointing)
-            attempt.succeeded(num_tokens(items))
+            self._run(examples, self._team.mine(examples), checkpointing=checkpointing)
+            attempt.succeeded(num_tokens(examples))
             return
         except Exception as caught:
-            if is_device_fault(caught):  # it would fail every other job, too
+            if is_device_fault(caught):  # it would fail every other batch, too
                 raise
             error = caught
             if is_out_of_memory(error):
                 error = MemoryError()  # drops `caught`, whose frames hold tensors, before the next attempt
-            elif not isinstance(error, ServiceError) and len({item.job for item in items}) == 1:
-                logger.exception("forward_backward of %s failed", items[0].model_id)
-        jobs = list(dict.fromkeys(item.job for item in items))
+            elif not isinstance(error, ServiceError) and len({example.batch for example in examples}) == 1:
+                logger.exception("forward_backward of %s failed", examples[0].model_id)
+        batches = list(dict.fromkeys(example.batch for example in examples))
         if isinstance(error, MemoryError):
-            self._try_smaller(items, attempt, checkpointing=checkpointing)
-        elif len(jobs) > 1:
-            for part in self._apart(items):
+            self._try_smaller(examples, attempt, checkpointing=checkpointing)
+        elif len(batches) > 1:
+            for part in self._apart(examples):
                 self._try(part, attempt, checkpointing=checkpointing)
         elif isinstance(error, ServiceError):
-            jobs[0].error = error
+            batches[0].error = error
         else:
-            jobs[0].error = ServiceError(
+            batches[0].error = ServiceError(
                 f"forward_backward failed: {type(error).__name__}; the trainer's log has the cause"
             )
 
-    def _apart(self, items: Sequence[Item]) -> list[list[Item]]:
-        """Divides a failed micro-batch: each job that may have caused the error alone, and the other jobs together."""
+    def _apart(self, examples: Sequence[Example]) -> list[list[Example]]:
+        """Divides a failed micro-batch: each batch that may have caused the error alone, the other batches together."""
         known = self._not_finite if self._team.sees_all else []
-        guilty = known or list(dict.fromkeys(item.job for item in items))
-        others = [item for item in items if item.job not in guilty]
-        return [others, *([item for item in items if item.job is job] for job in guilty)]
+        guilty = known or list(dict.fromkeys(example.batch for example in examples))
+        others = [example for example in examples if example.batch not in guilty]
+        return [others, *([example for example in examples if example.batch is batch] for batch in guilty)]
 
-    def _try_smaller(self, items: Sequence[Item], attempt: Attempt, *, checkpointing: bool) -> None:
-        """Runs items again that ran out of memory, whose results were not kept: in halves, or one with checkpointing.
+    def _try_smaller(self, examples: Sequence[Example], attempt: Attempt, *, checkpointing: bool) -> None:
+        """Runs examples again that ran out of memory, with no results kept: in halves, or one with checkpointing.
 
-        A single item that still finds no memory fails its job.
+        A single example that still finds no memory fails its batch.
         """
-        self._room.ran_out(num_tokens(items), keep=model_ids(items))
-        attempt.ran_out(num_tokens(items))
-        if len(items) > 1:
-            for half in halves(items):
+        self._room.ran_out(num_tokens(examples), keep=model_ids(examples))
+        attempt.ran_out(num_tokens(examples))
+        if len(examples) > 1:
+            for half in halves(examples):
                 self._try(half, attempt, checkpointing=checkpointing)
             return
-        (item,) = items
+        (example,) = examples
         if not checkpointing and self._room.can_checkpoint and torch.is_grad_enabled():
-            self._try(items, attempt, checkpointing=True)
-            if item.job.error is None:
-                attempt.needed_checkpointing(item.datum.charge)
+            self._try(examples, attempt, checkpointing=True)
+            if example.batch.error is None:
+                attempt.needed_checkpointing(example.datum.charge)
             return
         attempt.gave_up = True
-        item.job.error = OutOfCapacity(
-            f"data[{item.index}].model_input: there is no memory for its {item.datum.length} tokens at this moment, "
-            "even alone",
-            field=f"data[{item.index}].model_input",
+        field = f"data[{example.index}].model_input"
+        example.batch.error = OutOfCapacity(
+            f"{field}: there is no memory for its {example.datum.length} tokens at this moment, even alone", field=field
         )
 
-    def _run(self, items: Sequence[Item], mine: Sequence[Item], *, checkpointing: bool) -> None:
+    def _run(self, examples: Sequence[Example], mine: Sequence[Example], *, checkpointing: bool) -> None:
         """Runs one pass of the base model, of which this rank computes `mine`.
 
-        Jobs and gradients change only after the pass has succeeded on all ranks.
+        Batches and gradients change only after the pass has succeeded on all ranks.
         """
         with self._team.one_pass():
             keep = self._compute(mine, checkpointing=checkpointing)
             if torch.is_grad_enabled():
-                for model_id in model_ids(items):  # every rank needs a gradient: the next step sums them over the ranks
+                for model_id in model_ids(
+                    examples
+                ):  # every rank needs a gradient: the next step sums them over the ranks
                     self._models[model_id].need_gradient()
         with self._phases["accumulate"].time():
             keep()
 
-    def _compute(self, items: Sequence[Item], *, checkpointing: bool) -> Callable[[], None]:
+    def _compute(self, examples: Sequence[Example], *, checkpointing: bool) -> Callable[[], None]:
         """Runs forward and backward. Returns a function that keeps the results, needs no memory and cannot fail."""
-        if not items:
+        if not examples:
             self._team.halfway()
             return lambda: None
         device = self._base.device
-        lengths = [item.datum.length for item in items]
+        lengths = [example.datum.length for example in examples]
         with self._phases["pack"].time():
-            charges = [item.datum.charge for item in items]
-            self._room.have_on_device(model_ids(items), charges, checkpointing=checkpointing)
+            charges = [example.datum.charge for example in examples]
+            self._room.have_on_device(model_ids(examples), charges, checkpointing=checkpointing)
             starts = np.cumsum([0, *lengths])
-            tokens_N = np.concatenate([item.datum.tokens_N for item in items])
+            tokens_N = np.concatenate([example.datum.tokens_N for example in examples])
             tokens_T = on_device(torch.from_numpy(tokens_N).long(), device)
-            rows_M = np.concatenate([_rows(item.datum, start) for item, start in zip(items, starts, strict=False)])
-            targets_M = np.concatenate([item.datum.targets.ravel() for item in items])
-            runs = list(self._runs(items, starts))
+            rows_M = np.concatenate(
+                [_rows(example.datum, start) for example, start in zip(examples, starts, strict=False)]
+            )
+            targets_M = np.concatenate([example.datum.targets.ravel() for example in examples])
+            runs = list(self._runs(examples, starts))
 
         with self._phases["forward"].time():
             adapted = [] if self._base.trainable else runs
@@ -185,24 +177,24 @@ class Passes:
             else:
                 logprobs_M = self._base.target_logprobs(hidden_T_H, *named, runs)
             # Losses are many small operations whose values are read one by one, so they run on the host, on one copy.
-            pieces = logprobs_M.cpu().split([item.datum.targets.size for item in items])
+            pieces = logprobs_M.cpu().split([example.datum.targets.size for example in examples])
 
         with self._phases["loss"].time():
-            shaped = [piece.view(item.datum.targets.shape) for item, piece in zip(items, pieces, strict=True)]
-            terms: list[tuple[Job, Term]] = []
-            for job, group in groupby(range(len(items)), key=lambda n: items[n].job):
+            shaped = [piece.view(example.datum.targets.shape) for example, piece in zip(examples, pieces, strict=True)]
+            terms: list[tuple[Batch, Term]] = []
+            for batch, group in groupby(range(len(examples)), key=lambda n: examples[n].batch):
                 mine = list(group)
-                inputs = [items[n].datum.inputs for n in mine]
-                terms.append((job, job.evaluate([shaped[n] for n in mine], inputs)))
+                inputs = [examples[n].datum.inputs for n in mine]
+                terms.append((batch, batch.evaluate([shaped[n] for n in mine], inputs)))
         self._team.halfway()
         gradients: list[tuple[ModelState, list[Tensor]]] = []
         if torch.is_grad_enabled():
             with self._phases["backward"].time():
-                gradients = list(self._gradients(terms, runs, items))
+                gradients = list(self._gradients(terms, runs, examples))
                 largest = {id(model): magnitude(tensors) for model, tensors in gradients}
-            self._check_finite(terms, largest, items, shaped)
+            self._check_finite(terms, largest, examples, shaped)
         else:
-            self._check_finite(terms, {}, items, shaped)
+            self._check_finite(terms, {}, examples, shaped)
 
         sums = [
             (total.tensors() if self._base.trainable else [total.flat], tensors)
@@ -211,10 +203,10 @@ class Passes:
         results = [logprobs.detach().numpy() for logprobs in shaped]
 
         def keep() -> None:
-            for job, term in terms:
-                job.add(term)
-            for item, logprobs in zip(items, results, strict=True):
-                item.job.logprobs[item.index] = logprobs
+            for batch, term in terms:
+                batch.add(term.value, term.metrics, term.mismatch)
+            for example, logprobs in zip(examples, results, strict=True):
+                example.batch.logprobs[example.index] = logprobs
             for totals, tensors in sums:
                 torch._foreach_add_(totals, tensors)
 
@@ -222,52 +214,54 @@ class Passes:
 
     def _check_finite(
         self,
-        terms: Sequence[tuple[Job, Term]],
+        terms: Sequence[tuple[Batch, Term]],
         largest: Mapping[int, float],
-        items: Sequence[Item],
+        examples: Sequence[Example],
         logprobs: Sequence[Tensor],
     ) -> None:
-        """Raises an error that describes the first job whose loss, or whose model's gradient, is not finite.
+        """Raises an error that describes the first batch whose loss, or whose model's gradient, is not finite.
 
-        `largest`: bound of each model's gradient, by `id` of its ModelState. Two jobs of a model with a bad gradient
+        `largest`: bound of each model's gradient, by `id` of its ModelState. Two batches of a model with a bad gradient
         both count as failed.
         """
         self._not_finite = [
-            job
-            for job, term in terms
-            if not math.isfinite(term.value) or not math.isfinite(largest.get(id(self._models[job.model_id]), 0.0))
+            batch
+            for batch, term in terms
+            if not math.isfinite(term.value) or not math.isfinite(largest.get(id(self._models[batch.model_id]), 0.0))
         ]
         if self._not_finite:
             first = self._not_finite[0]
-            if any(item.job is first and one.isnan().any() for item, one in zip(items, logprobs, strict=True)):
+            if any(
+                example.batch is first and one.isnan().any() for example, one in zip(examples, logprobs, strict=True)
+            ):
                 raise NotFinite(
-                    f"{first.batch.loss_fn}: the model's own logprobs are not numbers, whatever the request holds: its "
+                    f"{first.loss_fn}: the model's own logprobs are not numbers, whatever the request holds: its "
                     "parameters have grown too large. Load a checkpoint from before that, and go on with a smaller "
                     "learning rate"
                 )
-            loss = sum(term.value for job, term in terms if job is first)
+            loss = sum(term.value for batch, term in terms if batch is first)
             own = [
-                (log_ratio(one.detach().numpy(), item.datum), item.index)
-                for item, one in zip(items, logprobs, strict=True)
-                if item.job is first
+                (log_ratio(one.detach().numpy(), example.datum), example.index)
+                for example, one in zip(examples, logprobs, strict=True)
+                if example.batch is first
             ]
             gap, index = max(own)
             raise InvalidRequest(
-                f"{first.batch.loss_fn}: the loss ({loss}) or its gradient is not finite; the next optim_step will be "
+                f"{first.loss_fn}: the loss ({loss}) or its gradient is not finite; the next optim_step will be "
                 "refused. Look for sampling logprobs far from the model's own, or too large a learning rate"
                 + describe_ratio(gap, index=index, seq_id=first.seq_id)
             )
 
-    def _runs(self, items: Sequence[Item], starts: np.ndarray) -> Iterable[Run]:
-        """One run for each model: the packed rows that its adapter is applied to. `starts`: each item's first row."""
-        for model_id, group in groupby(range(len(items)), key=lambda n: items[n].model_id):
+    def _runs(self, examples: Sequence[Example], starts: np.ndarray) -> Iterable[Run]:
+        """One run for each model: the packed rows of its adapter. `starts`: each example's first row."""
+        for model_id, group in groupby(range(len(examples)), key=lambda n: examples[n].model_id):
             mine = list(group)
             rows = slice(int(starts[mine[0]]), int(starts[mine[-1] + 1]))
             adapter: Adapter = self._models[model_id].adapter  # type: ignore[assignment]  # full weights meet no layer
             yield Run(adapter, rows, None if self._base.trainable else PassGradient(adapter))
 
     def _gradients(
-        self, terms: Sequence[tuple[Job, Term]], runs: Sequence[Run], items: Sequence[Item]
+        self, terms: Sequence[tuple[Batch, Term]], runs: Sequence[Run], examples: Sequence[Example]
     ) -> Iterable[tuple[ModelState, list[Tensor]]]:
         """Differentiates the sum of the terms. Yields each run's model with its gradient: one flat tensor for an
         adapter, one tensor for each parameter for full weights."""
@@ -275,7 +269,7 @@ class Passes:
         anchors = [run.gradient.anchor for run in runs if run.gradient is not None]
         parameters = [tensor for run in runs for tensor in run.adapter.tensors()]
         grads = iter(torch.autograd.grad(total, [*anchors, *parameters], allow_unused=True)[len(anchors) :])
-        for model_id, run in zip(dict.fromkeys(item.model_id for item in items), runs, strict=True):
+        for model_id, run in zip(dict.fromkeys(example.model_id for example in examples), runs, strict=True):
             mine = [next(grads) for _ in run.adapter.tensors()]
             if run.gradient is None:
                 kept = run.adapter.tensors()

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from trainer_service.engine.micro_batch import Item
+from trainer_service.engine.batch import Example
 
 T = TypeVar("T")
 
@@ -33,11 +33,11 @@ class Team(Protocol):
         """False when the cause of a failed pass may be known to another rank only."""
         ...
 
-    def shares(self, items: Sequence[Item]) -> Sequence[Sequence[Item]]:
+    def shares(self, examples: Sequence[Example]) -> Sequence[Sequence[Example]]:
         """Divides the datums among the ranks. Each share keeps their order; a share may be empty."""
         ...
 
-    def mine(self, items: Sequence[Item]) -> Sequence[Item]:
+    def mine(self, examples: Sequence[Example]) -> Sequence[Example]:
         """The share of this rank."""
         ...
 
@@ -65,11 +65,11 @@ class Alone:
     is_first = True
     sees_all = True
 
-    def shares(self, items: Sequence[Item]) -> Sequence[Sequence[Item]]:
-        return [items]
+    def shares(self, examples: Sequence[Example]) -> Sequence[Sequence[Example]]:
+        return [examples]
 
-    def mine(self, items: Sequence[Item]) -> Sequence[Item]:
-        return items
+    def mine(self, examples: Sequence[Example]) -> Sequence[Example]:
+        return examples
 
     def one_pass(self) -> AbstractContextManager[None]:
         return nullcontext()

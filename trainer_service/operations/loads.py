@@ -14,8 +14,8 @@ from tinsmith.v1 import types_pb2
 from trainer_service.durability.snapshots import Snapshots
 from trainer_service.engine.engine import State, TrainingEngine
 from trainer_service.engine.optimizers import magnitude
+from trainer_service.operation import Turn, Work
 from trainer_service.operations.models import LiveModels, Model
-from trainer_service.scheduling.work import Turn, Work
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.locations import Location
 

@@ -26,11 +26,11 @@ from trainer_service.engine.faults import is_device_fault
 from trainer_service.engine.optimizers import DEFAULT_OPTIMIZER, params_from_proto
 from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.older_forms import carried_over
+from trainer_service.operation import Turn, Work
 from trainer_service.operations.loads import Loads
 from trainer_service.operations.models import LiveModels, Model
 from trainer_service.operations.publishing import Publishing, RunAlone
 from trainer_service.operations.saves import Saves
-from trainer_service.scheduling.work import RunBatch, Turn, Work
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.locations import Location
 from trainer_service.weight_sync.certificate import Publisher
@@ -164,21 +164,19 @@ class Operations:
         """
         limits = self.engine.limits
         try:
-            return RunBatch(
-                Batch.from_proto(request, limits, held_bytes=held_bytes, max_bytes=max_bytes, check_loss=check_loss)
-            )
+            return Batch.from_proto(request, limits, held_bytes=held_bytes, max_bytes=max_bytes, check_loss=check_loss)
         except ServiceError as error:
             return self.refuse(request, error)
 
     def with_loss_checked(self, work: Work) -> Work:
         """The work with its custom loss checked (Batch.with_loss_checked); a work that fails if the check fails."""
-        if not isinstance(work, RunBatch) or not isinstance(work.batch, Batch):
+        if not isinstance(work, Batch):
             return work
         try:
-            return RunBatch(work.batch.with_loss_checked())
+            return work.with_loss_checked()
         except ServiceError as error:
-            assert work.batch.request is not None
-            return self.refuse(work.batch.request, error)
+            assert work.request is not None
+            return self.refuse(work.request, error)
 
     def refuse(self, request: Message, error: ServiceError) -> Work:
         """The work of a request that is not run. It fails in its turn; if it would have added gradients, the next step

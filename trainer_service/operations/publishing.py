@@ -26,9 +26,9 @@ from tinsmith.rpc.errors import (
 from tinsmith.v1 import types_pb2
 from tinsmith.v1.types_pb2 import PublishCertificate
 from trainer_service.engine.engine import State, TrainingEngine
+from trainer_service.operation import Turn
 from trainer_service.operations.loads import Loads
 from trainer_service.operations.models import LiveModels
-from trainer_service.scheduling.work import Turn
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.locations import KINDS, Location
 from trainer_service.weight_sync import Version

@@ -16,9 +16,9 @@ from tinsmith.rpc.words import choices
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.engine.engine import TrainingEngine
+from trainer_service.operation import Turn, Work
 from trainer_service.operations.models import LiveModels
 from trainer_service.operations.publishing import Publishing
-from trainer_service.scheduling.work import Turn, Work
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.encryption import Recipient, parse_recipients
 from trainer_service.storage.locations import KINDS, Location

@@ -17,10 +17,9 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
 from tinsmith.rpc.errors import ServiceError
 from tinsmith.v1 import trainer_pb2
-from trainer_service.engine.batch import Batch
+from trainer_service.engine.batch import Batch, MicroBatch
 from trainer_service.engine.budget import Footprint, Plan
 from trainer_service.engine.engine import Accumulation, OptimizerState, State, TrainingEngine
-from trainer_service.engine.job import Job, Piece
 from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.optimizers import AdamParams, DimuonParams
 from trainer_service.ranks.group import RankGroup
@@ -52,8 +51,8 @@ class Follower:
         budget = max_tokens_per_microbatch * self._team.num_shares
         engine = TrainingEngine(base, max_tokens_per_microbatch=budget, team=self._team, **settings)
         self._engine = engine
-        self._batches: dict[int, tuple[str, Batch]] = {}
-        """Model id and batch of each job that has begun, by the job's number."""
+        self._batches: dict[int, Batch] = {}
+        """The batches that have begun, by their numbers."""
         self._calls: dict[str, Callable[[Message], None]] = {
             "follow": self._follow,
             "add_model": self._add_model,
@@ -130,38 +129,38 @@ class Follower:
         return FullWeights(base, flat) if config.rank == 0 else Adapter(config, base.targets, flat)
 
     def _run(self, message: Message) -> None:
-        pieces = self._team.all_or_none(lambda: self._pieces(message))
-        self._team.all_or_none(lambda: self._engine.run(pieces))
+        micro_batch = self._team.all_or_none(lambda: self._micro_batch(message))
+        self._team.all_or_none(lambda: self._engine.run(micro_batch))
         place = self._group.place
         if place.leads(place.rank):
-            self._group.send(_results(pieces))
+            self._group.send(_results(micro_batch))
 
-    def _pieces(self, message: Message) -> list[Piece]:
+    def _micro_batch(self, message: Message) -> MicroBatch:
+        """The batches of the message, without results of earlier micro-batches."""
         for number in message.fields["ended"]:
             self._batches.pop(number, None)
         for (number, model_id), request in zip(message.fields["new"], message.tensors, strict=True):
             parsed = trainer_pb2.ForwardBackwardRequest.FromString(request.numpy().tobytes())
             batch = Batch.from_proto(parsed, self._engine.limits, check_loss=False)  # the leader has checked it
-            self._batches[number] = model_id, replace(batch, request=None)
-        jobs = {number: Job(*self._batches[number]) for number, _ in message.fields["pieces"]}
-        return [Piece(jobs[number], indices) for number, indices in message.fields["pieces"]]
+            self._batches[number] = replace(batch, request=None, model_id=model_id)
+        batches = {number: replace(self._batches[number]) for number, _ in message.fields["micro_batch"]}
+        return [(batches[number], indices) for number, indices in message.fields["micro_batch"]]
 
 
-def _results(pieces: list[Piece]) -> Message:
-    """The results of this row: for each piece its loss, metrics, mismatch, custom loss's time and computed datums, and
-    the logprobs of all datums end to end.
+def _results(micro_batch: MicroBatch) -> Message:
+    """The results of this row: for each part of the micro-batch its loss, metrics, mismatch, custom loss's time and
+    computed datums, and the logprobs of all datums end to end.
 
-    All but the datums are sums over a job. The job's first piece has them; its other pieces have zeros.
+    All but the datums are sums over a batch. The batch's first part has them; its other parts have zeros.
     """
-    told: set[Job] = set()
+    told: set[Batch] = set()
     fields, logprobs = [], []
-    for piece in pieces:
-        job = piece.job
-        computed = [index for index in piece.indices if job.logprobs[index].size]
-        logprobs += [torch.from_numpy(job.logprobs[index].ravel()) for index in computed]
-        first = job not in told
-        told.add(job)
-        mismatch = None if job.mismatch is None else asdict(job.mismatch)
-        sums = (job.loss, job.metrics, mismatch, job.loss_seconds) if first else (0.0, {}, None, 0.0)
+    for batch, indices in micro_batch:
+        computed = [index for index in indices if batch.logprobs[index].size]
+        logprobs += [torch.from_numpy(batch.logprobs[index].ravel()) for index in computed]
+        mismatch = None if batch.mismatch is None else asdict(batch.mismatch)
+        first = batch not in told
+        told.add(batch)
+        sums = (batch.loss_sum, batch.metrics, mismatch, batch.loss_seconds) if first else (0.0, {}, None, 0.0)
         fields.append((*sums, computed))
-    return Message("results", {"pieces": fields}, [torch.cat([torch.empty(0), *logprobs])])
+    return Message("results", {"batches": fields}, [torch.cat([torch.empty(0), *logprobs])])

@@ -14,10 +14,9 @@ from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.errors import OutOfCapacity, ServiceError
-from trainer_service.engine.batch import Output
+from trainer_service.engine.batch import Batch, MicroBatch, Output
 from trainer_service.engine.budget import Lengths, Plan
 from trainer_service.engine.engine import State, TrainingEngine
-from trainer_service.engine.job import Job, Piece
 from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.optimizers import Params
 from trainer_service.objectives.mismatch import Mismatch
@@ -42,11 +41,11 @@ class LeadingEngine(TrainingEngine):
         self._ranks = RankTeam(group, sharded=base.sharded)
         budget = max_tokens_per_microbatch * self._ranks.num_shares
         super().__init__(base, max_tokens_per_microbatch=budget, team=self._ranks, **settings)
-        self._numbers: dict[Job, int] = {}
-        """Numbers of the jobs whose batches the other ranks have."""
+        self._numbers: dict[Batch, int] = {}
+        """Numbers of the batches that the other ranks have."""
         self._last_number = 0
         self._ended: list[int] = []
-        """Numbers of ended jobs, whose batches the other ranks may forget; the next `run` tells them."""
+        """Numbers of ended batches, which the other ranks may forget; the next `run` tells them."""
 
     def stop(self) -> None:
         """Ends the other ranks. Nothing can be computed afterwards."""
@@ -75,8 +74,8 @@ class LeadingEngine(TrainingEngine):
             raise OutOfCapacity(f"there is no memory for {model_id} at this moment on every rank") from None
 
     def delete_model(self, model_id: str) -> None:
-        for job in [job for job in self._numbers if job.model_id == model_id]:
-            self._forget(job)
+        for batch in [batch for batch in self._numbers if batch.model_id == model_id]:
+            self._forget(batch)
         message = Message("delete_model", {"model_id": model_id})
         self._everywhere(message, lambda: super(LeadingEngine, self).delete_model(model_id))
 
@@ -86,46 +85,46 @@ class LeadingEngine(TrainingEngine):
             message, lambda: super(LeadingEngine, self).probe(model_id, lengths, checkpointing=checkpointing)
         )
 
-    def run(self, pieces: Sequence[Piece]) -> None:
-        pieces = [piece for piece in pieces if piece.job.error is None and piece.indices]
-        if not pieces:
+    def run(self, micro_batch: MicroBatch) -> None:
+        micro_batch = [(batch, indices) for batch, indices in micro_batch if batch.error is None and indices]
+        if not micro_batch:
             return
-        self._group.command(self._to_run(pieces))
+        self._group.command(self._to_run(micro_batch))
         try:
             self._ranks.all_or_none(lambda: None)  # the others have read the new batches
-            self._ranks.all_or_none(lambda: super(LeadingEngine, self).run(pieces))
-        except (ServiceError, MemoryError) as error:  # outside any single job: which gradients were added is unknown
-            for piece in pieces:
-                piece.job.error = error if isinstance(error, ServiceError) else OutOfCapacity(str(error))
+            self._ranks.all_or_none(lambda: super(LeadingEngine, self).run(micro_batch))
+        except (ServiceError, MemoryError) as error:  # outside any single batch: which gradients were added is unknown
+            for batch, _ in micro_batch:
+                batch.error = error if isinstance(error, ServiceError) else OutOfCapacity(str(error))
             return
         for rank in range(1, self._group.place.world_size):
             if self._group.place.leads(rank):
-                _take(self._group.receive(rank), pieces)
+                _take(self._group.receive(rank), micro_batch)
 
-    def _to_run(self, pieces: Sequence[Piece]) -> Message:
+    def _to_run(self, micro_batch: MicroBatch) -> Message:
         new: list[tuple[int, str]] = []
         requests: list[Tensor] = []
-        for job in dict.fromkeys(piece.job for piece in pieces):
-            if job not in self._numbers:
+        for batch in dict.fromkeys(batch for batch, _ in micro_batch):
+            if batch not in self._numbers:
                 self._last_number += 1
-                self._numbers[job] = self._last_number
-                new.append((self._last_number, job.model_id))
-                assert job.batch.request is not None
-                requests.append(torch.frombuffer(bytearray(job.batch.request.SerializeToString()), dtype=torch.uint8))
+                self._numbers[batch] = self._last_number
+                new.append((self._last_number, batch.model_id))
+                assert batch.request is not None
+                requests.append(torch.frombuffer(bytearray(batch.request.SerializeToString()), dtype=torch.uint8))
         fields = {
-            "pieces": [(self._numbers[piece.job], list(piece.indices)) for piece in pieces],
+            "micro_batch": [(self._numbers[batch], list(indices)) for batch, indices in micro_batch],
             "new": new,
             "ended": self._ended,
         }
         self._ended = []
         return Message("run", fields, requests)
 
-    def finish(self, job: Job) -> Output | ServiceError:
-        self._forget(job)
-        return super().finish(job)
+    def finish(self, batch: Batch) -> Output | ServiceError:
+        self._forget(batch)
+        return super().finish(batch)
 
-    def _forget(self, job: Job) -> None:
-        number = self._numbers.pop(job, None)
+    def _forget(self, batch: Batch) -> None:
+        number = self._numbers.pop(batch, None)
         if number is not None:
             self._ended.append(number)
 
@@ -187,17 +186,17 @@ class LeadingEngine(TrainingEngine):
         return self._ranks.all_or_none(call)
 
 
-def _take(results: Message, pieces: Sequence[Piece]) -> None:
-    """Adds the results of another row to the jobs. `results`: from `follower._results`."""
+def _take(results: Message, micro_batch: MicroBatch) -> None:
+    """Adds the results of another row to the batches. `results`: from `follower._results`."""
     (logprobs_M,) = results.tensors
     flat_M = logprobs_M.numpy()
     start = 0
-    for piece, (loss, metrics, mismatch, loss_seconds, indices) in zip(pieces, results.fields["pieces"], strict=True):
-        job = piece.job
-        job.add_sums(loss, metrics, None if mismatch is None else Mismatch(**mismatch))
-        job.loss_seconds = max(job.loss_seconds, loss_seconds)  # rows compute losses at the same time
+    for (batch, _), result in zip(micro_batch, results.fields["batches"], strict=True):
+        loss, metrics, mismatch, loss_seconds, indices = result
+        batch.add(loss, metrics, None if mismatch is None else Mismatch(**mismatch))
+        batch.loss_seconds = max(batch.loss_seconds, loss_seconds)  # rows compute losses at the same time
         for index in indices:
-            shape = job.batch.datums[index].targets.shape
+            shape = batch.datums[index].targets.shape
             stop = start + int(np.prod(shape))
-            job.logprobs[index] = flat_M[start:stop].reshape(shape)
+            batch.logprobs[index] = flat_M[start:stop].reshape(shape)
             start = stop

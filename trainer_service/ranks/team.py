@@ -14,9 +14,9 @@ from torch import Tensor
 from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.rpc import errors
 from tinsmith.rpc.errors import ServiceError
+from trainer_service.engine.batch import Example
 from trainer_service.engine.faults import is_device_fault
 from trainer_service.engine.memory import is_out_of_memory
-from trainer_service.engine.micro_batch import Item
 from trainer_service.ranks.group import RankGroup, is_of_other_ranks
 from trainer_service.ranks.share import balanced
 from trainer_service.ranks.wire import Message
@@ -55,12 +55,12 @@ class RankTeam:
     def is_first(self) -> bool:
         return self._group.place.rank == 0
 
-    def shares(self, items: Sequence[Item]) -> Sequence[Sequence[Item]]:
-        numbers = balanced([item.datum.charge for item in items], self.num_shares)
-        return [[items[n] for n in share] for share in numbers]
+    def shares(self, examples: Sequence[Example]) -> Sequence[Sequence[Example]]:
+        numbers = balanced([example.datum.charge for example in examples], self.num_shares)
+        return [[examples[n] for n in share] for share in numbers]
 
-    def mine(self, items: Sequence[Item]) -> Sequence[Item]:
-        return self.shares(items)[self._group.place.row]
+    def mine(self, examples: Sequence[Example]) -> Sequence[Example]:
+        return self.shares(examples)[self._group.place.row]
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:

@@ -17,12 +17,13 @@ from tinsmith.rpc.errors import (
 )
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body, State
+from trainer_service.engine.batch import Batch
 from trainer_service.metrics import Metrics
+from trainer_service.operation import Operation, Work
 from trainer_service.scheduling.execution import Execution
 from trainer_service.scheduling.held import HeldBytes
 from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
 from trainer_service.scheduling.parking import Parking
-from trainer_service.scheduling.work import Operation, RunBatch, Work
 
 
 class Acceptance:
@@ -135,7 +136,7 @@ class Acceptance:
             body.digest,
             accepted=loop.create_future(),
             outcome=loop.create_future(),
-            founds=seq_id == 0,
+            makes_model=seq_id == 0,
         )
         model.operations[seq_id] = operation
         model.used_s = time.monotonic()
@@ -152,7 +153,7 @@ class Acceptance:
             )
             raise
         operation.accepted.set_result(None)
-        if not isinstance(work, RunBatch) and operation.held_bytes:  # a refused batch has no arrays
+        if not isinstance(work, Batch) and operation.held_bytes:  # a refused batch has no arrays
             self._held.hold(operation, body.num_bytes)
         if not operation.outcome.done():  # the model may have been deleted meanwhile
             self._metrics.operations.queue_length.labels(operation.kind).inc()

@@ -12,16 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tinsmith.cores import Cores, yield_to_event_loops
 from tinsmith.rpc import tracing
 from tinsmith.rpc.errors import EngineDead, ServiceError
 from trainer_service.durability.executing import Executing
+from trainer_service.engine.batch import Batch, Output
+from trainer_service.engine.batch import MicroBatch as EngineMicroBatch
 from trainer_service.metrics import Metrics
-from trainer_service.scheduling.lanes import BatchRun, Call, Item, Lanes, MicroBatch
+from trainer_service.operation import Call, Operation
+from trainer_service.scheduling.lanes import Lanes, MicroBatch
 from trainer_service.scheduling.speed import Speed
-from trainer_service.scheduling.work import BatchEngine, Operation, Output
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,37 @@ _SHARED_MICRO_BATCH_S = 0.1
 """Time that a micro-batch should take otherwise, in seconds. Operations that arrive meanwhile wait for its end."""
 
 T = TypeVar("T")
+
+
+class BatchEngine(Protocol):
+    """The engine, as far as the scheduler itself calls it. Operations other than batches bring their own calls.
+
+    All methods are called on the compute thread. For each batch `run` is called with every datum once, in micro-batches
+    of any size, then `finish` once. After a failure the remaining datums are not run.
+    """
+
+    @property
+    def token_budget(self) -> int:
+        """Most tokens of a micro-batch at present. A longer datum is a micro-batch by itself."""
+        ...
+
+    def go_together(self, model_ids: Sequence[str]) -> bool:
+        """Whether a micro-batch may have datums of all these models."""
+        ...
+
+    def run(self, micro_batch: EngineMicroBatch) -> None:
+        """Computes one micro-batch of any models' batches, either all forward_only or none. A batch that fails gets its
+        `error`."""
+        ...
+
+    def finish(self, batch: Batch) -> Output | ServiceError:
+        """The result, or the batch's error. After an error the model's next optim_step fails, because gradients are
+        missing."""
+        ...
+
+    def is_dead(self, error: Exception) -> bool:
+        """True for an error after which nothing can be computed in this process, whichever operation met it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +96,14 @@ class Backlog:
     """The work to be done, at one moment."""
 
     running: Running | None
-    items: Mapping[str, Sequence[Item]]
-    """For each model its items that have not ended, in order."""
+    operations: Mapping[str, Sequence[Operation]]
+    """For each model its operations on the compute thread that have not ended, in order."""
 
     def waiting(self, model_id: str) -> Iterator[tuple[Operation, int]]:
         """A model's waiting operations in order, each with the number of its waiting tokens; 0 for a call."""
-        for item in self.items.get(model_id, ()):
-            if item.operation is not None and item.may_be_withdrawn:
-                yield item.operation, item.num_tokens
+        for operation in self.operations.get(model_id, ()):
+            if operation.is_waiting:
+                yield operation, operation.num_waiting_tokens
 
 
 class ComputeThread:
@@ -86,46 +119,47 @@ class ComputeThread:
         self._loop = asyncio.get_running_loop()
         self._lanes = Lanes(alone=alone)
         self._alone = alone
-        self._stopped: list[BatchRun] = []  # batches that the engine has begun and must end early
+        self._stopped: list[Operation] = []  # operations whose batches have begun and must end early
         self._running: Running | None = None
         self._closed = False
         self._changed = threading.Condition()  # guards everything above
         self._results: list[tuple[asyncio.Future[Any], object]] = []  # not delivered to the event loop yet
         self._ended = asyncio.Event()
         self.engine_died = asyncio.Event()
-        """Set when nothing can be computed any more. Running and waiting items get no result, because the fault is not
-        theirs."""
+        """Set when nothing can be computed any more. Running and waiting operations get no result, because the fault is
+        not theirs."""
         self.speed = Speed()
         self._newest_model = ""
-        """The model whose item came last; empty before the first one."""
+        """The model whose operation came last; empty before the first one."""
         self._shared_at: float | None = None
-        """Time at which an item of another model than the one before came last, by time.monotonic."""
+        """Time at which an operation of another model than the one before came last, by time.monotonic."""
         metrics.operations.queue_oldest.set_function(self._oldest_s)
         metrics.compute.running.set_function(self._running_s)
         threading.Thread(target=self._work, name="compute", daemon=True).start()
 
-    def put(self, model_id: str, item: Item) -> None:
-        """Adds an item behind the model's other items. Its result is set later; after `close` it is cancelled."""
+    def put(self, operation: Operation) -> None:
+        """Adds an operation behind its model's other ones. Its result is set later; after `close` it is cancelled."""
+        assert operation.result is not None
         with self._changed:
             if self._closed:
-                item.result.cancel()
+                operation.result.cancel()
                 return
-            if self._newest_model not in ("", model_id):
+            if self._newest_model not in ("", operation.model_id):
                 self._shared_at = time.monotonic()
-            self._newest_model = model_id
-            self._lanes.put(model_id, item)
+            self._newest_model = operation.model_id
+            self._lanes.put(operation)
             self._changed.notify()
 
     def withdraw(self, model_id: str, error: ServiceError) -> None:
-        """Fails a model's waiting items with `error`. A batch that has begun is stopped after the current micro-batch,
-        and a running call ends as usual."""
+        """Fails a model's waiting operations with `error`. A batch that has begun is stopped after the current
+        micro-batch, and a running call ends as usual."""
         with self._changed:
-            for item in self._lanes.withdraw(model_id):
-                if isinstance(item, BatchRun) and item.operation.has_begun:
-                    item.error = error
-                    self._stopped.append(item)  # the engine has begun the batch, and must finish it
-                else:
-                    item.result.set_exception(error)
+            for operation in self._lanes.withdraw(model_id):
+                if operation.batch is not None and operation.has_begun:
+                    operation.stopped_by = error
+                    self._stopped.append(operation)  # the engine has begun the batch, and must finish it
+                elif operation.result is not None:
+                    operation.result.set_exception(error)
             self._changed.notify()
 
     async def run_alone(self, call: Callable[[], T], *, canary_tokens: int | None = None) -> T:
@@ -143,8 +177,9 @@ class ComputeThread:
         """Stops the thread after its current work. Returns False when that still runs after `timeout_s` seconds."""
         with self._changed:
             self._closed = True
-            for item in self._lanes.withdraw_all():
-                item.result.cancel()
+            for withdrawn in self._lanes.withdraw_all():
+                if withdrawn.result is not None:
+                    withdrawn.result.cancel()
             self._changed.notify()
         try:
             async with asyncio.timeout(timeout_s):
@@ -217,7 +252,7 @@ class ComputeThread:
             with self._changed:
                 self._running = None
                 started = time.perf_counter()
-                work = None if self._closed else self._lanes.next(self._micro_batch_tokens())
+                work = None if self._closed else self._lanes.next(self._micro_batch_tokens(), self._engine.go_together)
                 if work is not None:
                     self._metrics.compute.phases["schedule"].observe(time.perf_counter() - started)
                     self._running = self._begin(work)
@@ -251,8 +286,8 @@ class ComputeThread:
             operations = [work.operation] if work.operation is not None else []
             num_tokens = 0
         else:
-            operations = [run.operation for run, _ in work]
-            num_tokens = sum(run.num_charged(indices) for run, indices in work)
+            operations = [operation for operation, _ in work]
+            num_tokens = sum(_num_charged(operation, indices) for operation, indices in work)
         for operation in operations:
             if not operation.has_begun:
                 operation.has_begun = True
@@ -273,76 +308,61 @@ class ComputeThread:
             call.operation.ran = started_at, time.time()
             tracing.record(call.operation.kind, call.operation.trace, start=started_at, end=call.operation.ran[1])
             with self._changed:
-                self._lanes.end(call.operation.model_id, call)
+                self._lanes.end(call.operation)
             self._measure(call.operation.kind)
 
     def _run_micro_batch(self, work: MicroBatch) -> None:
         started_at = time.time()
-        for run, _ in work:
-            if run.operation.ran is None:
-                self._begin_job(run)
+        batches = [(_batch(operation), indices) for operation, indices in work]
         try:
-            self._engine.run([run.job.piece(indices) for run, indices in work if run.job is not None])
+            self._engine.run(batches)
         except Exception as error:
             self._check_alive(error)
-            logger.exception("forward_backward of %s failed", ", ".join(run.operation.model_id for run, _ in work))
-            for run, _ in work:
-                if run.job is not None:
-                    run.job.error = error if isinstance(error, ServiceError) else internal_error()
+            logger.exception("forward_backward of %s failed", ", ".join(batch.model_id for batch, _ in batches))
+            for batch, _ in batches:
+                batch.error = error if isinstance(error, ServiceError) else internal_error()
         ended_at = time.time()
-        for run, indices in work:
-            run.operation.ran = run.operation.ran[0] if run.operation.ran else started_at, ended_at
-            if (trace := run.operation.trace) is not None:
-                facts = {"tokens": run.num_charged(indices), "datums": len(indices), "other_operations": len(work) - 1}
+        for operation, indices in work:
+            operation.ran = operation.ran[0] if operation.ran else started_at, ended_at
+            if (trace := operation.trace) is not None:
+                tokens = _num_charged(operation, indices)
+                facts = {"tokens": tokens, "datums": len(indices), "other_operations": len(work) - 1}
                 tracing.record("micro_batch", trace, start=started_at, end=ended_at, **facts)
-        self._end([run for run, _ in work if run.has_ended])
+        self._end([operation for operation, _ in work if operation.has_ended])
         with self._changed:
             self._lanes.end_micro_batch()
         self._metrics.compute.micro_batches.inc()
-        self._metrics.compute.micro_batch_models.observe(len({run.operation.model_id for run, _ in work}))
-        expected_s = sum(run.batch.datums[index].loss_s for run, indices in work for index in indices)
-        loss_seconds = sum(run.job.loss_seconds for run, _ in work if run.job is not None)
+        self._metrics.compute.micro_batch_models.observe(len({batch.model_id for batch, _ in batches}))
+        expected_s = sum(batch.datums[index].loss_s for batch, indices in batches for index in indices)
+        loss_seconds = sum(batch.loss_seconds for batch, _ in batches)
         self._measure("forward_backward", loss_seconds=loss_seconds, expected_loss_seconds=expected_s)
         with self._changed:
-            for run, indices in work:
-                if run.job is None:
-                    continue
-                charged = sum(run.load.lengths[index] for index in indices) - run.num_charged(indices)
-                self._lanes.charge(run.operation.model_id, max(0, self.speed.tokens_in(run.job.loss_seconds) - charged))
-                run.job.loss_seconds = 0.0
-
-    def _begin_job(self, run: BatchRun) -> None:
-        try:
-            run.job = self._engine.begin(run.operation.model_id, run.batch)
-        except Exception as error:
-            self._check_alive(error)
-            if not isinstance(error, ServiceError):
-                logger.exception("a forward_backward of %s cannot begin", run.operation.model_id)
-            run.error = error if isinstance(error, ServiceError) else internal_error()
+            for batch, indices in batches:
+                charged = sum(batch.costs[index] - batch.charges[index] for index in indices)
+                self._lanes.charge(batch.model_id, max(0, self.speed.tokens_in(batch.loss_seconds) - charged))
+                batch.loss_seconds = 0.0
 
     def _end_stopped(self) -> None:
         with self._changed:
             stopped, self._stopped = self._stopped, []
-        self._end([run for run in stopped if not run.is_over])
+        self._end([operation for operation in stopped if not operation.is_computed])
 
-    def _end(self, runs: Sequence[BatchRun]) -> None:
-        self._results += [(run.result, self._output(run)) for run in runs]
+    def _end(self, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            assert operation.result is not None
+            self._results.append((operation.result, self._output(operation)))
         with self._changed:
-            for run in runs:
-                self._lanes.end(run.operation.model_id, run)
+            for operation in operations:
+                self._lanes.end(operation)
 
-    def _output(self, run: BatchRun) -> Output | ServiceError:
-        if run.job is None:
-            assert run.error is not None
-            if not run.batch.forward_only:
-                self._engine.taint(run.operation.model_id, run.error.message, seq_id=run.operation.seq_id)
-            return run.error
-        run.job.error = run.job.error or run.error
+    def _output(self, operation: Operation) -> Output | ServiceError:
+        batch = _batch(operation)
+        batch.error = batch.error or operation.stopped_by
         try:
-            return self._engine.finish(run.job)
+            return self._engine.finish(batch)
         except Exception as error:
             self._check_alive(error)
-            logger.exception("the result of %s, seq_id %d, is lost", run.operation.model_id, run.operation.seq_id)
+            logger.exception("the result of %s, seq_id %d, is lost", operation.model_id, operation.seq_id)
             return internal_error()
 
     def _check_alive(self, error: Exception) -> None:
@@ -367,6 +387,17 @@ class ComputeThread:
         if running.num_tokens:
             self._metrics.compute.tokens.inc(running.num_tokens)
             self._metrics.compute.micro_batch_tokens.observe(running.num_tokens)
+
+
+def _batch(operation: Operation) -> Batch:
+    assert operation.batch is not None
+    return operation.batch
+
+
+def _num_charged(operation: Operation, indices: Sequence[int]) -> int:
+    """Charge of these datums in tokens, without the time of their losses."""
+    charges = _batch(operation).charges
+    return sum(charges[index] for index in indices)
 
 
 def _resolve(results: Sequence[tuple[asyncio.Future[Any], object]]) -> None:

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.errors import ModelNotFound, ServiceError
 from trainer_service.durability.executing import Executing
+from trainer_service.engine.batch import Batch, Output
 from trainer_service.metrics import Metrics
+from trainer_service.operation import Answer, Call, Operation, Turn
 from trainer_service.scheduling.compute import ComputeThread, internal_error
-from trainer_service.scheduling.lanes import BatchRun, Call, Item
 from trainer_service.scheduling.model_queue import ModelQueue
-from trainer_service.scheduling.work import Answer, Operation, Output, RunBatch, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,8 @@ class _Turn:
 
     async def run(self, call: Callable[[], T], *, canary_tokens: int | None = None) -> T:
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._execution.enter(self._model, Call(self._operation, call, result, canary_tokens))
+        self._operation.call = Call(self._operation, call, result, canary_tokens)
+        self._execution.enter(self._model, self._operation, result)
         self._execution.advance(self._model)
         return await result
 
@@ -97,25 +98,32 @@ class Execution:
             operation = model.operations.get(model.next_to_enter)
             if operation is None or operation.work is None:
                 return
-            if any(earlier.founds for earlier in model.unsettled):  # the model is still being made
+            if any(earlier.makes_model for earlier in model.unsettled):  # the model is still being made
                 return
             model.head = operation
             model.unsettled.add(operation)
-            if isinstance(operation.work, RunBatch):
-                result: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
-                alone = self.executing.is_suspect(model.model_id, operation.seq_id)
-                run = BatchRun.of(operation, operation.work.batch, result, speed=self._compute.loss_speed, alone=alone)
-                self.enter(model, run)
-                self._spawn(self._run_batch(model, run))
+            if isinstance(operation.work, Batch):
+                self._spawn(self._run_batch(model, operation, self._enter_batch(model, operation, operation.work)))
             else:
                 self._spawn(self._run_work(model, operation, operation.work))
 
-    def enter(self, model: ModelQueue, item: Item) -> None:
-        """Gives the model's head its place on the compute thread."""
+    def _enter_batch(self, model: ModelQueue, operation: Operation, batch: Batch) -> asyncio.Future[Output]:
+        """Gives a batch its place on the compute thread. Returns its result."""
+        if (speed := self._compute.loss_speed) is not None:
+            more = [speed.loss_tokens(datum.loss_s) if datum.loss_s else 0 for datum in batch.datums]
+            batch.set_costs([charge + tokens for charge, tokens in zip(batch.charges, more, strict=True)])
+        batch.alone = self.executing.is_suspect(model.model_id, operation.seq_id)
+        result: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
+        self.enter(model, operation, result)
+        return result
+
+    def enter(self, model: ModelQueue, operation: Operation, result: asyncio.Future[Any]) -> None:
+        """Gives the model's head its place on the compute thread, which will set `result`."""
+        operation.result = result
         if model.gone is not None:
-            item.result.set_exception(model.gone)
+            result.set_exception(model.gone)
             return
-        self._compute.put(model.model_id, item)
+        self._compute.put(operation)
         _leave_head(model)
 
     def settle(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
@@ -141,22 +149,22 @@ class Execution:
             if operation not in model.unsettled:
                 self.settle(model, operation, error)
 
-    async def _run_batch(self, model: ModelQueue, run: BatchRun) -> None:
+    async def _run_batch(self, model: ModelQueue, operation: Operation, result: asyncio.Future[Output]) -> None:
         outcome: Outcome
         try:
-            output = await run.result
-            if run.operation.replayed:
+            output = await result
+            if operation.replayed:
                 outcome = Answer()
             else:
-                async with self.executing.stage(model.model_id, run.operation.seq_id):
-                    large = sum(run.load.lengths) > _LARGE_TOKENS
+                async with self.executing.stage(model.model_id, operation.seq_id):
+                    large = operation.batch is not None and operation.batch.num_tokens > _LARGE_TOKENS
                     outcome = await asyncio.to_thread(_answer, output) if large else _answer(output)
         except ServiceError as error:
             outcome = error
         except Exception:  # making the answer failed; the compute thread itself raises only ServiceError
-            logger.exception("%s, seq_id %d: no answer can be made", model.model_id, run.operation.seq_id)
+            logger.exception("%s, seq_id %d: no answer can be made", model.model_id, operation.seq_id)
             outcome = internal_error()
-        self.settle(model, run.operation, outcome)
+        self.settle(model, operation, outcome)
 
     async def _run_work(
         self, model: ModelQueue, operation: Operation, work: Callable[[Turn], Coroutine[Any, Any, Answer]]

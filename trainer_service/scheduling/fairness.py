@@ -20,10 +20,13 @@ The expected time of a custom loss counts as tokens of its datum. So datums with
 micro-batches, and others wait for only one of them. A model may be charged for more (`charge`): the compute thread does
 so when a custom loss has taken longer than expected. Such a charge is a debt like any other.
 
+Models that do not fit on the device at once share no micro-batch. The one that has to wait stays before the others.
+
 A model without datums leaves the ring. Its credit is dropped, so that no model saves up for later. Its debt stays until
 the others have caught up, so that submitting in small portions does not pay. A new model begins with deficit 0.
 
-These guarantees hold, with n models in the ring, L_max the longest datum, and q = max(L_max, budget / 4):
+These guarantees hold where all models fit on the device, with n models in the ring, L_max the longest datum, and
+q = max(L_max, budget / 4):
 
 - A job of at most budget / n tokens of an owed model, as every new one is, runs in the next micro-batch of its kind:
   after the micro-batch that runs when it comes and at most one of the other kind.
@@ -37,30 +40,10 @@ These guarantees hold, with n models in the ring, L_max the longest datum, and q
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-
-@dataclass(slots=True, eq=False)
-class Load:
-    """The datums of one operation, which are taken in their order."""
-
-    lengths: Sequence[int]
-    """Tokens that each datum is charged for."""
-    forward_only: bool
-    alone: bool = False
-    """True when its micro-batches may have no datums of another load."""
-    num_taken: int = 0
-    """Number of datums that have been taken."""
-    num_tokens: int = field(init=False)
-    """Tokens of the datums that have not been taken."""
-
-    def __post_init__(self) -> None:
-        self.num_tokens = sum(self.lengths)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.lengths) - self.num_taken
+from trainer_service.engine.batch import Batch
 
 
 @dataclass(slots=True, eq=False)
@@ -69,16 +52,16 @@ class _Member:
 
     charged: int
     """Tokens that the model was charged for, on top of the ring's mean when it came."""
-    loads: deque[Load] = field(default_factory=deque)
-    """Loads with datums to take, in order."""
+    batches: deque[Batch] = field(default_factory=deque)
+    """Batches with datums to take, in order."""
 
 
 class DeficitRoundRobin:
     """See the module's docstring."""
 
     def __init__(self, *, alone: bool = False) -> None:
-        """`alone`: every micro-batch has datums of one load only, so that the division of a load depends only on its
-        own lengths and the budget."""
+        """`alone`: every micro-batch has datums of one batch only, so that the division of a batch depends only on its
+        own costs and the budget."""
         self._alone = alone
         self._members: dict[str, _Member] = {}  # in the order of their last turns, the latest at the end
         self._total = 0  # sum of the members' charges
@@ -86,14 +69,14 @@ class DeficitRoundRobin:
 
     def __bool__(self) -> bool:
         """True when a datum waits."""
-        return any(member.loads for member in self._members.values())
+        return any(member.batches for member in self._members.values())
 
-    def add(self, model_id: str, load: Load) -> None:
-        """Adds a load behind the model's other loads. Raises ValueError for a load without datums."""
-        if not load.num_waiting:
-            raise ValueError("a load without datums")
+    def add(self, batch: Batch) -> None:
+        """Adds a batch behind its model's other batches. Raises ValueError for a batch without datums."""
+        if not batch.num_waiting:
+            raise ValueError("a batch without datums")
         self._settle()
-        self._member(model_id).loads.append(load)
+        self._member(batch.model_id).batches.append(batch)
 
     def charge(self, model_id: str, tokens: int) -> None:
         """Charges a model for costs beside its tokens. A model that has left the ring comes back with the debt.
@@ -112,15 +95,16 @@ class DeficitRoundRobin:
             self._total += charged
         return self._members[model_id]
 
-    def drop(self, model_id: str, load: Load) -> None:
-        """Removes a load's remaining datums, if there are any."""
-        if model_id in self._members and load in self._members[model_id].loads:
-            self._members[model_id].loads.remove(load)
+    def drop(self, batch: Batch) -> None:
+        """Removes a batch's remaining datums, if there are any."""
+        member = self._members.get(batch.model_id)
+        if member is not None and batch in member.batches:
+            member.batches.remove(batch)
 
     def remove(self, model_id: str) -> None:
-        """Removes all loads of a model. Its debt stays."""
+        """Removes all batches of a model. Its debt stays."""
         if model_id in self._members:
-            self._members[model_id].loads.clear()
+            self._members[model_id].batches.clear()
 
     def deficit(self, model_id: str) -> float:
         """Tokens that the model is owed. Negative when it has had more than its share; 0 when it is not in the ring."""
@@ -128,93 +112,112 @@ class DeficitRoundRobin:
             return 0.0
         return self._total / len(self._members) - self._members[model_id].charged
 
-    def next_micro_batch(self, budget: int) -> list[tuple[Load, range]]:
-        """Takes the datums of the next micro-batch, and charges for them. Returns loads with indices of their datums;
-        an empty list when nothing waits."""
+    def next_micro_batch(
+        self, budget: int, go_together: Callable[[Sequence[str]], bool] = lambda _: True
+    ) -> list[tuple[Batch, range]]:
+        """Takes the datums of the next micro-batch, and charges for them. `go_together`: whether all these models fit
+        on the device at once.
+
+        Returns batches with indices of their datums; an empty list when nothing waits.
+        """
         self._settle()
-        ready = {model_id: member for model_id, member in self._members.items() if member.loads}
+        ready = {model_id: member for model_id, member in self._members.items() if member.batches}
         if not ready:
             return []
         owed = [member for member in ready.values() if self._is_owed(member)]
         self._forward_only = self._choose_kind(owed)
-        batch = _MicroBatch(self._forward_only, budget)
-        of_kind = [member for member in owed if batch.next_length(member)]
-        first = min(of_kind, key=lambda one: one.charged + batch.next_length(one))
-        load = first.loads[0]
-        if self._alone or load.alone:
-            while first.loads and first.loads[0] is load and batch.has_room(first):
-                self._total += batch.take(first)
-            return self._taken(batch, ready)
+        filling = _MicroBatch(self._forward_only, budget, go_together)
+        of_kind = [member for member in owed if filling.next_cost(member)]
+        first = min(of_kind, key=lambda one: one.charged + filling.next_cost(one))
+        batch = first.batches[0]
+        if self._alone or batch.alone:
+            while first.batches and first.batches[0] is batch and filling.has_room(first):
+                self._total += filling.take(first)
+            return self._taken(filling, ready)
         for member in owed:
-            while batch.share_allows(member, num_models=len(self._members)):
-                self._total += batch.take(member)
-        while candidates := [member for member in ready.values() if self._is_owed(member) and batch.fits(member)]:
-            self._total += batch.take(min(candidates, key=lambda one: one.charged + batch.next_length(one)))
-        return self._taken(batch, ready)
+            while filling.share_allows(member, num_models=len(self._members)):
+                self._total += filling.take(member)
+        while candidates := [member for member in ready.values() if self._is_owed(member) and filling.fits(member)]:
+            self._total += filling.take(min(candidates, key=lambda one: one.charged + filling.next_cost(one)))
+        return self._taken(filling, ready)
 
-    def _taken(self, batch: _MicroBatch, ready: Mapping[str, _Member]) -> list[tuple[Load, range]]:
-        for model_id in [model_id for model_id, member in ready.items() if batch.taken[member]]:
+    def _taken(self, filling: _MicroBatch, ready: Mapping[str, _Member]) -> list[tuple[Batch, range]]:
+        for model_id in [model_id for model_id, member in ready.items() if filling.taken[member]]:
             self._members[model_id] = self._members.pop(model_id)  # to the end
-        return [(load, range(start, load.num_taken)) for load, start in batch.starts.items()]
+        return [(batch, range(start, batch.num_taken)) for batch, start in filling.starts.items()]
 
     def _choose_kind(self, owed: list[_Member]) -> bool:
-        kinds = {member.loads[0].forward_only for member in owed}
+        kinds = {member.batches[0].forward_only for member in owed}
         return not self._forward_only if len(kinds) == 2 else kinds.pop()
 
     def _is_owed(self, member: _Member) -> bool:
         return member.charged * len(self._members) <= self._total
 
     def _settle(self) -> None:
-        """Removes models without a load from the ring. A model in debt stays while other models have datums."""
+        """Removes models without a batch from the ring. A model in debt stays while other models have datums."""
         if not self:
             self._members.clear()
             self._total = 0
-        while leaving := [m for m, member in self._members.items() if not member.loads and self._is_owed(member)]:
+        while leaving := [m for m, member in self._members.items() if not member.batches and self._is_owed(member)]:
             self._total -= self._members.pop(leaving[0]).charged  # so the mean of the others does not fall
 
 
 class _MicroBatch:
     """A micro-batch that is being filled."""
 
-    def __init__(self, forward_only: bool, budget: int) -> None:
+    def __init__(self, forward_only: bool, budget: int, go_together: Callable[[Sequence[str]], bool]) -> None:
         self._forward_only = forward_only
-        self._budget = self._room = budget
+        self._budget = self._left = budget
+        self._go_together = go_together
+        self._refused: set[str] = set()
+        """Models that do not fit on the device beside those in the micro-batch."""
         self.taken: Counter[_Member] = Counter()
         """Tokens taken from each member."""
-        self.starts: dict[Load, int] = {}
-        """Index of the first datum taken from each load."""
+        self.starts: dict[Batch, int] = {}
+        """Index of the first datum taken from each batch."""
 
-    def next_length(self, member: _Member) -> int:
-        """Length of the member's next datum, in tokens; 0 when it has none of this kind."""
-        if not member.loads or member.loads[0].forward_only != self._forward_only:
+    def next_cost(self, member: _Member) -> int:
+        """Cost of the member's next datum, in tokens; 0 when it has none of this kind."""
+        if not member.batches or member.batches[0].forward_only != self._forward_only:
             return 0
-        return member.loads[0].lengths[member.loads[0].num_taken]
+        batch = member.batches[0]
+        return batch.costs[batch.num_taken]
 
     def share_allows(self, member: _Member, *, num_models: int) -> bool:
         """True when the member's next datum fits into its share of the budget."""
-        length = self.next_length(member)
-        shares = length > 0 and not member.loads[0].alone
-        return shares and (self.taken[member] + length) * num_models <= self._budget
+        cost = self.next_cost(member)
+        shares = cost > 0 and not member.batches[0].alone
+        return shares and (self.taken[member] + cost) * num_models <= self._budget and self._has_place(member)
 
     def fits(self, member: _Member) -> bool:
         """True when the member's next datum may join the micro-batch."""
-        return self.has_room(member) and not member.loads[0].alone
+        return self.has_room(member) and not member.batches[0].alone and self._has_place(member)
 
     def has_room(self, member: _Member) -> bool:
         """True when there are tokens left for the member's next datum. Any datum fits into an empty micro-batch."""
-        length = self.next_length(member)
-        return length > 0 and (length <= self._room or not self.starts)
+        cost = self.next_cost(member)
+        return cost > 0 and (cost <= self._left or not self.starts)
+
+    def _has_place(self, member: _Member) -> bool:
+        """True when the member's model fits on the device beside the models in the micro-batch."""
+        if not self.starts or member in self.taken:
+            return True
+        model_id = member.batches[0].model_id
+        if model_id in self._refused:
+            return False
+        if self._go_together([*dict.fromkeys(batch.model_id for batch in self.starts), model_id]):
+            return True
+        self._refused.add(model_id)
+        return False
 
     def take(self, member: _Member) -> int:
-        """Takes and charges the member's next datum. Returns its length in tokens."""
-        load = member.loads[0]
-        length = load.lengths[load.num_taken]
-        self.starts.setdefault(load, load.num_taken)
-        load.num_taken += 1
-        load.num_tokens -= length
-        if load.num_taken == len(load.lengths):
-            member.loads.popleft()
-        member.charged += length
-        self.taken[member] += length
-        self._room -= length
-        return length
+        """Takes and charges the member's next datum. Returns its cost in tokens."""
+        batch = member.batches[0]
+        self.starts.setdefault(batch, batch.num_taken)
+        cost = batch.take()
+        if not batch.num_waiting:
+            member.batches.popleft()
+        member.charged += cost
+        self.taken[member] += cost
+        self._left -= cost
+        return cost

@@ -7,7 +7,7 @@ from collections import Counter
 
 from tinsmith.rpc.errors import OutOfCapacity
 from trainer_service.metrics import Metrics
-from trainer_service.scheduling.work import Operation
+from trainer_service.operation import Operation
 
 
 class HeldBytes:

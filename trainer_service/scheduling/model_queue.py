@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from tinsmith.rpc.errors import OutOfCapacity, ServiceError
 from trainer_service.metrics import Metrics
-from trainer_service.scheduling.work import Operation
+from trainer_service.operation import Operation
 
 _AHEAD = 16
 """Most operations of a model whose bodies are in memory ahead of their turn in a replay."""

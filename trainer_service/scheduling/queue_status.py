@@ -12,10 +12,10 @@ from itertools import islice
 
 from tinsmith.rpc.times import duration
 from tinsmith.v1.types_pb2 import QueueStatus
+from trainer_service.operation import Operation
 from trainer_service.scheduling.compute import Backlog, Running
 from trainer_service.scheduling.model_queue import ModelQueue
 from trainer_service.scheduling.speed import Speed
-from trainer_service.scheduling.work import Operation, RunBatch
 
 FINISHED = QueueStatus(expected_time=duration(0), reason="has finished")
 
@@ -79,7 +79,7 @@ def status_of(operation: Operation, model: ModelQueue, *, backlog: Backlog, spee
 
 def _others(model: ModelQueue, num_own: int, backlog: Backlog) -> Iterator[_Work]:
     """The work of other models meanwhile: up to `num_own` tokens of each, and the calls between them."""
-    for model_id in backlog.items:
+    for model_id in backlog.operations:
         if model_id == model.model_id:
             continue
         left = num_own
@@ -95,6 +95,4 @@ def _runs(operation: Operation, running: Running | None) -> bool:
 
 
 def _tokens(operation: Operation) -> int:
-    if not isinstance(operation.work, RunBatch):
-        return 0
-    return sum(datum.charge for datum in operation.work.batch.datums)
+    return 0 if operation.batch is None else sum(operation.batch.charges)

@@ -12,11 +12,12 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from tinsmith.rpc.errors import OutOfCapacity, ServiceError
 from trainer_service.durability.journal_records import Entry, State, lost
+from trainer_service.engine.batch import Batch
 from trainer_service.metrics import Metrics
+from trainer_service.operation import Operation, Work
 from trainer_service.scheduling.execution import Execution, Outcome, Spawn
 from trainer_service.scheduling.held import HeldBytes
 from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues, Restoration
-from trainer_service.scheduling.work import Operation, RunBatch, Work
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Replay:
                 entry.digest,
                 accepted=loop.create_future(),
                 outcome=loop.create_future(),
-                founds=entry.seq_id == start,
+                makes_model=entry.seq_id == start,
                 replayed=entry.state != State.ACCEPTED,
             )
             operation.accepted.set_result(None)
@@ -125,10 +126,10 @@ class Replay:
                 cause=outcome,
             )
             return
-        if not (restoration.unparks and operation.founds):  # reading a parked model's snapshot is no replay
+        if not (restoration.unparks and operation.makes_model):  # reading a parked model's snapshot is no replay
             self._metrics.durability.replayed_operations.labels(operation.kind).inc()
             logger.debug("%s of %s, seq_id %d, has run again", operation.kind, model.model_id, operation.seq_id)
-        if operation.founds:
+        if operation.makes_model:
             self._execution.advance(model)
         restoration.num_left -= 1
         if not restoration.num_left:
@@ -186,8 +187,8 @@ class Replay:
             while self._num_sure and self._held.total >= self._held.max_bytes:
                 await self._held.next_release()
             work = await work_of(entry)
-            if isinstance(work, RunBatch):
-                self._held.hold(operation, work.batch.held_bytes)
+            if isinstance(work, Batch):
+                self._held.hold(operation, work.held_bytes)
             return work
 
 

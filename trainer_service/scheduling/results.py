@@ -12,10 +12,10 @@ from trainer_service.durability.executing import Executing
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_writer import Unstorable
 from trainer_service.metrics import Metrics
+from trainer_service.operation import Operation
 from trainer_service.scheduling.execution import Outcome, Spawn
 from trainer_service.scheduling.held import HeldBytes
 from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
-from trainer_service.scheduling.work import Operation
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,9 @@ from trainer_service.durability.executing import Executing
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body, Entry
 from trainer_service.metrics import Metrics
+from trainer_service.operation import Operation, Work
 from trainer_service.scheduling.acceptance import Acceptance
-from trainer_service.scheduling.compute import ComputeThread, Pace
+from trainer_service.scheduling.compute import BatchEngine, ComputeThread, Pace
 from trainer_service.scheduling.execution import Execution, Outcome
 from trainer_service.scheduling.held import HeldBytes
 from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
@@ -35,7 +36,6 @@ from trainer_service.scheduling.parking import Parking
 from trainer_service.scheduling.queue_status import FINISHED, status_of
 from trainer_service.scheduling.replay import Replay
 from trainer_service.scheduling.results import Results
-from trainer_service.scheduling.work import BatchEngine, Operation, Work
 
 T = TypeVar("T")
 
@@ -274,7 +274,7 @@ class Scheduler:
             self.executing.forget(model.model_id, operation.seq_id)
             self._replay.has_run_again(model, operation, outcome)
             return
-        if operation.founds:
+        if operation.makes_model:
             self._execution.advance(model)
         self._results.keep(model, operation, outcome)
         self._replay.check_load(model, operation, outcome)

@@ -67,7 +67,7 @@ def test_a_collector_that_is_not_there_holds_up_no_stop(protocol: str) -> None:
 
 
 def test_the_services_import_nothing_of_it_while_it_is_off() -> None:
-    modules = "gateway.http.app, tinsmith.rpc.server, tinsmith.rpc.channel, trainer_service.scheduling.work"
+    modules = "gateway.http.app, tinsmith.rpc.server, tinsmith.rpc.channel, trainer_service.operation"
     checks = "tracing.current() is tracing.call('/x') is tracing.serve('/x', None) is None"
     uses = "tracing.span('a', b=1).__enter__(); tracing.record('a', None, start=0, end=1); tracing.shutdown()"
     ended = run(f"{_BLOCK}import {modules}; from tinsmith.rpc import tracing; assert {checks}; {uses}")

@@ -21,10 +21,10 @@ from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
+from trainer_service.operation import Answer, Operation, Work
 from trainer_service.operations.models import LiveModels
 from trainer_service.operations.operations import Operations, refused
 from trainer_service.scheduling.scheduler import Scheduler
-from trainer_service.scheduling.work import Answer, Operation, Work
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.weight_sync import WeightSender
 from trainer_service.weight_sync.canary import canary_of

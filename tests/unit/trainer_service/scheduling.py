@@ -9,42 +9,33 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from prometheus_client import CollectorRegistry
 
 from tinsmith.rpc.errors import InvalidRequest, ServiceError
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body
+from trainer_service.engine.batch import Batch, Datum, MicroBatch
 from trainer_service.engine.faults import is_device_fault
+from trainer_service.objectives.losses import LOSS_FNS
+from trainer_service.operation import Answer, Operation, Turn, Work
 from trainer_service.scheduling.scheduler import Scheduler
-from trainer_service.scheduling.work import Answer, Operation, RunBatch, Turn, Work
 
 
-@dataclass(frozen=True)
-class FakeDatum:
-    length: int
-    loss_s: float = 0.0
-
-    @property
-    def charge(self) -> int:
-        return self.length
-
-
-@dataclass(frozen=True)
-class FakeBatch:
-    """Of one datum of `num_tokens`, unless `lengths` says otherwise."""
-
-    name: str
-    num_tokens: int = 10
-    forward_only: bool = False
-    lengths: Sequence[int] = ()
-    held_bytes: int = 0
-    loss_s: float = 0.0
-    """Expected of each datum."""
-
-    @property
-    def datums(self) -> Sequence[FakeDatum]:
-        return [FakeDatum(length, self.loss_s) for length in self.lengths or [self.num_tokens]]
+def fake_batch(
+    name: str,
+    num_tokens: int = 10,
+    *,
+    model_id: str = "",
+    forward_only: bool = False,
+    lengths: Sequence[int] = (),
+    held_bytes: int = 0,
+    loss_s: float = 0.0,
+) -> Batch:
+    """Of one datum of `num_tokens`, unless `lengths` says otherwise. Its loss has its name; `loss_s`: of each datum."""
+    datums = [Datum(np.zeros(n, np.int32), np.zeros(n, np.int64), {}, loss_s) for n in lengths or [num_tokens]]
+    return Batch(name, LOSS_FNS["cross_entropy"], {}, forward_only, datums, held_bytes, model_id=model_id)
 
 
 @dataclass(frozen=True)
@@ -55,21 +46,9 @@ class FakeOutput:
         return pb.ForwardBackwardResponse(loss_fn_output_type=self.name)
 
 
-@dataclass(eq=False)
-class FakeJob:
-    model_id: str
-    batch: FakeBatch
-    error: ServiceError | None = None
-    loss_seconds: float = 0.0
-    ran: list[int] = field(default_factory=list)
-
-    def piece(self, indices: Sequence[int]) -> tuple[FakeJob, Sequence[int]]:
-        return self, indices
-
-
 @dataclass
 class FakeEngine:
-    """What a batch does, its name says: "bad" fails, "explode" raises, "refused" is not begun, "costly" has a loss of
+    """What a batch does, its name says: "bad" fails, "explode" raises, "refused" is refused, "costly" has a loss of
     50 ms."""
 
     token_budget: int = 100
@@ -81,6 +60,8 @@ class FakeEngine:
     """For each micro-batch the names of its batches, and for each step its model and number, in the order of time."""
     tainted: list[tuple[str, str]] = field(default_factory=list)
     num_begun: int = 0
+    _ran: dict[Batch, list[int]] = field(default_factory=dict)
+    """Indices of the datums that have run."""
     num_finished: int = 0
     gate: threading.Event = field(default_factory=threading.Event)
     """Closed by the tests that want operations to pile up."""
@@ -109,39 +90,38 @@ class FakeEngine:
             if self._one.acquire(timeout=0.001):
                 return
 
-    def begin(self, model_id: str, batch: FakeBatch) -> FakeJob:
-        if batch.name == "refused":
-            raise InvalidRequest("never fits")
-        self.num_begun += 1
-        return FakeJob(model_id, batch)
+    def go_together(self, model_ids: Sequence[str]) -> bool:
+        return True
 
-    def run(self, pieces: Sequence[tuple[FakeJob, Sequence[int]]]) -> None:
-        assert len({job.batch.forward_only for job, _ in pieces}) == 1
-        num_tokens = sum(job.batch.datums[index].length for job, indices in pieces for index in indices)
-        assert num_tokens <= self.token_budget or sum(len(indices) for _, indices in pieces) == 1
-        self.calls.append([(job.model_id, job.batch.name) for job, _ in pieces])
-        self.sizes.append({job.batch.name: len(indices) for job, indices in pieces})
-        self.events.append({job.batch.name for job, _ in pieces})
+    def run(self, micro_batch: MicroBatch) -> None:
+        assert len({batch.forward_only for batch, _ in micro_batch}) == 1
+        num_tokens = sum(batch.datums[index].length for batch, indices in micro_batch for index in indices)
+        assert num_tokens <= self.token_budget or sum(len(indices) for _, indices in micro_batch) == 1
+        self.num_begun += sum(batch not in self._ran for batch, _ in micro_batch)
+        self.calls.append([(batch.model_id, batch.loss_fn) for batch, _ in micro_batch])
+        self.sizes.append({batch.loss_fn: len(indices) for batch, indices in micro_batch})
+        self.events.append({batch.loss_fn for batch, _ in micro_batch})
         self._wait()
-        if any(job.batch.name == "explode" for job, _ in pieces):
+        for batch, indices in micro_batch:
+            self._ran.setdefault(batch, []).extend(indices)
+        if any(batch.loss_fn == "explode" for batch, _ in micro_batch):
             raise RuntimeError("boom")
-        for job, indices in pieces:
-            assert job.error is None
-            if job.batch.name == "costly":
+        for batch, _ in micro_batch:
+            assert batch.error is None
+            if batch.loss_fn == "costly":
                 time.sleep(0.05)
-                job.loss_seconds += 0.05
-            job.ran += indices
-            if job.batch.name == "bad":
-                job.error = InvalidRequest("not finite")
+                batch.loss_seconds += 0.05
+            if batch.loss_fn in ("bad", "refused"):
+                batch.error = InvalidRequest("not finite" if batch.loss_fn == "bad" else "never fits")
 
-    def finish(self, job: FakeJob) -> FakeOutput | ServiceError:
+    def finish(self, batch: Batch) -> FakeOutput | ServiceError:
         self.num_finished += 1
-        if job.error is None:
-            assert sorted(job.ran) == list(range(len(job.batch.datums)))
-            return FakeOutput(job.batch.name)
-        if not job.batch.forward_only:
-            self.taint(job.model_id, job.error.message, seq_id=0)
-        return job.error
+        if batch.error is None:
+            assert sorted(self._ran[batch]) == list(range(len(batch.datums)))
+            return FakeOutput(batch.loss_fn)
+        if not batch.forward_only:
+            self.taint(batch.model_id, batch.error.message, seq_id=0)
+        return batch.error
 
     def is_dead(self, error: Exception) -> bool:
         return is_device_fault(error)
@@ -165,8 +145,8 @@ class Bench:
         self.engine.events.clear()
 
     async def batch(self, model_id: str, seq_id: int, name: str = "", **settings: Any) -> Operation:
-        batch = FakeBatch(name or f"{model_id}{seq_id}", **settings)
-        return await self.accept(model_id, seq_id, "forward_backward", RunBatch(batch), text=batch.name)
+        batch = fake_batch(name or f"{model_id}{seq_id}", model_id=model_id, **settings)
+        return await self.accept(model_id, seq_id, "forward_backward", batch, text=batch.loss_fn)
 
     async def hold(self, model_id: str, seq_id: int, name: str = "", **settings: Any) -> Operation:
         """A batch, once the engine is in the middle of its first micro-batch, where it stays until the gate opens."""
@@ -206,7 +186,7 @@ class Bench:
             return work
 
         body = Body.pack(kind, pb.GetModelRequest(model_id=f"{model_id}/{seq_id}/{text}"))
-        held_bytes = work.batch.held_bytes if isinstance(work, RunBatch) else 0
+        held_bytes = work.held_bytes if isinstance(work, Batch) else 0
         return await self.scheduler.accept(model_id, seq_id, body, build, held_bytes=held_bytes)
 
     def queue_length(self) -> float:

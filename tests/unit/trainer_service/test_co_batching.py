@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from trainer_service.engine.batch import CUSTOM, Batch, Output
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.optimizers import AdamParams, DimuonParams
 from trainer_service.objectives.losses import LOSS_FNS
-from trainer_service.scheduling.fairness import DeficitRoundRobin, Load
+from trainer_service.scheduling.fairness import DeficitRoundRobin
 
 GROUPS = ({}, {"train_mlp": False}, {"train_attn": False}, {"train_unembed": False})
 CONFIGS = {"ppo": {"clip_low_threshold": 0.5}, "dro": {"beta": 0.2}, "cispo": {"clip_high_threshold": 1.1}}
@@ -93,16 +93,17 @@ def assert_same(output: object, expected: Output) -> None:
 
 def in_micro_batches(engine: TrainingEngine, all_tenants: Sequence[Tenant], budget: int) -> dict[str, object]:
     """As the compute thread does it: the fair order, cut at the budget."""
-    jobs = {tenant.model_id: engine.begin(tenant.model_id, tenant.batch) for tenant in all_tenants}
+    batches = begun(all_tenants)
     ring = DeficitRoundRobin()
-    owners: dict[Load, str] = {}
-    for tenant in all_tenants:
-        load = Load([datum.length for datum in tenant.batch.datums], tenant.batch.forward_only)
-        owners[load] = tenant.model_id
-        ring.add(tenant.model_id, load)
-    while parts := ring.next_micro_batch(budget):
-        engine.run([jobs[owners[load]].piece(indices) for load, indices in parts])
-    return {model_id: engine.finish(job) for model_id, job in jobs.items()}
+    for batch in batches.values():
+        ring.add(batch)
+    while micro_batch := ring.next_micro_batch(budget):
+        engine.run(micro_batch)
+    return {model_id: engine.finish(batch) for model_id, batch in batches.items()}
+
+
+def begun(all_tenants: Sequence[Tenant]) -> dict[str, Batch]:
+    return {tenant.model_id: replace(tenant.batch, model_id=tenant.model_id) for tenant in all_tenants}
 
 
 @pytest.mark.parametrize("budget", [1000, 64, 7])
@@ -123,16 +124,16 @@ def test_sixteen_tenants_of_every_kind_in_shared_micro_batches_equal_each_alone(
 def test_gradients_over_any_split_of_batches_into_micro_batches_are_equal(engine: TrainingEngine, seed: int) -> None:
     all_tenants = [tenant for tenant in tenants(engine) if not tenant.batch.forward_only][:5]
     expected = {tenant.model_id: alone(engine, tenant) for tenant in all_tenants}
-    jobs = {tenant.model_id: engine.begin(tenant.model_id, tenant.batch) for tenant in all_tenants}
+    batches = begun(all_tenants)
     datums = [(tenant.model_id, index) for tenant in all_tenants for index in range(len(tenant.batch.datums))]
     random_ = random.Random(seed)
     random_.shuffle(datums)
     while datums:
         taken = [datums.pop() for _ in range(min(len(datums), random_.randint(1, 6)))]
-        engine.run([jobs[model_id].piece([index]) for model_id, index in taken])
-    for model_id, job in jobs.items():
+        engine.run([(batches[model_id], [index]) for model_id, index in taken])
+    for model_id, batch in batches.items():
         theirs, their_gradient = expected[model_id]
-        assert_same(engine.finish(job), theirs)
+        assert_same(engine.finish(batch), theirs)
         assert_near(gradient(engine, model_id), their_gradient, 1e-5)
 
 
@@ -143,10 +144,11 @@ def test_weight_decay_and_moments_of_one_tenant_never_touch_another(engine: Trai
     flats = {tenant.model_id: engine._models[tenant.model_id].adapter.flat for tenant in (still, reading)}
     before = {model_id: flat.clone() for model_id, flat in flats.items()}
     for _ in range(3):
-        jobs = [engine.begin(tenant.model_id, tenant.batch) for tenant in (decaying, dimuon, still, reading)]
-        engine.run([job.piece([0, 1]) for job in jobs])
-        engine.run([job.piece([2, 3]) for job in jobs])
-        assert all(isinstance(engine.finish(job), Output) for job in jobs)
+        batches = list(begun([decaying, dimuon, still, reading]).values())
+        for indices in ([0, 1], [2, 3]):
+            engine.run([(batch, indices) for batch in batches if not batch.forward_only])
+            engine.run([(batch, indices) for batch in batches if batch.forward_only])
+        assert all(isinstance(engine.finish(batch), Output) for batch in batches)
         engine.optim_step(decaying.model_id, AdamParams(1e-2, 0.9, 0.95, 1e-8, 0.5, 0.0))
         engine.optim_step(dimuon.model_id, DimuonParams(learning_rate=1e-2, beta1=0.9, grad_clip_norm=0.0))
     for model_id, flat in flats.items():

@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.engine.batch import Batch, Limits, Output
 from trainer_service.engine.engine import TrainingEngine
-from trainer_service.engine.job import whole
 from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.objectives.custom_loss_ops import FUNCTIONS, METHODS
 
@@ -276,10 +276,10 @@ def test_the_time_of_a_custom_loss_counts_also_where_it_fails_and_that_of_anothe
     plain = Batch.from_proto(request([random_datum(5, 1, vocab_size=VOCAB_SIZE)]), engine.limits)
     for behaviour in (slow, fail):
         monkeypatch.setattr(CustomLoss, "evaluate", behaviour)
-        jobs = [engine.begin("m", own), engine.begin("m", plain)]
-        engine.run([whole(job) for job in jobs])
-        assert jobs[0].loss_seconds >= 0.02
-        assert jobs[1].loss_seconds == 0.0
+        batches = [replace(one, model_id="m") for one in (own, plain)]
+        engine.run([(batch, range(len(batch.datums))) for batch in batches])
+        assert batches[0].loss_seconds >= 0.02
+        assert batches[1].loss_seconds == 0.0
 
 
 def many_matrices(logprobs, matrix) -> Result:

@@ -16,9 +16,9 @@ from tinsmith.rpc.errors import OutOfCapacity
 from trainer_service.durability.journal_records import State
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.passes import Passes
+from trainer_service.operation import Operation
 from trainer_service.scheduling.compute import ComputeThread
 from trainer_service.scheduling.lanes import Lanes
-from trainer_service.scheduling.work import Operation
 
 FAULT = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 

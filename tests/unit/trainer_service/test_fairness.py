@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from trainer_service.scheduling.fairness import DeficitRoundRobin, Load
+from tests.unit.trainer_service.scheduling import fake_batch
+from trainer_service.engine.batch import Batch
+from trainer_service.objectives.losses import LOSS_FNS
+from trainer_service.scheduling.fairness import DeficitRoundRobin
+
+
+def load_of(model_id: str, lengths: Sequence[int], *, forward_only: bool = False) -> Batch:
+    return fake_batch(model_id, model_id=model_id, lengths=lengths, forward_only=forward_only)
 
 
 @dataclass
@@ -29,19 +36,19 @@ class Simulation:
 
     budget: int
     ring: DeficitRoundRobin = field(default_factory=DeficitRoundRobin)
-    loads: dict[str, list[Load]] = field(default_factory=dict)
+    loads: dict[str, list[Batch]] = field(default_factory=dict)
     tokens: Counter[str] = field(default_factory=Counter)
     num_micro_batches: int = 0
     longest: int = 1
     waiting: dict[str, Waiting] = field(default_factory=dict)
     models: set[str] = field(default_factory=set)
 
-    def add(self, model: str, *lengths: int, forward_only: bool = False) -> Load:
-        load = Load(lengths, forward_only)
+    def add(self, model: str, *lengths: int, forward_only: bool = False) -> Batch:
+        load = load_of(model, lengths, forward_only=forward_only)
         self.models.add(model)
         self.loads.setdefault(model, []).append(load)
         self.longest = max(self.longest, *lengths)
-        self.ring.add(model, load)
+        self.ring.add(load)
         return load
 
     def has_work(self, model: str) -> bool:
@@ -57,7 +64,7 @@ class Simulation:
         owners = {load: model for model, loads in self.loads.items() for load in loads}
         tokens: Counter[str] = Counter()
         for load, indices in self.ring.next_micro_batch(self.budget):
-            tokens[owners[load]] += sum(load.lengths[index] for index in indices)
+            tokens[owners[load]] += sum(load.costs[index] for index in indices)
         self.tokens += tokens
         return tokens
 
@@ -72,7 +79,7 @@ class Simulation:
         owners = {load: model for model, loads in self.loads.items() for load in loads}
         tokens: Counter[str] = Counter()
         for load, indices in parts:
-            tokens[owners[load]] += sum(load.lengths[index] for index in indices)
+            tokens[owners[load]] += sum(load.costs[index] for index in indices)
         num_datums = sum(len(indices) for _, indices in parts)
         assert tokens.total() <= self.budget or num_datums == 1
         for model in tokens:
@@ -92,7 +99,7 @@ class Simulation:
         load = next(load for load in self.loads[model] if load.num_waiting)
         others = self.tokens.total() - self.tokens[model]
         self.waiting[model] = Waiting(
-            load.lengths[load.num_taken], self.ring.deficit(model), others, self.num_micro_batches
+            load.costs[load.num_taken], self.ring.deficit(model), others, self.num_micro_batches
         )
 
     def _check_wait(self, model: str) -> None:
@@ -163,18 +170,17 @@ def test_models_with_a_backlog_get_the_same_number_of_tokens(seed: int) -> None:
         assert most - min(received) <= 2 * simulation.unfairness
 
 
-def micro_batches(*loads: Load, models: Sequence[str], budget: int) -> Iterator[dict[str, int]]:
+def micro_batches(*loads: Batch, budget: int) -> Iterator[dict[str, int]]:
     ring = DeficitRoundRobin()
-    for model, load in zip(models, loads, strict=True):
-        ring.add(model, load)
-    names = dict(zip(loads, models, strict=True))
+    for load in loads:
+        ring.add(load)
     while ring:
-        yield {names[load]: len(indices) for load, indices in ring.next_micro_batch(budget)}
+        yield {load.model_id: len(indices) for load, indices in ring.next_micro_batch(budget)}
 
 
 def test_models_with_small_datums_share_every_micro_batch_in_equal_parts() -> None:
-    loads = [Load([size] * (1024 // size), False) for size in (1, 2, 4, 8)]
-    for sizes in micro_batches(*loads, models="abcd", budget=256):
+    loads = [load_of(model, [size] * (1024 // size)) for model, size in zip("abcd", (1, 2, 4, 8), strict=True)]
+    for sizes in micro_batches(*loads, budget=256):
         assert sizes == {"a": 64, "b": 32, "c": 16, "d": 8}
 
 
@@ -211,17 +217,16 @@ def test_a_short_job_waits_for_one_micro_batch_of_the_other_kind_at_most() -> No
 
 
 def test_what_fits_into_the_rest_of_a_micro_batch_is_taken_and_what_is_too_long_goes_alone() -> None:
-    batches = micro_batches(
-        Load([70, 70], False), Load([250], False), Load([20, 20], False), models=("a", "huge", "b"), budget=100
-    )
+    batches = micro_batches(load_of("a", [70, 70]), load_of("huge", [250]), load_of("b", [20, 20]), budget=100)
     assert list(batches) == [{"a": 1, "b": 1}, {"b": 1}, {"huge": 1}, {"a": 1}]
 
 
 def test_consecutive_loads_of_one_model_share_a_micro_batch_and_keep_their_order() -> None:
-    first, second, third = Load([10] * 3, False), Load([10] * 4, False), Load([10], True)
+    first, second = load_of("a", [10] * 3), load_of("a", [10] * 4)
+    third = load_of("a", [10], forward_only=True)
     ring = DeficitRoundRobin()
     for load in (first, second, third):
-        ring.add("a", load)
+        ring.add(load)
     assert ring.next_micro_batch(50) == [(first, range(3)), (second, range(2))]
     assert ring.next_micro_batch(50) == [(second, range(2, 4))]  # the third takes no gradient
     assert ring.next_micro_batch(50) == [(third, range(1))]
@@ -230,11 +235,11 @@ def test_consecutive_loads_of_one_model_share_a_micro_batch_and_keep_their_order
 
 def test_what_is_taken_back_is_not_computed_and_nobody_else_is_touched() -> None:
     ring = DeficitRoundRobin()
-    loads = {name: Load([10] * 9, False) for name in ("a", "b", "c")}
-    for name, load in loads.items():
-        ring.add(name, load)
+    loads = {name: load_of(name, [10] * 9) for name in ("a", "b", "c")}
+    for load in loads.values():
+        ring.add(load)
     ring.next_micro_batch(30)
-    ring.drop("a", loads["a"])
+    ring.drop(loads["a"])
     ring.remove("b")
     assert ring.next_micro_batch(40) == [(loads["c"], range(1, 5))]
     assert (loads["a"].num_taken, loads["b"].num_taken) == (1, 1)
@@ -255,16 +260,16 @@ def test_small_portions_do_not_shake_off_a_debt() -> None:
 
 def test_a_load_without_datums_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="without datums"):
-        DeficitRoundRobin().add("a", Load([], False))
+        DeficitRoundRobin().add(Batch("empty", LOSS_FNS["cross_entropy"], {}, forward_only=False, datums=[]))
 
 
 def test_alone_every_micro_batch_is_of_one_load_and_its_division_does_not_depend_on_others() -> None:
     def divisions(num_others: int) -> list[range]:
         ring = DeficitRoundRobin(alone=True)
-        load = Load([4, 5, 3, 20, 1, 9], forward_only=False)
-        ring.add("mine", load)
+        load = load_of("mine", [4, 5, 3, 20, 1, 9])
+        ring.add(load)
         for n in range(num_others):
-            ring.add(f"other-{n}", Load([7, 2, 6], forward_only=n % 2 == 0))
+            ring.add(load_of(f"other-{n}", [7, 2, 6], forward_only=n % 2 == 0))
         found = []
         while parts := ring.next_micro_batch(10):
             ((one, indices),) = parts
@@ -295,15 +300,15 @@ def test_a_model_that_is_charged_for_more_than_its_tokens_has_that_much_less_of_
 def test_a_charge_that_comes_when_the_model_has_left_the_ring_is_a_debt_all_the_same() -> None:
     """One datum at a time would otherwise never pay: its model has nothing left while the datum is computed."""
     ring = DeficitRoundRobin()
-    ring.add("portions", Load([1], False))
-    ring.add("long", Load([99] * 100, False))
+    ring.add(load_of("portions", [1]))
+    ring.add(load_of("long", [99] * 100))
     assert len(ring.next_micro_batch(100)) == 2
-    ring.add("third", Load([1], False))  # "portions" has nothing to do, and is owed: it leaves
+    ring.add(load_of("third", [1]))  # "portions" has nothing to do, and is owed: it leaves
     assert ring.deficit("portions") == 0.0
     ring.charge("portions", 5000)
-    ring.add("portions", Load([1], False))
+    ring.add(load_of("portions", [1]))
     before_its_turn = 0
-    while all(load.lengths != [1] or load.num_taken == 0 for load, _ in ring.next_micro_batch(100)[-1:]):
+    while all(load.costs != [1] or load.num_taken == 0 for load, _ in ring.next_micro_batch(100)[-1:]):
         before_its_turn += 1
     assert before_its_turn >= 20
 
@@ -311,7 +316,24 @@ def test_a_charge_that_comes_when_the_model_has_left_the_ring_is_a_debt_all_the_
 def test_a_charge_is_no_debt_where_nobody_waits() -> None:
     ring = DeficitRoundRobin()
     ring.charge("alone", 5000)
-    ring.add("alone", Load([10], False))
-    ring.add("other", Load([10], False))
+    ring.add(load_of("alone", [10]))
+    ring.add(load_of("other", [10]))
     assert ring.deficit("alone") == 0.0
     assert len(ring.next_micro_batch(100)) == 2
+
+
+def test_models_that_do_not_fit_on_the_device_together_take_turns() -> None:
+    ring = DeficitRoundRobin()
+    for name in ("a", "b", "c"):
+        ring.add(load_of(name, [10] * 4))
+
+    def go_together(model_ids: Sequence[str]) -> bool:
+        return set(model_ids) != {"a", "b", "c"} and set(model_ids) != {"a", "b"}
+
+    seen: Counter[str] = Counter()
+    while micro_batch := ring.next_micro_batch(40, go_together):
+        names = [load.model_id for load, _ in micro_batch]
+        assert len(names) == 1 or go_together(names)
+        seen.update({load.model_id: len(indices) for load, indices in micro_batch})
+        assert max(seen.values()) - min(seen[name] for name in ("a", "b", "c")) <= 4
+    assert seen == {"a": 4, "b": 4, "c": 4}

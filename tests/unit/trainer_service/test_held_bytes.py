@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from tests.batches import datum, request, wide
-from tests.unit.trainer_service.scheduling import Bench, FakeBatch, MakeBench
+from tests.unit.trainer_service.scheduling import Bench, MakeBench, fake_batch
 from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.journal_records import Body, Entry
 from trainer_service.engine.batch import Batch, Limits
-from trainer_service.scheduling.work import Answer, RunBatch, Turn, Work
+from trainer_service.operation import Answer, Turn, Work
 
 LIMITS = Limits(vocab_size=100, max_context_length=64)
 
@@ -200,7 +200,7 @@ async def test_a_replay_reads_no_more_than_the_bound_ahead_of_what_runs(make_ben
 
     async def work_of(entry: Entry) -> Work:
         seen.append(held(bench))
-        return RunBatch(FakeBatch(f"again {entry.seq_id}", held_bytes=400))
+        return fake_batch(f"again {entry.seq_id}", held_bytes=400)
 
     for model_id in models:
         history = await bench.journal.history(model_id)
@@ -222,7 +222,7 @@ async def test_what_waits_behind_a_gap_since_before_a_restart_holds_up_no_replay
     bench = await restarted(bench, make_bench, max_queued_bytes=1000)
 
     async def work_of(entry: Entry) -> Work:
-        return RunBatch(FakeBatch(f"again {entry.seq_id}", held_bytes=400))
+        return fake_batch(f"again {entry.seq_id}", held_bytes=400)
 
     for model_id in ("a", "b"):
         history = await bench.journal.history(model_id)

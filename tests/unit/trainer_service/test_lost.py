@@ -7,9 +7,9 @@ import pytest
 from tests.unit.trainer_service.scheduling import Bench, MakeBench
 from tinsmith.rpc.errors import InvalidRequest, SequenceConflict
 from tinsmith.v1 import trainer_pb2 as pb
+from trainer_service.operation import Operation, Work
 from trainer_service.operations.lost import LostOperations
 from trainer_service.operations.operations import refused
-from trainer_service.scheduling.work import Operation, Work
 
 
 def lost(bench: Bench, skipped: list[pb.SkipOperationRequest], *, timeout_s: float = 10) -> LostOperations:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from tinsmith.rpc.tensors import from_numpy, to_numpy
 from tinsmith.v1 import types_pb2
 from trainer_service.engine.batch import Batch, Output
 from trainer_service.engine.engine import TrainingEngine
-from trainer_service.engine.job import Piece
 from trainer_service.metrics import Metrics
 from trainer_service.objectives.losses import LOSS_FNS
 from trainer_service.objectives.mismatch import Mismatch
@@ -112,14 +112,14 @@ def test_cross_entropy_and_batches_without_sampled_tokens_say_nothing(engine: Tr
 def test_any_division_into_micro_batches_gives_the_same_numbers(engine: TrainingEngine, seed: int) -> None:
     data = [rl_datum(length, n, "cispo") for n, length in enumerate((5, 20, 9, 12, 7, 4))]
     whole = rl_batch(engine, "cispo", data)
-    job = engine.begin(MODEL, whole)
+    one = replace(whole, model_id=MODEL)
     order = [*range(len(data))]
     random.Random(seed).shuffle(order)
     while order:
         count = 1 + seed % 3
-        engine.run([Piece(job, order[:count])])
+        engine.run([(one, order[:count])])
         del order[:count]
-    output = engine.finish(job)
+    output = engine.finish(one)
     assert isinstance(output, Output)
     assert output.metrics == pytest.approx(run(engine, MODEL, whole).metrics, rel=1e-5)
 

@@ -19,10 +19,10 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import OutOfCapacity
 from tinsmith.rpc.tensors import from_numpy
 from trainer_service.engine import room as room_module
-from trainer_service.engine.batch import Batch, Output
+from trainer_service.engine.batch import Batch, Example, Output
 from trainer_service.engine.budget import Footprint, Plan
 from trainer_service.engine.engine import TrainingEngine
-from trainer_service.engine.micro_batch import Item, halves
+from trainer_service.engine.micro_batch import halves
 from trainer_service.metrics import Metrics
 from trainer_service.objectives import custom_loss_graph
 
@@ -251,8 +251,8 @@ def test_a_step_without_room_changes_nothing_and_can_be_sent_again(
 def test_halves_have_about_as_many_tokens_and_none_is_empty(base: BaseModel) -> None:
     engine, _ = make(base)
     for lengths in ((5, 5), (50, 1, 1), (1, 1, 50), (3, 4, 5, 6)):
-        job = engine.begin("m", batch(engine, lengths))
-        items = [Item(job, index) for index in range(len(lengths))]
+        one = batch(engine, lengths)
+        items = [Example(one, index) for index in range(len(lengths))]
         left, right = halves(items)
         assert left
         assert right

@@ -35,8 +35,8 @@ from trainer_service.engine.batch import Batch
 from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import State, TrainingEngine
 from trainer_service.engine.optimizers import params_from_proto
+from trainer_service.operation import Answer
 from trainer_service.scheduling import parking
-from trainer_service.scheduling.work import Answer
 from trainer_service.storage.locations import Location
 
 ADAM = pb.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8)

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from tests.unit.trainer_service.scheduling import Bench, FakeBatch, MakeBench
+from tests.unit.trainer_service.scheduling import Bench, MakeBench, fake_batch
 from tinsmith.rpc.errors import ResultNotFound
 from tinsmith.rpc.times import seconds_of
+from trainer_service.operation import Answer, Turn
 from trainer_service.scheduling.speed import Speed
-from trainer_service.scheduling.work import Answer, RunBatch, Turn
 
 
 async def test_works_ahead_are_counted_with_their_tokens_as_the_models_share_the_thread(make_bench: MakeBench) -> None:
@@ -123,7 +123,7 @@ async def test_a_save_that_is_being_written_and_what_waits_for_it_say_so(bench: 
 async def test_an_operation_knows_when_it_was_computed(bench: Bench) -> None:
     await bench.create("a")
     operations = [await bench.batch("a", 1), await bench.step("a", 2)]
-    early = await bench.accept("a", 4, "forward_backward", RunBatch(FakeBatch("early")))
+    early = await bench.accept("a", 4, "forward_backward", fake_batch("early"))
     for operation in operations:
         await operation.wait()
     assert early.ran is None

@@ -17,7 +17,7 @@ from tinsmith.rpc.errors import (
 )
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability.journal_records import Entry, State
-from trainer_service.scheduling.work import Answer, Turn, Work
+from trainer_service.operation import Answer, Turn, Work
 
 
 async def test_operations_that_arrive_in_reverse_run_in_order(bench: Bench) -> None:

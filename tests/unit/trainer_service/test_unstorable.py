@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,16 @@ import pytest
 from google.protobuf.message import EncodeError
 from prometheus_client import CollectorRegistry
 
-from tests.unit.trainer_service.scheduling import Bench, FakeBatch, MakeBench
+from tests.unit.trainer_service.scheduling import Bench, MakeBench, fake_batch
 from tinsmith.rpc.errors import OutOfCapacity, ResultNotFound, ServiceError
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body, State
 from trainer_service.durability.journal_writer import Unstorable
 from trainer_service.metrics import Metrics
+from trainer_service.operation import Operation
 from trainer_service.scheduling import results
-from trainer_service.scheduling.lanes import BatchRun, Lanes
-from trainer_service.scheduling.work import Operation
+from trainer_service.scheduling.lanes import Lanes
 
 
 async def test_an_answer_that_is_too_large_for_the_journal_is_given_once_and_not_tried_again(
@@ -96,7 +95,7 @@ async def test_a_transaction_that_runs_again_counts_its_bytes_once(tmp_path: Pat
 
 
 async def test_status_and_scrapes_look_at_no_datum(bench: Bench) -> None:
-    class Untouchable(Sequence[int]):
+    class Untouchable(list[Any]):
         def __getitem__(self, index: Any) -> Any:
             raise AssertionError
 
@@ -105,11 +104,11 @@ async def test_status_and_scrapes_look_at_no_datum(bench: Bench) -> None:
 
     loop = asyncio.get_running_loop()
     lanes = Lanes()
-    operation = Operation("a", 1, "forward_backward", b"", loop.create_future(), loop.create_future())
-    run = BatchRun.of(operation, FakeBatch("a1", lengths=[10, 20, 30]), loop.create_future())
-    lanes.put("a", run)
-    assert lanes.next(10) == [(run, range(1))]
-    run.load.lengths = Untouchable()
-    assert lanes.waiting() == {"a": [run]}
+    batch = fake_batch("a1", model_id="a", lengths=[10, 20, 30])
+    operation = Operation("a", 1, "forward_backward", b"", loop.create_future(), loop.create_future(), work=batch)
+    lanes.put(operation)
+    assert lanes.next(10) == [(operation, range(1))]
+    batch.costs = batch.charges = batch.datums = Untouchable()
+    assert lanes.waiting() == {"a": [operation]}
     assert lanes.next_of_each() == [operation]
-    assert run.num_tokens == 50
+    assert operation.num_waiting_tokens == 50

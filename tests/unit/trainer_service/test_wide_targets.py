@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,15 +20,11 @@ from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
 from tinsmith.v1 import trainer_pb2, types_pb2
 from trainer_service.engine import batch as module
-from trainer_service.engine.batch import Batch, Limits
+from trainer_service.engine.batch import Batch, Example, Limits
 from trainer_service.engine.budget import Footprint, Lengths, Plan
 from trainer_service.engine.engine import TrainingEngine
-from trainer_service.engine.job import Job
 from trainer_service.engine.memory import peak_bytes
-from trainer_service.engine.micro_batch import Item, cut
-from trainer_service.scheduling.fairness import Load
-from trainer_service.scheduling.lanes import BatchRun
-from trainer_service.scheduling.work import Operation
+from trainer_service.engine.micro_batch import cut
 
 LIMITS = Limits(vocab_size=100, max_context_length=64)
 WIDE = 64 * 1024 * 1024
@@ -116,11 +113,9 @@ def test_a_datum_is_charged_for_what_a_custom_loss_reads() -> None:
 
 def test_turns_and_the_token_budget_go_by_what_is_charged() -> None:
     batch = Batch.from_proto(request(datums_of((8, 33), (8,), (8, 33))), LIMITS)
-    operation = Operation("m", 1, "forward_backward", b"", accepted=None, outcome=None)  # type: ignore[arg-type]
-    load: Load = BatchRun.of(operation, batch, None).load  # type: ignore[arg-type]
-    assert list(load.lengths) == [12, 8, 12]
-    job = Job("m", batch)
-    items = [Item(job, index) for index in range(3)]
+    assert batch.costs == [12, 8, 12]
+    assert batch.num_waiting_tokens == 32
+    items = [Example(batch, index) for index in range(3)]
     assert [len(part) for part in cut(items, lambda: 20, lambda _: True)] == [2, 1]
     assert [len(part) for part in cut(items, lambda: 19, lambda _: True)] == [1, 1, 1]
 
@@ -145,16 +140,16 @@ def test_what_is_charged_covers_the_memory_that_many_targets_take(base: BaseMode
         shape = (64, columns)
         targets = torch.randint(VOCAB_SIZE, shape).numpy()
         message = request([datum([1] * 64, target_tokens=targets, weights=np.ones(shape, np.float32))])
-        job = engine.begin("m", Batch.from_proto(message, engine.limits))
+        one = replace(Batch.from_proto(message, engine.limits), model_id="m")
 
         def whole() -> None:
-            engine._passes.once(job, checkpointing=False)
+            engine._passes.once(one, checkpointing=False)
 
         whole()
         tracemalloc.start()  # arrays are torch's on the device, and numpy's on the host
         try:
             tensors = peak_bytes(base.device, whole)
-            return tensors + tracemalloc.get_traced_memory()[1] + sum(array.nbytes for array in job.logprobs)
+            return tensors + tracemalloc.get_traced_memory()[1] + sum(array.nbytes for array in one.logprobs)
         finally:
             tracemalloc.stop()
 
