@@ -28,15 +28,15 @@ from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body
-from trainer_service.durability.restore import Restorer
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
+from trainer_service.operation import Operation, Work
 from trainer_service.operations.models import LiveModels
 from trainer_service.operations.operations import Operations
+from trainer_service.operations.restore import Restorer
 from trainer_service.scheduling.scheduler import Scheduler
-from trainer_service.operation import Operation, Work
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.weight_sync import WeightSender
 from trainer_service.weight_sync.canary import canary_of

@@ -31,7 +31,6 @@ from trainer_service.config import TrainerConfig
 from trainer_service.durability import journal_file
 from trainer_service.durability.executing import Executing
 from trainer_service.durability.journal import Journal
-from trainer_service.durability.restore import Restorer, check_journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.budget import Plan
@@ -41,6 +40,7 @@ from trainer_service.metrics import Metrics
 from trainer_service.operations.lost import LostOperations
 from trainer_service.operations.models import LiveModels
 from trainer_service.operations.operations import Operations
+from trainer_service.operations.restore import Restorer, check_journal
 from trainer_service.ranks import process
 from trainer_service.ranks.follower import Follower
 from trainer_service.ranks.group import RankGroup

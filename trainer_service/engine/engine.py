@@ -22,7 +22,6 @@ from tinsmith.modeling.full_weights import TrainedWeights, Weights, reload
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, ServiceError
 from trainer_service.engine.batch import MAX_TARGETS_PER_TOKEN, Batch, Datum, Example, Limits, MicroBatch, Output
 from trainer_service.engine.budget import Lengths, Plan
-from trainer_service.engine.faults import is_device_fault
 from trainer_service.engine.micro_batch import cut
 from trainer_service.engine.model_state import ModelState, full_bytes
 from trainer_service.engine.optimizers import Params, check_kind, clip_gradient
@@ -30,6 +29,7 @@ from trainer_service.engine.passes import Passes
 from trainer_service.engine.residency import Residency
 from trainer_service.engine.room import Checkpointing, Room
 from trainer_service.engine.team import Alone, Team
+from trainer_service.faults import is_device_fault
 from trainer_service.metrics import Metrics
 from trainer_service.objectives.losses import LOSS_FNS
 from trainer_service.weight_sync.canary import Scores, Tokens, score

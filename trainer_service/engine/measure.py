@@ -12,8 +12,9 @@ from tinsmith.memory import host_bytes
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from trainer_service.engine.budget import Footprint, Lengths, Plan
 from trainer_service.engine.engine import TrainingEngine
-from trainer_service.engine.memory import available_bytes, drop_caches, is_out_of_memory, peak_bytes
+from trainer_service.engine.memory import available_bytes, drop_caches, peak_bytes
 from trainer_service.engine.model_state import ModelState, full_bytes
+from trainer_service.faults import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Memory: how much is available, how much a computation takes, and which errors mean that it has run out."""
+"""Memory: how much is available, and how much a computation takes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from tinsmith.memory import host_bytes
-
-_CPU_MESSAGES = ("can't allocate memory", "not enough memory", "std::bad_alloc")
-"""Parts of the messages of the RuntimeError that torch's CPU allocator raises."""
-_CUDA_MESSAGES = (
-    "CUDA error: out of memory",
-    "CUDA_ERROR_OUT_OF_MEMORY",
-    "[CUDA]: out of memory",
-    "_STATUS_ALLOC_FAILED",
-)
-"""Parts of the messages of a RuntimeError when other allocators than torch's fail: pinned memory, Triton, cuBLAS."""
 
 
 class Allocations(TorchDispatchMode):
@@ -93,14 +83,6 @@ def available_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return host_bytes()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        message in str(error) for message in (*_CPU_MESSAGES, *_CUDA_MESSAGES)
-    )
 
 
 def device_memory(device: torch.device) -> dict[str, Callable[[], int]]:

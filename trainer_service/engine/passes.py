@@ -21,13 +21,12 @@ from tinsmith.modeling.pass_gradient import PassGradient
 from tinsmith.rpc.errors import InvalidRequest, NotFinite, OutOfCapacity, ServiceError
 from trainer_service.engine.activation_checkpointing import checkpointed
 from trainer_service.engine.batch import Batch, Datum, Example, MicroBatch, describe_ratio, log_ratio
-from trainer_service.engine.faults import is_device_fault
-from trainer_service.engine.memory import is_out_of_memory
 from trainer_service.engine.micro_batch import Attempt, halves, model_ids, num_tokens
 from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.optimizers import magnitude
 from trainer_service.engine.room import Room
 from trainer_service.engine.team import Team
+from trainer_service.faults import is_device_fault, is_out_of_memory
 from trainer_service.metrics import Metrics
 from trainer_service.objectives.losses import Term
 

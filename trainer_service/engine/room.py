@@ -14,10 +14,11 @@ from tinsmith.formatting import size_text
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import OutOfCapacity
 from trainer_service.engine.budget import Lengths, Plan
-from trainer_service.engine.memory import device_memory, drop_caches, is_out_of_memory
+from trainer_service.engine.memory import device_memory, drop_caches
 from trainer_service.engine.micro_batch import Attempt
 from trainer_service.engine.model_state import ModelState, full_bytes
 from trainer_service.engine.residency import Residency
+from trainer_service.faults import is_out_of_memory
 from trainer_service.metrics import Metrics
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2
-from trainer_service.engine.memory import is_out_of_memory
+from trainer_service.faults import is_out_of_memory
 from trainer_service.objectives.custom_loss_cost import CostLimit, Pace
 from trainer_service.objectives.custom_loss_graph import Graph, Node, check_result, parse
 from trainer_service.objectives.losses import Arrays, Term

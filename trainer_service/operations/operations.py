@@ -22,8 +22,8 @@ from tinsmith.v1 import types_pb2
 from trainer_service.durability.snapshots import Snapshots
 from trainer_service.engine.batch import Batch
 from trainer_service.engine.engine import State, TrainingEngine
-from trainer_service.engine.faults import is_device_fault
 from trainer_service.engine.optimizers import DEFAULT_OPTIMIZER, params_from_proto
+from trainer_service.faults import is_device_fault
 from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.older_forms import carried_over
 from trainer_service.operation import Turn, Work

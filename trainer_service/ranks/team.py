@@ -15,8 +15,7 @@ from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.rpc import errors
 from tinsmith.rpc.errors import ServiceError
 from trainer_service.engine.batch import Example
-from trainer_service.engine.faults import is_device_fault
-from trainer_service.engine.memory import is_out_of_memory
+from trainer_service.faults import is_device_fault, is_out_of_memory
 from trainer_service.ranks.group import RankGroup, is_of_other_ranks
 from trainer_service.ranks.share import balanced
 from trainer_service.ranks.wire import Message

@@ -6,7 +6,7 @@ answered, the answers are stored, and no call is about to use it.
 
 A parked model is in the same state as a model after the end of the trainer: it has a snapshot that covers its last
 operation. So a trainer that is killed while it parks a model finds the model unchanged, and a trainer that starts
-leaves all covered models parked (durability/restore.py).
+leaves all covered models parked (operations/restore.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a model's operations from the journal again, after a restart. durability/restore.py decides where they begin.
+"""Runs a model's operations from the journal again, after a restart. operations/restore.py decides where they begin.
 
 Operations with an answer keep it, and run only to change the model. The others run as if they had just arrived.
 """

@@ -16,7 +16,6 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import ServiceError
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body
-from trainer_service.durability.restore import Restorer
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import TrainingEngine
@@ -24,6 +23,7 @@ from trainer_service.metrics import Metrics
 from trainer_service.operation import Answer, Operation, Work
 from trainer_service.operations.models import LiveModels
 from trainer_service.operations.operations import Operations, refused
+from trainer_service.operations.restore import Restorer
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.weight_sync import WeightSender

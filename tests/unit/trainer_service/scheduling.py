@@ -17,7 +17,7 @@ from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body
 from trainer_service.engine.batch import Batch, Datum, MicroBatch
-from trainer_service.engine.faults import is_device_fault
+from trainer_service.faults import is_device_fault
 from trainer_service.objectives.losses import LOSS_FNS
 from trainer_service.operation import Answer, Operation, Turn, Work
 from trainer_service.scheduling.scheduler import Scheduler

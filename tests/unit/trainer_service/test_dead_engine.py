@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ async def test_an_exception_of_the_lanes_ends_the_engine(
     await ends(bench, held)
 
 
-@pytest.mark.parametrize("method", ["begin", "run", "finish"])
+@pytest.mark.parametrize("method", ["run", "finish"])
 async def test_a_fault_of_the_device_in_a_batch_ends_the_engine_and_fails_no_operation(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -129,14 +130,14 @@ def test_an_engine_is_dead_after_a_fault_of_its_device_and_not_for_lack_of_memor
 
 
 @pytest.mark.parametrize("num_models", [1, 3])
-def test_a_fault_of_the_device_leaves_a_pass_at_once_and_blames_no_job(
+def test_a_fault_of_the_device_leaves_a_pass_at_once_and_blames_no_batch(
     base: BaseModel, monkeypatch: pytest.MonkeyPatch, num_models: int
 ) -> None:
     engine = TrainingEngine(base, max_tokens_per_microbatch=64)
-    jobs = []
+    batches = []
     for n in range(num_models):
         create(engine, f"m{n}")
-        jobs.append(engine.begin(f"m{n}", batch(engine, [5, 6])))
+        batches.append(replace(batch(engine, [5, 6]), model_id=f"m{n}"))
     tried: list[int] = []
 
     def faults(*_: Any, **__: Any) -> Callable[[], None]:
@@ -145,6 +146,6 @@ def test_a_fault_of_the_device_leaves_a_pass_at_once_and_blames_no_job(
 
     monkeypatch.setattr(Passes, "_compute", faults)
     with pytest.raises(torch.AcceleratorError):
-        engine.run([job.piece(range(2)) for job in jobs])
+        engine.run([(one, range(2)) for one in batches])
     assert tried == [1]
-    assert [job.error for job in jobs] == [None] * num_models
+    assert [one.error for one in batches] == [None] * num_models

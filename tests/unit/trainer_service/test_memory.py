@@ -11,7 +11,8 @@ from tinsmith.modeling import logprobs
 from tinsmith.modeling.base_model import BaseModel
 from trainer_service.engine import measure
 from trainer_service.engine.engine import TrainingEngine
-from trainer_service.engine.memory import Allocations, drop_caches, is_out_of_memory
+from trainer_service.engine.memory import Allocations, drop_caches
+from trainer_service.faults import is_out_of_memory
 
 
 def test_storages_count_once_from_their_making_to_their_end() -> None:

@@ -34,11 +34,11 @@ from trainer_service.durability.executing import (
 )
 from trainer_service.durability.journal_file import sum_of
 from trainer_service.durability.journal_records import Body, State
-from trainer_service.durability.restore import check_journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy
 from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.operation import Answer
+from trainer_service.operations.restore import check_journal
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.locations import Location
 

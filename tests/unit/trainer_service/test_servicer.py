@@ -40,13 +40,13 @@ from trainer_service.__main__ import serve
 from trainer_service.admin_servicer import TrainerAdminServicer
 from trainer_service.config import TrainerConfig
 from trainer_service.durability.journal import Journal
-from trainer_service.durability.restore import Restorer
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import State, TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.operations.models import LiveModels
 from trainer_service.operations.operations import Operations
+from trainer_service.operations.restore import Restorer
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.servicer import Trainer, TrainerServicer, _is_large
 from trainer_service.storage.checkpoints import CheckpointStore

@@ -1,0 +1,38 @@
+"""Errors by which a computation says that memory has run out, or that the device can compute no more."""
+
+from __future__ import annotations
+
+import torch
+
+_CPU_MESSAGES = ("can't allocate memory", "not enough memory", "std::bad_alloc")
+"""Parts of the messages of the RuntimeError that torch's CPU allocator raises."""
+_CUDA_MESSAGES = (
+    "CUDA error: out of memory",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "[CUDA]: out of memory",
+    "_STATUS_ALLOC_FAILED",
+)
+"""Parts of the messages of a RuntimeError when other allocators than torch's fail: pinned memory, Triton, cuBLAS."""
+_DEVICE_FAULTS = ("CUDA error:", "CUDA driver error:", "cuDNN error:", "Triton Error [CUDA]:")
+"""Beginnings of the messages of those device faults that torch raises as RuntimeError, not as AcceleratorError."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        message in str(error) for message in (*_CPU_MESSAGES, *_CUDA_MESSAGES)
+    )
+
+
+def is_device_fault(error: BaseException) -> bool:
+    """True for an illegal memory access, a device-side assert and the like. Lack of memory is not a fault.
+
+    CUDA repeats such a fault until the process ends. A few errors that CUDA does not repeat look the same. For them,
+    too, a restart is right: it runs the operation again.
+    """
+    if is_out_of_memory(error):
+        return False
+    return isinstance(error, torch.AcceleratorError) or (
+        isinstance(error, RuntimeError) and str(error).startswith(_DEVICE_FAULTS)
+    )
