@@ -17,6 +17,9 @@ from trainer_service.engine.batch import Batch
 T = TypeVar("T")
 
 Answer = trainer_pb2.WaitResultResponse
+Outcome = Answer | ServiceError
+Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
+"""Starts a task that the scheduler waits for when it closes."""
 
 
 class Turn(Protocol):
@@ -75,7 +78,7 @@ class Operation:
     """Digest of the request, by which a repeat is distinguished from a conflict."""
     accepted: asyncio.Future[ServiceError | None]
     """None once the operation is in the journal, or the error that kept it out."""
-    outcome: asyncio.Future[Answer | ServiceError]
+    outcome: asyncio.Future[Outcome]
     work: Work | None = None
     """None until the operation is in the journal, and after a restart until its body has been read."""
     makes_model: bool = False
@@ -83,7 +86,7 @@ class Operation:
     replayed: bool = False
     """True when the operation has had its answer since before a restart, and runs again only to change the model."""
     held_bytes: int = 0
-    """Bytes that the operation counts for in HeldBytes (held.py)."""
+    """Bytes that the operation counts for in HeldBytes (scheduling/model_queue.py)."""
     arrived_s: float = field(default_factory=time.perf_counter)
     """Time of arrival, by time.perf_counter."""
     arrived_at: float = field(default_factory=time.time)

@@ -162,7 +162,7 @@ class Journal:
         kind, digest, number, result, stored_sum = row
         if result is None:
             return Record(kind, digest, State(number), None)
-        if stored_sum not in (None, result_sum(model_id, seq_id, number, result)):
+        if stored_sum != result_sum(model_id, seq_id, number, result):
             damage = self._damaged("answer", model_id, seq_id, "its checksum does not match")
             return Record(kind, digest, State(number), damage)
         try:
@@ -220,12 +220,12 @@ class Journal:
         if row is None or row[2] is None:  # only where the table and its index disagree
             raise self._damaged("request", model_id, seq_id, "it is not found")
         kind, digest, request, request_sum = row
-        if request_sum not in (None, sum_of(model_id, seq_id, kind, request)):
+        if request_sum != sum_of(model_id, seq_id, kind, request):
             raise self._damaged("request", model_id, seq_id, "its checksum does not match")
         return Body(kind, digest, request)
 
     async def unpacked(self, model_id: str, seq_id: int) -> bytes:
-        """The serialized request. Raises DataCorrupted as `body` does; rows without checksums are checked too."""
+        """The serialized request. Raises DataCorrupted as `body` does."""
         body = await self.body(model_id, seq_id)
         try:
             return await asyncio.to_thread(body.unpack)

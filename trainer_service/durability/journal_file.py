@@ -1,4 +1,4 @@
-"""The journal's file: its tables, how it is opened, and how older formats are converted.
+"""The journal's file: its tables, and how it is opened.
 
 Format 3 (PRAGMA user_version), enough to replay a model after a crash:
 
@@ -17,7 +17,7 @@ Format 3 (PRAGMA user_version), enough to replay a model after a crash:
                         expired
                 request_sum, result_sum
                         XXH3-64 of request or result and its place (`sum_of`), because SQLite does not notice a
-                        changed byte; NULL in rows of an earlier format
+                        changed byte
 
 Rows above cut_seq_id are kept while their model lives: together they are its history.
 """
@@ -76,25 +76,6 @@ CREATE TABLE operations (
 CREATE INDEX expiring ON operations (finished_at) WHERE result IS NOT NULL;
 """
 
-# Format 1 had no snapshots, and replayable = 0 meant that bodies had been cut.
-_FROM_1 = """
-ALTER TABLE models ADD COLUMN reason TEXT NOT NULL DEFAULT '';
-ALTER TABLE models ADD COLUMN cut_seq_id INTEGER NOT NULL DEFAULT -1;
-ALTER TABLE models ADD COLUMN snapshot_seq_id INTEGER;
-ALTER TABLE models ADD COLUMN snapshot_at REAL;
-ALTER TABLE models ADD COLUMN snapshot_bytes INTEGER;
-UPDATE models SET cut_seq_id =
-    (SELECT coalesce(max(seq_id), 0) FROM operations WHERE operations.model_id = models.model_id)
-    WHERE replayable = 0;
-UPDATE models SET reason = 'it was lost by a trainer that restored none' WHERE state = 'lost';
-ALTER TABLE models DROP COLUMN replayable;
-"""
-
-_FROM_2 = """
-ALTER TABLE operations ADD COLUMN request_sum BLOB;
-ALTER TABLE operations ADD COLUMN result_sum BLOB;
-"""
-
 
 def sum_of(model_id: str, seq_id: int, what: str, data: bytes) -> bytes:
     """Checksum of a request or a result, bound to its place. `what`: a request's kind, or the number of a result's
@@ -105,10 +86,10 @@ def sum_of(model_id: str, seq_id: int, what: str, data: bytes) -> bytes:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Opens and locks the journal. Creates it if it does not exist, and converts an older format.
+    """Opens and locks the journal. Creates it if it does not exist.
 
     Raises SystemExit, which says what to do, for a journal that another process has open, that is damaged, or that has
-    a later format.
+    another format.
     """
     # With psow=0 ("powersafe overwrite" off) SQLite pads each transaction to a full sector. So a power cut during the
     # next transaction cannot damage a sector with acknowledged data.
@@ -126,10 +107,6 @@ def connect(path: Path) -> sqlite3.Connection:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
             connection.executescript(f"BEGIN EXCLUSIVE; {_SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
-        elif version == 1:
-            connection.executescript(f"BEGIN EXCLUSIVE; {_FROM_1} {_FROM_2} PRAGMA user_version = {FORMAT}; COMMIT;")
-        elif version == 2:
-            connection.executescript(f"BEGIN EXCLUSIVE; {_FROM_2} PRAGMA user_version = {FORMAT}; COMMIT;")
         elif version != FORMAT:
             raise SystemExit(f"{path} has format {version}; this trainer reads format {FORMAT}")
         _check_columns(connection)

@@ -7,7 +7,7 @@ compute thread, unless they say otherwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -21,14 +21,11 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import TrainedWeights, Weights, reload
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, ServiceError
 from trainer_service.engine.batch import MAX_TARGETS_PER_TOKEN, Batch, Datum, Example, Limits, MicroBatch, Output
-from trainer_service.engine.budget import Lengths, Plan
-from trainer_service.engine.micro_batch import cut
+from trainer_service.engine.budget import Checkpointing, Lengths, MemoryBudget, Plan
 from trainer_service.engine.model_state import ModelState, full_bytes
 from trainer_service.engine.optimizers import Params, check_kind, clip_gradient
-from trainer_service.engine.passes import Passes
+from trainer_service.engine.passes import Alone, Passes, Team, model_ids
 from trainer_service.engine.residency import Residency
-from trainer_service.engine.room import Checkpointing, Room
-from trainer_service.engine.team import Alone, Team
 from trainer_service.faults import is_device_fault
 from trainer_service.metrics import Metrics
 from trainer_service.objectives.losses import LOSS_FNS
@@ -103,7 +100,7 @@ class TrainingEngine:
         """True once a full model has taken the base model's own parameters for training."""
         self._team = Alone() if team is None else team
         self._metrics = Metrics(CollectorRegistry()) if metrics is None else metrics
-        self._room = Room(
+        self._memory = MemoryBudget(
             base,
             self._models,
             Plan(token_budget=max_tokens_per_microbatch),
@@ -112,36 +109,36 @@ class TrainingEngine:
             metrics=self._metrics,
             fixed=deterministic,
         )
-        self._passes = Passes(base, self._models, self._room, self._team, self._metrics)
+        self._passes = Passes(base, self._models, self._memory, self._team, self._metrics)
 
     @property
     def plan(self) -> Plan:
-        return self._room.plan
+        return self._memory.plan
 
     @property
     def residency(self) -> Residency:
-        return self._room.residency
+        return self._memory.residency
 
     @property
     def token_budget(self) -> int:
         """Most tokens of a micro-batch. The budget falls when memory runs out, and recovers later."""
-        return self._room.token_budget
+        return self._memory.token_budget
 
     @property
     def can_checkpoint(self) -> bool:
-        return self._room.can_checkpoint
+        return self._memory.can_checkpoint
 
     @property
     def always_checkpoints(self) -> bool:
-        return self._room.always_checkpoints
+        return self._memory.always_checkpoints
 
     @property
     def num_layers(self) -> int:
-        return self._room.num_layers
+        return self._memory.num_layers
 
     def follow(self, plan: Plan) -> None:
         """Adopts a plan. Batches with datums that can never fit, by the plan, are refused from now on."""
-        self._room.follow(plan)
+        self._memory.follow(plan)
         self.limits = self.limits.bounded(plan.longest_datum)
 
     def create_model(self, model_id: str, config: AdapterConfig, optimizer: str) -> None:
@@ -154,8 +151,8 @@ class TrainingEngine:
         self.check_trainable(config.rank, check_kind(optimizer))
         if config.rank != 0:
             self.base.check_groups(config.groups)
-            self._room.check_capacity(self._bytes_in_training(config), rank=config.rank)
-        weights = self._room.found(lambda: self._new_weights(config), what=f"a model of rank {config.rank}")
+            self._memory.check_capacity(self._bytes_in_training(config), rank=config.rank)
+        weights = self._memory.with_memory(lambda: self._new_weights(config), what=f"a model of rank {config.rank}")
         self.add_model(model_id, ModelState(weights, optimizer))
 
     def has_room_for(self, config: AdapterConfig) -> bool:
@@ -166,7 +163,7 @@ class TrainingEngine:
         if config.rank == 0:
             return True
         needed, most = self._bytes_in_training(config), self.plan.models_bytes
-        return needed <= self._room.bytes_left or (most is not None and needed > most)
+        return needed <= self._memory.bytes_left or (most is not None and needed > most)
 
     def _bytes_in_training(self, config: AdapterConfig) -> int:
         """Memory of an adapter with its gradient and its moments, in bytes."""
@@ -176,7 +173,7 @@ class TrainingEngine:
     def add_model(self, model_id: str, model: ModelState) -> None:
         self._models[model_id] = model
         if model.movable:
-            self._room.residency.add(model_id, model)
+            self._memory.residency.add(model_id, model)
 
     def check_trainable(self, rank: int, optimizer: str) -> None:
         """Raises InvalidRequest for a rank that this engine does not train, or an optimizer that the rank excludes."""
@@ -217,11 +214,11 @@ class TrainingEngine:
 
     def delete_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
-        self._room.residency.remove(model_id)
+        self._memory.residency.remove(model_id)
 
     def go_together(self, model_ids: Sequence[str]) -> bool:
         """Whether a micro-batch may have datums of all these models: whether they fit on the device at once."""
-        return self._room.go_together(model_ids, tokens=self.token_budget // self._team.num_shares)
+        return self._memory.go_together(model_ids, tokens=self.token_budget // self._team.num_shares)
 
     def run(self, micro_batch: MicroBatch) -> None:
         """Runs one micro-batch through the base model, and adds to each model's gradients.
@@ -315,7 +312,7 @@ class TrainingEngine:
             )
         model.tainted, model.tainted_by = "", 0
         gradient = self._team.all_or_none(
-            lambda: self._room.found(
+            lambda: self._memory.with_memory(
                 lambda: self._prepare_step(model_id), what=f"an optimizer step of {model_id}", keep=[model_id]
             )
         )
@@ -346,7 +343,7 @@ class TrainingEngine:
             model.farthest, model.farthest_moment = foreseen
         else:
             trial = self._team.all_or_none(
-                lambda: self._room.found(
+                lambda: self._memory.with_memory(
                     lambda: model.tried(gradient, params), what=f"an optimizer step of {model_id}", keep=[model_id]
                 )
             )
@@ -359,7 +356,7 @@ class TrainingEngine:
         The step's temporary memory is allocated once on trial, so that memory does not run out in the middle of a step.
         """
         model = self._models[model_id]
-        self._room.have_for_a_step(model_id)
+        self._memory.have_for_a_step(model_id)
         gradient = model.need_gradient()
         model.need_optimizer()
         torch.empty_like(model.adapter.flat)
@@ -379,7 +376,7 @@ class TrainingEngine:
 
     def gather_gradient(self, model_id: str) -> None:
         """Sums the accumulated gradients of all ranks into the first rank's gradient, and clears the others'."""
-        self._room.have_for_a_step(model_id)
+        self._memory.have_for_a_step(model_id)
         gradient = self._models[model_id].need_gradient()
         self._team.sum_(gradient.flat)
         if not self._team.is_first:
@@ -404,7 +401,9 @@ class TrainingEngine:
 
         Raises OutOfCapacity when there is no memory for it.
         """
-        return self._room.found(lambda: score(self.base, weights, sequences), what="scoring a published version")
+        return self._memory.with_memory(
+            lambda: score(self.base, weights, sequences), what="scoring a published version"
+        )
 
     def _optimizer_state(self, model: ModelState) -> OptimizerState:
         """The optimizer's state; before the first step, the state with which that step will begin."""
@@ -447,6 +446,31 @@ class TrainingEngine:
             model.tainted, model.tainted_by = accumulation.tainted, accumulation.tainted_by
             if accumulation.gradient is not None and self._team.is_first:
                 model.need_gradient().flat.copy_(accumulation.gradient)
+
+
+def cut(
+    examples: Iterable[Example], token_budget: Callable[[], int], go_together: Callable[[Sequence[str]], bool]
+) -> Iterator[list[Example]]:
+    """Cuts examples into micro-batches, in order. A new one begins where an example would exceed the token budget,
+    which is read for each example, or where its model may not join the others (`go_together`).
+
+    A datum longer than the budget is a micro-batch by itself.
+    """
+    batch: list[Example] = []
+    tokens = 0
+    for example in examples:
+        too_long = tokens + example.datum.charge > token_budget()
+        if batch and (too_long or not _may_join(example, batch, go_together)):
+            yield batch
+            batch, tokens = [], 0
+        batch.append(example)
+        tokens += example.datum.charge
+    if batch:
+        yield batch
+
+
+def _may_join(example: Example, batch: Sequence[Example], go_together: Callable[[Sequence[str]], bool]) -> bool:
+    return example.model_id == batch[-1].model_id or go_together(model_ids([*batch, example]))
 
 
 def _batch_of(example: Example) -> Batch:

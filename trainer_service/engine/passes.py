@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,11 +23,9 @@ from tinsmith.modeling.pass_gradient import PassGradient
 from tinsmith.rpc.errors import InvalidRequest, NotFinite, OutOfCapacity, ServiceError
 from trainer_service.engine.activation_checkpointing import checkpointed
 from trainer_service.engine.batch import Batch, Datum, Example, MicroBatch, describe_ratio, log_ratio
-from trainer_service.engine.micro_batch import Attempt, halves, model_ids, num_tokens
+from trainer_service.engine.budget import Attempt, MemoryBudget
 from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.optimizers import magnitude
-from trainer_service.engine.room import Room
-from trainer_service.engine.team import Team
 from trainer_service.faults import is_device_fault, is_out_of_memory
 from trainer_service.metrics import Metrics
 from trainer_service.objectives.losses import Term
@@ -33,15 +33,89 @@ from trainer_service.objectives.losses import Term
 logger = logging.getLogger(__name__)
 
 
+T = TypeVar("T")
+
+
+class Team(Protocol):
+    """The ranks that compute together, as the engine sees them.
+
+    Every rank makes the same calls in the same order, whatever its share is. An error on one rank is raised on all, so
+    that all continue in the same way.
+    """
+
+    @property
+    def num_shares(self) -> int: ...
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that holds what exists only once, such as gradients that have been summed over the ranks."""
+        ...
+
+    @property
+    def sees_all(self) -> bool:
+        """False when the cause of a failed pass may be known to another rank only."""
+        ...
+
+    def shares(self, examples: Sequence[Example]) -> Sequence[Sequence[Example]]:
+        """Divides the datums among the ranks. Each share keeps their order; a share may be empty."""
+        ...
+
+    def mine(self, examples: Sequence[Example]) -> Sequence[Example]:
+        """The share of this rank."""
+        ...
+
+    def one_pass(self) -> AbstractContextManager[None]:
+        """A context for one forward and backward pass. If it ends without an error, all ranks may keep the results."""
+        ...
+
+    def halfway(self) -> None:
+        """Called within a pass, between the losses and the backward pass."""
+        ...
+
+    def all_or_none(self, call: Callable[[], T]) -> T:
+        """Makes a call that may fail on some ranks, and raises on all ranks when it fails on one."""
+        ...
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Sums a tensor over the ranks, in place. Every rank gets the same bits."""
+        ...
+
+
+class Alone:
+    """A Team of one."""
+
+    num_shares = 1
+    is_first = True
+    sees_all = True
+
+    def shares(self, examples: Sequence[Example]) -> Sequence[Sequence[Example]]:
+        return [examples]
+
+    def mine(self, examples: Sequence[Example]) -> Sequence[Example]:
+        return examples
+
+    def one_pass(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def halfway(self) -> None:
+        pass
+
+    def all_or_none(self, call: Callable[[], T]) -> T:
+        return call()
+
+    def sum_(self, tensor: Tensor) -> None:
+        pass
+
+
 class Passes:
     """Runs micro-batches. Results go into the batches, and gradients are added to those of the batches' models."""
 
     def __init__(
-        self, base: BaseModel, models: Mapping[str, ModelState], room: Room, team: Team, metrics: Metrics
+        self, base: BaseModel, models: Mapping[str, ModelState], memory: MemoryBudget, team: Team, metrics: Metrics
     ) -> None:
         self._base = base
         self._models = models
-        self._room = room
+        self._memory = memory
         self._team = team
         self._phases = metrics.compute.phases
         self._not_finite: list[Batch] = []
@@ -60,7 +134,7 @@ class Passes:
         attempt = Attempt()
         with torch.set_grad_enabled(not any(batch.forward_only for batch, _ in micro_batch)):
             self._try(examples, attempt)
-        self._room.learn(attempt)
+        self._memory.learn(attempt)
 
     def once(self, batch: Batch, *, checkpointing: bool) -> None:
         """Runs a whole batch in one pass, all of it on every rank. Raises the pass's error, if any."""
@@ -72,7 +146,7 @@ class Passes:
         examples = [example for example in examples if example.batch.error is None]
         if not examples:
             return
-        checkpointing = checkpointing or self._room.needs_checkpointing(
+        checkpointing = checkpointing or self._memory.needs_checkpointing(
             [[example.datum.charge for example in share] for share in self._team.shares(examples)]
         )
         self._not_finite = []
@@ -113,14 +187,14 @@ class Passes:
 
         A single example that still finds no memory fails its batch.
         """
-        self._room.ran_out(num_tokens(examples), keep=model_ids(examples))
+        self._memory.ran_out(num_tokens(examples), keep=model_ids(examples))
         attempt.ran_out(num_tokens(examples))
         if len(examples) > 1:
             for half in halves(examples):
                 self._try(half, attempt, checkpointing=checkpointing)
             return
         (example,) = examples
-        if not checkpointing and self._room.can_checkpoint and torch.is_grad_enabled():
+        if not checkpointing and self._memory.can_checkpoint and torch.is_grad_enabled():
             self._try(examples, attempt, checkpointing=True)
             if example.batch.error is None:
                 attempt.needed_checkpointing(example.datum.charge)
@@ -155,7 +229,7 @@ class Passes:
         lengths = [example.datum.length for example in examples]
         with self._phases["pack"].time():
             charges = [example.datum.charge for example in examples]
-            self._room.have_on_device(model_ids(examples), charges, checkpointing=checkpointing)
+            self._memory.have_on_device(model_ids(examples), charges, checkpointing=checkpointing)
             starts = np.cumsum([0, *lengths])
             tokens_N = np.concatenate([example.datum.tokens_N for example in examples])
             tokens_T = on_device(torch.from_numpy(tokens_N).long(), device)
@@ -167,8 +241,8 @@ class Passes:
 
         with self._phases["forward"].time():
             adapted = [] if self._base.trainable else runs
-            layers = self._room.layers if checkpointing and torch.is_grad_enabled() else []
-            with checkpointed(layers, self._base.active):
+            layers = self._memory.layers if checkpointing and torch.is_grad_enabled() else []
+            with checkpointed(layers, self._base.active) if layers else nullcontext():
                 hidden_T_H = self._base.hidden_states(tokens_T, positions_of(lengths, device), Packed(lengths), adapted)
             named = torch.from_numpy(rows_M), torch.from_numpy(targets_M)
             if self._base.trainable:
@@ -282,3 +356,23 @@ def _rows(datum: Datum, start: int) -> np.ndarray:
     """The packed row of each of the datum's targets, in row-major order: int64 [number of targets]."""
     rows = np.arange(start, start + datum.length)
     return rows if datum.targets.ndim == 1 else np.repeat(rows, datum.targets.shape[1])
+
+
+def num_tokens(examples: Iterable[Example]) -> int:
+    return sum(example.datum.charge for example in examples)
+
+
+def model_ids(examples: Iterable[Example]) -> list[str]:
+    """The examples' models, each once, in the examples' order."""
+    return list(dict.fromkeys(example.model_id for example in examples))
+
+
+def halves(examples: Sequence[Example]) -> tuple[Sequence[Example], Sequence[Example]]:
+    """Two parts with about equally many tokens, each with at least one datum. Raises ValueError for one example."""
+    total, before = num_tokens(examples), 0
+    for n, example in enumerate(examples):
+        before += example.datum.charge
+        if 2 * before >= total:
+            middle = min(max(1, n + 1), len(examples) - 1)
+            return examples[:middle], examples[middle:]
+    raise ValueError("a single datum has no halves")

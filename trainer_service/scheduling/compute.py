@@ -1,7 +1,7 @@
 """The compute thread: runs one micro-batch or one call after the other, while there is something to do.
 
-The event loop puts in work and gets the results; lanes.py chooses the next work. Between two works the thread does not
-wait for the event loop, which converts, stores and logs results while the thread goes on.
+The event loop puts in work and gets the results; packing.py chooses the next work. Between two works the thread does
+not wait for the event loop, which converts, stores and logs results while the thread goes on.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, Protocol, TypeVar
 
 from tinsmith.cores import Cores, yield_to_event_loops
 from tinsmith.rpc import tracing
 from tinsmith.rpc.errors import EngineDead, ServiceError
 from trainer_service.durability.executing import Executing
-from trainer_service.engine.batch import Batch, Output
-from trainer_service.engine.batch import MicroBatch as EngineMicroBatch
+from trainer_service.engine.batch import Batch, MicroBatch, Output
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Call, Operation
-from trainer_service.scheduling.lanes import Lanes, MicroBatch
-from trainer_service.scheduling.speed import Speed
+from trainer_service.scheduling.packing import Lanes, Selection
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,14 @@ _LONE_MICRO_BATCH_S = 2.0
 """Time that a micro-batch should take while one model has the trainer for itself, in seconds."""
 _SHARED_MICRO_BATCH_S = 0.1
 """Time that a micro-batch should take otherwise, in seconds. Operations that arrive meanwhile wait for its end."""
+_KEPT = 0.9
+"""Weight of the earlier measurements in a moving average when a new one is added."""
+_MIN_TOKENS = 256
+"""Smallest token limit of a micro-batch. Matrix products of fewer rows take longer per row."""
+_LARGE_KEPT = 5
+"""Number of large micro-batches whose median is the speed."""
+_LARGE_S = 0.05
+"""A micro-batch counts as large when it would take at least this long at the speed of large ones, in seconds."""
 
 T = TypeVar("T")
 
@@ -53,7 +61,7 @@ class BatchEngine(Protocol):
         """Whether a micro-batch may have datums of all these models."""
         ...
 
-    def run(self, micro_batch: EngineMicroBatch) -> None:
+    def run(self, micro_batch: MicroBatch) -> None:
         """Computes one micro-batch of any models' batches, either all forward_only or none. A batch that fails gets its
         `error`."""
         ...
@@ -104,6 +112,75 @@ class Backlog:
         for operation in self.operations.get(model_id, ()):
             if operation.is_waiting:
                 yield operation, operation.num_waiting_tokens
+
+
+@dataclass(slots=True)
+class Speed:
+    """The measured speed of the thread's micro-batches and calls: moving averages of their times.
+
+    Micro-batches are weighted by their tokens, so that many small ones do not hide how fast a large one is.
+    """
+
+    _tokens: float = 0.0
+    _token_seconds: float = 0.0
+    _loss_seconds: float = 0.0
+    """The part of `_token_seconds` that custom losses took."""
+    _expected_loss_seconds: float = 0.0
+    """Time that was expected for custom losses."""
+    _calls: float = 0.0
+    _call_seconds: float = 0.0
+    _large: deque[float] = field(default_factory=lambda: deque(maxlen=_LARGE_KEPT))
+    """Tokens per second of the newest large micro-batches."""
+
+    @property
+    def large_tokens_per_s(self) -> float:
+        """Median speed of the newest large micro-batches, so that a single disturbed one does not count; 0 before the
+        first."""
+        return median(self._large) if self._large else 0.0
+
+    def tokens_of(self, seconds: float) -> int:
+        """Expected number of tokens of a micro-batch that takes `seconds`; at least _MIN_TOKENS."""
+        return max(_MIN_TOKENS, round(self.large_tokens_per_s * seconds))
+
+    def observe(
+        self, seconds: float, *, num_tokens: int, loss_seconds: float = 0.0, expected_loss_seconds: float = 0.0
+    ) -> None:
+        """Records the time of a micro-batch of `num_tokens` tokens; 0 tokens mean a call. `loss_seconds`: the part that
+        custom losses took. `expected_loss_seconds`: the part that they were expected to take."""
+        if num_tokens:
+            self._note_large(num_tokens, seconds - min(loss_seconds, 0.999 * seconds))
+            self._tokens = _KEPT * self._tokens + num_tokens
+            self._token_seconds = _KEPT * self._token_seconds + seconds
+            # Several ranks compute losses at once, so the sum of their times may exceed the micro-batch's time.
+            self._loss_seconds = _KEPT * self._loss_seconds + min(loss_seconds, 0.999 * seconds)
+            self._expected_loss_seconds = _KEPT * self._expected_loss_seconds + expected_loss_seconds
+        else:
+            self._calls = _KEPT * self._calls + 1
+            self._call_seconds = _KEPT * self._call_seconds + seconds
+
+    def _note_large(self, num_tokens: int, seconds: float) -> None:
+        """Records the speed of a large micro-batch. Small ones are ignored: they take longer per token."""
+        if num_tokens >= self.large_tokens_per_s * _LARGE_S:
+            self._large.append(num_tokens / seconds)
+
+    def tokens_in(self, seconds: float) -> int:
+        """Expected number of tokens, without custom losses, that are computed in `seconds`; 0 before the first
+        measurement."""
+        without = self._token_seconds - self._loss_seconds
+        return round(seconds * self._tokens / without) if without > 0 else 0
+
+    def loss_tokens(self, expected_seconds: float) -> int:
+        """Number of tokens that take as long as a custom loss. Times of earlier losses correct the expected time."""
+        known = self._expected_loss_seconds > 0 < self._loss_seconds
+        return self.tokens_in(expected_seconds * (self._loss_seconds / self._expected_loss_seconds if known else 1.0))
+
+    def seconds(self, *, num_tokens: int, num_calls: int) -> float | None:
+        """Expected time of `num_tokens` tokens in micro-batches and of `num_calls` calls, in seconds; None when it is
+        not known yet."""
+        if (num_tokens and not self._tokens) or (num_calls and not self._calls):
+            return None
+        batches = num_tokens * self._token_seconds / self._tokens if num_tokens else 0.0
+        return batches + (num_calls * self._call_seconds / self._calls if num_calls else 0.0)
 
 
 class ComputeThread:
@@ -241,7 +318,7 @@ class ComputeThread:
             self._loop.call_soon_threadsafe(self.engine_died.set)
         self._loop.call_soon_threadsafe(self._ended.set)
 
-    def _next(self) -> Call | MicroBatch | None:
+    def _next(self) -> Call | Selection | None:
         """Waits for the next work; None when the thread is to end.
 
         The results of the last work are delivered only when the next is known, because the event loop takes the
@@ -280,7 +357,7 @@ class ComputeThread:
             results, self._results = self._results, []
             self._loop.call_soon_threadsafe(_resolve, results)
 
-    def _begin(self, work: Call | MicroBatch) -> Running:
+    def _begin(self, work: Call | Selection) -> Running:
         now = time.perf_counter()
         if isinstance(work, Call):
             operations = [work.operation] if work.operation is not None else []
@@ -311,7 +388,7 @@ class ComputeThread:
                 self._lanes.end(call.operation)
             self._measure(call.operation.kind)
 
-    def _run_micro_batch(self, work: MicroBatch) -> None:
+    def _run_micro_batch(self, work: Selection) -> None:
         started_at = time.time()
         batches = [(_batch(operation), indices) for operation, indices in work]
         try:

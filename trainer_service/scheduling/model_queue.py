@@ -1,11 +1,14 @@
-"""The accepted operations of one model and its position in them, and the queues of all live models."""
+"""The accepted operations of each model, its position in them, and the memory that they hold."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from tinsmith.rpc.errors import OutOfCapacity, ServiceError
 from trainer_service.metrics import Metrics
@@ -108,6 +111,10 @@ class ModelQueues:
         """Ids of live models that are on disk only (parking.py)."""
         self.coming: set[str] = set()
         """Ids of models that are being brought back into memory. Each has its place in memory already."""
+        self.moves: dict[str, asyncio.Task[Any]] = {}
+        """Tasks that park or unpark a model, by model_id."""
+        self._wanted: Counter[str] = Counter()
+        """Number of calls that are about to use a model, by model_id."""
         self.released = asyncio.Event()
         """Set whenever a model may have become idle, or has gone. A task that waits for a place clears it."""
         metrics.memory.parked_models.set_function(lambda: len(self.parked))
@@ -127,6 +134,25 @@ class ModelQueues:
 
     def get(self, model_id: str) -> ModelQueue | None:
         return self._queues.get(model_id)
+
+    def is_away(self, model_id: str) -> bool:
+        """True for a model that is parked, or is being parked or brought back."""
+        return model_id in self.moves or model_id in self.parked
+
+    @contextmanager
+    def wanted(self, model_id: str) -> Iterator[None]:
+        """Keeps a model from being parked within the context."""
+        self._wanted[model_id] += 1
+        try:
+            yield
+        finally:
+            self._wanted[model_id] -= 1
+            if not self._wanted[model_id]:
+                del self._wanted[model_id]
+                self.released.set()
+
+    def is_wanted(self, model_id: str) -> bool:
+        return model_id in self._wanted
 
     def open(self, model_id: str) -> ModelQueue:
         """Makes the queue of a new model, for which there is a place in memory. Raises OutOfCapacity when there are
@@ -149,6 +175,73 @@ class ModelQueues:
         self._metrics.memory.models.set(len(self._queues))
         self.released.set()
         return model
+
+
+class HeldBytes:
+    """Bytes held by the operations of all models, with a common limit. Used on one event loop; the metrics may read it
+    on another thread.
+
+    A model may hold at most as many bytes as are free (Choudhury and Hahne 1998, "Dynamic queue length thresholds for
+    shared-memory packet switches", with a factor of 1). So one model gets at most half of the limit. n models that take
+    all they can leave a share of 1 / (n + 1) free, so a further model is never shut out.
+    """
+
+    def __init__(self, metrics: Metrics, *, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.total = 0
+        self._by_model: Counter[str] = Counter()
+        self._next: set[Operation] = set()
+        """Operations that were accepted as the next of their model, with none before them."""
+        self._released = asyncio.Event()
+        metrics.operations.held_bytes.set_function(lambda: self.total)
+        metrics.operations.held_limit_bytes.set(max_bytes)
+
+    @property
+    def max_operation_bytes(self) -> int:
+        """Most bytes of one operation; an operation that would hold more can never be accepted."""
+        return self.max_bytes // 2
+
+    def check(self, model_id: str, num_bytes: int) -> None:
+        """Raises OutOfCapacity when the model may not hold so many more bytes at this moment."""
+        own = self._by_model[model_id]
+        if own + num_bytes > self.max_bytes - self.total - num_bytes:
+            raise OutOfCapacity(
+                f"{model_id}: its operations hold {own} bytes of memory and this one needs {num_bytes}, which is more "
+                f"than its share of this server's max_queued_bytes {self.max_bytes}: all operations hold {self.total}"
+            )
+
+    def check_next(self, model_id: str, num_bytes: int) -> None:
+        """Like `check`, for an operation with no other of its model before it.
+
+        Beyond the limit, half as much memory again is reserved for such operations. None of them waits for another
+        operation, so each will release its memory, and each gets some in the end.
+        """
+        held = sum(operation.held_bytes for operation in self._next if not operation.outcome.done())
+        if held + num_bytes > self.max_operation_bytes:
+            self.check(model_id, num_bytes)
+
+    def hold(self, operation: Operation, num_bytes: int, *, is_next: bool = False) -> None:
+        """Counts so many bytes for an operation, instead of those counted before. The limit is not checked."""
+        if is_next:
+            self._next.add(operation)
+        self._add(operation.model_id, num_bytes - operation.held_bytes)
+        operation.held_bytes = num_bytes
+
+    def release(self, operation: Operation) -> None:
+        self.hold(operation, 0)
+        self._next.discard(operation)
+        self._released.set()
+
+    async def next_release(self) -> None:
+        """Returns when an operation releases its memory."""
+        self._released.clear()
+        await self._released.wait()
+
+    def _add(self, model_id: str, num_bytes: int) -> None:
+        self.total += num_bytes
+        self._by_model[model_id] += num_bytes
+        if not self._by_model[model_id]:
+            del self._by_model[model_id]
 
 
 def _waits(operation: Operation) -> bool:

@@ -14,14 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
 from tinsmith.rpc.errors import OutOfCapacity, ServiceError
 from trainer_service.metrics import Metrics
-from trainer_service.scheduling.execution import Spawn
+from trainer_service.operation import Spawn
 from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
 
 logger = logging.getLogger(__name__)
@@ -63,10 +62,6 @@ class Parking:
         self._models = models
         self._metrics = metrics
         self._spawn = spawn
-        self._moves: dict[str, asyncio.Task[Any]] = {}
-        """Tasks that park or unpark a model, by model_id."""
-        self._wanted: Counter[str] = Counter()
-        """Number of calls that are about to use a model, by model_id."""
         self._door = asyncio.Lock()
         """Held while a place is made, so that places are given in the order of the requests."""
 
@@ -82,27 +77,15 @@ class Parking:
             if time.monotonic() - model.used_s >= idle_s and self._may_go(model):
                 await self._park(model)
 
-    @contextmanager
-    def wanted(self, model_id: str) -> Iterator[None]:
-        """Keeps a model from being parked within the context."""
-        self._wanted[model_id] += 1
-        try:
-            yield
-        finally:
-            self._wanted[model_id] -= 1
-            if not self._wanted[model_id]:
-                del self._wanted[model_id]
-                self._models.released.set()
-
     async def settled(self, model_id: str) -> None:
         """Returns when the model is not being parked or unparked."""
-        while (move := self._moves.get(model_id)) is not None:
+        while (move := self._models.moves.get(model_id)) is not None:
             await asyncio.wait([move])
 
     async def have(self, model_id: str) -> None:
-        """Brings the model back if it is parked. Called within `wanted`. Raises OutOfCapacity when there is no place
-        for the model in memory, and other errors when it cannot be restored now."""
-        while (move := self._moves.get(model_id)) is not None or model_id in self._models.parked:
+        """Brings the model back if it is parked. Called within `ModelQueues.wanted`. Raises OutOfCapacity when there is
+        no place for the model in memory, and other errors when it cannot be restored now."""
+        while (move := self._models.moves.get(model_id)) is not None or model_id in self._models.parked:
             if move is None:
                 move = self._begin(model_id, self._unpark(model_id))
             await asyncio.shield(move)
@@ -147,15 +130,15 @@ class Parking:
     def _may_go(self, model: ModelQueue) -> bool:
         if self.shelf is None or not model.is_idle or self._models.get(model.model_id) is not model:
             return False
-        is_used = model.model_id in self._wanted or model.model_id in self._moves
+        is_used = self._models.is_wanted(model.model_id) or model.model_id in self._models.moves
         return not is_used and time.monotonic() >= model.stays_until_s
 
     async def _park(self, model: ModelQueue) -> bool:
         return await asyncio.shield(self._begin(model.model_id, self._put_away(model)))
 
     def _begin(self, model_id: str, move: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = self._moves[model_id] = self._spawn(move)
-        task.add_done_callback(lambda _: self._moves.pop(model_id))
+        task = self._models.moves[model_id] = self._spawn(move)
+        task.add_done_callback(lambda _: self._models.moves.pop(model_id))
         return task
 
     async def _put_away(self, model: ModelQueue) -> bool:

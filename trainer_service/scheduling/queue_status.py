@@ -13,9 +13,8 @@ from itertools import islice
 from tinsmith.rpc.times import duration
 from tinsmith.v1.types_pb2 import QueueStatus
 from trainer_service.operation import Operation
-from trainer_service.scheduling.compute import Backlog, Running
+from trainer_service.scheduling.compute import Backlog, Running, Speed
 from trainer_service.scheduling.model_queue import ModelQueue
-from trainer_service.scheduling.speed import Speed
 
 FINISHED = QueueStatus(expected_time=duration(0), reason="has finished")
 

@@ -14,22 +14,28 @@ from tinsmith.rpc.errors import OutOfCapacity, ServiceError
 from trainer_service.durability.journal_records import Entry, State, lost
 from trainer_service.engine.batch import Batch
 from trainer_service.metrics import Metrics
-from trainer_service.operation import Operation, Work
-from trainer_service.scheduling.execution import Execution, Outcome, Spawn
-from trainer_service.scheduling.held import HeldBytes
-from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues, Restoration
+from trainer_service.operation import Operation, Outcome, Spawn, Work
+from trainer_service.scheduling.model_queue import HeldBytes, ModelQueue, ModelQueues, Restoration
 
 logger = logging.getLogger(__name__)
 
 
 class Replay:
-    """Feeds operations from the journal to the execution, and notes how the restoration of each model ends."""
+    """Feeds operations from the journal to the scheduler, and notes how the restoration of each model ends."""
 
     def __init__(
-        self, models: ModelQueues, execution: Execution, held: HeldBytes, metrics: Metrics, spawn: Spawn
+        self,
+        models: ModelQueues,
+        advance: Callable[[ModelQueue], None],
+        abandon: Callable[[ModelQueue, ServiceError], None],
+        held: HeldBytes,
+        metrics: Metrics,
+        spawn: Spawn,
     ) -> None:
+        """`advance`, `abandon`: those of the Scheduler."""
         self._models = models
-        self._execution = execution
+        self._advance = advance
+        self._abandon = abandon
         self._metrics = metrics
         self._spawn = spawn
         self._started_at = time.monotonic()
@@ -98,7 +104,7 @@ class Replay:
         self._models.unrestored[model_id] = error
         if model is not None and model.restoration is not None:
             model.restoration.has_failed = True
-            self._execution.abandon(model, error)
+            self._abandon(model, error)
             model.restoration.is_over.set()
             model.restoration.forgetting = self._spawn(_forget(model, model.restoration))
 
@@ -130,7 +136,7 @@ class Replay:
             self._metrics.durability.replayed_operations.labels(operation.kind).inc()
             logger.debug("%s of %s, seq_id %d, has run again", operation.kind, model.model_id, operation.seq_id)
         if operation.makes_model:
-            self._execution.advance(model)
+            self._advance(model)
         restoration.num_left -= 1
         if not restoration.num_left:
             if not restoration.unparks:
@@ -174,7 +180,7 @@ class Replay:
             restoration.fed.add(entry.seq_id)
             self._num_sure += operation.replayed
             self._metrics.operations.queue_length.labels(operation.kind).inc()
-            self._execution.advance(model)
+            self._advance(model)
 
     async def _read(self, operation: Operation, entry: Entry, work_of: Callable[[Entry], Awaitable[Work]]) -> Work:
         """Reads an operation's body and makes its work. Waits for memory while operations with answers will release

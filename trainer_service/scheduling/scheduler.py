@@ -6,38 +6,58 @@
 2. Once: a repeated (model_id, seq_id) is the same operation, running or finished. With another body it is refused.
 3. One at a time: the engine gets one call at a time, on one compute thread.
 
-An operation is accepted when it is in the journal (acceptance.py). From then on it does not depend on the call that
-brought it, and survives a restart (replay.py). It is executed in its turn (execution.py), and its answer is stored
-(results.py).
+An operation is accepted when it is in the journal. From then on it does not depend on the call that brought it, and
+survives a restart (replay.py). It is executed in its turn: it gets a place on the compute thread, in its model's lane
+(packing.py). A batch gets it as soon as the operation before it has its own. Every other operation is a coroutine that
+asks for its place with `Turn.run`, at most once. While it waits for something before that, only its own model is
+delayed. After that, only its own result is delayed. When it has its outcome, it is settled: the outcome is logged,
+counted and stored in the journal.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tinsmith.cores import Cores
-from tinsmith.rpc.errors import ModelNotFound, ResultNotFound
+from tinsmith.rpc import logs, tracing
+from tinsmith.rpc.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    OutOfCapacity,
+    ResultNotFound,
+    SequenceConflict,
+    ServiceError,
+)
 from tinsmith.v1.types_pb2 import QueueStatus
 from trainer_service.durability.executing import Executing
 from trainer_service.durability.journal import Journal
-from trainer_service.durability.journal_records import Body, Entry
+from trainer_service.durability.journal_records import Body, Entry, State
+from trainer_service.durability.journal_writer import Unstorable
+from trainer_service.engine.batch import Batch, Output
 from trainer_service.metrics import Metrics
-from trainer_service.operation import Operation, Work
-from trainer_service.scheduling.acceptance import Acceptance
-from trainer_service.scheduling.compute import BatchEngine, ComputeThread, Pace
-from trainer_service.scheduling.execution import Execution, Outcome
-from trainer_service.scheduling.held import HeldBytes
-from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
+from trainer_service.operation import Answer, Call, Operation, Outcome, Turn, Work
+from trainer_service.scheduling.compute import BatchEngine, ComputeThread, Pace, internal_error
+from trainer_service.scheduling.model_queue import HeldBytes, ModelQueue, ModelQueues
 from trainer_service.scheduling.parking import Parking
 from trainer_service.scheduling.queue_status import FINISHED, status_of
 from trainer_service.scheduling.replay import Replay
-from trainer_service.scheduling.results import Results
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_LARGE_TOKENS = 8192
+"""Results of more tokens are converted to protobuf on a thread, to keep the event loop free."""
+_STORE_AGAIN_S = 1.0
+"""Pause before the second attempt to store an answer, in seconds. It doubles with each attempt."""
+_LONGEST_PAUSE_S = 60.0
+"""Longest pause between attempts to store an answer, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +73,40 @@ class Gap:
 
 async def _unchanged(entry: Entry, work: Work) -> Work:
     return work
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """The Turn of one operation."""
+
+    _scheduler: Scheduler
+    _model: ModelQueue
+    _operation: Operation
+
+    async def run(self, call: Callable[[], T], *, canary_tokens: int | None = None) -> T:
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._operation.call = Call(self._operation, call, result, canary_tokens)
+        self._scheduler.enter(self._model, self._operation, result)
+        self._scheduler.advance(self._model)
+        return await result
+
+    def storing(self) -> AbstractContextManager[None]:
+        return self._scheduler.executing.storing(self._model.model_id, self._operation.seq_id)
+
+    async def settled(self) -> None:
+        own = self._operation.seq_id
+        if earlier := [operation.outcome for operation in self._model.unsettled if operation.seq_id < own]:
+            await asyncio.wait(earlier)
+
+    async def earlier_stored(self) -> None:
+        await self._stored_before(self._operation.seq_id)
+
+    async def stored(self) -> None:
+        await self._stored_before(self._operation.seq_id + 1)
+
+    async def _stored_before(self, seq_id: int) -> None:
+        for operation in [one for one in self._model.operations.values() if one.seq_id < seq_id]:
+            await operation.stored.wait()
 
 
 class Scheduler:
@@ -81,19 +135,11 @@ class Scheduler:
         self._held = HeldBytes(metrics, max_bytes=max_queued_bytes)
         self.executing = Executing(journal.folder) if executing is None else executing
         self.cores = cores or Cores("", most=0, set_threads=lambda _: None)
+        self._metrics = metrics
+        self._max_queued_operations = max_queued_operations
         self._compute = ComputeThread(engine, metrics, self.executing, self.cores, alone=alone)
-        self._execution = Execution(self._compute, metrics, self.executing, self.spawn, self._has_settled)
-        self._acceptance = Acceptance(
-            journal,
-            self._models,
-            self.parking,
-            self._execution,
-            self._held,
-            metrics,
-            max_queued_operations=max_queued_operations,
-        )
-        self._replay = Replay(self._models, self._execution, self._held, metrics, self.spawn)
-        self._results = Results(journal, self._models, self._held, metrics, self.executing, self.spawn)
+        self._replay = Replay(self._models, self.advance, self.abandon, self._held, metrics, self.spawn)
+        self._closed = False
 
     @property
     def engine_died(self) -> asyncio.Event:
@@ -123,13 +169,17 @@ class Scheduler:
         ResultNotFound for a repeat whose result has expired.
         """
         held_bytes = min(body.num_bytes, self.max_operation_bytes) if held_bytes is None else held_bytes
-        return await asyncio.shield(
-            self.spawn(self._acceptance.accept(model_id, seq_id, body, build, held_bytes=held_bytes))
-        )
+        return await asyncio.shield(self.spawn(self._accept(model_id, seq_id, body, build, held_bytes=held_bytes)))
 
     async def find(self, model_id: str, seq_id: int) -> Operation:
         """An accepted operation. Raises ResultNotFound when there is none, or its result has expired."""
-        return await self._acceptance.find(model_id, seq_id)
+        model = self._models.get(model_id)
+        if model is not None and (held := model.operations.get(seq_id)) is not None and not held.replayed:
+            return await _accepted(held)
+        operation = await self._stored(model_id, seq_id)
+        if operation is None:
+            raise ResultNotFound(f"{model_id}: no operation with seq_id {seq_id} was accepted")
+        return operation
 
     async def describe(self, model_id: str, seq_id: int) -> QueueStatus:
         """Describes what an accepted operation waits for. Raises ResultNotFound as `find` does."""
@@ -170,7 +220,7 @@ class Scheduler:
     async def check_held(self, model_id: str) -> None:
         """Waits while the model is being made or restored, and brings it back if it is parked. Raises ModelLost for a
         model that could not be restored, and OutOfCapacity when there is no place for it in memory."""
-        with self.parking.wanted(model_id):
+        with self._models.wanted(model_id):
             await self.parking.have(model_id)
             await self._check_held(model_id)
 
@@ -244,7 +294,7 @@ class Scheduler:
         self._models.parked.discard(model_id)
         model = self._models.remove(model_id)
         if model is not None:
-            self._execution.abandon(model, ModelNotFound(f"model_id: {model_id!r} was deleted", model_id=model_id))
+            self.abandon(model, ModelNotFound(f"model_id: {model_id!r} was deleted", model_id=model_id))
             if model.unsettled:
                 await asyncio.wait([operation.outcome for operation in model.unsettled])
             await self._compute.run_alone(call)
@@ -257,8 +307,7 @@ class Scheduler:
 
         Returns False when something still runs after `timeout_s` seconds, or when the engine has died.
         """
-        self._execution.close()
-        self._results.close()
+        self._closed = True
         self._replay.stop()
         deadline = time.monotonic() + timeout_s
         ended = await self._compute.close(timeout_s=timeout_s)
@@ -268,20 +317,328 @@ class Scheduler:
             task.cancel()
         return ended and not self._tasks and not self.engine_died.is_set()
 
-    def _has_settled(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
-        self._replay.has_settled(model, operation)
-        if operation.replayed:
-            self.executing.forget(model.model_id, operation.seq_id)
-            self._replay.has_run_again(model, operation, outcome)
-            return
-        if operation.makes_model:
-            self._execution.advance(model)
-        self._results.keep(model, operation, outcome)
-        self._replay.check_load(model, operation, outcome)
-
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Starts a task that `close` waits for."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    # Acceptance
+
+    async def _accept(
+        self, model_id: str, seq_id: int, body: Body, build: Callable[[], Awaitable[Work]], *, held_bytes: int
+    ) -> Operation:
+        with self._models.wanted(model_id):
+            return await self._admit(model_id, seq_id, body, build, held_bytes=held_bytes)
+
+    async def _admit(
+        self, model_id: str, seq_id: int, body: Body, build: Callable[[], Awaitable[Work]], *, held_bytes: int
+    ) -> Operation:
+        """Checks a new operation against the limits and earlier ones, and appends it to the journal."""
+        if self._models.is_away(model_id):
+            await self.parking.have(model_id)
+        model = self._models.get(model_id)
+        held = None if model is None else model.operations.get(seq_id)
+        if held is not None and not held.replayed:
+            return await _accepted(_same(held, body))
+        if model is None or held is not None or seq_id < model.next_to_enter:
+            stored = await self._stored(model_id, seq_id)
+            if stored is not None:
+                return _same(stored, body)
+            if model is not None:
+                raise ResultNotFound(f"{model_id}: seq_id {seq_id} was executed long ago; its result has expired")
+            if model_id in self._models.unrestored:
+                raise self._models.unrestored[model_id]
+            await self._journal.check_not_lost(model_id)
+            if seq_id != 0:
+                raise ModelNotFound(f"model_id: there is no model {model_id!r}", model_id=model_id)
+            self._held.check_next(model_id, held_bytes)
+            async with self.parking.place():
+                if model_id not in self._models:
+                    model = self._models.open(model_id)
+            if model is None:  # a repeat of this creation was accepted meanwhile
+                return await self._admit(model_id, seq_id, body, build, held_bytes=held_bytes)
+        if model.gone is not None:
+            raise model.gone
+        # An operation that closes a gap is always taken: others wait for it.
+        if seq_id > max(model.operations, default=0) and model.num_queued >= self._max_queued_operations:
+            raise OutOfCapacity(
+                f"{model_id}: {model.num_queued} operations are queued, this server's max_queued_operations"
+            )
+        self._check_near(model, seq_id)
+        # A model's next operation may exceed the memory limit: the operations that fill it may wait for this one.
+        is_next = seq_id == model.next_to_enter and model.has_settled_before(seq_id)
+        if seq_id:  # a creation was checked before it got its place in memory
+            check = self._held.check_next if is_next else self._held.check
+            check(model_id, held_bytes)
+        return await self._append(model, seq_id, body, build, held_bytes=held_bytes, is_next=is_next)
+
+    def _check_near(self, model: ModelQueue, seq_id: int) -> None:
+        """Raises InvalidRequest for a seq_id before which more operations are missing than the queue could hold."""
+        most = self._max_queued_operations
+        if seq_id - model.next_to_enter <= most or (ahead := seq_id - model.next_seq_id) <= most:
+            return
+        raise InvalidRequest(
+            f"seq_id: {seq_id} is {ahead} ahead of the next one, {model.next_seq_id}, of {model.model_id}; this server "
+            f"accepts operations up to max_queued_operations ({most}) ahead, numbered without gaps",
+            field="seq_id",
+        )
+
+    async def _append(
+        self,
+        model: ModelQueue,
+        seq_id: int,
+        body: Body,
+        build: Callable[[], Awaitable[Work]],
+        *,
+        held_bytes: int,
+        is_next: bool,
+    ) -> Operation:
+        """Appends a new operation to the journal while `build` makes its work, and lets it run. Raises the errors of
+        both; nothing is accepted then."""
+        loop = asyncio.get_running_loop()
+        operation = Operation(
+            model.model_id,
+            seq_id,
+            body.kind,
+            body.digest,
+            accepted=loop.create_future(),
+            outcome=loop.create_future(),
+            makes_model=seq_id == 0,
+        )
+        model.operations[seq_id] = operation
+        model.used_s = time.monotonic()
+        self._held.hold(operation, held_bytes, is_next=is_next)
+        try:
+            work, _ = await asyncio.gather(build(), self._journal.append(model.model_id, seq_id, body))
+        except Exception as error:
+            model.operations.pop(seq_id, None)
+            self._held.release(operation)
+            if seq_id == 0:
+                self._models.remove(model.model_id)
+            operation.accepted.set_result(
+                error if isinstance(error, ServiceError) else ServiceError("internal error; the log has the cause")
+            )
+            raise
+        operation.accepted.set_result(None)
+        if not isinstance(work, Batch) and operation.held_bytes:  # a refused batch has no arrays
+            self._held.hold(operation, body.num_bytes)
+        if not operation.outcome.done():  # the model may have been deleted meanwhile
+            self._metrics.operations.queue_length.labels(operation.kind).inc()
+            operation.work = work
+            self.advance(model)
+        return operation
+
+    async def _stored(self, model_id: str, seq_id: int) -> Operation | None:
+        """A finished operation from the journal; None when the journal does not have it.
+
+        Raises ModelLost for an unfinished operation of a model that could not be restored.
+        """
+        record = await self._journal.find(model_id, seq_id)
+        if record is None:
+            return None
+        if record.state == State.ACCEPTED and model_id in self._models.unrestored:
+            raise self._models.unrestored[model_id]
+        loop = asyncio.get_running_loop()
+        operation = Operation(
+            model_id, seq_id, record.kind, record.digest, accepted=loop.create_future(), outcome=loop.create_future()
+        )
+        operation.accepted.set_result(None)
+        operation.outcome.set_result(
+            record.outcome
+            or ResultNotFound(f"{model_id}: the result of seq_id {seq_id} has expired, or was too large to be kept")
+        )
+        return operation
+
+    # Execution
+
+    def advance(self, model: ModelQueue) -> None:
+        """Starts the model's next operations, up to the first that does not ask for its place at once."""
+        while not (model.gone or model.head or self._closed):
+            operation = model.operations.get(model.next_to_enter)
+            if operation is None or operation.work is None:
+                return
+            if any(earlier.makes_model for earlier in model.unsettled):  # the model is still being made
+                return
+            model.head = operation
+            model.unsettled.add(operation)
+            if isinstance(operation.work, Batch):
+                self.spawn(self._run_batch(model, operation, self._enter_batch(model, operation, operation.work)))
+            else:
+                self.spawn(self._run_work(model, operation, operation.work))
+
+    def _enter_batch(self, model: ModelQueue, operation: Operation, batch: Batch) -> asyncio.Future[Output]:
+        """Gives a batch its place on the compute thread. Returns its result."""
+        if (speed := self._compute.loss_speed) is not None:
+            more = [speed.loss_tokens(datum.loss_s) if datum.loss_s else 0 for datum in batch.datums]
+            batch.set_costs([charge + tokens for charge, tokens in zip(batch.charges, more, strict=True)])
+        batch.alone = self.executing.is_suspect(model.model_id, operation.seq_id)
+        result: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
+        self.enter(model, operation, result)
+        return result
+
+    def enter(self, model: ModelQueue, operation: Operation, result: asyncio.Future[Any]) -> None:
+        """Gives the model's head its place on the compute thread, which will set `result`."""
+        operation.result = result
+        if model.gone is not None:
+            result.set_exception(model.gone)
+            return
+        self._compute.put(operation)
+        _leave_head(model)
+
+    def settle(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
+        """Sets the operation's outcome, unless it has one."""
+        model.unsettled.discard(operation)
+        if operation.outcome.done():
+            return
+        operation.outcome.set_result(outcome)
+        if not operation.has_begun and operation.work is not None:
+            self._metrics.operations.queue_length.labels(operation.kind).dec()
+        self._has_settled(model, operation, outcome)
+
+    def abandon(self, model: ModelQueue, error: ServiceError) -> None:
+        """Fails the model's queued operations, and a running batch before its next micro-batch. A running call goes
+        on."""
+        model.gone = error
+        if model.restoration is not None:
+            if model.restoration.feeder is not None:
+                model.restoration.feeder.cancel()
+            model.restoration.is_over.set()
+        self._compute.withdraw(model.model_id, error)  # ends the operations that have a place on the compute thread
+        for operation in list(model.operations.values()):
+            if operation not in model.unsettled:
+                self.settle(model, operation, error)
+
+    async def _run_batch(self, model: ModelQueue, operation: Operation, result: asyncio.Future[Output]) -> None:
+        outcome: Outcome
+        try:
+            output = await result
+            if operation.replayed:
+                outcome = Answer()
+            else:
+                async with self.executing.stage(model.model_id, operation.seq_id):
+                    large = operation.batch is not None and operation.batch.num_tokens > _LARGE_TOKENS
+                    outcome = await asyncio.to_thread(_answer, output) if large else _answer(output)
+        except ServiceError as error:
+            outcome = error
+        except Exception:  # making the answer failed; the compute thread itself raises only ServiceError
+            logger.exception("%s, seq_id %d: no answer can be made", model.model_id, operation.seq_id)
+            outcome = internal_error()
+        self.settle(model, operation, outcome)
+
+    async def _run_work(
+        self, model: ModelQueue, operation: Operation, work: Callable[[Turn], Coroutine[Any, Any, Answer]]
+    ) -> None:
+        outcome: Outcome
+        tracing.follow(operation.trace)
+        logs.request_id.set(f"{operation.model_id}:{operation.seq_id}")
+        logs.model_id.set(operation.model_id)
+        try:
+            outcome = await work(_Turn(self, model, operation))
+        except ServiceError as error:
+            outcome = error
+        except Exception:
+            logger.exception("%s of %s, seq_id %d, failed", operation.kind, model.model_id, operation.seq_id)
+            outcome = internal_error()
+        if operation.seq_id == 0 and not operation.replayed and isinstance(outcome, ServiceError):
+            self.abandon(model, ModelNotFound(f"model_id: the creation of {model.model_id!r} failed: {outcome}"))
+        if model.head is operation:  # it ended without asking for a place
+            _leave_head(model)
+            self.advance(model)
+        self.settle(model, operation, outcome)
+
+    # Answers
+
+    def _has_settled(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
+        if model.restoration is not None:
+            self._replay.has_settled(model, operation)
+        if operation.replayed:
+            self.executing.forget(model.model_id, operation.seq_id)
+            self._replay.has_run_again(model, operation, outcome)
+            return
+        if operation.makes_model:
+            self.advance(model)
+        self._keep(model, operation, outcome)
+        if model.restoration is not None:
+            self._replay.check_load(model, operation, outcome)
+
+    def _keep(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
+        """Logs and counts an outcome, and stores it in the background."""
+        failed = isinstance(outcome, ServiceError)
+        self._metrics.operations.finished.labels(operation.kind, "failed" if failed else "ok").inc()
+        logs.request_id.set(f"{operation.model_id}:{operation.seq_id}")
+        logs.model_id.set(operation.model_id)
+        logger.info(
+            "%s of %s, seq_id %d: %s after %.3f s",
+            operation.kind,
+            model.model_id,
+            operation.seq_id,
+            outcome.reason if isinstance(outcome, ServiceError) else "ok",
+            time.perf_counter() - operation.arrived_s,
+        )
+        self.spawn(self._record(model, operation, outcome))
+
+    async def _record(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
+        """Stores an answer, trying again until it succeeds, and then releases the operation.
+
+        A restart before that would run the operation again. An answer that can never be stored is dropped, and the
+        journal only has that the operation is done. A restart then runs it again to change the model, and later
+        requests for its answer fail.
+        """
+        stored: Outcome | None = outcome
+        pause_s = _STORE_AGAIN_S
+        while model.restoration is None or not model.restoration.has_failed:
+            try:
+                await self._journal.finish(model.model_id, operation.seq_id, stored, keep_body=operation.changes_model)
+                self.executing.forget(model.model_id, operation.seq_id)
+                break
+            except Unstorable as error:
+                logger.error("%s, seq_id %d: its answer is not kept: %s", model.model_id, operation.seq_id, error)
+                stored = None
+                continue
+            except ServiceError as error:
+                logger.warning(
+                    "the result of %s, seq_id %d, is not stored yet: %s", model.model_id, operation.seq_id, error
+                )
+            if self._closed:
+                break
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        del model.operations[operation.seq_id]
+        self._held.release(operation)
+        operation.stored.set()
+        model.used_s = time.monotonic()
+        self._models.released.set()
+        if operation.seq_id == 0 and model.gone and self._models.get(model.model_id) is model:
+            self._models.remove(model.model_id)
+
+
+async def _accepted(operation: Operation) -> Operation:
+    """The operation once it is in the journal, or the error that kept it out."""
+    error = await asyncio.shield(operation.accepted)
+    if error is not None:
+        raise error
+    return operation
+
+
+def _same(operation: Operation, body: Body) -> Operation:
+    """Returns the operation. Raises SequenceConflict when its body is another one."""
+    if operation.digest != body.digest:
+        raise SequenceConflict(
+            f"{operation.model_id}: seq_id {operation.seq_id} was used for another request, a {operation.kind}; "
+            "use the next seq_id, or send the same request again",
+            model_id=operation.model_id,
+            seq_id=operation.seq_id,
+            kind=operation.kind,
+        )
+    return operation
+
+
+def _leave_head(model: ModelQueue) -> None:
+    model.head = None
+    model.next_to_enter += 1
+
+
+def _answer(output: Output) -> Answer:
+    return Answer(forward_backward=output.to_proto())

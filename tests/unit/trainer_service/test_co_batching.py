@@ -22,7 +22,7 @@ from trainer_service.engine.batch import CUSTOM, Batch, Output
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.optimizers import AdamParams, DimuonParams
 from trainer_service.objectives.losses import LOSS_FNS
-from trainer_service.scheduling.fairness import DeficitRoundRobin
+from trainer_service.scheduling.packing import DeficitRoundRobin
 
 GROUPS = ({}, {"train_mlp": False}, {"train_attn": False}, {"train_unembed": False})
 CONFIGS = {"ppo": {"clip_low_threshold": 0.5}, "dro": {"beta": 0.2}, "cispo": {"clip_high_threshold": 1.1}}

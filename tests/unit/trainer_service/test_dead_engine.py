@@ -19,7 +19,7 @@ from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.passes import Passes
 from trainer_service.operation import Operation
 from trainer_service.scheduling.compute import ComputeThread
-from trainer_service.scheduling.lanes import Lanes
+from trainer_service.scheduling.packing import Lanes
 
 FAULT = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.trainer_service.scheduling import fake_batch
 from trainer_service.engine.batch import Batch
 from trainer_service.objectives.losses import LOSS_FNS
-from trainer_service.scheduling.fairness import DeficitRoundRobin
+from trainer_service.scheduling.packing import DeficitRoundRobin
 
 
 def load_of(model_id: str, lengths: Sequence[int], *, forward_only: bool = False) -> Batch:

@@ -22,7 +22,7 @@ from trainer_service.engine import room as room_module
 from trainer_service.engine.batch import Batch, Example, Output
 from trainer_service.engine.budget import Footprint, Plan
 from trainer_service.engine.engine import TrainingEngine
-from trainer_service.engine.micro_batch import halves
+from trainer_service.engine.passes import halves
 from trainer_service.metrics import Metrics
 from trainer_service.objectives import custom_loss_graph
 
@@ -148,8 +148,8 @@ def test_without_moves_a_micro_batch_has_as_many_models_as_their_gradients_have_
     size = engine._models["0"].adapter.num_bytes
     engine.follow(Plan(200, memory_bytes=8 * size + 100, plain=Footprint(0, 0, 0)))
     # Four adapters are there; each in the micro-batch adds its gradient and the buffer for it.
-    assert engine._room.go_together(["0", "1"], tokens=200)
-    assert not engine._room.go_together(["0", "1", "2"], tokens=200)
+    assert engine._memory.go_together(["0", "1"], tokens=200)
+    assert not engine._memory.go_together(["0", "1", "2"], tokens=200)
 
 
 def test_a_long_datum_that_fails_alone_says_nothing_of_the_budget(base: BaseModel, memory: Memory) -> None:

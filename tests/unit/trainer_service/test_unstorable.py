@@ -20,8 +20,8 @@ from trainer_service.durability.journal_records import Body, State
 from trainer_service.durability.journal_writer import Unstorable
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Operation
-from trainer_service.scheduling import results
-from trainer_service.scheduling.lanes import Lanes
+from trainer_service.scheduling import scheduler as scheduler_module
+from trainer_service.scheduling.packing import Lanes
 
 
 async def test_an_answer_that_is_too_large_for_the_journal_is_given_once_and_not_tried_again(
@@ -67,7 +67,7 @@ async def test_an_answer_waits_for_a_full_disk_and_ever_longer(bench: Bench, mon
         pauses.append(seconds)
 
     monkeypatch.setattr(bench.journal, "finish", full)
-    monkeypatch.setattr(results.asyncio, "sleep", sleep)
+    monkeypatch.setattr(scheduler_module.asyncio, "sleep", sleep)
     operation = await bench.step("a", 1)
     answer = await operation.wait()
     await operation.stored.wait()

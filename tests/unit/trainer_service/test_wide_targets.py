@@ -22,9 +22,8 @@ from tinsmith.v1 import trainer_pb2, types_pb2
 from trainer_service.engine import batch as module
 from trainer_service.engine.batch import Batch, Example, Limits
 from trainer_service.engine.budget import Footprint, Lengths, Plan
-from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.engine import TrainingEngine, cut
 from trainer_service.engine.memory import peak_bytes
-from trainer_service.engine.micro_batch import cut
 
 LIMITS = Limits(vocab_size=100, max_context_length=64)
 WIDE = 64 * 1024 * 1024
