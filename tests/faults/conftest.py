@@ -12,7 +12,7 @@ import tinker
 from tests.faults.cluster import Cluster
 from tests.faults.moments import fresh_seed
 from tests.faults.runs import Outcome, run_all
-from tests.left_sockets import allow_left_sockets
+from tests.left_sockets import allow_left_sockets, close_left_sockets  # noqa: F401 - a fixture
 from tests.stack import Stack, make_base_model
 
 

@@ -10,7 +10,7 @@ import tinker
 
 from tests.integration.examples import BASE_MODEL
 from tests.integration.wire import Wire
-from tests.left_sockets import allow_left_sockets
+from tests.left_sockets import allow_left_sockets, close_left_sockets  # noqa: F401 - a fixture
 from tests.stack import Stack, make_base_model
 
 LONG_POLL_S = 2.0

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from tests.left_sockets import allow_left_sockets
+from tests.left_sockets import allow_left_sockets, close_left_sockets  # noqa: F401 - a fixture
 from tests.stack import Stack, make_base_model
 
 BASE_MODEL = "tests/tiny"

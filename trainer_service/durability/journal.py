@@ -5,7 +5,7 @@ journal_file.py describes the file, journal_records.py the data types. One threa
 the same journal is refused.
 
 A request's body is cut once two snapshots of its model cover it, so that a damaged snapshot loses nothing. When the
-journal exceeds max_bytes, one snapshot is enough (journal_bound.py). If even that does not suffice, as in a very long
+journal exceeds max_bytes, one snapshot is enough (Bound). If even that does not suffice, as in a very long
 batch, bodies are cut that a replay would need. The model can then not be restored until its next snapshot.
 """
 
@@ -25,11 +25,9 @@ from tinsmith.rpc import errors, tracing
 from tinsmith.rpc.errors import DataCorrupted, ModelNotFound, OutOfCapacity, ServiceError
 from tinsmith.v1 import trainer_pb2
 from trainer_service.durability import journal_file
-from trainer_service.durability.journal_bound import Bound
-from trainer_service.durability.journal_file import sum_of
 from trainer_service.durability.journal_pruning import Pruned, Sizes, Summary, prune, summaries
-from trainer_service.durability.journal_records import Body, Entry, LiveModel, Record, State, lost, result_sum
-from trainer_service.durability.journal_writer import Writer
+from trainer_service.durability.journal_records import Body, Entry, LiveModel, Record, State, lost, result_sum, sum_of
+from trainer_service.durability.journal_writer import Bound, Writer
 from trainer_service.metrics import Metrics
 from trainer_service.older_forms import carried_over
 

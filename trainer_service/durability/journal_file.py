@@ -28,8 +28,6 @@ import sqlite3
 from contextlib import closing, suppress
 from pathlib import Path
 
-import xxhash
-
 FORMAT = 3
 NAME = "journal.sqlite"
 
@@ -75,14 +73,6 @@ CREATE TABLE operations (
 ) STRICT;
 CREATE INDEX expiring ON operations (finished_at) WHERE result IS NOT NULL;
 """
-
-
-def sum_of(model_id: str, seq_id: int, what: str, data: bytes) -> bytes:
-    """Checksum of a request or a result, bound to its place. `what`: a request's kind, or the number of a result's
-    state."""
-    digest = xxhash.xxh3_64(f"{model_id}\0{seq_id}\0{what}\0".encode())
-    digest.update(data)
-    return digest.digest()
 
 
 def connect(path: Path) -> sqlite3.Connection:

@@ -11,7 +11,6 @@ from google.protobuf.message import Message
 
 from tinsmith.rpc.errors import ModelLost, ServiceError
 from tinsmith.v1 import trainer_pb2
-from trainer_service.durability.journal_file import sum_of
 
 
 class State(IntEnum):
@@ -92,6 +91,14 @@ class Entry:
 
 def _digest(kind: str, data: bytes) -> bytes:
     digest = xxhash.xxh3_128(kind.encode() + b"\0")
+    digest.update(data)
+    return digest.digest()
+
+
+def sum_of(model_id: str, seq_id: int, what: str, data: bytes) -> bytes:
+    """Checksum of a request or a result, bound to its place. `what`: a request's kind, or the number of a result's
+    state."""
+    digest = xxhash.xxh3_64(f"{model_id}\0{seq_id}\0{what}\0".encode())
     digest.update(data)
     return digest.digest()
 

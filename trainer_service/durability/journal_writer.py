@@ -1,4 +1,7 @@
-"""The thread that owns the journal's connection. Waiting writes share one transaction (group commit)."""
+"""The thread that owns the journal's connection, and keeps the journal within its bound.
+
+Waiting writes share one transaction (group commit).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from google.protobuf.message import EncodeError
 
 from tinsmith.rpc.errors import NotReady, OutOfCapacity, ServiceError
 from trainer_service.durability import journal_file
-from trainer_service.durability.journal_bound import Bound
+from trainer_service.durability.journal_pruning import Sizes, cut_covered, drop_empty, expire
 from trainer_service.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -27,6 +30,11 @@ T = TypeVar("T")
 
 _SHARES_S = 0.02
 """Time that a job that is not urgent waits for an urgent one, to share its transaction, in seconds."""
+_PRUNE_INTERVAL_S = 60.0
+_LOW_WATER = 0.9
+"""Share of max_bytes down to which the journal is cut, so that not every commit has to cut again."""
+_PRESSED = 0.5
+"""Share of max_bytes above which a snapshot is taken at every step."""
 
 
 class Unstorable(ServiceError):
@@ -38,6 +46,91 @@ class _Job:
     run: Callable[[sqlite3.Connection], Any]
     done: Future[Any]
     urgent: bool
+
+
+class Bound:
+    """The journal's size and its limit. Only `is_pressed` is used outside the writer's thread.
+
+    Above the limit, bodies that a snapshot covers are cut first, then results, then bodies that a replay would need.
+    Bodies of operations that have not run are never cut.
+    """
+
+    def __init__(self, sizes: Sizes, *, max_bytes: int, result_retention_s: float) -> None:
+        self.sizes = sizes
+        """Bytes in the journal. Code that adds or deletes rows updates it in the same transaction."""
+        self.max_bytes = max_bytes
+        self._result_retention_s = result_retention_s
+        self._next_prune = 0.0
+
+    @property
+    def is_pressed(self) -> bool:
+        return self.sizes.total > self.max_bytes * _PRESSED
+
+    def prune(self, connection: sqlite3.Connection) -> None:
+        """Deletes expired results and models that ended long ago, at most once a minute. Above the bound it runs at
+        once, and cuts more, in the order that the class's docstring has."""
+        if time.time() < self._next_prune and self.sizes.total <= self.max_bytes:
+            return
+        self._next_prune = time.time() + _PRUNE_INTERVAL_S
+        expire(connection, before=time.time() - self._result_retention_s)
+        self.sizes = Sizes.of(connection)
+        if self.sizes.total > self.max_bytes:
+            cut_covered(connection)
+            self.sizes = Sizes.of(connection)
+            self._cut_results(connection)
+            self._cut_needed_bodies(connection)
+        drop_empty(connection)
+
+    def cut_up_to(self, connection: sqlite3.Connection, model_id: str, seq_id: int) -> None:
+        """Cuts a model's bodies up to that of the operation `seq_id`."""
+        (num_bytes,) = connection.execute(
+            "SELECT coalesce(sum(length(request)), 0) FROM operations WHERE model_id = ? AND seq_id <= ?",
+            (model_id, seq_id),
+        ).fetchone()
+        connection.execute(
+            "UPDATE operations SET request = NULL WHERE model_id = ? AND seq_id <= ?", (model_id, seq_id)
+        )
+        connection.execute("UPDATE models SET cut_seq_id = ? WHERE model_id = ?", (seq_id, model_id))
+        self.sizes.total -= num_bytes
+
+    def _cut_results(self, connection: sqlite3.Connection) -> None:
+        rows = self._oldest(
+            connection, "SELECT id, model_id, seq_id, length(result) FROM operations WHERE result IS NOT NULL"
+        )
+        connection.executemany("UPDATE operations SET result = NULL WHERE id = ?", [(row[0],) for row in rows])
+        if rows:
+            logger.warning("cut %d results from the journal before they expired", len(rows))
+
+    def _cut_needed_bodies(self, connection: sqlite3.Connection) -> None:
+        rows = self._oldest(
+            connection,
+            "SELECT id, model_id, seq_id, length(request) FROM operations WHERE request IS NOT NULL AND seq_id > 0",
+        )
+        connection.executemany("UPDATE operations SET request = NULL WHERE id = ?", [(row[0],) for row in rows])
+        connection.executemany(
+            "UPDATE models SET cut_seq_id = max(cut_seq_id, ?) WHERE model_id = ?", [(row[2], row[1]) for row in rows]
+        )
+        if rows:
+            logger.warning(
+                "the journal is full (journal_max_bytes %d) and %d executed operations since the last snapshot were "
+                "cut from it: until their next optim_step a crash loses the models %s",
+                self.max_bytes,
+                len(rows),
+                ", ".join(sorted({row[1] for row in rows})),
+            )
+
+    def _oldest(self, connection: sqlite3.Connection, select: str) -> list[tuple[int, str, int, int]]:
+        """Selects executed operations to cut, the oldest first, until the journal would be below _LOW_WATER.
+
+        `select`: a query for (id, model_id, seq_id, bytes to be cut).
+        """
+        chosen: list[tuple[int, str, int, int]] = []
+        for row in connection.execute(f"{select} AND state != 0 ORDER BY id"):
+            if self.sizes.total <= self.max_bytes * _LOW_WATER:
+                break
+            self.sizes.total -= row[3]
+            chosen.append(row)
+        return chosen
 
 
 class Writer:

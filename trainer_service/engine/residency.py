@@ -29,6 +29,8 @@ class Residency:
     """Models by id. `to_device` and `to_host` copy a tensor; without them every model stays where it is."""
 
     def __init__(self, *, to_device: Move | None, to_host: Move | None) -> None:
+        self.moves = to_device is not None
+        """False when device and host are the same memory."""
         self._to_device = to_device
         self._to_host = to_host
         self._on_device: dict[str, Movable] = {}
@@ -40,10 +42,6 @@ class Residency:
         if device.type == "cpu":
             return cls(to_device=None, to_host=None)
         return cls(to_device=lambda tensor: tensor.to(device, non_blocking=True), to_host=pinned)
-
-    @property
-    def moves(self) -> bool:
-        return self._to_device is not None
 
     @property
     def on_host(self) -> list[str]:

@@ -100,7 +100,7 @@ async def test_an_answer_that_cannot_be_made_fails_its_operation_instead_of_leav
     bench: Bench, monkeypatch: pytest.MonkeyPatch, result: str
 ) -> None:
     await bench.create("a")
-    monkeypatch.setattr("trainer_service.scheduling.execution._answer", fails)
+    monkeypatch.setattr("trainer_service.scheduling.scheduler._answer", fails)
     operation = await bench.batch("a", 1, num_tokens=10_000 if result == "a batch" else 10)
     async with asyncio.timeout(5):
         outcome = await asyncio.shield(operation.outcome)

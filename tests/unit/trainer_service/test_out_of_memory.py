@@ -18,7 +18,7 @@ from tests.unit.trainer_service.engines import ADAM, assert_near, batch, create,
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import OutOfCapacity
 from tinsmith.rpc.tensors import from_numpy
-from trainer_service.engine import room as room_module
+from trainer_service.engine import budget as budget_module
 from trainer_service.engine.batch import Batch, Example, Output
 from trainer_service.engine.budget import Footprint, Plan
 from trainer_service.engine.engine import TrainingEngine
@@ -55,7 +55,7 @@ class Memory:
 
 @pytest.fixture
 def memory(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> Memory:
-    monkeypatch.setattr(room_module, "drop_caches", lambda device: None)  # collecting garbage takes most of the time
+    monkeypatch.setattr(budget_module, "drop_caches", lambda device: None)  # collecting garbage takes most of the time
     return Memory(monkeypatch, base)
 
 
@@ -110,7 +110,7 @@ def test_what_finds_no_memory_even_alone_leaves_everybody_the_budget(
 def test_the_budget_rises_again_when_all_has_gone_well_for_long(
     base: BaseModel, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room_module, "_RECOVERS_AFTER", 3)
+    monkeypatch.setattr(budget_module, "_RECOVERS_AFTER", 3)
     engine, _ = make(base)
     create(engine, "m")
     memory.max_tokens = 60

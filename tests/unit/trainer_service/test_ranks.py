@@ -154,10 +154,10 @@ def test_whatever_changes_an_engine_is_done_on_every_rank() -> None:
     """A new method of the engine must be told to the other ranks, or named here with the reason why not."""
     own = {
         "create_model",  # ends in add_model
-        "begin",  # computes nothing
-        "forward_backward",  # begin, run and finish
+        "forward_backward",  # run and finish
         "gather_gradient",  # `capture` tells the others
-        "has_room_for",  # reads
+        "go_together",  # reads
+        "has_room_for",
         "weights",
         "is_dead",  # reads
         "is_tainted",

@@ -14,11 +14,14 @@ import pytest
 from tests.batches import random_datum, request
 from tests.models import VOCAB_SIZE
 from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
-from tests.unit.trainer_service.test_servicer import (
+from tests.unit.trainer_service.test_servicer import (  # noqa: F401 - fixtures
     MODEL,
     Accepted,
     Service,
     creation,
+    service,
+    start,
+    stub,
 )
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2 as pb
@@ -68,8 +71,8 @@ def custom(model_id: str, seq_id: int, *, name: str) -> pb.ForwardBackwardReques
 
 
 async def test_checks_of_one_models_losses_delay_no_large_batch_and_one_check_of_another(
-    service: Service,
-    stub: Any,
+    service: Service,  # noqa: F811
+    stub: Any,  # noqa: F811
     checks: Checks,
 ) -> None:
     await stub.CreateModel(creation(OTHER))
@@ -94,8 +97,8 @@ async def test_checks_of_one_models_losses_delay_no_large_batch_and_one_check_of
 
 
 async def test_checks_of_a_deleted_model_do_not_run(
-    service: Service,
-    stub: Any,
+    service: Service,  # noqa: F811
+    stub: Any,  # noqa: F811
     checks: Checks,
 ) -> None:
     calls = [

@@ -15,12 +15,15 @@ from tests.batches import random_datum, request
 from tests.models import VOCAB_SIZE
 from tests.stores import Place
 from tests.unit.trainer_service.test_checkpoints import at, make_info, make_state
-from tests.unit.trainer_service.test_servicer import (
+from tests.unit.trainer_service.test_servicer import (  # noqa: F401 - fixtures
     MODEL,
     Accepted,
     Service,
     save,
+    service,
+    start,
     step,
+    stub,
 )
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc import errors
@@ -72,7 +75,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
 
 
 @contextlib.asynccontextmanager
-async def loads(stub: Any, location: str, stuck: Stuck) -> AsyncIterator[None]:
+async def loads(stub: Any, location: str, stuck: Stuck) -> AsyncIterator[None]:  # noqa: F811
     """Very many at once, none of which ends before the block does."""
     asked = [pb.PublishCheckpointRequest(location=location, version_id=f"none@{n}") for n in range(NUM_CALLS)]
     calls = [asyncio.ensure_future(stub.PublishCheckpoint(one)) for one in asked]
@@ -86,8 +89,8 @@ async def loads(stub: Any, location: str, stuck: Stuck) -> AsyncIterator[None]:
 
 
 async def test_a_store_that_does_not_answer_delays_no_batch_and_no_save(
-    service: Service,
-    stub: Any,
+    service: Service,  # noqa: F811
+    stub: Any,  # noqa: F811
     stuck: Stuck,
 ) -> None:
     saved = (await stub.SaveCheckpoint(save(1, "first"))).checkpoint.location
