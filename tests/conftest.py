@@ -1,12 +1,40 @@
+import fcntl
+import gc
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler.loadfile import LoadFileScheduling
 
 from tests.models import make_model
+from tests.stack import make_base_model
 from tinsmith.modeling.base_model import BaseModel
 
+gc.disable()  # while modules are imported, nearly nothing becomes garbage
 torch.set_num_threads(1)  # the models are tiny, and several processes of one test share the cores
+
+
+class _OneIntegrationStack(LoadFileScheduling):
+    """Gives each process whole files, as `--dist loadfile` does, and all of tests/integration to one process: the stack
+    that these files share is then started once, and theirs is the largest piece of work, which is begun first."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        folder = "tests/integration/"
+        return folder if nodeid.startswith(folder) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return _OneIntegrationStack(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays until the end: no later collection has to look at its two million objects."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +45,20 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def base(model_folder: Path) -> BaseModel:
     return BaseModel.load(model_folder, device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny base model that has learnt a little, so that its distributions are not flat.
+
+    All processes of a run share it, because making it takes twelve seconds of a core. Nobody may write in it.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with (folder / "toy.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "toy").exists():
+            made = make_base_model(tmp_path_factory.mktemp("toy") / "tiny", pretrain_steps=20)
+            made.rename(folder / "toy")
+    return folder / "toy"

@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_pla
 
 from tests.integration.examples import BASE_MODEL
 from tests.left_sockets import allow_left_sockets, close_left_sockets  # noqa: F401 - a fixture
-from tests.stack import Stack, make_base_model
+from tests.stack import Stack
 
 KEY, OTHER_KEY = "tml-dashboard-mine", "tml-dashboard-other"
 FLAGS = [
@@ -49,11 +49,6 @@ def browser() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         yield browser
         browser.close()
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_base_model(tmp_path_factory.mktemp("toy") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests.faults.cluster import Cluster
 from tests.faults.moments import fresh_seed
 from tests.faults.runs import Outcome, run_all
 from tests.left_sockets import allow_left_sockets, close_left_sockets  # noqa: F401 - a fixture
-from tests.stack import Stack, make_base_model
+from tests.stack import Stack
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,9 +32,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny base model that has learnt a little, so that its distributions are not flat."""
-    return make_base_model(tmp_path_factory.mktemp("toy") / "tiny", pretrain_steps=20)
+def model(toy: Path) -> Path:
+    return toy
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from tests.integration.examples import BASE_MODEL
 from tests.integration.wire import Wire, next_token_datum, tensor
-from tests.stack import Stack, make_base_model
+from tests.stack import Stack
 
 PROTOBUF = "application/x-protobuf"
 NUM_SLOW_CASES = 10_000
@@ -226,8 +226,7 @@ class Target:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    toy: Path = make_base_model(tmp_path_factory.mktemp("toy") / "tiny")
+def target(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     env = {"GATEWAY_LONG_POLL_S": "2"}
     with (
         Stack(tmp_path_factory.mktemp("stack"), base_models=[f"{BASE_MODEL}={toy}"], env=env) as stack,

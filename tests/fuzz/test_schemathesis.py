@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,7 +27,7 @@ from gateway.http.app import ROUTES
 from gateway.http.openapi.document import document
 from tests.fuzz.servers import FakeServer, make_some
 from tests.integration.examples import BASE_MODEL
-from tests.stack import Stack, make_base_model
+from tests.stack import Stack
 from tests.unit.gateway.stack import Client
 
 CHECKS: list[Any] = [
@@ -101,9 +102,8 @@ def test_no_request_makes_the_gateway_fail(case: Any, fakes: FakeServer, seed: i
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
+def real(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
     """Address of the real stack, and things that it has."""
-    toy = make_base_model(tmp_path_factory.mktemp("toy") / "tiny")
     env = {"GATEWAY_LONG_POLL_S": "0.2", "GATEWAY_OPENAI_WAIT_S": "2"}
     with Stack(tmp_path_factory.mktemp("stack"), base_models=[f"{BASE_MODEL}={toy}"], env=env) as stack:
         yield stack.base_url, asyncio.run(_known(stack.base_url))

@@ -11,16 +11,10 @@ import tinker
 from tests.integration.examples import BASE_MODEL
 from tests.integration.wire import Wire
 from tests.left_sockets import allow_left_sockets, close_left_sockets  # noqa: F401 - a fixture
-from tests.stack import Stack, make_base_model
+from tests.stack import Stack
 
 LONG_POLL_S = 2.0
 """Short, so that waiting clients see try_again too; the default is 30."""
-
-
-@pytest.fixture(scope="session")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny base model that has learnt a little, so that its distributions are not flat."""
-    return make_base_model(tmp_path_factory.mktemp("toy") / "tiny", pretrain_steps=20)
 
 
 @pytest.fixture(scope="session")

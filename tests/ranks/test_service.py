@@ -19,7 +19,7 @@ import pytest
 
 from tests.batches import random_datum, request
 from tests.models import VOCAB_SIZE
-from tests.stack import Stack, make_base_model
+from tests.stack import Stack
 from tinsmith.v1 import trainer_pb2, types_pb2
 from tinsmith.v1.trainer_pb2_grpc import TrainerServiceStub
 from tinsmith_cli.ports import free_ports
@@ -126,9 +126,10 @@ def _is_json(line: str) -> bool:
     return line.startswith("{")
 
 
-def test_a_stack_with_ranks_trains_shows_one_endpoint_of_metrics_and_stops_in_seconds(tmp_path: Path) -> None:
-    model = make_base_model(tmp_path / "model")
-    with Stack(tmp_path / "state", base_models=[f"m={model}"], flags=["--trainer-ranks", "2"]) as stack:
+def test_a_stack_with_ranks_trains_shows_one_endpoint_of_metrics_and_stops_in_seconds(
+    toy: Path, tmp_path: Path
+) -> None:
+    with Stack(tmp_path / "state", base_models=[f"m={toy}"], flags=["--trainer-ranks", "2"]) as stack:
         with grpc.insecure_channel(stack.trainers[0]) as channel:
             assert train(TrainerServiceStub(channel))["num_tokens:sum"] == 34
         tokens = httpx.get(stack.metrics_url("trainer")).text

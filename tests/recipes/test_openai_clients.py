@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from tests.recipes.harness import PYTHON, environment
-from tests.stack import Stack, make_base_model
+from tests.stack import Stack
 
 pytestmark = [pytest.mark.recipes, pytest.mark.timeout(300)]
 
@@ -30,12 +30,11 @@ TOOLS = {"Colour": COLOUR, "Weather": WEATHER}
 
 
 @pytest.fixture(scope="module")
-def parsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def parsed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each call gave. The stack's tokenizer has a chat template that shows tools."""
-    folder = make_base_model(tmp_path_factory.mktemp("toy") / "tiny", pretrain_steps=20)
-    with Stack(tmp_path_factory.mktemp("stack"), base_models=[f"{MODEL}={folder}"]) as stack:
+    with Stack(tmp_path_factory.mktemp("stack"), base_models=[f"{MODEL}={toy}"]) as stack:
         done = subprocess.run(
-            [PYTHON, Path(__file__).with_name("openai_clients.py"), stack.base_url, MODEL, folder],
+            [PYTHON, Path(__file__).with_name("openai_clients.py"), stack.base_url, MODEL, toy],
             env=environment(stack.base_url) | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
             capture_output=True,
             text=True,

@@ -14,7 +14,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from tests.left_sockets import allow_left_sockets, close_left_sockets  # noqa: F401 - a fixture
-from tests.stack import Stack, make_base_model
+from tests.stack import Stack
 
 BASE_MODEL = "tests/tiny"
 
@@ -101,8 +101,7 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="session")
-def stack(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    model = make_base_model(tmp_path_factory.mktemp("toy") / "tiny")
+def stack(collector: Collector, toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     env = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.port}",
         "OTEL_BSP_SCHEDULE_DELAY": "100",
@@ -110,5 +109,5 @@ def stack(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Ite
     }
     flags = ["--tracing", "--log-format", "text"]
     state_dir = tmp_path_factory.mktemp("stack")
-    with Stack(state_dir, base_models=[f"{BASE_MODEL}={model}"], flags=flags, env=env) as stack:
+    with Stack(state_dir, base_models=[f"{BASE_MODEL}={toy}"], flags=flags, env=env) as stack:
         yield stack

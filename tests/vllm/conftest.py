@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry
 
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.left_sockets import allow_left_sockets, close_left_sockets  # noqa: F401 - a fixture
-from tests.stack import make_base_model
 from tests.unit.sampler_service.serving import serving
 from tests.vllm.cases import publish_adapters
 from tests.vllm.client import Service
@@ -27,8 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_base_model(tmp_path_factory.mktemp("base") / "tiny", pretrain_steps=20)
+def model(toy: Path) -> Path:
+    return toy
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

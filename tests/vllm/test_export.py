@@ -10,7 +10,6 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from tests.stack import make_base_model
 from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
@@ -39,8 +38,8 @@ LOCATION = "s:train:0/sampler_weights/one"
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_base_model(tmp_path_factory.mktemp("base") / "tiny", pretrain_steps=20)
+def model_folder(toy: Path) -> Path:
+    return toy
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.stack import Stack, make_base_model
+from tests.stack import Stack
 from tests.vllm.service import PYTHON
 
 pytestmark = [
@@ -25,8 +25,8 @@ MODEL = "tests/tiny"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_base_model(tmp_path_factory.mktemp("base") / "tiny", pretrain_steps=20)
+def folder(toy: Path) -> Path:
+    return toy
 
 
 @contextmanager
