@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -19,19 +18,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.integration.examples import BASE_MODEL
 from tests.stack import STOP_LIMIT_S
+from tests.support.waiting import wait_until
 from tinsmith_cli.ports import free_ports
 
 START_LIMIT_S = 120.0
 _LOG_LINES_SHOWN = 60
-
-
-def wait_until(holds: Callable[[], bool], *, what: str, limit_s: float = 60.0) -> float:
-    """Seconds that it took; raises AssertionError when it does not hold in time."""
-    began = time.monotonic()
-    while not holds():
-        assert time.monotonic() - began < limit_s, f"not after {limit_s:g} s: {what}"
-        time.sleep(0.02)
-    return time.monotonic() - began
 
 
 class Process:

@@ -12,7 +12,7 @@ from threading import Thread
 import pytest
 
 from tests.faults import soak
-from tests.faults.cluster import wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

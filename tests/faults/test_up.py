@@ -10,11 +10,11 @@ import psutil
 import pytest
 import tinker
 
-from tests.faults.cluster import wait_until
 from tests.faults.moments import REPETITIONS, in_mode
 from tests.faults.runs import Outcome, disturbed, run_all
 from tests.integration.examples import BASE_MODEL
 from tests.stack import Stack
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.slow,

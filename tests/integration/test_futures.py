@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from tinker import ModelInput, SamplingParams
 from tests.integration.examples import BASE_MODEL, PROMPT, batch, new_model, random_tokens, sample, score, train
 from tests.integration.wire import Wire, next_token_datum
 from tests.stack import Stack
+from tests.support.waiting import wait_until
 
 MAX_TOKENS = 1900
 LONG = SamplingParams(max_tokens=MAX_TOKENS, stop=[])
@@ -30,13 +29,6 @@ def each_for_itself(service: tinker.ServiceClient, monkeypatch: pytest.MonkeyPat
     config = service.holder.get_client_config()
     alone = config.model_copy(update={"sample_use_retrieve_futures": False})
     monkeypatch.setattr(service.holder, "_client_config", alone)
-
-
-def wait_until(is_so: Callable[[], bool], *, limit_s: float = 10.0) -> None:
-    end = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_the_sdk_waits_for_many_samples_with_one_poll(
@@ -77,12 +69,12 @@ def test_an_abandoned_sample_stops_at_once(stack: Stack, wire: Wire, base_sample
     def num_running() -> float:
         return wire.metrics(url)["sampler_running_sequences"]
 
-    wait_until(lambda: num_running() == 0)
+    wait_until(lambda: num_running() == 0, what="nothing runs")
     sampled = wire.metrics(url)["sampler_sampled_tokens_total"]
     future = base_sampler.sample(ModelInput.from_ints(PROMPT), 8, LONG)
-    wait_until(lambda: num_running() == 8)
+    wait_until(lambda: num_running() == 8, what="8 sequences run")
     future.future().cancel()
-    wait_until(lambda: num_running() == 0, limit_s=3.0)
+    wait_until(lambda: num_running() == 0, what="nothing runs", limit_s=3.0)
     assert wire.metrics(url)["sampler_sampled_tokens_total"] - sampled < 8 * MAX_TOKENS
     assert len(sample(base_sampler, PROMPT)[0].tokens) == 12
 

@@ -9,7 +9,6 @@ import tarfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tinker import types
 from tests.integration.examples import BASE_MODEL, PROMPT, batch, forward, new_model, sample, score, train
 from tests.integration.wire import Wire
 from tests.stack import Stack
+from tests.support.waiting import wait_until
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 
 age: Any = pyrage  # it comes without types
@@ -58,14 +58,6 @@ def fetch(url: str) -> bytes:
         content = response.read()
         assert int(response.headers.get("Content-Length", len(content))) == len(content)
         return content
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    """The reaper works in the background."""
-    limit = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < limit
-        time.sleep(0.1)
 
 
 def evict(stack: Stack, version_id: str) -> None:
@@ -128,7 +120,7 @@ def test_an_expired_checkpoint_frees_its_disk(
     with pytest.raises(tinker.RequestFailedError, match="expired"):
         service.create_training_client_from_state(path).result()
     close_session(stack)
-    until(lambda: not folder(stack, path).exists())
+    wait_until(lambda: not folder(stack, path).exists(), what="the reaper deleted the folder")
 
 
 def test_a_sampler_in_use_goes_on_without_its_checkpoint(
@@ -148,7 +140,7 @@ def test_a_sampler_in_use_goes_on_without_its_checkpoint(
         with pytest.raises(tinker.NotFoundError):
             service.create_sampling_client(model_path=path).result()
         assert len(set(retired.glob("*")) - before) == 1
-    until(lambda: set(retired.glob("*")) == before)
+    wait_until(lambda: set(retired.glob("*")) == before, what="the reaper emptied the folder")
 
 
 def test_a_checkpoint_is_published_and_gets_another_ttl(

@@ -40,12 +40,13 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from tinker.types.generic_event import GenericEvent
 
 from tests.certificates import Made, make
-from tests.faults.cluster import Cluster, wait_until
+from tests.faults.cluster import Cluster
 from tests.integration.examples import BASE_MODEL, PROMPT, batch, new_model, sample, train
 from tests.postgres import running as running_postgres
 from tests.round_robin import balanced
 from tests.stack import Stack
 from tests.stores import BUCKET, file_system, s3
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

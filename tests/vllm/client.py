@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc.aio
@@ -106,11 +104,6 @@ async def is_running(service: Service, request_id: str) -> bool | None:
     except NotFound:
         return None
     return described.status.running
-
-
-async def until(true: Callable[[], Awaitable[Any]]) -> None:
-    while not await true():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
 
 
 async def moved_midway(

@@ -9,6 +9,7 @@ import pytest
 
 from sampler_service import convert
 from sampler_service.torch_engine.engine import TorchEngine
+from tests.support.waiting import until
 from tests.unit.sampler_service.serving import floats, ints, make_adapter, sample
 from tests.vllm.cases import FLAGS, LORA_RANK, assert_each_alone_and_together
 from tests.vllm.client import (
@@ -20,7 +21,6 @@ from tests.vllm.client import (
     num_running,
     tokens_of,
     torch_sample,
-    until,
 )
 from tests.vllm.service import MODEL, VllmService, flags
 from tinsmith.modeling.adapter import Adapter

@@ -10,18 +10,10 @@ import pytest
 import torch
 
 from sampler_service.torch_engine.engine import TorchEngine
+from tests.support.waiting import until
 from tests.unit.sampler_service.full_versions import make_full, save
 from tests.unit.sampler_service.serving import floats, ints, make_adapter, plain_logits, sample
-from tests.vllm.client import (
-    TOLERANCE,
-    Service,
-    assert_same,
-    moved_midway,
-    num_running,
-    tokens_of,
-    torch_sample,
-    until,
-)
+from tests.vllm.client import TOLERANCE, Service, assert_same, moved_midway, num_running, tokens_of, torch_sample
 from tests.vllm.service import VllmService, flags
 from tinsmith.modeling.full_weights import FullWeights
 from tinsmith.rpc.errors import InvalidRequest, VersionNotLoaded

@@ -9,18 +9,11 @@ import psutil
 import pytest
 
 from sampler_service.torch_engine.engine import TorchEngine
+from tests.support.waiting import until
 from tests.unit.sampler_service.full_versions import make_full
 from tests.unit.sampler_service.serving import floats, make_adapter, sample
 from tests.vllm.cases import FLAGS, VERSIONS, assert_each_alone_and_together
-from tests.vllm.client import (
-    Service,
-    assert_same,
-    is_running,
-    moved_midway,
-    tokens_of,
-    torch_sample,
-    until,
-)
+from tests.vllm.client import Service, assert_same, is_running, moved_midway, tokens_of, torch_sample
 from tests.vllm.service import VllmService, flags
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.full_weights import Weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from gateway.openai import schemas as openai_schemas
+from tests.support.waiting import until
 from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Client, Stack
 from tests.unit.gateway.talking import END, START, TalkingSampler, logprob
 from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity, ServiceError
@@ -55,14 +56,6 @@ async def refusal(client: Client, endpoint: str, body: dict[str, Any], *, status
     error = (await ask(client, endpoint, body, status=status, **fields))["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     return error
-
-
-async def until(done: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while True:
-            if done():
-                return
-            await asyncio.sleep(0.01)
 
 
 async def events(client: Client, endpoint: str, body: dict[str, Any], **fields: Any) -> list[Any]:

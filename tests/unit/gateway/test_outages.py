@@ -22,6 +22,7 @@ from gateway.database.tables.gateways import Setting
 from gateway.database.tables.tenants import Usage
 from gateway.gateway import Gateway
 from gateway.metrics import Metrics
+from tests.support.waiting import until
 from tests.unit.gateway.commits import Statements, commits, lost
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith_cli.ports import free_ports
@@ -55,12 +56,6 @@ def full(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> F
             caplog.clear()
 
     return failing
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_a_save_that_the_database_cannot_take_ends_when_it_can(stack: Stack, client: Client, full: Full) -> None:

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import gc
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.sampling.tries import Pause
+from tests.support.waiting import until
 from tests.unit.gateway.stack import BASE_MODEL, Backend, Client, FakeSampler, Stack, sample_body
 from tests.unit.gateway.talking import TalkingSampler
 from tests.unit.gateway.test_inflight import save
@@ -122,12 +123,6 @@ class Pair:
             if head.startswith(f"{name}{{") and all(f'{key}="{label}"' in head for key, label in wanted.items()):
                 return float(value)
         raise AssertionError(f"no {name} of {wanted}")
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not is_so():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from gateway.database.tables.operations import Operation
 from gateway.database.tables.sessions import Model
 from gateway.database.tables.tenants import AuditEvent
 from gateway.storage import transfers
+from tests.support.waiting import until
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
 from tinsmith.rpc.paths import TinkerPath
 
@@ -60,12 +61,6 @@ async def notes(stack: Stack, *, is_settled: bool = False) -> int:
 async def entries(client: Client, event: str) -> int:
     """How many the audit log has."""
     return [one["event"] for one in (await client.get("/api/v1/audit")).json()["entries"]].count(event)
-
-
-async def until(condition: Callable[[], Awaitable[Any]]) -> None:
-    async with asyncio.timeout(10):
-        while not await condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("restarts", [False, True])

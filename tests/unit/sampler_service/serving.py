@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -82,12 +81,6 @@ def metric(engine: TorchEngine, name: str, **labels: str) -> float:
             if sample.name == f"sampler_{name}" and sample.labels == labels:
                 return sample.value
     return 0.0
-
-
-async def until(true: Callable[[], bool]) -> None:
-    """Waits for what is known by metrics only."""
-    while not true():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
 
 
 def sample(tokens: Any, *, stop: pb.StopCondition | None = None, **fields: Any) -> pb.SampleRequest:

@@ -18,8 +18,9 @@ from sampler_service.core.queue_status import status_of
 from sampler_service.core.sequence import HEADROOM, Sequence
 from sampler_service.core.speed import Speed
 from sampler_service.torch_engine.commands import StepOutput
+from tests.support.waiting import until
 from tests.unit.sampler_service.conftest import Service
-from tests.unit.sampler_service.serving import ints, make_adapter, metric, prompt, sample, until
+from tests.unit.sampler_service.serving import ints, make_adapter, metric, prompt, sample
 from tinsmith.rpc.errors import InvalidRequest, NotFound, from_rpc_error
 from tinsmith.rpc.times import seconds_of
 from tinsmith.v1 import sampler_pb2 as pb

@@ -21,7 +21,8 @@ from sampler_service.torch_engine.kv_cache_manager import KVCacheManager
 from sampler_service.torch_engine.planner import Planner
 from sampler_service.torch_engine.runner import Runner
 from sampler_service.torch_engine.scheduler import Scheduler
-from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, request, serving, until
+from tests.support.waiting import until
+from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, request, serving
 from tinsmith.rpc.errors import EngineDead, OutOfCapacity, ServiceError
 
 LIMIT_S = 60.0

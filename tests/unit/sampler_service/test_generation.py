@@ -18,6 +18,7 @@ from sampler_service.torch_engine import scheduler
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.models import make_model
 from tests.oracle import Oracle
+from tests.support.waiting import until
 from tests.unit.sampler_service.serving import (
     generate,
     make_adapter,
@@ -27,7 +28,6 @@ from tests.unit.sampler_service.serving import (
     request,
     serving,
     slow_down,
-    until,
 )
 from tinsmith.modeling.kv_cache import SharedPrompts
 from tinsmith.rpc.errors import NotReady, OutOfCapacity, ServiceError, VersionNotLoaded

@@ -25,6 +25,7 @@ from sampler_service.core.request import Targets
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.commands import ForgetWarmUp
 from tests.models import make_model
+from tests.support.waiting import until
 from tests.unit.sampler_service.conftest import Service
 from tests.unit.sampler_service.serving import (
     floats,
@@ -37,7 +38,6 @@ from tests.unit.sampler_service.serving import (
     sample,
     serving,
     slow_down,
-    until,
 )
 from tinsmith.rpc import logs
 from tinsmith.rpc.channel import connect, is_serving, wait_serving

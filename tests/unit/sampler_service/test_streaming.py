@@ -7,18 +7,9 @@ import numpy as np
 import pytest
 
 from sampler_service.core.request import Delta, Generation, Result, SampledSequence
+from tests.support.waiting import until
 from tests.unit.sampler_service.conftest import Service
-from tests.unit.sampler_service.serving import (
-    floats,
-    ints,
-    make_adapter,
-    metric,
-    prompt,
-    request,
-    sample,
-    serving,
-    until,
-)
+from tests.unit.sampler_service.serving import floats, ints, make_adapter, metric, prompt, request, sample, serving
 from tinsmith.rpc.errors import InvalidRequest, VersionNotLoaded, from_rpc_error
 from tinsmith.v1 import sampler_pb2 as pb
 
