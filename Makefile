@@ -12,12 +12,14 @@ VLLM := .venv-vllm
 HUB := .cache/offline-hub
 SDKS := .cache/conformance
 CODE := tinsmith tinsmith_cli trainer_service sampler_service gateway tests examples benchmarks docker
+# Tests that read files of the repository and start no service.
+FILES := tests/unit/contract tests/unit/deploy tests/unit/docker tests/unit/docs
 INSTALL_TORCH = install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto proto/tinsmith/v1/*.proto
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup proto proto-check proto-breaking format lint typecheck check security audit test test-slow setup-recipes test-recipes setup-vllm test-vllm conformance demo bench up docker-lint clean
+.PHONY: help setup proto proto-check proto-breaking format lint typecheck check-files check security audit test test-slow setup-recipes test-recipes setup-vllm test-vllm conformance demo bench up docker-lint clean
 
 help: ## Print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -58,6 +60,9 @@ lint: setup ## Ruff, the contracts on imports (pyproject.toml), buf
 typecheck: setup ## Check the types
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
+check-files: setup ## The docs, the Compose and Kubernetes files and the rules of proto/ against the code
+	$(BIN)/python -m pytest -q $(FILES)
+
 docker-lint: setup ## Lint the Dockerfiles, validate the compose files
 	$(BIN)/hadolint docker/Dockerfile.*
 	$(BIN)/python -m pytest -q tests/unit/docker
@@ -73,11 +78,11 @@ audit: setup ## Known vulnerabilities of what is installed; needs PyPI's advisor
 	$(BIN)/pip freeze --all --exclude-editable | sed '/^pip==/d; s/+.*//' > .cache/installed.txt
 	$(BIN)/pip-audit --strict --no-deps --disable-pip --requirement .cache/installed.txt --progress-spinner off --cache-dir .cache/pip-audit
 
-check: lint typecheck proto-check proto-breaking security ## Everything that needs no run
+check: lint typecheck proto-check proto-breaking security check-files ## Everything that needs no run of a service
 
 # Three on two cores, because most of them wait for a part of their time; each may have a stack of its own, of 1.5 GB.
-test: setup ## The fast tests
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
+test: setup ## The fast tests, without those of check-files
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile $(FILES:%=--ignore=%)
 
 # Files in the order of their names: those with few tests, which are begun last otherwise, hold the longest of them.
 test-slow: setup ## Tests with many processes
