@@ -12,7 +12,7 @@ from tests.models import make_model
 from tests.stack import make_base_model
 from tinsmith.modeling.base_model import BaseModel
 
-gc.disable()  # while modules are imported, nearly nothing becomes garbage
+gc.disable()  # until the tests run: little of what imports make becomes garbage
 torch.set_num_threads(1)  # the models are tiny, and several processes of one test share the cores
 
 
@@ -30,8 +30,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
     return _OneIntegrationStack(config, log) if config.getoption("dist") == "loadfile" else None
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays until the end: no later collection has to look at its two million objects."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """After collection. What was imported stays until the end, so no garbage collection has to look at it again."""
     gc.enable()
     gc.collect()
     gc.freeze()
