@@ -27,7 +27,9 @@ class _OneIntegrationStack(LoadFileScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
-    return _OneIntegrationStack(config, log) if config.getoption("dist") == "loadfile" else None
+    if config.getoption("dist") != "loadfile" or config.getoption("markexpr") == "slow":
+        return None  # most slow tests of tests/integration start a stack of their own
+    return _OneIntegrationStack(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
