@@ -125,14 +125,12 @@ def main() -> None:
     keep_freed_memory()  # the temporaries of a step are as large as those of a training step
     status = asyncio.run(serve(config))
     tracing.shutdown()
-    if "vllm" in sys.modules:
-        _leave_vllm(status)
-    sys.exit(status)
+    _leave(status)
 
 
-def _leave_vllm(status: int) -> NoReturn:
-    """Ends this process, and vLLM's processes if they were still starting. A usual exit of vLLM takes seconds and has
-    nothing left to save."""
+def _leave(status: int) -> NoReturn:
+    """Ends this process, and vLLM's processes if they were still starting. A usual exit takes a second because of torch,
+    and longer with vLLM, and has nothing left to save."""
     kill_all_below()
     logging.shutdown()
     sys.stdout.flush()
