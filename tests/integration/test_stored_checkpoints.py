@@ -171,7 +171,7 @@ def test_prune_shows_its_plan_and_does_it_when_told_to(
     assert f"{paths[0]}" in shown
     assert "kept: pinned" in shown
     assert run(stack, "prune", run_id, "--keep-last", 1) == 2
-    assert "--yes: is needed" in capsys.readouterr().err
+    assert "--yes: needed" in capsys.readouterr().err
     assert run(stack, "verify", *paths) == 0
     assert run(stack, "prune", run_id, "--keep-last", 1, "--yes", "--save") == 0
     assert "deleted 2" in capsys.readouterr().out
