@@ -129,8 +129,10 @@ def main() -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends this process, and processes of vLLM that were still starting. A usual exit takes a second because of torch, and
-    longer with vLLM, and has nothing left to save."""
+    """Ends this process, and processes of vLLM that were still starting.
+
+    A usual exit takes a second because of torch, and longer with vLLM, and has nothing left to save.
+    """
     kill_all_below()
     logging.shutdown()
     sys.stdout.flush()
