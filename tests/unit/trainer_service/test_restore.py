@@ -256,7 +256,9 @@ async def test_crashes_during_the_replay_change_no_bit_either(start: Start, tmp_
 
 async def test_a_snapshot_makes_the_replay_short(start: Start, tmp_path: Path) -> None:
     process = await start(tmp_path / "0", policy=EVERY_STEP)
-    await run(process, SCRIPT[:11])  # the last is a save: what a snapshot covers whole stays parked
+    await run(process, SCRIPT[:9])
+    await settled(process)  # while one snapshot is written, no other is taken
+    await run(process, SCRIPT[9:11])  # the last is a save: what a snapshot covers whole stays parked
     await settled(process)
     again = await start(await process.crash(tmp_path / "1"))
     await again.scheduler.check_held(MODEL)
