@@ -21,7 +21,6 @@ HEAVY = {"torch", "transformers", "vllm", "peft", "safetensors"}
         "tinsmith.rpc.tensors",
         "gateway.http.app",
         "trainer_service.durability.journal",
-        "trainer_service.scheduling.scheduler",
     ],
 )
 def test_module_leaves_no_heavy_library_loaded(module: str) -> None:
