@@ -202,6 +202,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.PublishCheckpointRequest, context: Context
     ) -> pb.PublishCheckpointResponse:
         location = Location.parse(request.location, field="location")
+        if not request.version_id:
+            raise InvalidRequest("version_id: is empty; GetCheckpoint says what the location holds", field="version_id")
         certified = await self._ready.operations.publishing.publish(location, request.version_id)
         return pb.PublishCheckpointResponse(num_samplers=certified.num_samplers, certificate=certified.certificate)
 

@@ -310,8 +310,10 @@ class Operations:
             call = await self._call(submission)
         except SequenceConflict:
             return False
-        call.cancel()
-        return True
+        try:  # a trainer that has forgotten the operation cannot compare
+            return ACCEPTED in tuple(await call.initial_metadata())
+        finally:
+            call.cancel()
 
     async def is_repeat(self, request_id: str, mark: str) -> bool:
         """Whether this very CreateModel was submitted before, so that a receipt may be given.

@@ -226,6 +226,11 @@ class Operations:
 
     def optim_step(self, request: pb.OptimStepRequest) -> Work:
         params = params_from_proto(request)
+        if not 0 <= request.failure_seen < request.seq_id:
+            raise InvalidRequest(
+                f"failure_seen: {request.failure_seen} is no seq_id before this step's, {request.seq_id}; 0 means none",
+                field="failure_seen",
+            )
         model_id = request.model_id
 
         def call() -> tuple[Mapping[str, float], State | None]:

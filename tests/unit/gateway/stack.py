@@ -35,7 +35,7 @@ from tinsmith.rpc.errors import (
     VersionGone,
     VersionNotLoaded,
 )
-from tinsmith.rpc.server import Server
+from tinsmith.rpc.server import ACCEPTED, Server
 from tinsmith.rpc.times import timestamp
 from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
@@ -105,6 +105,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """Names of the custom losses that were checked; one of the name "bad" is refused."""
         self.is_loading = False
         self.is_full = False
+        self.forgotten: set[int] = set()
+        """seq_ids whose results have expired."""
         self.trainable_groups = types_pb2.AdapterGroup.values()[1:]
 
     async def GetTrainerInfo(self, request: Any, context: Any) -> Any:
@@ -127,13 +129,15 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         model = self.models.get(request.model_id)
         if model is None:
             raise ModelNotFound(f"no model {request.model_id}")
+        if seq_id in self.forgotten:
+            raise ResultNotFound(f"seq_id {seq_id} was executed long ago; its result has expired")
         body = request.SerializeToString(deterministic=True)
         if self.is_full and seq_id not in model.requests:
             raise OutOfCapacity("256 operations are queued")
         if model.requests.setdefault(seq_id, body) != body:
             kind = "skip" if model.requests[seq_id] == GIVEN_UP else ""
             raise SequenceConflict(f"seq_id {seq_id} has another body", kind=kind)
-        await context.send_initial_metadata(())
+        await context.send_initial_metadata((ACCEPTED,))
         context.set_trailing_metadata((("x-tinsmith-ran", "1.5:2.5"),))
         asyncio.get_running_loop().create_task(self._execute(model, seq_id, work))
         return await self._result(model, seq_id)

@@ -56,6 +56,20 @@ async def test_a_repeat_may_have_its_fields_in_another_order(stack: Stack, clien
     assert stack.trainer.orders[model_id] == [0, 1]
 
 
+async def test_other_bytes_are_a_conflict_once_the_trainer_has_forgotten_a_batch(stack: Stack, client: Client) -> None:
+    """The trainer cannot compare them then, and the answer that the gateway keeps is of the first bytes."""
+    model_id = await client.model(await client.session())
+    ids = trainer_pb2.ForwardBackwardRequest(model_id=model_id, seq_id=1).SerializeToString()
+    rest = batch("", 0).SerializeToString()
+    receipt = await client.post("/api/v1/forward_backward", content=ids + rest, headers=PROTOBUF)
+    await client.result(receipt.json())
+    stack.trainer.forgotten.add(1)
+    refused = await client.post("/api/v1/forward_backward", content=rest + ids, headers=PROTOBUF)
+    assert (refused.status_code, "seq_id 1 of model" in refused.json()["detail"]) == (422, True)
+    again = await client.post("/api/v1/forward_backward", content=ids + rest, headers=PROTOBUF)
+    assert again.json() == receipt.json()
+
+
 @pytest.mark.parametrize("endpoint", ["optim_step", "save_weights"])
 async def test_what_comes_after_its_number_was_given_up_is_told_so(stack: Stack, client: Client, endpoint: str) -> None:
     model_id = await client.model(await client.session())

@@ -278,6 +278,13 @@ async def test_a_caller_that_says_what_it_was_told_is_believed(stub: Any) -> Non
             await fails(stub.OptimStep(said), errors.FailedPrecondition, f"failed, seq_id {seq_id}; its gradients")
 
 
+@pytest.mark.parametrize("seen", [-1, 1, 99])
+async def test_a_failure_that_is_not_before_the_step_is_refused_by_name(stub: Any, seen: int) -> None:
+    said = step(1)
+    said.failure_seen = seen
+    await fails(stub.OptimStep(said), errors.InvalidRequest, f"failure_seen: {seen} is no seq_id before this step's, 1")
+
+
 async def test_another_body_is_a_conflict(stub: Any) -> None:
     await stub.ForwardBackward(batch(1))
     await fails(stub.ForwardBackward(batch(1, forward_only=True)), errors.SequenceConflict, "seq_id 1")
@@ -594,6 +601,9 @@ async def test_publishing_on_demand_needs_the_version_and_a_sampler(stub: Any) -
     await fails(stub.PublishCheckpoint(wanted), errors.NotReady, "no sampler is serving")
     wanted.version_id = "other@1"
     await fails(stub.PublishCheckpoint(wanted), errors.VersionGone, "other@1")
+    wanted.version_id = ""
+    await fails(stub.PublishCheckpoint(wanted), errors.InvalidRequest, "version_id: is empty")
+    wanted.version_id = "other@1"
     wanted.location = f"{MODEL}/ephemeral/2"
     await fails(stub.PublishCheckpoint(wanted), errors.CheckpointNotFound, "ephemeral/2")
 
