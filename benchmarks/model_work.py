@@ -31,7 +31,7 @@ class ModelWork:
     linear: int
     """Multiply-adds of one token through all frozen linear layers."""
     unused_input: int
-    """Those of these multiply-adds in layers whose input needs no gradient."""
+    """The part of the linear layers' multiply-adds in layers whose input needs no gradient."""
     features: int
     """Input and output features of all linear layers, added up."""
     unused_features: int

@@ -1,4 +1,7 @@
-"""HTTP answers: errors, a status and {"detail": ...}; results, in the form that the client's headers ask for.
+"""HTTP answers and requests, for all routes.
+
+Errors are a status and {"detail": ...}; results have the form that the client's headers ask for. The headers also tell
+the version of the client. Large bodies are parsed and made on a thread.
 
 409 is never used, because the SDK would repeat the request for five minutes.
 """

@@ -307,7 +307,7 @@ def _whole(layer: nn.Module, index: int) -> WholeLayer | None:
 
 
 def _linear_layers(layer: nn.Module) -> list[LoraLinear]:
-    """Those of a Llama layer's seven linear layers that are plain adapted ones."""
+    """The linear layers of a Llama layer, at most seven, that are plain adapted ones."""
     names = (*(f"self_attn.{name}_proj" for name in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     modules = dict(layer.named_modules())
     return [one for name in names if type(one := modules.get(name)) is LoraLinear]

@@ -26,7 +26,7 @@ class Check:
     numbers: Mapping[str, float] = field(default_factory=dict)
     detail: str = ""
     advice: str = ""
-    """What the user should do if the check is not ok."""
+    """Advice to the user if the check is not ok."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,10 @@ def fake_batch(
     held_bytes: int = 0,
     loss_s: float = 0.0,
 ) -> Batch:
-    """Of one datum of `num_tokens`, unless `lengths` says otherwise. Its loss has its name; `loss_s`: of each datum."""
+    """A batch of one datum of `num_tokens`, or of datums of `lengths`. The loss is named as the batch.
+
+    `loss_s`: expected time of the loss of each datum, in seconds.
+    """
     datums = [Datum(np.zeros(n, np.int32), np.zeros(n, np.int64), {}, loss_s) for n in lengths or [num_tokens]]
     return Batch(name, LOSS_FNS["cross_entropy"], {}, forward_only, datums, held_bytes, model_id=model_id)
 
@@ -48,8 +51,8 @@ class FakeOutput:
 
 @dataclass
 class FakeEngine:
-    """What a batch does, its name says: "bad" fails, "explode" raises, "refused" is refused, "costly" has a loss of
-    50 ms."""
+    """The name of a batch says what becomes of it: "bad" fails, "explode" raises, "refused" is refused, "costly" has a
+    loss of 50 ms."""
 
     token_budget: int = 100
     calls: list[list[tuple[str, str]]] = field(default_factory=list)

@@ -508,7 +508,7 @@ def flipped(content: bytes, at: int) -> bytes:
 
 
 async def damage(journal: Journal, column: str, seq_id: int, at: int) -> None:
-    """Of one bit."""
+    """Changes one bit of a stored column."""
 
     def run(connection: sqlite3.Connection) -> None:
         (content,) = connection.execute(f"SELECT {column} FROM operations WHERE seq_id = ?", (seq_id,)).fetchone()
