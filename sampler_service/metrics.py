@@ -51,7 +51,7 @@ class Cache:
     def __init__(self, declare: Declare) -> None:
         self.allocated_bytes = declare.gauge("kv_cache_bytes", "Memory that the key/value cache has now.")
         self.used_bytes = declare.gauge("kv_cache_used_bytes", "Keys and values of running sequences in it.")
-        self.limit_bytes = declare.gauge("kv_cache_limit_bytes", "Size to which the key/value cache may grow, in bytes.")
+        self.limit_bytes = declare.gauge("kv_cache_limit_bytes", "Limit of the key/value cache, in bytes.")
         self.prefix_lookups = declare.counter(
             "prefix_cache_lookups", "Prompts that were looked up in the prefix cache."
         )
