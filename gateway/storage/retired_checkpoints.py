@@ -55,12 +55,6 @@ class RetiredCheckpoints:
                 return
         location = _retired(source, version_id)
         trainer = self._clients.find_trainer(checkpoint.base_model)
-        try:
-            await trainer.stub.CopyCheckpoint(trainer_pb2.CopyCheckpointRequest(source=source, destination=location))
-        except CheckpointExists:
-            pass
-        except CheckpointNotFound:
-            return  # the files are gone already
         # A client that deletes the checkpoint and the reaper may both add this row.
         row = self._store.insert(RetiredCheckpoint).values(
             location=location,
@@ -69,9 +63,21 @@ class RetiredCheckpoints:
             base_model=checkpoint.base_model,
             retired_at=time.time(),
         )
+        # The row comes first, so that a gateway that is killed leaves no copy that nobody deletes. It is added again
+        # for a session that ended meanwhile: delete_unused may have run before the copy was there.
+        await self._add(row)
+        try:
+            await trainer.stub.CopyCheckpoint(trainer_pb2.CopyCheckpointRequest(source=source, destination=location))
+        except CheckpointExists:
+            pass
+        except CheckpointNotFound:
+            return  # the files are gone already
+        await self._add(row)
+        logger.info("%s was copied to %s, because samplers still use it", source, location)
+
+    async def _add(self, row: Any) -> None:
         async with self._store.begin() as db:
             await db.execute(row.on_conflict_do_nothing())
-        logger.info("%s was copied to %s, because samplers still use it", source, location)
 
     async def delete_unused(self) -> None:
         """Deletes the copies that no live sampler uses any more."""

@@ -265,8 +265,8 @@ def num_versions(stack: Stack) -> int:
         return len(stub.ListVersions(sampler_pb2.ListVersionsRequest(page_size=1000), timeout=10).versions)
 
 
-def left(stack: Stack) -> dict[str, float]:
-    """What still belongs to sessions; all of it is 0 in the end."""
+def left(stack: Stack) -> dict[str, Any]:
+    """Numbers, and names of files, that still belong to sessions. In the end all are 0 or empty."""
     return {
         "models": metric(stack, "trainer", "trainer_models"),
         "futures": metric(stack, "gateway", "gateway_pending_futures"),
@@ -274,11 +274,11 @@ def left(stack: Stack) -> dict[str, float]:
         "sequences": metric(stack, "sampler", "sampler_running_sequences"),
         "connections": max(0, read(processes(stack)["gateway"]).connections - 1),  # this very question's
         "versions": num_versions(stack),
-        "unnamed saves": len([path for path in stack.checkpoints.glob("*/*/*") if path.parent.name == "ephemeral"]),
+        "unnamed saves": [str(path.relative_to(stack.checkpoints)) for path in stack.checkpoints.glob("*/ephemeral/*")],
     }
 
 
-def wait_idle(stack: Stack) -> dict[str, float]:
+def wait_idle(stack: Stack) -> dict[str, Any]:
     """What is left once nothing changes any more, or IDLE_LIMIT_S are over."""
     deadline = time.monotonic() + IDLE_LIMIT_S
     while True:

@@ -89,9 +89,11 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """What each unpacks to."""
         self.deleted_models: list[str] = []
         self.deletion = asyncio.Event()
-        self.on_deletion: Callable[[], Awaitable[object]] | None = None
-        """What happens before the next checkpoint is deleted."""
         """Set by every DeleteModel and DeleteCheckpoint."""
+        self.on_deletion: Callable[[], Awaitable[object]] | None = None
+        """Is called before the next checkpoint is deleted."""
+        self.on_copy: Callable[[], Awaitable[object]] | None = None
+        """Is called after each CopyCheckpoint, before its answer."""
         self.published: list[str] = []
         self.certificates: dict[str, types_pb2.PublishCertificate] = {}
         """By version."""
@@ -332,6 +334,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         if request.HasField("ttl"):
             info.ttl.CopyFrom(request.ttl)
         self.checkpoints[request.destination] = info
+        if self.on_copy is not None:
+            await self.on_copy()
         return trainer_pb2.CopyCheckpointResponse(checkpoint=info)
 
     async def ImportCheckpoint(self, request_iterator: Any, context: Any) -> Any:

@@ -148,6 +148,29 @@ async def test_a_checkpoint_that_several_remove_at_once_is_kept_for_its_sampler(
     assert found in stack.trainer.checkpoints
 
 
+async def test_a_copy_for_a_sampler_is_known_before_it_exists(stack: Stack, client: Client) -> None:
+    """Otherwise a gateway that is killed after the copy, and before it notes it, leaves files that nobody deletes. The
+    session may end before the copy exists."""
+    session_id = await client.session()
+    path = await save_for_sampler(client, await client.model(session_id), 1)
+    await client.sampling_session(session_id, model_path=path)
+    retired, checkpoint = stack.gateway.storage.retired, await stack.gateway.store.checkpoints.get(path)
+    assert checkpoint is not None
+    known = []
+
+    async def copied() -> None:
+        known.append(await retired.find(checkpoint.location, checkpoint.version_id))
+        await client.call(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
+        await retired.delete_unused()
+        assert await retired.find(checkpoint.location, checkpoint.version_id) is None
+
+    stack.trainer.on_copy = copied
+    await retired.keep_for_samplers(checkpoint)
+    assert known[0] is not None
+    await retired.delete_unused()
+    assert known[0] not in stack.trainer.checkpoints
+
+
 async def test_a_sampler_goes_on_when_its_checkpoint_is_overwritten(stack: Stack, client: Client) -> None:
     session_id = await client.session()
     run_id = await client.model(session_id)
