@@ -16,12 +16,12 @@ class Made:
 
     good: Path
     expired: Path
-    """Of the same authority, a day ago."""
+    """Signed by the authority of `good`; expired a day ago."""
     foreign: Path
-    """Of another authority."""
+    """Signed by another authority."""
 
     def certificates(self, name: str, folder: Path | None = None) -> Certificates:
-        """Of a service, from `good` unless another folder is given; believes the good authority."""
+        """A service's certificates, from `good` unless another folder is given; it trusts `good`'s authority."""
         folder = folder or self.good
         return Certificates(self.good / "ca.pem", folder / f"{name}.pem", folder / f"{name}-key.pem")
 

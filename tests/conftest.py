@@ -34,7 +34,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """After collection. What was imported stays until the end, so no garbage collection has to look at it again."""
+    """Runs after collection. Imported objects live until the end, so no garbage collection need look at them."""
     gc.enable()
     gc.collect()
     gc.freeze()

@@ -3,8 +3,8 @@ place, and no values.
 
 Every operation goes through torch's own rules for it (torch._subclasses.fake_tensor): that devices and types go
 together, and what kernels ask of their arguments as far as torch knows it without them, such as the alignment of
-grouped products. Host tensors are real. What comes to the host from the device is made up: `HollowCuda.integer`, zero,
-or true.
+grouped products. Host tensors are real. Values that come to the host from the device are made up:
+`HollowCuda.integer`, zero, or true.
 
 It cannot tell whether a value is right, whether a kernel takes the arguments that torch lets through, whether a kernel
 of Triton's compiles, or how long anything takes: tests/gpu is for that.
@@ -51,7 +51,7 @@ class HollowCuda(TorchDispatchMode):
         super().__init__()
         self.fake = FakeTensorMode()
         self.integer = 1
-        """Of which all integers consist that come from the device."""
+        """Value of every integer that comes from the device."""
         self.waits: Counter[str] = Counter()
         """Functions of this repository in which the host waits for the device, for a value or for the end of a copy."""
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -177,7 +177,7 @@ def _grad(outputs: Tensor, inputs: Sequence[Tensor], *, allow_unused: bool = Fal
 
 
 def _called(node: Any, arrived: dict[int, Tensor], leaves: dict[int, Tensor]) -> Sequence[Tensor | None]:
-    """What a node of autograd's graph gives to each of its next_functions."""
+    """The gradients that a node of autograd's graph gives to its next_functions, one each."""
     if not arrived:
         return [None] * len(node.next_functions)
     promised = node._input_metadata if hasattr(node, "_input_metadata") else [node.variable]
@@ -193,7 +193,7 @@ def _called(node: Any, arrived: dict[int, Tensor], leaves: dict[int, Tensor]) ->
         if not isinstance(node, torch._C._FunctionBase):
             returned = node(*grads)
             return returned if isinstance(returned, tuple) else [returned]
-        # Of a torch.autograd.Function: it knows no None, and returns something for what is no tensor, too.
+        # A torch.autograd.Function takes no None, and returns a value for arguments that are no tensors, too.
         function: Any = node
         returned = function.apply(*(
             torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device) if grad is None else grad

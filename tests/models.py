@@ -23,7 +23,7 @@ TINY_CONFIG: dict[str, Any] = {
     "initializer_range": 0.1,
     "pad_token_id": 0,
 }
-"""What most families understand."""
+"""Settings that most model families understand."""
 
 
 def make_model(folder: Path, **overrides: Any) -> Path:

@@ -37,7 +37,7 @@ class Oracle:
 
 
 def _gradients(target: Target, a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of a factor that all experts share, PEFT has a copy for each: the gradient is the sum of theirs."""
+    """Gradients of both factors. PEFT copies a shared factor for each expert: its gradient is the sum of theirs."""
     assert a is not None
     assert b is not None
     if target.num_experts is None:

@@ -43,7 +43,7 @@ def s3() -> Iterator[dict[str, str]]:
 
 @contextmanager
 def gs() -> Iterator[dict[str, str]]:
-    """The same of an imitation of Google Cloud Storage."""
+    """An imitation of Google Cloud Storage with BUCKET. Gives the environment that a client needs to reach it."""
     port = free_ports(1)[0]
     server = create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET)
     server.start()
@@ -74,7 +74,7 @@ class Place:
         return "://" in self.root
 
     def open(self, *, state_dir: Path | None = None, min_free_bytes: int | None = None) -> CheckpointStore:
-        """As a trainer that starts with this state folder does."""
+        """Opens the store as a trainer with this state folder does."""
         metrics = Metrics(CollectorRegistry())
         storage = open_storage(
             self.root, state_dir=state_dir or self.state_dir, metrics=metrics, min_free_bytes=min_free_bytes
@@ -82,7 +82,7 @@ class Place:
         return CheckpointStore(storage, metrics)
 
     def path(self, store: CheckpointStore, location: Location, name: str) -> str:
-        """Of a checkpoint's file."""
+        """Path of a checkpoint's file."""
         folder = "" if name == "manifest.json" else store.manifest(location).folder
         return "/".join(part for part in (self.root, str(location), folder, name) if part)
 
@@ -93,7 +93,7 @@ class Place:
         self.fs.pipe_file(self.path(store, location, name), data)
 
     def flip(self, store: CheckpointStore, location: Location, name: str) -> None:
-        """One bit in the middle."""
+        """Flips one bit in the middle of the file."""
         data = bytearray(self.read(store, location, name))
         data[len(data) // 2] ^= 1
         self.write(store, location, name, bytes(data))
@@ -102,7 +102,7 @@ class Place:
         self.fs.rm_file(self.path(store, location, name))
 
     def fetch(self, store: CheckpointStore, location: Location, folder: Path) -> Path:
-        """All its files, in a folder of this machine."""
+        """Copies all files of a checkpoint into a local folder."""
         folder.mkdir(parents=True, exist_ok=True)
         for name in store.manifest(location).files:
             (folder / name).write_bytes(self.read(store, location, name))

@@ -1,4 +1,4 @@
-"""What a case is, and how one is run. Imports no SDK: the runner outside the SDK's environment reads it too."""
+"""Defines a case, and runs one. Imports no SDK, because the runner outside the SDK's environment reads it too."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ Floats = np.ndarray
 NUM_WORDS = 2000
 """Token ids below this are words in every vocabulary."""
 CLOSE = 1e-3
-"""Two roads to a number in one engine."""
+"""Largest gap between two ways to compute a number in one engine."""
 NEAR = 0.05
-"""The same logprob from the trainer and from the sampler, which may compute in bfloat16."""
+"""Largest gap between the trainer's and the sampler's logprob of a token; the sampler may compute in bfloat16."""
 
 
 def settle(value: Any) -> Any:
-    """What newer SDKs promise and older ones return at once."""
+    """The value behind a future of a newer SDK; older SDKs return the value itself."""
     return value.result() if hasattr(value, "result") else value
 
 
@@ -57,7 +57,7 @@ def datum(tokens: Sequence[int], **inputs: Any) -> types.Datum:
 
 
 TEXTS = [random_tokens(length, length) for length in (9, 17, 5)]
-"""Of different lengths, so that nothing passes that pads or truncates."""
+"""Their lengths differ, so that no server passes that pads or truncates."""
 
 
 def logprobs(output: Any) -> list[Floats]:
@@ -160,7 +160,7 @@ class World:
         return settle(self.service.create_sampling_client(model_path=self.saved_sampler))
 
     def set_flags(self, **flags: Any) -> None:
-        """What the server would say in client/config, for those of its abilities that it leaves to the client."""
+        """Sets flags of client/config, as a server would that leaves these abilities to the client."""
         config = getattr(self.service.holder, "_client_config", None)
         if config is None or any(name not in type(config).model_fields for name in flags):
             raise Absent

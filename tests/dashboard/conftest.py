@@ -1,5 +1,7 @@
-"""A stack with two keys, and a browser that looks at it. What a page complains about, or asks of others, fails the
-test."""
+"""A stack with two keys, and a browser that looks at it.
+
+A test fails when its page logs an error or sends a request to another host.
+"""
 
 from __future__ import annotations
 

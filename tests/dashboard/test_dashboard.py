@@ -209,7 +209,7 @@ def test_a_sampler_checkpoint_shows_its_gap(visitor: Visitor, trainer: tinker.Tr
     expect(row.locator('[data-label="On samplers"]')).to_have_text("1 of 1")
 
 
-# Who looks
+# Keys and visitors
 
 
 def test_the_key_is_asked_for_once_and_stays_in_the_tab(visitor: Visitor, trainer: tinker.TrainingClient) -> None:

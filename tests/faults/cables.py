@@ -13,7 +13,7 @@ class Cable:
 
     def __init__(self, namespace: str, link: str, address: str) -> None:
         self.address = address
-        """Of the other end."""
+        """Address of the other end."""
         self.within: Sequence[str] = ("ip", "netns", "exec", namespace)
         """Before a command that is to run there."""
         self._link = link

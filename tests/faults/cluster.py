@@ -217,7 +217,7 @@ class Cluster:
             process.wait_serving()
 
     def metrics(self) -> dict[str, float]:
-        """Of the gateway: the value of each sample, by its name with its labels as Prometheus writes them."""
+        """The gateway's metrics: each sample's value, by its name with its labels as Prometheus writes them."""
         lines = httpx.get(f"{self.url}/metrics", trust_env=False).text.splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 

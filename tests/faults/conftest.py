@@ -38,7 +38,7 @@ def model(toy: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def order(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What faulty_sampler.py looks at, where a file runs it as its first sampler."""
+    """The file that faulty_sampler.py watches, for test files that run it as their first sampler."""
     return tmp_path_factory.mktemp("orders") / "order"
 
 
@@ -50,7 +50,7 @@ def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 @pytest.fixture(scope="module")
 def mode(request: pytest.FixtureRequest) -> str:
-    """Of a test that is `in_mode`."""
+    """The trainer's mode in a test marked `in_mode`."""
     return request.param
 
 
@@ -88,7 +88,7 @@ def repetition(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def rng() -> random.Random:
-    """Of this repetition; a failure shows its seed."""
+    """A generator for this repetition. The printed seed appears with a failure."""
     seed = fresh_seed()
     print(f"TINSMITH_FAULT_SEED={seed}")
     return random.Random(seed)

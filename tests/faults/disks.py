@@ -61,7 +61,7 @@ def small_disk(folder: Path, *, megabytes: int) -> Iterator[SmallDisk]:
 
 
 class SizeLimit:
-    """Of what one process writes: every write to a file fails, with EFBIG. Any user can set it."""
+    """A limit of file sizes for one process: its every write to a file fails, with EFBIG. Any user can set it."""
 
     def __init__(self, process: Process) -> None:
         self._process = process

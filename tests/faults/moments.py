@@ -20,8 +20,10 @@ repeated = pytest.mark.parametrize("repetition", REPETITIONS)
 
 
 def in_mode(usual: str) -> pytest.MarkDecorator:
-    """Of the trainer; with "deterministic" the numbers are the same bit for bit. Each fault in one of them usually, in
-    both with TINSMITH_ALL_FAULTS=1."""
+    """Marks a test with the trainer's mode; in "deterministic" the numbers are equal bit for bit.
+
+    A fault runs in one mode, and in both with TINSMITH_ALL_FAULTS=1.
+    """
     modes = ["usual", "deterministic"] if ALL_FAULTS else [usual]
     return pytest.mark.parametrize("mode", modes, scope="module", indirect=True)
 

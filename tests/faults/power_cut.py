@@ -1,4 +1,4 @@
-"""What a power cut does to the end of SQLite's write-ahead log (https://www.sqlite.org/fileformat2.html#walformat)."""
+"""Damage that a power cut does to the end of SQLite's write-ahead log (https://www.sqlite.org/fileformat2.html#walformat)."""
 
 from __future__ import annotations
 

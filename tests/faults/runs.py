@@ -18,15 +18,16 @@ from tinker import ModelInput, SamplingParams
 from tests.integration.examples import Floats, batch, new_model, random_tokens
 
 SEEDS = (1, 2)
-"""Of the runs that go on at the same time."""
+"""One for each of the concurrent runs."""
 ADAM = tinker.AdamParams(learning_rate=1e-4)
 ROUNDS = 4
 STEPS = 5
-"""Of each round, which ends with two saves and a sample."""
+"""Steps of a round. It ends with two saves and a sample."""
 LARGEST_GAP = 1e-6
-"""Between the weights of a disturbed run and of an undisturbed one, which are of the order of 0.01 to 1."""
+"""Largest gap between the weights of a disturbed and an undisturbed run; weights are of the order of 0.01 to 1."""
 ROUNDING = 1e-5
-"""Of losses, and of moments beside the largest: gradients are sums, and neighbours change their order."""
+"""Largest gap of losses, and of moments relative to the largest one. Gradients are sums, and the other runs in a
+micro-batch change the order of their terms."""
 _ADAPTER = "adapter_model.safetensors"
 _SAMPLING = SamplingParams(max_tokens=12, stop=[], seed=7)
 
@@ -34,7 +35,7 @@ _SAMPLING = SamplingParams(max_tokens=12, stop=[], seed=7)
 @dataclass(frozen=True, slots=True)
 class Outcome:
     losses: list[float]
-    """Of every step."""
+    """One for each step."""
     tensors: list[dict[str, Floats]]
     """Adapter and optimizer of every round, as they lie in the files of its checkpoint."""
     sampled: list[list[int]]

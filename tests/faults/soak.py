@@ -47,24 +47,27 @@ SAMPLER_WARM_UP_REQUESTS = 300
 """Its caches are at their bounds by then: oneDNN's products, lanes, prefixes. Time says little on a busy machine."""
 MEASURED_S = 90.0
 MEASURED = {"rss": 0, "fds": 2, "threads": 2}
-"""What is flat, and by how many it may grow whatever its share: a pool starts its threads as it needs them."""
+"""Measures that must stay flat, with the growth that is always allowed: a pool starts its threads as it needs them."""
 LARGEST_GROWTH = 0.05
 LARGEST_SESSION_BYTES = {"database": 6000, "trainer": 6000}
-"""What an ended session may leave in the database (its row, those of its runs and of its usage, and for a day those of
-its deletions), and in the trainer's folder: nothing, but that is megabytes larger or smaller from minute to minute."""
+"""Most bytes that an ended session may leave.
+
+In the database it leaves its row, those of its runs and of its usage, and for a day those of its deletions. In the
+trainer's folder it leaves nothing, but the folder's size varies by megabytes from minute to minute.
+"""
 SIZES_WARM_UP_MIN = 6.0
 """Tables with a bound are full by then."""
 JOURNAL_MAX_BYTES = 32 * 2**20
 LARGEST_TRAINER_BYTES = 2 * JOURNAL_MAX_BYTES
 """The journal, its write-ahead log and the snapshots of the models that live."""
 SESSION_TIMEOUT_S = 45.0
-"""What a killed client has left goes after that."""
+"""The runs of a killed client are deleted after that time."""
 IDLE_LIMIT_S = 180.0
 ENV = {
     "GATEWAY_SESSION_TIMEOUT_S": str(SESSION_TIMEOUT_S),
     "GATEWAY_REAP_INTERVAL_S": "5",
     "GATEWAY_SPAN_RETENTION_S": "60",
-    # What is bounded is full within the warm-up, as it would be with the defaults within days or months.
+    # Bounded caches and tables are full within the warm-up; with the defaults that would take days or months.
     "GATEWAY_RESULT_CACHE_BYTES": str(4 * 2**20),
     "GATEWAY_ENDED_SESSION_RETENTION_S": "60",
     "GATEWAY_AUDIT_RETENTION_S": "60",
@@ -193,7 +196,7 @@ class ClientProcess:
         return Path(self._output.name).read_text().splitlines()
 
     def kill(self) -> list[str]:
-        """What it had seen go wrong before."""
+        """Kills it. Returns the errors that it had printed before."""
         status = self._process.poll()
         self._process.kill()
         self._process.communicate()
@@ -207,7 +210,7 @@ class ClientProcess:
         self._process.stdin = None
 
     def wait(self, *, timeout_s: float) -> tuple[list[str], dict[str, int]]:
-        """What it has seen go wrong, and what it has done."""
+        """Waits for its end. Returns the errors that it has printed, and its counts of what it did."""
         status = self._process.wait(timeout_s)
         lines = self.said()
         counts = json.loads(lines.pop()) if lines and lines[-1].startswith("{") else {}
@@ -226,7 +229,7 @@ class Clients:
         return ClientProcess(self._url, seed=self._rng.randrange(10**6))
 
     def kill_one(self) -> None:
-        """What it has done is not counted, so only the last process is ever killed."""
+        """Kills the last process: always that one, because the counts of a killed process are lost."""
         self.errors += self._running[-1].kill()
         self._running[-1] = self._start()
 
@@ -279,7 +282,7 @@ def left(stack: Stack) -> dict[str, Any]:
 
 
 def wait_idle(stack: Stack) -> dict[str, Any]:
-    """What is left once nothing changes any more, or IDLE_LIMIT_S are over."""
+    """`left` as soon as nothing is left, or after IDLE_LIMIT_S."""
     deadline = time.monotonic() + IDLE_LIMIT_S
     while True:
         try:
@@ -359,7 +362,7 @@ def describe(life: Life) -> dict[str, Any]:
 
 
 def check(result: dict[str, Any]) -> list[str]:
-    """What is wrong."""
+    """The faults found in a result, one line each; empty when it is as it should be."""
     wrong = [f"a client saw: {error}" for error in result["errors"]]
     wrong += [f"left in the end: {what}: {value}" for what, value in result["left"].items() if value]
     wrong += [

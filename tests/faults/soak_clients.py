@@ -31,9 +31,9 @@ from tests.integration.examples import BASE_MODEL, batch, random_tokens
 ADAM = tinker.AdamParams(learning_rate=1e-3)
 RANKS = (4, 8, 16)
 MAX_LOADS = 2
-"""Of one session: each is a model more."""
+"""Most loads of one session: each adds a model."""
 END_LIMIT_S = 240.0
-"""Of the sessions in work when all is to end."""
+"""Time for the sessions in work when all is to end."""
 
 
 class Report:
@@ -93,7 +93,7 @@ class Life:
             self.report.count("steps")
 
     def sample(self) -> None:
-        """Of the weights as they are now."""
+        """Draws from the current weights."""
         self._draw(self.client.save_weights_and_get_sampling_client().result())
 
     def save(self) -> None:

@@ -29,7 +29,7 @@ STEPS = 30
 FULL_S = (0.5, 3.0)
 SAVES = 15
 NO_ROOM = "was not saved: .*( free under |No space left)"
-"""Of a save that found none, or in whose middle it was gone."""
+"""Error of a save on a full disk, or on one that became full in the middle."""
 KINDS = ("small disk", "size limit")
 
 
@@ -58,7 +58,7 @@ def running(
 
 
 def disk_of(kind: str, name: str, cluster: Cluster, small_disks: dict[str, SmallDisk]) -> Disk:
-    """What the folder lies on."""
+    """The limited disk under the service's folder."""
     if kind == "size limit":
         return SizeLimit(cluster.gateway if name == "gateway" else cluster.trainer)
     if not small_disks:
@@ -146,7 +146,7 @@ def test_saves_to_a_full_disk_fail_with_the_reason_and_training_goes_on(
     rest = tinker.RestClient(base_url=cluster.url, api_key="tml-test")
 
     def taken(path: str) -> dict[str, Floats]:
-        """What was saved, which is deleted: the disk is small, and there are repetitions."""
+        """Tensors of the checkpoint, which is then deleted: the disk is small, and there are repetitions."""
         tensors = tensors_of(cluster.checkpoints, path)
         rest.delete_checkpoint_from_tinker_path(path).result()
         return tensors

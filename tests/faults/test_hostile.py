@@ -110,7 +110,7 @@ class Hostile:
         self.wire.http.close()
 
     def end_of(self, response: httpx.Response) -> str:
-        """What became of a submission: "200", or its error."""
+        """The outcome of a submission: "200", or its error."""
         if response.status_code != 200:
             return f"{response.status_code} {response.text[:300]}"
         try:

@@ -87,7 +87,7 @@ def used(cluster: Cluster) -> Counter[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(running: Cluster) -> tuple[list[runs.Outcome], Counter[str]]:
-    """What the runs leave, and what they use."""
+    """Outcomes and usage of the runs without a fault."""
     with tinker.ServiceClient(base_url=running.url, api_key="tml-test") as service:
         outcomes = runs.run_all(service, running.checkpoints)
     return outcomes, used(running)

@@ -85,7 +85,7 @@ def publish(cluster: Cluster, checkpoint: types_pb2.CheckpointInfo) -> int:
 
 
 def published(cluster: Cluster, training: tinker.TrainingClient) -> types_pb2.CheckpointInfo:
-    """What the last save has left."""
+    """The checkpoint of the last save."""
     with grpc.insecure_channel(cluster.trainer.address) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
         model = stub.GetModel(trainer_pb2.GetModelRequest(model_id=training.model_id), timeout=60).model

@@ -34,7 +34,7 @@ class Versions:
     clients: Sequence[tinker.TrainingClient]
 
     def check(self, n: int, prompt: Sequence[int], sequence: tinker.SampledSequence) -> None:
-        """What was drawn has the logprobs of version n, and not of the other."""
+        """Asserts that the sequence has the logprobs of version n, and not those of the other version."""
         assert sequence.logprobs_np is not None
         gaps = [
             np.abs(sequence.logprobs_np - forward(client, [*prompt, *sequence.tokens])[0][len(prompt) - 1 :]).max()

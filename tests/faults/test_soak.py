@@ -1,4 +1,4 @@
-"""The short form of soak.py: a minute, each service killed now and then. What grows is measured in half an hour."""
+"""The short form of soak.py: a minute, each service killed now and then. The long form measures growth, too."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 REPORTED = ("was killed by SIGKILL", "; the others go on", ": ready again after")
-"""Of each service that is killed."""
+"""Printed for each service that is killed."""
 
 Kill = Callable[..., None]
 

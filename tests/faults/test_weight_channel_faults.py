@@ -66,7 +66,7 @@ def running(model: Path, tmp_path_factory: pytest.TempPathFactory, channel: str,
 class Run:
     losses: list[float]
     scores: Floats
-    """Of TEXT, by the version that was saved in the middle."""
+    """Logprobs of TEXT, by the version that was saved in the middle."""
     seconds: float
     """That the save took."""
     training: tinker.TrainingClient

@@ -26,7 +26,7 @@ from tests.stack import Stack
 PROTOBUF = "application/x-protobuf"
 NUM_SLOW_CASES = 10_000
 REFUSED = {400, 413, 422, 429}
-"""What a body may be answered with instead of a receipt."""
+"""Statuses that a body may get instead of a receipt."""
 SETTINGS: dict[str, Any] = {
     "deadline": None,
     "derandomize": True,
@@ -211,7 +211,7 @@ class Target:
         assert content.get("category", "user") == "user", content
 
     def check_alive(self) -> None:
-        """The same processes, and a right request works, on the model that was attacked and on a new one."""
+        """Asserts that no process was restarted, and that the attacked model and a new one take valid requests."""
         assert {process.pid for process in self.stack.processes()} == self._pids
         for _ in range(2):
             message = request(5, 3)

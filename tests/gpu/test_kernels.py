@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 TOLERANCE = 0.01
-"""Of ||ours - expected|| / ||expected||. bfloat16 rounds by 0.004 at most, and in the norm of many by 0.002."""
+"""Largest ||ours - expected|| / ||expected||. bfloat16 rounds by 0.004 at most, and in the norm of many by 0.002."""
 
 
 def assert_near(ours: Tensor, expected: Tensor, what: str = "") -> None:

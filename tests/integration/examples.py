@@ -1,4 +1,4 @@
-"""What the tests train on and ask for, through the SDK."""
+"""Training data and prompts of the tests, in the SDK's types."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ BROKEN_CSR = pb.Tensor(
 )
 
 CASES: dict[str, tuple[Callable[[Client], str], tuple[str, ...]]] = {
-    # What to send, and what the error must name: the field and the value, or what would be right.
+    # Each case: a request, and the words that its error must have (the field and the value, or the allowed values).
     "unknown loss": (lambda c: c.forward_backward(GOOD, loss_fn="sft"), ("loss_fn", "'sft'", "cross_entropy")),
     "missing advantages": (
         lambda c: c.forward_backward(policy(advantages=None), loss_fn="ppo"),

@@ -167,7 +167,7 @@ def test_a_downloaded_checkpoint_is_a_folder_of_peft(
             logits = model(torch.tensor([PROMPT])).logits[0, :-1]
         found = logits.log_softmax(-1)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
         np.testing.assert_allclose(found.numpy(), wanted, atol=1e-4)
-    # What the command made for the download is gone, and so is the run's session.
+    # The command has deleted the checkpoint that it made for the download, and ended the run's session.
     newest = rest.list_training_runs(limit=1).result().training_runs[0]
     assert newest.user_metadata == {"created_by": "tinker checkpoint download"}
     assert rest.list_checkpoints(newest.training_run_id).result().checkpoints == []

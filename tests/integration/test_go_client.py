@@ -28,7 +28,7 @@ SINCE_DEBIAN = {
 
 
 def run(*command: str, cwd: Path, env: Mapping[str, str] | None = None) -> str:
-    """What a command complains of; empty where it succeeds."""
+    """The error output of a command; empty where it succeeds."""
     done = subprocess.run(
         command, cwd=cwd, env=os.environ | dict(env or {}), capture_output=True, text=True, timeout=300, check=False
     )

@@ -248,7 +248,7 @@ def services(stack: Stack) -> Iterator[Services]:
 
 
 def complaint(error: grpc.RpcError, request: Message, name: str) -> str:
-    """What is wrong with an error; empty when it is as it should be."""
+    """The fault of an error's details; empty when they are as they should be."""
     status = rpc_status.from_call(error)  # type: ignore[arg-type]
     if status is None or not status.details:
         return "no details"

@@ -58,7 +58,7 @@ def step_and_save(client: tinker.TrainingClient) -> tinker.SamplingClient:
 
 
 def until_mixed(draw: Callable[[], tuple[Any, Spans]], *, num_versions: int) -> tuple[Any, Spans]:
-    """What it draws while the model is saved in between; once more when the machine gave it too little time."""
+    """A draw during which the model was saved; drawn again when a busy machine gave it too little time."""
     seen = []
     for _ in range(TRIES):
         drawn, spans = draw()

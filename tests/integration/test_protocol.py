@@ -1,4 +1,4 @@
-"""What the SDK relies on without saying so: order, repeats, long polls, encodings, and where errors appear."""
+"""Unwritten promises on which the SDK relies: order, repeats, long polls, encodings, and where errors appear."""
 
 from __future__ import annotations
 

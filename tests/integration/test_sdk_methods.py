@@ -32,7 +32,7 @@ def trained(service: tinker.ServiceClient) -> tinker.TrainingClient:
 
 
 def checkpoint(stack: Stack, path: str) -> types_pb2.CheckpointInfo:
-    """What the trainer has written down about a checkpoint."""
+    """The trainer's record of a checkpoint."""
     with grpc.insecure_channel(stack.trainers[0]) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
         location = path.removeprefix("tinker://")

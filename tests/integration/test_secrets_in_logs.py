@@ -118,7 +118,7 @@ def private_keys(made: Made) -> dict[str, str]:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Of OpenTelemetry traces: keeps what it is sent, and what with."""
+    """A collector of OpenTelemetry traces that keeps every request, with its metadata."""
 
     def __init__(self) -> None:
         self.received = b""
@@ -147,7 +147,7 @@ class Subject:
     secrets: dict[str, str]
     seen: Places = field(default_factory=dict)
     statuses: set[int] = field(default_factory=set)
-    """Of HTTP answers."""
+    """Statuses of HTTP answers."""
     codes: set[grpc.StatusCode] = field(default_factory=set)
 
     def http(self, key: str) -> httpx.Client:
@@ -224,7 +224,7 @@ def ask_wrongly(subject: Subject, path: str) -> None:
 
 
 def call_wrongly(subject: Subject) -> None:
-    """The same straight over gRPC."""
+    """Wrong calls straight over gRPC."""
     credentials = subject.made.certificates("client").client()
     services = {"Trainer": (subject.stack.trainers[0], "GetModel"), "Sampler": (subject.stack.samplers[0], "Sample")}
     for service, (address, method) in services.items():
@@ -296,7 +296,7 @@ REACHED = {
     "traces": ("tinsmith-gateway", "tinsmith-trainer", "tinsmith-sampler", "ForwardBackward"),
     "s3://": ("lora_alpha",),
 }
-"""What is to be found in each kind of place: what was done got there, and the search sees it."""
+"""Words that each kind of place must hold: they prove that the test wrote there, and that the search sees it."""
 
 
 def test_no_secret_is_written_or_shown_by_any_process(subject: Subject, tmp_path: Path) -> None:

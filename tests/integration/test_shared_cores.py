@@ -21,7 +21,7 @@ def test_one_that_computes_alone_has_all_cores_and_two_have_their_shares(toy: Pa
         seq_ids = count(1)
 
         def threads_of_a_batch(*, num_datums: int = 3 * cores) -> float:
-            """Of datums of 99 tokens; three of the toy's are enough for a thread."""
+            """Threads of a forward_backward of datums of 99 tokens; three of them are enough work for a thread."""
             data = [next_token_datum([1, 2, 3] * 33)] * num_datums
             wire.output(wire.forward_backward(model_id, next(seq_ids), data))
             return wire.metrics(stack.metrics_url("trainer"))["trainer_threads"]

@@ -1,4 +1,4 @@
-"""What lies in the store, against the real stack: damage is found wherever a checkpoint is read, and named; the command
+"""Stored checkpoints, against the real stack: damage is found wherever a checkpoint is read, and named; the command
 line lists, verifies, exports and prunes."""
 
 from __future__ import annotations

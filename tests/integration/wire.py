@@ -147,11 +147,11 @@ class Wire:
         return self._finished(request_id, accept="application/json").json()
 
     def output(self, request_id: str) -> pb.ForwardBackwardOutput:
-        """Of a forward_backward."""
+        """Result of a forward_backward."""
         return self._parse(request_id, pb.ForwardBackwardOutput())
 
     def sampled(self, request_id: str) -> pb.SampleResponse:
-        """Of a sample."""
+        """Result of a sample."""
         return self._parse(request_id, pb.SampleResponse())
 
     def _parse(self, request_id: str, message: M) -> M:
@@ -161,7 +161,7 @@ class Wire:
         return message
 
     def grad_norm(self, request_id: str) -> float:
-        """Of an optim_step."""
+        """Gradient norm of an optim_step."""
         return self.json_result(request_id)["metrics"]["grad_norm:mean"]
 
     # Others

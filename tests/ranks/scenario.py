@@ -1,4 +1,4 @@
-"""What a trainer does in these tests, whatever the number of its ranks; and how that is written down and compared."""
+"""A script that trainers with any number of ranks play, and the comparison of their records of it."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def play_starved(engine: TrainingEngine) -> dict[str, Any]:
 
 
 def scores(script: Script, model_id: str) -> None:
-    """What a publish asks of the trainer: of live weights, and of a copy once the live ones have moved on."""
+    """Scores that a publish needs: with the live weights, and with a copy of them after the live ones have changed."""
     engine = script.engine
     sequences = canary(4, vocab_size=VOCAB_SIZE, max_context_length=CONTEXT)
     copied = engine.capture(model_id, with_optimizer=False).adapter
@@ -276,7 +276,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], *, limit: float) -> list[str]:
-    """What differs by more than `limit`, relative to the larger of 1 and the value."""
+    """Names of values that differ by more than `limit`, relative to the larger of 1 and the value."""
     found = [f"{name}: on one side only" for name in set(ours) ^ set(theirs)]
     for name in set(ours) & set(theirs):
         if isinstance(ours[name], str):

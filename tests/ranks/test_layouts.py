@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def alone(base: BaseModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """What one rank gives, and its checkpoints."""
+    """The record of one rank, and the folder of its checkpoints."""
     root = tmp_path_factory.mktemp("alone")
     seen = scenario.play(TrainingEngine(base, max_tokens_per_microbatch=scenario.BUDGET), root)
     going_on = {name.replace("saved", "of others"): value for name, value in seen.items() if name.startswith("saved")}
@@ -80,7 +80,7 @@ def start(num_ranks: int, *arguments: object) -> None:
 
 
 def compare_checkpoints(ours: Path, theirs: Path) -> None:
-    """The same tensors, and the same words about them."""
+    """Asserts that both have equal tensors, with equal metadata."""
     for model_id in ("all:train:0", "attn:train:0"):
         mine, other = (root / model_id / "weights" / "one" for root in (ours, theirs))
         assert sorted(path.name for path in mine.iterdir()) == sorted(path.name for path in other.iterdir())

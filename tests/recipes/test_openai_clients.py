@@ -31,7 +31,7 @@ TOOLS = {"Colour": COLOUR, "Weather": WEATHER}
 
 @pytest.fixture(scope="module")
 def parsed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each call gave. The stack's tokenizer has a chat template that shows tools."""
+    """The answer of each call. The stack's tokenizer has a chat template that shows tools."""
     with Stack(tmp_path_factory.mktemp("stack"), base_models=[f"{MODEL}={toy}"]) as stack:
         done = subprocess.run(
             [PYTHON, Path(__file__).with_name("openai_clients.py"), stack.base_url, MODEL, toy],

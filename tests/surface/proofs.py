@@ -147,7 +147,7 @@ REMARKS: dict[str, str] = {
     f"PUT {_BARE}/ttl": _ASKS_FOR_KIND,
     "DELETE /api/v1/auth/apikey/me": "supported; answered 403 for a key of the configuration",
 }
-"""What is not simply supported. One without a proof is a command that no test runs to its end."""
+"""Verdicts of everything that is not simply supported. An entry without a proof is a command that no test completes."""
 
 _CHECKPOINT = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"
 _POLICY = "/api/v1/training_runs/{run_id}/retention"

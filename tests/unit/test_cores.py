@@ -1,4 +1,4 @@
-"""Who uses how many threads, on a page that several services share."""
+"""Threads of each service, by a shared page of several services."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 optimizers and moves to the host, and the torch sampler's steps, in bfloat16 with float32 adapters and with the kernels
 that an H100 gets.
 
-What passes here has tensors of the right shape and type in the right place in every operation, forward and backward,
-and makes the host wait where it says below and nowhere else. Whether numbers are right, and whether the real kernels
-agree to what they are given, only tests/gpu can tell.
+Code that passes here has tensors of the right shape and type in the right place in every operation, forward and
+backward, and makes the host wait where it says below and nowhere else. Only tests/gpu can tell whether numbers are
+right, and whether the real kernels take what they are given.
 """
 
 from __future__ import annotations

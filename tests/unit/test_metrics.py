@@ -44,7 +44,7 @@ STATES = {
     "trainer_tokens_per_second",
     "tinsmith_build",
 }
-"""What is no number with a unit."""
+"""Metrics that are no number with a unit."""
 LABELS = {
     "bucket",
     "engine",
@@ -78,7 +78,7 @@ class Described:
 
 
 def described(registry: CollectorRegistry) -> list[Described]:
-    """What a registry has, in the order in which it was put in."""
+    """The metrics of a registry, in the order in which they were registered."""
     found = []
     for collector in list(registry._collector_to_names):
         labels = getattr(collector, "_labelnames", ()) if isinstance(collector, MetricWrapperBase) else ()
@@ -113,7 +113,7 @@ def own(service: str) -> list[Described]:
 
 
 def names(service: str) -> set[str]:
-    """Of all time series, as a query writes them."""
+    """Names of all time series, as a query writes them."""
     found = set()
     for metric in described(registry_of(service)):
         suffixes = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)

@@ -29,7 +29,7 @@ FLAGS = {
     "max-running": 12,
     "max-waiting": 64,
 }
-"""Of the servers that are asked all of it."""
+"""Settings of the servers that run every case."""
 
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "maxProperties": 1}'

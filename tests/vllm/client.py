@@ -109,7 +109,7 @@ async def is_running(service: Service, request_id: str) -> bool | None:
 async def moved_midway(
     service: Service, request: pb.SampleRequest, *, run_id: str, version_id: str
 ) -> pb.SampleResponse:
-    """What a request gives that moves to a version as soon as each of its two sequences has a token."""
+    """The answer of a request that moves to a version as soon as each of its two sequences has a token."""
     begun: set[int] = set()
     answer, message = None, None
     async for message in service.stub.StreamSample(pb.StreamSampleRequest(request=request)):

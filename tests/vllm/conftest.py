@@ -1,4 +1,4 @@
-"""What the tests of the engine share, and what the SDK leaves behind."""
+"""Fixtures of the engine's tests, and allowance for sockets that the SDK leaves open."""
 
 from __future__ import annotations
 

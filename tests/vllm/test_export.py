@@ -1,4 +1,4 @@
-"""What Tinsmith exports, stock vLLM serves unchanged. `make test-vllm` makes the environment that this needs."""
+"""Stock vLLM serves the exports of Tinsmith unchanged. `make test-vllm` makes the environment that this needs."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def base(model_folder: Path) -> BaseModel:
 
 @pytest.fixture(scope="module")
 def adapter(base: BaseModel) -> Adapter:
-    """Of all layers, as after a long training."""
+    """An adapter of all layers with large weights, as after a long training."""
     adapter = Adapter.create(AdapterConfig(rank=RANK, seed=0), base.targets, base.device)
     generator = torch.Generator().manual_seed(1)
     for weights in adapter.weights.values():

@@ -40,7 +40,7 @@ def logprobs(folder: Path, tokens: list[int]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of each: a base model, and a version of it as a folder and as the buffer that the worker gets."""
+    """A folder for each shape: a base model, and a version of it as a folder and as the buffer that the worker gets."""
     root = tmp_path_factory.mktemp("shapes")
     tokens = np.random.default_rng(1).integers(SIZES["vocab_size"], size=40).tolist()
     folders = {name: root / name for name in SHAPES}

@@ -28,7 +28,7 @@ class Server:
     key: str | None = None
     body: bytes = b""
     path: str = ""
-    """Of the certificate that was asked for."""
+    """Path of the certificate that was asked for."""
     certificate: dict[str, Any] = field(default_factory=dict)
 
 

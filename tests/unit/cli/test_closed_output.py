@@ -31,7 +31,7 @@ CHECKPOINT = {
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Of a server with one checkpoint."""
+    """Address of a server with one checkpoint."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -101,7 +101,7 @@ def test_a_full_disk_is_named(state_dir: Path) -> None:
 
 
 def test_up_goes_on_when_its_report_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it says of a service that died is no reason to end the others."""
+    """A report about one dead service that cannot be written must not end the other services."""
     full = open("/dev/full", "w")  # noqa: SIM115 - its buffer cannot be written when it is closed either
     monkeypatch.setattr(sys, "stdout", full)
     for _ in range(2):

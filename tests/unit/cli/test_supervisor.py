@@ -148,7 +148,7 @@ class Run:
         raise AssertionError("the supervisor ended before it was ready")
 
     def read_until(self, line: str) -> str:
-        """What is reported from here on, up to a line that begins so."""
+        """The output from here on, up to a line that begins with `line`."""
         assert self.process.stdout is not None
         told = ""
         for one in self.process.stdout:

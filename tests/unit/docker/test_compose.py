@@ -12,7 +12,7 @@ import yaml
 
 DOCKER = Path(__file__).parents[3] / "docker"
 RESET = object()
-"""What the tag !reset leaves in a loaded file: the key is taken out of what is below."""
+"""Value of the tag !reset in a loaded file: the key is removed from the file below."""
 
 
 class ComposeLoader(yaml.SafeLoader):
@@ -73,7 +73,7 @@ def test_every_named_volume_is_declared_and_used(compose: dict[str, Any]) -> Non
 
 @BOTH
 def test_every_service_is_started_again_and_finds_its_state(compose: dict[str, Any]) -> None:
-    """What a service keeps between two starts lies on a named volume; a sampler gets its versions from the trainer."""
+    """A service's state lies on a named volume. A sampler has none: it gets its versions from the trainer."""
     state = {
         "gateway": ["gateway-state:/state"],
         "trainer": ["checkpoints:/checkpoints", "trainer-state:/state"],

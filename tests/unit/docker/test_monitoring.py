@@ -26,7 +26,7 @@ CI = "TINSMITH_CI"
 """Set in CI: there a missing promtool is a failure."""
 
 PROMETHEUS = {"up": {"job", "instance"}, "ALERTS": {"alertname", "alertstate", "severity"}}
-"""What Prometheus itself makes, with its labels."""
+"""Series that Prometheus itself makes, with their labels."""
 
 
 def panels(board: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -126,7 +126,7 @@ def test_a_sampler_that_disagrees_is_not_sampleable_and_the_model_stays_trainabl
     assert failed(verdict) == {("sampler torch", f"prompts, {BASE}")}
     assert verdict.sampleable == []
     assert verdict.trainable == ["attn", "mlp", "unembed"]
-    # What it draws is compared with the trainer, too.
+    # Drawn tokens are compared with the trainer, too.
     drawn = [(one, [np.array(scored[0]) + 0.01]) for one, scored in good.trainer.drawn]
     verdict = judge(replace(good, trainer=replace(good.trainer, drawn=drawn)))
     assert failed(verdict) == {

@@ -31,7 +31,7 @@ def commits(store: Store, after: Callable[[], None], *, of: asyncio.Task[object]
 
 
 class Statements:
-    """What is sent to the database: in all, and by each task since it took them last."""
+    """Statements sent to the database: all of them, and those of each task since it last took them."""
 
     def __init__(self, store: Store) -> None:
         self.of_all: list[str] = []

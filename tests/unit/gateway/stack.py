@@ -54,7 +54,7 @@ FILES = {
     "adapter_model.safetensors": bytes(range(256)) * 3,
     "optimizer.safetensors": b"o",
 }
-"""Of every checkpoint of the fake trainer; those of kind TRAINING alone have the last."""
+"""Files of every checkpoint of the fake trainer. Only those of kind TRAINING have the last."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """Operations of each model in the order in which they ran."""
         self.checkpoints: dict[str, types_pb2.CheckpointInfo] = {}
         self.failures_seen: list[int | None] = []
-        """Of each optim_step."""
+        """failure_seen of each optim_step."""
         self.damaged: set[str] = set()
         """Names of files that are not what was written."""
         self.read: list[str] = []
@@ -86,7 +86,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.imported: list[bytes] = []
         """Pieces of the newest import."""
         self.import_bytes = 150
-        """What each unpacks to."""
+        """Unpacked size of each import."""
         self.deleted_models: list[str] = []
         self.deletion = asyncio.Event()
         """Set by every DeleteModel and DeleteCheckpoint."""
@@ -102,7 +102,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """Operations wait for it after their acknowledgement."""
         self.go.set()
         self.status = types_pb2.QueueStatus(running=True)
-        """What an operation waits for."""
+        """Describes every operation that waits."""
         self.checked: list[str] = []
         """Names of the custom losses that were checked; one of the name "bad" is refused."""
         self.is_loading = False
@@ -405,14 +405,14 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
         """Sequences that use a version; a move takes them along."""
         self.requests: list[sampler_pb2.SampleRequest] = []
         self.refusals: list[ServiceError] = []
-        """What the next samples fail with."""
+        """Errors of the next samples."""
         self.moves: list[tuple[str, str]] = []
         """Runs and versions of MoveGenerations."""
         self.moved = asyncio.Event()
         self.called = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.status = types_pb2.QueueStatus(running=True)
-        """What a sample waits for."""
+        """Describes every sample that waits."""
         self.go = asyncio.Event()
         self.go.set()
 

@@ -41,7 +41,7 @@ def _floats(values: list[float]) -> bytes:
 
 
 def logprob(n: int) -> float:
-    """Of the n-th token."""
+    """Logprob of the n-th token."""
     return -0.25 * (n + 1)
 
 
@@ -54,7 +54,7 @@ class TalkingSampler(FakeSampler):
         self.end = self.tokenizer.encode(END).ids[0]
         self.says = "the snow ❄ and the sand"
         self.error: ServiceError | None = None
-        """What Sample and StreamSample fail with."""
+        """Error of every Sample and StreamSample."""
         self.error_after: int | None = None
         """A stream fails with it after so many tokens."""
         self.stopped = asyncio.Event()

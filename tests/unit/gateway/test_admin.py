@@ -18,7 +18,7 @@ PRICES = {"*": {"training": 2.0, "sampling_prefill": 1.0}, BASE_MODEL: {"trainin
 
 
 async def usage(client: Client) -> types.BillingUsageResponse:
-    """Of this hour and those around it."""
+    """Usage of this hour and those around it."""
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     window = {"starting_on": hour - timedelta(hours=1), "ending_before": hour + timedelta(hours=2)}
     query = types.GetBillingUsageRequest.model_validate(window).model_dump(mode="json")

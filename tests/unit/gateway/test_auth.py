@@ -1,4 +1,4 @@
-"""Who may call, and how a refusal looks."""
+"""Keys that may call, and the answer to those that may not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pages of other sites cannot do to a gateway without keys, and what browsers are told about its own."""
+"""Pages of other sites cannot reach a gateway without keys, and its own pages carry headers for browsers."""
 
 from __future__ import annotations
 

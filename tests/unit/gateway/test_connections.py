@@ -47,7 +47,7 @@ async def trickle(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 async def ending(connection: Connection, data: bytes) -> bytes:
-    """What is answered until the connection ends, while `data` is sent slowly."""
+    """The answer up to the end of the connection, while `data` is sent slowly."""
     reader, writer = connection
     sending = asyncio.create_task(trickle(writer, data))
     try:
@@ -68,7 +68,7 @@ SLOW = {
     # Nobody reads the body of a path that does not exist: it is answered, and cut off all the same.
     "unread body": (b"POST /no HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4000\r\n\r\n", b" " * 4000, b"404"),
 }
-"""What is sent at once, what is sent slowly, and the status of the answer."""
+"""Bytes that are sent at once, bytes that are sent slowly, and the status of the answer."""
 
 
 async def test_a_slow_client_is_cut_off_and_others_are_served(stack: Stack, client: Client) -> None:

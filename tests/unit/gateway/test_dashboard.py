@@ -1,4 +1,4 @@
-"""What the dashboard reads: histories, samples, services, whose they are, and the page itself."""
+"""The dashboard's API: histories, samples, services, access to them, and the page itself."""
 
 from __future__ import annotations
 
@@ -447,7 +447,7 @@ async def either_database(request: pytest.FixtureRequest, stack: Stack) -> None:
 async def test_long_notes_do_not_make_lists_long_and_tabs_share_them(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 200 sessions, a run in each, and 500 checkpoints: whole, their notes would be 60 MB."""
+    """The lists have 200 sessions, a run in each, and 500 checkpoints. Their notes would be 60 MB if not shortened."""
     monkeypatch.setattr("gateway.dashboard.lists._FRESH_S", 60.0)
     tags, notes = ['\\"first', *("t" * 100 for _ in range(600))], {"name": "n" * 30_000, "k": "v" * 30_000}
     session_ids = [f"s{n}" for n in range(200)]
@@ -507,7 +507,7 @@ async def test_a_malformed_number_is_named(client: Client, query: dict[str, str]
     assert next(iter(query)) in (await get(client, f"runs/{run_id}/history", status=400, **query))["detail"]
 
 
-# Who may
+# Access
 
 
 @pytest.mark.parametrize(("path", "name"), [("samples", "after"), ("history", "after"), ("history", "steps")])

@@ -1,4 +1,4 @@
-"""What SDKs before 0.14 send or expect otherwise. tests/conformance runs the SDKs themselves."""
+"""SDKs before 0.14 send other requests and expect other answers. tests/conformance runs the SDKs themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gateway's database no longer holds, and what it holds for ever."""
+"""Rows that the gateway's database drops after a while, and rows that it holds for ever."""
 
 from __future__ import annotations
 

@@ -300,7 +300,7 @@ async def test_only_samples_in_work_can_be_cancelled(stack: Stack, client: Clien
     await client.call("cancel_future", {}, status=400)
 
 
-# What futures wait for
+# Reasons for which futures wait
 
 
 @pytest.mark.parametrize(

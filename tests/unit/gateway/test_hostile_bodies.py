@@ -87,7 +87,7 @@ def head(**fields: object) -> bytes:
 
 
 Make = Callable[[str, str], bytes]
-"""Of a model and a sampling session."""
+"""Makes a body from the ids of a model and a sampling session."""
 
 COMPLETION, CHAT = head(model=BASE_MODEL), head(model=BASE_MODEL, messages=[])
 TEXT = [{"role": "user", "content": "a"}]

@@ -181,7 +181,7 @@ CASES = [
     Case("GET /dashboard/api/runs/{run_id}/history", path={"run_id": RUN}),
     Case("GET /dashboard/api/runs/{run_id}/samples", path={"run_id": RUN}),
     Case("GET /dashboard/api/checkpoints/{run_id}/{kind}/{name}/download", path=_SAVED),
-    # What ends things, last: the owner does these, too.
+    # Calls that delete or end something come last, because the owner makes them, too.
     Case(f"POST {CHECKPOINT}/publish", path=_SAVED),
     Case(f"DELETE {CHECKPOINT}/publish", path=_SAVED),
     Case(f"DELETE {CHECKPOINT}", path=_SAVED),

@@ -68,7 +68,7 @@ async def test_a_token_stands_for_its_key_beside_the_key_itself(stack: Stack, ht
     token = (await http.post(TOKEN, json={})).json()["jwt"]
     for headers in ({"x-api-key": token}, {"authorization": f"Bearer {token}"}, {}):
         assert (await http.get(ME, headers=headers)).json()["name"] == "laptop"
-    # What one has made the other finds: both are one owner.
+    # Key and token are one owner: a session created with the one is found with the other.
     created = await http.post("/api/v1/create_session", json={}, headers={"x-api-key": token, "x-idempotency-key": "i"})
     again = await http.post("/api/v1/create_session", json={}, headers={"x-idempotency-key": "i"})
     assert created.json() == again.json()

@@ -1,4 +1,4 @@
-"""What was used reaches the database once: whoever counts it, and however often a write is cut off or fails."""
+"""Usage reaches the database once, whichever gateway counts it and however often a write is cut off or fails."""
 
 from __future__ import annotations
 

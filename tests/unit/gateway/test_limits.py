@@ -315,8 +315,10 @@ def stored(owner: str, name: str, **fields: Any) -> Checkpoint:
 
 
 async def num_saved(client: Client, model_id: str, *seq_ids: int) -> int:
-    """Of so many saves that were begun at once; the quota refuses the others. As the SDK does, one that is told to come
-    again is sent again before the next."""
+    """Begins all saves at once. Returns the number that succeeded; the quota refuses the others.
+
+    A save that is told to try again is sent again before the next one, as the SDK does.
+    """
     receipts = []
     for seq_id in seq_ids:
         body = {"model_id": model_id, "seq_id": seq_id, "path": f"w{seq_id}"}
@@ -469,7 +471,7 @@ async def test_requests_past_the_rate_are_told_when_to_come_again(stack: Stack) 
         assert 1 <= int(replies[-1].headers["retry-after"]) <= 20
         refused = await client.get("/v1/models")
         assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
-        # What clients ask by themselves does not count: an answer is not lost, and the session lives.
+        # Calls that SDKs make by themselves do not count: no answer is lost, and the session lives.
         await client.call("session_heartbeat", {"session_id": session_id})
         assert (await client.poll("nothing")).status_code == 410
     other, _ = await gateway(stack).tenants.keys.create("ada")
@@ -712,7 +714,7 @@ async def test_a_key_that_deletes_itself_is_revoked(stack: Stack) -> None:
 async def test_what_counts_against_a_budget_is_written_before_the_client_has_the_answer(
     stack: Stack, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a gateway that is killed gives nothing away. What has no bound is written within a second."""
+    """A gateway that is killed thus gives nothing away. Usage without a budget is written within a second."""
     monkeypatch.setattr("gateway.tenants.ledger.FLUSH_S", 3600.0)
     await stack.restart_gateway()
     keys = gateway(stack).tenants.keys

@@ -1,4 +1,4 @@
-"""Who has killed a sampler: the rule alone, without samplers."""
+"""The rule that finds the request that kills samplers, alone, without samplers."""
 
 from gateway.sampling.lives import Life, Suspicion
 

@@ -1,4 +1,4 @@
-"""What a failed call of trainer or sampler means to a client of the gateway."""
+"""Answers of the gateway when its call of a trainer or a sampler fails."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ async def refusal(client: Client, endpoint: str, body: dict[str, Any], *, status
 
 
 async def events(client: Client, endpoint: str, body: dict[str, Any], **fields: Any) -> list[Any]:
-    """Of a stream that ends well."""
+    """Events of a stream that ends well."""
     async with client.stream("POST", f"/v1/{endpoint}", json=body | fields | {"stream": True}) as reply:
         assert reply.status_code == 200, await reply.aread()
         assert reply.headers["content-type"].startswith("text/event-stream")
@@ -77,7 +77,7 @@ async def saved(client: Client, *, kind: str = "sampler") -> str:
     return (await client.result(receipt))["path"]
 
 
-# What is there
+# Models
 
 
 async def test_models_are_the_base_models_and_the_callers_checkpoints(client: Client) -> None:
@@ -268,7 +268,7 @@ async def test_length_and_stop_are_told_apart(client: Client) -> None:
 
 
 async def test_tokens_in_and_tokens_out(client: Client, sampler: TalkingSampler) -> None:
-    """What RL needs: the exact prompt and output, one log-probability for each token, the version."""
+    """RL needs the exact prompt and output, one log-probability for each token, and the version."""
     fields = {"messages": [], "prompt_token_ids": [5, 6, 7], "return_token_ids": True, "logprobs": True}
     answer = await ask(client, "chat/completions", CHAT, **fields)
     assert answer["prompt_token_ids"] == [5, 6, 7]
@@ -430,7 +430,7 @@ async def test_a_failure_in_the_middle_of_a_stream_is_an_event(client: Client, s
     assert last["error"]["type"] == "server_error"
 
 
-# What is refused
+# Refused requests
 
 
 REFUSED_IN_A_CHAT: list[tuple[dict[str, Any], str | None, str]] = [
@@ -631,7 +631,7 @@ async def test_a_body_that_is_no_json_object_is_400(client: Client) -> None:
         assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
-# What a request waits for
+# Waiting requests
 
 
 async def test_a_checkpoint_is_published_when_the_sampler_lacks_it(

@@ -91,7 +91,7 @@ async def test_an_ephemeral_save_that_the_database_cannot_take_ends_when_it_can(
         stack.trainer.go.set()
         await until(lambda: len(calls) > 2)
     sampling_session_id = (await client.result(receipt))["sampling_session_id"]
-    # Of this very process, and of one that has to ask the database.
+    # Once from this process's memory, and once from the database after a restart.
     for _ in range(2):
         sampler = await client.get(f"/api/v1/samplers/{sampling_session_id}")
         assert sampler.json()["sampler_id"] == sampling_session_id

@@ -1,4 +1,4 @@
-"""What retention policies delete and what they never do, by themselves and on demand."""
+"""Checkpoints that retention policies delete, and those that they never delete, by themselves and on demand."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_rule_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
         GatewayConfig(retention=Policy.model_validate({"training": wrong}))
 
 
-# Of a gateway
+# Policies of a gateway
 
 
 async def reap(stack: Stack) -> None:

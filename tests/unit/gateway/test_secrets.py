@@ -1,4 +1,4 @@
-"""What must be in no log and in no answer, whatever is asked, at DEBUG and with secrets that are known here."""
+"""No log and no answer contains a secret, whatever is asked: all levels from DEBUG, with secrets known to the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What gateway/http/connections.py and server.py lean on in uvicorn beyond its public interface.
+"""Internals of uvicorn on which gateway/http/connections.py and server.py rely.
 
 A release that moves any of it fails here, by name, instead of in a server that no longer cuts off slow clients.
 """

@@ -90,7 +90,7 @@ def random_adapter(base: BaseModel, seed: int, **config: Any) -> Adapter:
 
 
 def packed_logprobs(base: BaseModel, tokens: torch.Tensor, lengths: list[int], runs: list[Run]) -> torch.Tensor:
-    """Of each token, as if it came after itself."""
+    """Logprob of each token as the successor of itself."""
     hidden = base.hidden_states(tokens, positions_of(lengths, CPU), Packed(lengths), runs)
     return target_logprobs(base.head, hidden, torch.arange(len(tokens)), tokens, runs)
 

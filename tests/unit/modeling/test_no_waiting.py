@@ -1,4 +1,4 @@
-"""What makes a host wait for its GPU is not done for every layer, chunk or tenant."""
+"""The host does not wait for its GPU in every layer, chunk or tenant."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What is loaded is what the files hold, all of it; and full weights are stored with all that the files hold."""
+"""A loaded model has every tensor of its files; stored full weights have all that the files hold."""
 
 import json
 import logging

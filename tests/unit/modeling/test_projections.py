@@ -28,7 +28,7 @@ ALIKE = [slice(1, 14), slice(14, 27), slice(27, 40)]
 
 @pytest.fixture(params=ROWS)
 def shares(request: pytest.FixtureRequest) -> list[Share]:
-    """Of ranks 3 and 2; the first has all layers, the second lacks one."""
+    """Shares of rank 3 with all layers, and of rank 2 without one of them."""
     torch.manual_seed(0)
     return [
         Share(

@@ -1,4 +1,4 @@
-"""What the check at load finds: adapters of a group that the packed forward pass computes wrongly."""
+"""The check at load finds groups whose adapters the packed forward pass computes wrongly."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

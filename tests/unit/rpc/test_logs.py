@@ -17,7 +17,7 @@ logger = logging.getLogger("tests.some_part")
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
-    """What setup() with these arguments makes of one line, logged with ids and in the middle of an exception."""
+    """Calls setup() with its arguments and logs one line, with ids and an exception. Gives the output."""
     before = logging.root.handlers[:], logging.root.level
 
     def write(*arguments: str, ids: bool = True, error: bool = False, **fields: object) -> str:

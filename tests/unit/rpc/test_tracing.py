@@ -1,4 +1,4 @@
-"""What tracing refuses, and that it costs nothing while it is off. tests/tracing has it on."""
+"""Settings that tracing refuses, and its absence while it is off. tests/tracing has it on."""
 
 from __future__ import annotations
 

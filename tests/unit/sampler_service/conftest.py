@@ -61,7 +61,7 @@ class Service:
 
 @pytest.fixture
 def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Of the engine of `service`: parametrize it indirectly."""
+    """Settings of the engine of `service`: parametrize this fixture indirectly."""
     return getattr(request, "param", {})
 
 

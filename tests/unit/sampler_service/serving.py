@@ -58,7 +58,7 @@ def make_adapter(targets: Sequence[Target], *, seed: int, rank: int = 4, **group
 
 
 def plain_logits(folder: Path, tokens: Sequence[int]) -> Tensor:
-    """Of stock transformers, [T, V]."""
+    """Logits of stock transformers, [T, V]."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         return model(torch.tensor([list(tokens)])).logits[0]

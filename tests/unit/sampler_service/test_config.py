@@ -23,7 +23,7 @@ def test_names_come_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_first_line_of_the_log_names_the_engine_and_why(tmp_path: Path) -> None:
-    """Of a sampler that cannot go on, because it has no model: the line is there before anything is loaded."""
+    """This sampler has no model and cannot go on, so the line is written before anything is loaded."""
     argv = [sys.executable, "-m", "sampler_service", "--base-model", str(tmp_path), "--listen", "127.0.0.1:0"]
     for flags, said in (
         (["--engine", "torch"], "engine torch: the setting engine names it"),

@@ -1,4 +1,4 @@
-"""What a request waits for, and text, over real gRPC."""
+"""The reason for which a request waits, and text, over real gRPC."""
 
 import asyncio
 import json

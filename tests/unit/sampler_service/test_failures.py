@@ -52,7 +52,7 @@ def raising_for_the_guilty(monkeypatch: pytest.MonkeyPatch, owner: Any, name: st
 
 
 async def outcomes(engine: TorchEngine) -> list[Result | BaseException]:
-    """Of five requests, the third of which is the guilty one: they score, stream and draw several samples."""
+    """Outcomes of five requests that score, stream and draw several samples. The third one causes the failure."""
     prompts = [prompt(40, seed=n) for n in range(5)]
     prompts[2][0] = MARK
     running = []

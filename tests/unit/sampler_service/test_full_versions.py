@@ -30,7 +30,7 @@ async def install(engine: TorchEngine, version_id: str, *, seed: int) -> FullWei
 
 
 def scores(result: Result) -> np.ndarray:
-    """Of the prompt's tokens but the first, which has none."""
+    """Logprobs of the prompt's tokens without the first, which has none."""
     assert result.prompt.logprobs is not None
     return result.prompt.logprobs[1:]
 

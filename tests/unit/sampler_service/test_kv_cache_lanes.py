@@ -1,4 +1,4 @@
-"""What the sampler needs of the cache beside attention."""
+"""Operations on the cache that the sampler needs beside attention."""
 
 import pytest
 import torch

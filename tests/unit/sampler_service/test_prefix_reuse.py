@@ -1,4 +1,4 @@
-"""What comes from the prefix cache changes no number: the engine against itself with the cache switched off."""
+"""Reuse of the prefix cache changes no number: the engine against itself with the cache switched off."""
 
 import asyncio
 from pathlib import Path

@@ -70,7 +70,7 @@ class NotingModel(Runner):
         values[lane, 0, start : len(known), 0] = torch.arange(start, len(known), dtype=torch.float32)
 
     def _check(self, size: int, lane: int, known: list[int]) -> None:
-        """What the lane holds is what the sequence has."""
+        """Asserts that the lane holds the sequence's tokens."""
         if known:
             cache = self.caches[size]
             assert cache.keys[0][lane, 0, : len(known), 0].tolist() == known

@@ -14,7 +14,7 @@ HEADS = Heads(scale=0.5)
 
 
 def outputs(groups: Sequence[Sequence[int]], *, shared: bool) -> list[torch.Tensor]:
-    """Of three steps, each through two layers."""
+    """Outputs of three steps, each through two layers."""
     generator = torch.Generator().manual_seed(1)
     num_rows = sum(len(rows) for rows in groups)
     cache = KVCache()

@@ -1,4 +1,4 @@
-"""What the engine divides where the settings leave it open."""
+"""Sizes that the engine chooses where the settings leave them open."""
 
 from pathlib import Path
 

@@ -16,7 +16,7 @@ def traced(fn: PerDatumLossFn, **ranks: Literal[0, 1, 2]) -> LossHandle:
 
 
 def sent(handle: LossHandle) -> pb.CustomLoss:
-    """What the gateway makes of the SDK's create_custom_loss."""
+    """The message that the gateway makes from the SDK's create_custom_loss."""
     inputs = {one.name: one.rank for one in handle.inputs}
     return custom_loss(encode_graph(handle).model_dump(), inputs, name=handle.name)
 

@@ -124,7 +124,7 @@ class Process:
         return {"adapter": state.adapter.flat, **state.optimizer.tensors}
 
     async def crash(self, folder: Path) -> Path:
-        """What a kill would leave at this moment; this process goes on."""
+        """Copies the files that a kill at this moment would leave; this process goes on."""
         loop = asyncio.get_running_loop()
 
         async def copy() -> None:

@@ -23,7 +23,7 @@ def engine_of(base: BaseModel, mode: Any = "auto") -> TrainingEngine:
 
 
 def losses_and_gradients(base: BaseModel, mode: str, one: Batch) -> tuple[dict[str, float], torch.Tensor]:
-    """Of two tenants of different rank in one micro-batch."""
+    """Losses and gradients of two tenants of different rank in one micro-batch."""
     engine = engine_of(base, mode)
     create(engine, "a", rank=4)
     create(engine, "b", rank=3)

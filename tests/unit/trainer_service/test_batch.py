@@ -1,4 +1,4 @@
-"""What a batch refuses names the field and the value; what it accepts keeps every number."""
+"""An error about a batch names the field and the value; an accepted batch keeps every number."""
 
 import math
 

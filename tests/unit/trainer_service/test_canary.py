@@ -82,7 +82,7 @@ def half_as_strong(weights: LoraWeights) -> None:
 def test_one_wrong_projection_of_one_layer_is_above_the_limit(
     base: BaseModel, corrupt: Callable[[LoraWeights], None]
 ) -> None:
-    """Of every kind, in every layer, by the one sequence that a CPU scores."""
+    """Tries every kind of projection in every layer, with the one sequence that a CPU scores."""
     sequences = canary_of(base)
     adapter = Adapter.create(AdapterConfig(rank=8, seed=3), base.targets, base.device)
     generator = torch.Generator().manual_seed(0)

@@ -83,7 +83,7 @@ class Sampler(sampler_pb2_grpc.SamplerServiceServicer, weight_sync_pb2_grpc.Weig
 
 
 class Sender:
-    """What Publisher asks of a WeightSender."""
+    """The part of a WeightSender that Publisher uses."""
 
     has_samplers = True
 

@@ -1,4 +1,4 @@
-"""What no operation is guilty of ends the trainer: nothing is journalled as failed, and a restart runs it again."""
+"""An error that no operation causes ends the trainer: nothing is journalled as failed, and a restart runs it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process was executing when it died, and what the next one makes of that."""
+"""The record of what a process was executing when it died, and the next process's use of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ A, B = ("a:train:0", 7), ("b:train:0", 3)
 
 
 def died(folder: Path) -> Executing:
-    """What the next process finds: the file of the one before is as it left it."""
+    """The record as the next process finds it: the dead one left its file as it was."""
     return Executing(folder)
 
 

@@ -65,7 +65,7 @@ def test_thresholds_of_a_target_replace_the_setting_there(name: str) -> None:
     got = gradient(name, {"logprobs": Q, "advantages": A, **THRESHOLDS})
     wide = gradient(name, {"logprobs": Q, "advantages": A}, clip_low_threshold=0.1, clip_high_threshold=3.0)
     torch.testing.assert_close(got, wide)
-    # The same thresholds everywhere are the setting, bit for bit.
+    # Equal thresholds for all targets give the setting's numbers, bit for bit.
     same = {key: torch.full((4,), value) for key, value in LOSS_FNS[name].config.items()}
     given = gradient(name, {"logprobs": Q, "advantages": A, **same})
     assert torch.equal(given, gradient(name, {"logprobs": Q, "advantages": A}))

@@ -1,4 +1,4 @@
-"""What is counted as memory, what may be used of it, and which errors say that there is none."""
+"""Memory that is counted, the part of it that may be used, and the errors that say that there is none."""
 
 from types import SimpleNamespace
 from typing import Any

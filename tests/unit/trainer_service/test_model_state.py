@@ -1,4 +1,4 @@
-"""What a model takes: what it needs, from when it needs it, and nothing of its neighbours."""
+"""Memory of a model: it takes what it needs, when it needs it, and nothing of other models."""
 
 import torch
 

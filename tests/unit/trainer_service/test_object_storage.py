@@ -1,4 +1,4 @@
-"""What an object store alone needs: a save is one manifest, and nothing is left of those that do not come to one."""
+"""Object stores alone: a save is complete with its one manifest, and a save without a manifest leaves nothing."""
 
 from __future__ import annotations
 

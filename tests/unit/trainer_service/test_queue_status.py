@@ -1,4 +1,4 @@
-"""What an operation waits for, as the scheduler tells it."""
+"""The scheduler's description of the reason for which an operation waits."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What ranks agree on before they compute: their places, how they divide a micro-batch, and how messages travel."""
+"""Ranks before they compute: their places, their division of a micro-batch, and their messages."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_whatever_changes_an_engine_is_done_on_every_rank() -> None:
         "is_tainted",
         "check_trainable",
         "version_bytes",  # computes nothing
-        # What a plan or the settings say, the same on every rank:
+        # values of a plan or of the settings, equal on every rank:
         "token_budget",
         "can_checkpoint",
         "always_checkpoints",

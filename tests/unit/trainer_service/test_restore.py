@@ -128,7 +128,7 @@ FAILED = {4, 5, 15, 16, 18, 20, 24}
 
 
 async def outcomes(process: Process) -> list[Any]:
-    """Of the whole script, without when things were."""
+    """Outcomes of the whole script, without times."""
     found = [await process.outcome(MODEL, seq_id) for seq_id in range(len(SCRIPT))]
     for outcome in found:
         if isinstance(outcome, Answer):

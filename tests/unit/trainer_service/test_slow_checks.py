@@ -117,7 +117,7 @@ async def test_checks_of_a_deleted_model_do_not_run(
 
 
 def long_loss(name: str) -> CustomLoss:
-    """Of 900 nodes that work on few elements."""
+    """A loss of 900 nodes that work on few elements."""
     calls = [node("call_method", f"n{number}", "exp", ref("logprobs")) for number in range(900)]
     total = node("call_method", "total", "sum", ref("n0"))
     return CustomLoss.from_proto(custom_loss(graph(*calls, total, loss="total"), {"logprobs": 1}, name=name))

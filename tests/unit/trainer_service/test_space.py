@@ -1,4 +1,4 @@
-"""What would fill the disk is refused before it is written, with the numbers; nothing that was saved is lost."""
+"""A write that would fill the disk is refused beforehand, with the numbers; nothing that was saved is lost."""
 
 from __future__ import annotations
 

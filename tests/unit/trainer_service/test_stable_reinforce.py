@@ -54,7 +54,7 @@ class Drift:
     kl: float
     """KL(drew, trained), mean over the prompts."""
     max_ratio: float
-    """Of any sampled token."""
+    """Largest ratio of any sampled token."""
     kl_halfway: float
 
 

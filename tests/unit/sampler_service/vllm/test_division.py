@@ -1,4 +1,4 @@
-"""What tensor_parallel takes, and what it refuses; without vLLM, and with stand-ins for GPUs."""
+"""Values that tensor_parallel accepts and refuses; without vLLM, and with stand-ins for GPUs."""
 
 import os
 from fractions import Fraction
@@ -101,7 +101,7 @@ def test_on_several_gpus_the_reference_is_taken_on_the_cpu_where_there_is_room_f
     see_gpus(monkeypatch, 40 * GB, 40 * GB)
     reference = _measure(SamplerConfig(base_model=str(folder), device="cuda", tensor_parallel=2))
     assert (reference.device, reference.dtype) == ("cuda", "bfloat16")
-    # What is free may be less by the time that vLLM starts, which must not hinder it: a trainer loads, too.
+    # A trainer that loads beside it may leave less free memory when vLLM starts; vLLM must start all the same.
     assert engine_args(SamplerConfig(base_model=str(folder)), reference)["gpu_memory_utilization"] == 0.01
     assert reference.sizes.prefix_cache_bytes == pytest.approx(40 * GB / 8, rel=1e-3)
     assert set(reference.groups) == {"attn", "mlp", "unembed"}
