@@ -26,8 +26,7 @@ from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-from trainer_service.durability.journal import Journal
-from trainer_service.durability.journal_records import Body
+from trainer_service.durability.journal import Body, Journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import TrainingEngine

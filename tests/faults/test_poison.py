@@ -27,7 +27,7 @@ from tinsmith.rpc import errors
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from tinsmith.v1.trainer_pb2_grpc import TrainerServiceStub
-from trainer_service.durability.journal_records import State
+from trainer_service.durability.journal import State
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

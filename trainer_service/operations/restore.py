@@ -35,8 +35,7 @@ from tinsmith.rpc.errors import (
 from tinsmith.rpc.paths import version_number
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-from trainer_service.durability.journal import Journal
-from trainer_service.durability.journal_records import Entry, LiveModel, State
+from trainer_service.durability.journal import Entry, Journal, LiveModel, State
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Snapshots
 from trainer_service.engine.batch import Batch

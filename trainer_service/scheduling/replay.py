@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from tinsmith.rpc.errors import OutOfCapacity, ServiceError
-from trainer_service.durability.journal_records import Entry, State, lost
+from trainer_service.durability.journal import Entry, State, lost
 from trainer_service.engine.batch import Batch
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Operation, Outcome, Spawn, Work

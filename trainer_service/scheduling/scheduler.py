@@ -36,8 +36,7 @@ from tinsmith.rpc.errors import (
 )
 from tinsmith.v1.types_pb2 import QueueStatus
 from trainer_service.durability.executing import Executing
-from trainer_service.durability.journal import Journal
-from trainer_service.durability.journal_records import Body, Entry, State
+from trainer_service.durability.journal import Body, Entry, Journal, State
 from trainer_service.durability.journal_writer import Unstorable
 from trainer_service.engine.batch import Batch, Output
 from trainer_service.metrics import Metrics

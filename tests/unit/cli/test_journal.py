@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith_cli import main
-from trainer_service.durability.journal import Journal
-from trainer_service.durability.journal_records import Body
+from trainer_service.durability.journal import Body, Journal
 from trainer_service.metrics import Metrics
 
 LIVE, LOST = "s:train:0", "s:train:1"

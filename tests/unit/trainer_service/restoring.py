@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import ServiceError
-from trainer_service.durability.journal import Journal
-from trainer_service.durability.journal_records import Body
+from trainer_service.durability.journal import Body, Journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import TrainingEngine

@@ -14,8 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from tinsmith.rpc.errors import InvalidRequest, ServiceError
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.durability.journal import Journal
-from trainer_service.durability.journal_records import Body
+from trainer_service.durability.journal import Body, Journal
 from trainer_service.engine.batch import Batch, Datum, MicroBatch
 from trainer_service.faults import is_device_fault
 from trainer_service.objectives.losses import LOSS_FNS

@@ -14,7 +14,7 @@ from tests.unit.trainer_service.engines import batch, create
 from tests.unit.trainer_service.scheduling import Bench
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import OutOfCapacity
-from trainer_service.durability.journal_records import State
+from trainer_service.durability.journal import State
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.passes import Passes
 from trainer_service.operation import Operation

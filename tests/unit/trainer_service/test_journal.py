@@ -23,8 +23,7 @@ from tinsmith.rpc.errors import (
 )
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability import journal_writer
-from trainer_service.durability.journal import Journal
-from trainer_service.durability.journal_records import Body, LiveModel, Record, State
+from trainer_service.durability.journal import Body, Journal, LiveModel, Record, State
 from trainer_service.metrics import Metrics
 
 MODEL = "s:train:0"
@@ -269,8 +268,7 @@ _CHILD = """
 import asyncio, pathlib, sys
 from prometheus_client import CollectorRegistry
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.durability.journal import Journal
-from trainer_service.durability.journal_records import Body
+from trainer_service.durability.journal import Body, Journal
 from trainer_service.metrics import Metrics
 
 async def main():

@@ -32,7 +32,7 @@ from trainer_service.durability.executing import (
     Deaths,
     Executing,
 )
-from trainer_service.durability.journal_records import Body, State, sum_of
+from trainer_service.durability.journal import Body, State, sum_of
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy
 from trainer_service.objectives.custom_loss import CustomLoss

@@ -16,7 +16,7 @@ from tinsmith.rpc.errors import (
     ServiceError,
 )
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.durability.journal_records import Entry, State
+from trainer_service.durability.journal import Entry, State
 from trainer_service.operation import Answer, Turn, Work
 
 
