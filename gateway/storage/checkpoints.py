@@ -1,6 +1,7 @@
 """Checkpoints by their public path.
 
-The database is only an index: when it does not have a checkpoint, the trainers are asked, whose manifests may.
+The database is only an index. The trainers, whose manifests count, are asked for a checkpoint that it does not have,
+and for one of a run that was made without a gateway.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class Checkpoints:
         known = await self._store.checkpoints.get(str(parsed))
         if known is None:
             known = await self._find_in_trainers(parsed, caller=caller)
+        elif known.expires_at != DELETED_AT and await self._store.sessions.whose(session_of(parsed.run_id)) is None:
+            known = await self._look_again(known, parsed)
         is_hidden = known is not None and caller is not None and not self._access.reads(known, caller)
         if known is None or is_hidden or known.expires_at == DELETED_AT:
             raise CheckpointNotFound(f"{field}: there is no checkpoint {path}", field=field)
@@ -107,6 +110,19 @@ class Checkpoints:
         if info is None:
             return None
         row = checkpoint_row(info, owner=caller.owner if whose is None else whose.owner)
+        await self._store.checkpoints.put(row)
+        return row
+
+    async def _look_again(self, known: Checkpoint, path: TinkerPath) -> Checkpoint | None:
+        """The checkpoint that the path stands for now, of a run that no session here has: a client of the trainer's may
+        have replaced or deleted it."""
+        info = await self.ask_trainers(path)
+        if info is None:
+            await self._store.checkpoints.delete(known.path, version_id=known.version_id)
+            return None
+        if info.version_id == known.version_id:
+            return known
+        row = checkpoint_row(info, owner=known.owner)
         await self._store.checkpoints.put(row)
         return row
 

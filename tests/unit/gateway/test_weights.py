@@ -138,6 +138,23 @@ async def test_checkpoints_that_the_database_has_lost_are_found_again(stack: Sta
     assert (await client.call("weights_info", {"tinker_path": path}))["base_model"] == BASE_MODEL
 
 
+async def test_a_checkpoint_that_a_client_of_the_trainer_replaces_or_deletes_is_seen(
+    stack: Stack, client: Client
+) -> None:
+    model_id = await client.model(await client.session())
+    path = (await save(client, model_id, 1))["path"]
+    info = types_pb2.CheckpointInfo()
+    info.CopyFrom(stack.trainer.checkpoints[path.removeprefix("tinker://")])
+    info.location = info.location.replace(model_id, "of-a-grpc-client:train:0")
+    for info.version_id, info.lora_config.rank in (("first", 4), ("second", 16)):
+        stack.trainer.checkpoints[info.location] = info
+        for _ in range(2):
+            described = await client.call("weights_info", {"tinker_path": f"tinker://{info.location}"})
+            assert described["lora_rank"] == info.lora_config.rank
+    del stack.trainer.checkpoints[info.location]
+    await client.call("weights_info", {"tinker_path": f"tinker://{info.location}"}, status=404)
+
+
 async def test_an_expired_checkpoint_is_not_found_and_then_deleted(stack: Stack, client: Client) -> None:
     session_id = await client.session()
     model_id = await client.model(session_id)
