@@ -32,6 +32,8 @@ from trainer_service.objectives.losses import Term
 
 logger = logging.getLogger(__name__)
 
+_GROWN = 1e9
+"""Parameters beyond this have diverged: a gradient has products of several of them, which leave float32."""
 
 T = TypeVar("T")
 
@@ -304,13 +306,14 @@ class Passes:
         ]
         if self._not_finite:
             first = self._not_finite[0]
-            if any(
+            farthest = magnitude([self._models[first.model_id].adapter.flat.detach()])
+            if farthest > _GROWN or any(
                 example.batch is first and one.isnan().any() for example, one in zip(examples, logprobs, strict=True)
             ):
                 raise NotFinite(
-                    f"{first.loss_fn}: the model's own logprobs are not numbers, whatever the request holds: its "
-                    "parameters have grown too large. Load a checkpoint from before that, and go on with a smaller "
-                    "learning rate"
+                    f"{first.loss_fn}: the model's own logprobs or their gradients are not numbers, whatever the "
+                    f"request holds: its parameters have grown too large (up to {farthest:.3g}). Load a checkpoint "
+                    "from before that, and go on with a smaller learning rate"
                 )
             loss = sum(term.value for batch, term in terms if batch is first)
             own = [
@@ -319,9 +322,10 @@ class Passes:
                 if example.batch is first
             ]
             gap, index = max(own)
+            suspects = "numbers that are too large" if gap == -math.inf else "`logprobs` far from the model's own"
             raise InvalidRequest(
                 f"{first.loss_fn}: the loss ({loss}) or its gradient is not finite; the next optim_step will be "
-                "refused. Look for sampling logprobs far from the model's own, or too large a learning rate"
+                f"refused. Look for {suspects} in loss_fn_inputs"
                 + describe_ratio(gap, index=index, seq_id=first.seq_id)
             )
 

@@ -178,6 +178,19 @@ def test_a_model_whose_parameters_have_diverged_says_how_to_get_out(engine: Trai
     assert_trains_on(engine)
 
 
+def test_finite_parameters_that_have_grown_too_large_are_not_blamed_on_the_request(engine: TrainingEngine) -> None:
+    good = engine.capture("m", with_optimizer=True)
+    with torch.no_grad():
+        engine._models["m"].adapter.flat.fill_(9e17)
+    result = engine.forward_backward([("m", batch(engine))])[0]
+    assert isinstance(result, errors.NotFinite)
+    assert "Load a checkpoint" in result.message
+    engine.restore("m", good, with_optimizer=True)
+    result = engine.forward_backward([("m", batch(engine, scale=1e38))])[0]
+    assert isinstance(result, errors.InvalidRequest)
+    assert "Look for numbers that are too large in loss_fn_inputs" in result.message
+
+
 def test_second_moments_that_have_overflowed_are_seen_at_the_first_step_after_a_restart(base: BaseModel) -> None:
     engine = TrainingEngine(base, max_tokens_per_microbatch=64)
     create(engine, "m")
