@@ -2,7 +2,7 @@
 
     python -m tests.faults.soak --minutes 30 --folder FOLDER
 
-At the end it prints what the clients did and what each process took, and fails unless no client saw an exception,
+At the end it prints what the clients did, writes what each process took to soak.json, and fails unless no client saw an exception,
 memory, file descriptors and threads are flat, database and journal are bounded, and nothing is left of the sessions
 that have ended. A process is looked at between two kills of it, once it has served for WARM_UP_S, a sampler also
 SAMPLER_WARM_UP_REQUESTS, and only where that leaves MEASURED_S: in a run of one minute there is no such time, and it
@@ -412,10 +412,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rng=random.Random(arguments.seed),
             )
             (folder / "up.txt").write_text(stack.report())
-        report = json.dumps(result, indent=1)
-        (folder / "soak.json").write_text(report)
-    print(report)
-    wrong = check(result)
+            wrong = check(result)
+            if wrong:
+                for log in sorted(stack.logs.glob("*.log")):
+                    print(f"The end of {log.name}:", *log.read_text().splitlines()[-20:], sep="\n")
+        (folder / "soak.json").write_text(json.dumps(result, indent=1))
+    print(json.dumps({what: result[what] for what in ("counts", "kills", "left", "bytes_per_session")}))
     print("\n".join(wrong) or "all is well")
     return 1 if wrong else 0
 

@@ -23,8 +23,10 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 
+import httpx
 import tinker
 from tinker import ModelInput, SamplingParams
+from tinker.lib.api_future_impl import _APIFuture
 
 from tests.integration.examples import BASE_MODEL, batch, random_tokens
 
@@ -166,6 +168,15 @@ def main() -> None:
         tasks = [one for one in gc.get_objects() if isinstance(one, asyncio.Task)]
         waiting = "".join(f"\n{task!r}" for task in tasks if not task.done())
         report.failed(f"{left} sessions did not end in {END_LIMIT_S:g} s; the SDK waits for:{waiting}")
+        for request_id in [one.request_id for one in gc.get_objects() if isinstance(one, _APIFuture)]:
+            found = httpx.post(
+                f"{arguments.url}/api/v1/retrieve_future",
+                headers={"X-API-Key": "tml-soak"},
+                json={"request_id": request_id, "allow_metadata_only": True},
+                timeout=60,
+                trust_env=False,
+            )
+            report.failed(f"{request_id}: {found.status_code} {found.text[:300]}")
     print(json.dumps(report.counts), flush=True)
 
 
