@@ -2,11 +2,11 @@
 
     python -m tests.faults.soak --minutes 30 --folder FOLDER
 
-At the end it prints what the clients did, writes what each process took to soak.json, and fails unless no client saw an exception,
-memory, file descriptors and threads are flat, database and journal are bounded, and nothing is left of the sessions
-that have ended. A process is looked at between two kills of it, once it has served for WARM_UP_S, a sampler also
-SAMPLER_WARM_UP_REQUESTS, and only where that leaves MEASURED_S: in a run of one minute there is no such time, and it
-checks the rest.
+At the end it prints what the clients did, and writes what each process took to soak.json. It fails unless no client saw
+an exception, memory, file descriptors and threads are flat, database and journal are bounded, and nothing is left of
+the sessions that have ended. A process is looked at between two kills of it, once it has served for WARM_UP_S, a
+sampler also SAMPLER_WARM_UP_REQUESTS, and only where that leaves MEASURED_S: in a run of one minute there is no such
+time, and it checks the rest.
 """
 
 from __future__ import annotations
