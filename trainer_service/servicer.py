@@ -329,7 +329,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         body = await _run(lambda: Body.pack(kind, request), on_thread=large, cores=self._ready.scheduler.cores)
         held_bytes = None
         if isinstance(request, pb.ForwardBackwardRequest):
-            needed = await _run(lambda: Batch.bytes_of(request), on_thread=large, cores=self._ready.scheduler.cores)
+            needed = await _run(
+                lambda: Batch.bytes_of(request, body.num_bytes), on_thread=large, cores=self._ready.scheduler.cores
+            )
             if needed <= self._ready.scheduler.max_operation_bytes:  # a larger one is refused, and holds only its body
                 held_bytes = needed
             build = partial(build, held_bytes=needed)

@@ -36,7 +36,9 @@ def to_numpy(tensor: pb.Tensor, *, field: str) -> Array:
     if layout == "sparse_csr":
         return _from_csr(tensor, field=field)
     values = _values(tensor.dense, tensor.dtype, field=field)
-    shape = tuple(tensor.shape) or (values.size,)
+    shape = tuple(tensor.shape) or values.shape
+    if shape == values.shape:
+        return values
     if any(n < 0 for n in shape) or prod(shape) != values.size:
         raise InvalidRequest(
             f"{field}: shape {list(shape)} does not hold the {values.size} values that were sent", field=field
@@ -46,12 +48,9 @@ def to_numpy(tensor: pb.Tensor, *, field: str) -> Array:
 
 def num_elements(tensor: pb.Tensor) -> int:
     """The most elements that the array of a wire tensor can have. The array is not made."""
-    described = prod(max(0, size) for size in tensor.shape)
     if tensor.WhichOneof("layout") == "sparse_csr":
-        return described
-    item_bytes = 2 if tensor.dtype == pb.DTYPE_BFLOAT16 else _item_bytes(tensor)
-    sent = tensor.ByteSize() // item_bytes
-    return min(described, sent) if tensor.shape else sent
+        return prod(max(0, size) for size in tensor.shape)
+    return len(tensor.dense) // (2 if tensor.dtype == pb.DTYPE_BFLOAT16 else _item_bytes(tensor))
 
 
 def num_bytes(tensor: pb.Tensor) -> int:
@@ -157,14 +156,19 @@ def text_tokens(chunks: Iterable[pb.Chunk], *, field: str) -> npt.NDArray[np.int
         parts.append(
             _frombuffer(chunk.encoded_text.tokens, np.dtype("<i4"), field=f"{field}[{index}].encoded_text.tokens")
         )
-    tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    tokens = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, "<i4"), *parts])
     return tokens.astype(np.int32, copy=False)
+
+
+def are_tokens(tokens: Array, vocab_size: int) -> bool:
+    """True when all token ids are in [0, vocab_size)."""
+    return not tokens.size or bool(tokens.min() >= 0 and tokens.max() < vocab_size)
 
 
 def check_tokens(tokens: Array, vocab_size: int, *, field: str) -> None:
     """Raises InvalidRequest for token ids outside [0, vocab_size), naming the first one."""
-    bad = (tokens < 0) | (tokens >= vocab_size)
-    if bad.any():
+    if not are_tokens(tokens, vocab_size):
+        bad = (tokens < 0) | (tokens >= vocab_size)
         where = tuple(int(i) for i in np.argwhere(bad)[0])
         raise InvalidRequest(
             f"{field}{list(where)}: token id {tokens[where]} is outside the vocabulary [0, {vocab_size})", field=field

@@ -17,11 +17,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 from pathlib import Path
 
 import xxhash
 import zstandard
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 from google.rpc import status_pb2
 
 from tinsmith.rpc import errors, tracing
@@ -37,6 +39,9 @@ _LIVE_MODELS = (
     "SELECT model_id, cut_seq_id, snapshot_seq_id, "
     "(SELECT max(seq_id) FROM operations WHERE operations.model_id = models.model_id) FROM models WHERE state = 'live'"
 )
+
+_DATUMS_AT_ONCE = 64
+"""Datums of a batch that are serialized in one go."""
 
 
 class State(IntEnum):
@@ -55,7 +60,7 @@ class Body:
 
     @classmethod
     def pack(cls, kind: str, request: Message) -> Body:
-        data = request.SerializeToString(deterministic=True)
+        data = _serialized(request)
         return cls(kind, _digest(kind, data), zstandard.ZstdCompressor(level=1).compress(data))
 
     @property
@@ -417,6 +422,27 @@ class Journal:
             return pruned
 
         return await self._writer.submit(run)
+
+
+def _serialized(request: Message) -> bytes:
+    """The deterministic serialization of a request. Many datums are serialized a few at a time, because protobuf holds
+    the interpreter's lock while it serializes a message, and the event loop and the compute thread wait for that."""
+    if not isinstance(request, trainer_pb2.ForwardBackwardRequest) or len(UnknownFieldSet(request)):
+        return request.SerializeToString(deterministic=True)
+    starts = range(0, len(request.data), _DATUMS_AT_ONCE)
+    after = trainer_pb2.ForwardBackwardRequest(
+        loss_fn=request.loss_fn,
+        loss_fn_config=request.loss_fn_config,
+        forward_only=request.forward_only,
+        loss_fn_config_v2=request.loss_fn_config_v2,
+        custom_loss=request.custom_loss if request.HasField("custom_loss") else None,
+    )
+    parts = chain(
+        [trainer_pb2.ForwardBackwardRequest(model_id=request.model_id, seq_id=request.seq_id)],
+        (trainer_pb2.ForwardBackwardRequest(data=request.data[start : start + _DATUMS_AT_ONCE]) for start in starts),
+        [after],
+    )
+    return b"".join(part.SerializeToString(deterministic=True) for part in parts)
 
 
 def _digest(kind: str, data: bytes) -> bytes:

@@ -169,12 +169,12 @@ class Batch:
         return sum(datum.length for datum in self.datums)
 
     @staticmethod
-    def bytes_of(request: trainer_pb2.ForwardBackwardRequest) -> int:
+    def bytes_of(request: trainer_pb2.ForwardBackwardRequest, message_bytes: int | None = None) -> int:
         """Upper bound of the memory that the request's batch takes until it is answered, in bytes: the message, the
-        arrays and the logprobs."""
-        num_bytes = request.ByteSize()
+        arrays and the logprobs. `message_bytes`: size of the serialized request, if it is known."""
+        num_bytes = request.ByteSize() if message_bytes is None else message_bytes
         for datum in request.data:
-            num_bytes += _DATUM_BYTES + sum(chunk.ByteSize() for chunk in datum.model_input)
+            num_bytes += _DATUM_BYTES + sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input)
             for name, tensor in datum.loss_fn_inputs.items():
                 is_target = name == "target_tokens"
                 num_bytes += tensors.num_elements(tensor) * _TARGET_BYTES if is_target else tensors.num_bytes(tensor)
@@ -222,15 +222,20 @@ class Batch:
             )
         loss = LOSS_FNS[request.loss_fn]
         config = _config(request, loss)
+        datums = [
+            _datum(datum, request.loss_fn, loss, config, limits, field=f"data[{index}]")
+            for index, datum in enumerate(request.data)
+        ]
+        _check_values(datums, loss.arrays, limits)
+        if loss.check is not None:
+            for index, datum in enumerate(datums):
+                loss.check(datum.inputs, f"data[{index}].loss_fn_inputs")
         return cls(
             loss_fn=request.loss_fn,
             loss=loss,
             loss_config=config,
             forward_only=request.forward_only,
-            datums=[
-                _datum(datum, request.loss_fn, loss, config, limits, field=f"data[{index}]")
-                for index, datum in enumerate(request.data)
-            ],
+            datums=datums,
             held_bytes=held_bytes,
             request=request,
             model_id=request.model_id,
@@ -250,6 +255,7 @@ class Batch:
         loss = CustomLoss.from_proto(request.custom_loss)
         _check_sparse_inputs(request)
         datums = [_custom_datum(one, loss, limits, field=f"data[{index}]") for index, one in enumerate(request.data)]
+        _check_values(datums, (), limits)
         batch = cls(
             loss_fn=request.loss_fn,
             loss=loss,
@@ -429,8 +435,6 @@ def _datum(
             raise InvalidRequest(f"{where}: missing; sparse target_tokens do not say which cells count", field=where)
         else:
             inputs[name] = np.full(targets.shape, config.get(name, 1.0), np.float32)
-    if loss.check is not None:
-        loss.check(inputs, f"{field}.loss_fn_inputs")
     return _fitting(Datum(tokens, targets, inputs), limits, field=field)
 
 
@@ -469,7 +473,6 @@ def _tokens(datum: types_pb2.Datum, limits: Limits, *, field: str) -> npt.NDArra
             f"{limits.context_reason}",
             field=f"{field}.model_input",
         )
-    tensors.check_tokens(tokens, limits.vocab_size, field=f"{field}.model_input")
     return tokens
 
 
@@ -488,7 +491,6 @@ def _targets(
             f"{where}: shape {list(targets.shape)} must be {shapes}, one row for each token of the model input",
             field=where,
         )
-    tensors.check_tokens(targets, limits.vocab_size, field=where)
     return targets.astype(np.int64, copy=False)
 
 
@@ -520,11 +522,34 @@ def _floats(datum: types_pb2.Datum, name: str, targets: npt.NDArray[np.int64], *
         check(tuple(sent.shape))
     values = tensors.to_numpy(sent, field=where)
     check(values.shape)
-    values = values.astype(np.float32, copy=False)
-    if not np.isfinite(values).all():
-        position = [int(i) for i in np.argwhere(~np.isfinite(values))[0]]
-        raise InvalidRequest(f"{where}{position}: {values[tuple(position)]} is not finite", field=where)
-    return values
+    return values.astype(np.float32, copy=False)
+
+
+def _check_values(datums: Sequence[Datum], finite: Sequence[str], limits: Limits) -> None:
+    """Refuses token ids that do not exist, and numbers in the inputs named `finite` that are not finite.
+
+    The arrays of all datums are checked at once: thousands of small ones would take ten times as long each on its own.
+    """
+    size = limits.vocab_size
+    if (
+        tensors.are_tokens(_joined([datum.tokens_N for datum in datums]), size)
+        and tensors.are_tokens(_joined([datum.targets for datum in datums]), size)
+        and all(np.isfinite(_joined([datum.inputs[name] for datum in datums])).all() for name in finite)
+    ):
+        return
+    for index, datum in enumerate(datums):
+        tensors.check_tokens(datum.tokens_N, size, field=f"data[{index}].model_input")
+        tensors.check_tokens(datum.targets, size, field=f"data[{index}].loss_fn_inputs.target_tokens")
+        for name in finite:
+            values = datum.inputs[name]
+            if not np.isfinite(values).all():
+                where = f"data[{index}].loss_fn_inputs.{name}"
+                position = [int(i) for i in np.argwhere(~np.isfinite(values))[0]]
+                raise InvalidRequest(f"{where}{position}: {values[tuple(position)]} is not finite", field=where)
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate([array.ravel() for array in arrays])
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,26 @@ def test_bad_input_is_named(data, loss_fn, config, message) -> None:
         Batch.from_proto(request(data, loss_fn, config=config), LIMITS)
 
 
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (datum([1, 100], **GOOD), r"^data\[2\]\.model_input\[1\]: token id 100 is outside"),
+        (
+            datum([1, 2], target_tokens=[3, -1]),
+            r"^data\[2\]\.loss_fn_inputs\.target_tokens\[1\]: token id -1 is outside",
+        ),
+        (
+            datum([1, 2], **{**GOOD, "weights": np.float32([1, np.inf])}),
+            r"^data\[2\]\.loss_fn_inputs\.weights\[1\]: inf is not finite",
+        ),
+    ],
+)
+def test_a_bad_value_among_many_datums_is_named(bad: types_pb2.Datum, message: str) -> None:
+    good = datum([1, 2], **GOOD)
+    with pytest.raises(InvalidRequest, match=message):
+        Batch.from_proto(request([good, good, bad, bad]), LIMITS)
+
+
 def test_two_dimensional_targets_are_for_cross_entropy_only() -> None:
     two = np.array([[1, 2], [3, 4]])
     Batch.from_proto(request([datum([1, 2], target_tokens=two)]), LIMITS)

@@ -264,6 +264,18 @@ def test_digest_tells_kinds_and_bodies_apart() -> None:
     assert Body.pack("optim_step", one).digest != Body.pack("save_checkpoint", one).digest
 
 
+def test_a_batch_is_stored_as_protobuf_serializes_it() -> None:
+    """Also a batch of more datums than are serialized in one go, and with every field set."""
+    data = [random_datum(3, seed, vocab_size=50) for seed in range(150)]
+    batch = request(data, config={"a": 1.0, "b": 2.0}, model_id=MODEL, seq_id=7, forward_only=True)
+    batch.loss_fn_config_v2["c"].number = 3.0
+    batch.custom_loss.name = "mine"
+    assert {field for field, _ in batch.ListFields()} == set(batch.DESCRIPTOR.fields)
+    for known in (batch, pb.ForwardBackwardRequest()):
+        for message in (known, pb.ForwardBackwardRequest.FromString(known.SerializeToString() + b"\xa0\x1f\x01")):
+            assert Body.pack("forward_backward", message).unpack() == message.SerializeToString(deterministic=True)
+
+
 _CHILD = """
 import asyncio, pathlib, sys
 from prometheus_client import CollectorRegistry
