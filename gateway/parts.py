@@ -128,6 +128,7 @@ class Sampling:
             config,
             clients=clients,
             publishing=self.publishing,
+            inflight=self.inflight,
             ledger=core.ledger,
             limits=tenants.limits,
             recent=core.dashboard.samples,

@@ -104,8 +104,6 @@ def sample_request(
         stop = pb.StopCondition(strings=body.stop_strings, token_ids=[*tokenizer.eos_token_ids, *token_ids])
     topk = check_int32(topk, field="logprobs")
     return pb.SampleRequest(
-        version_id=source.version_id,
-        follow_run=source.follow_run,
         cache_salt=source.caller.cache_salt if source.caller is not None else "",
         prompt=[types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=prompt))],
         num_samples=check_int32(body.num_choices, field="n"),

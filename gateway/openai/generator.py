@@ -1,24 +1,21 @@
 """Calls of samplers for the OpenAI API: directly over gRPC, without a future.
 
-A request goes to another sampler when one is unreachable or full, and waits for a while when there is none. A version
-that no sampler holds is published. When a client leaves, its generation is stopped. The tokens that a stream has sent
-by then are counted; for an answer in one piece the gateway has received nothing, and counts nothing.
+A request waits `openai_wait_s` for a sampler (sampling/drawing.py). When a client leaves, its generation is stopped.
+The tokens that a stream has sent by then are counted; for an answer in one piece the gateway has received nothing, and
+counts nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-import grpc.aio
 from cachetools import LRUCache
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -26,21 +23,20 @@ from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.dashboard.samples import RecentSamples
 from gateway.database.tables.sessions import SamplingSession
-from gateway.futures import Progress
 from gateway.metrics import Metrics
 from gateway.openai.resumption import resumed, with_seed
 from gateway.openai.text import Vocabulary
 from gateway.openai.tool_calls import Form
+from gateway.sampling.drawing import Drawing
+from gateway.sampling.inflight import Inflight
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.replicas import Replica
-from gateway.sampling.samples import check_pending
-from gateway.sampling.tries import Tries
+from gateway.sampling.samples import check_pending, count_tokens
 from gateway.tenants.caller import Caller
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold, Limits
 from gateway.turns import Turns
-from tinsmith.rpc.errors import NotReady, OutOfCapacity, ServiceError, VersionNotLoaded
-from tinsmith.rpc.logs import REQUEST_ID_METADATA
+from tinsmith.rpc.errors import NotReady, ServiceError
 from tinsmith.v1 import sampler_pb2 as pb
 
 T = TypeVar("T")
@@ -55,21 +51,21 @@ class Source:
 
     name: str
     """The client's name of the model."""
-    base_model: str
     owner: str
     """Owner of the request."""
-    version_id: str = ""
-    """Empty for the base model."""
-    location: str = ""
-    """Location of the version at the trainer."""
-    follow_run: str = ""
-    """The run whose newer versions a generation moves to; empty for a fixed version."""
+    session: SamplingSession
+    """A sampling session with these weights, which is not stored."""
     caller: Caller | None = None
     """The caller whose budget and rates the request counts against; None: it counts against none."""
 
-    def session(self) -> SamplingSession:
-        """A sampling session with these weights, which is not stored."""
-        return SamplingSession(base_model=self.base_model, version_id=self.version_id, location=self.location)
+    @property
+    def base_model(self) -> str:
+        return self.session.base_model
+
+    @property
+    def version_id(self) -> str:
+        """Empty for the base model."""
+        return self.session.version_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +87,7 @@ class Generator:
         *,
         clients: Clients,
         publishing: Publishing,
+        inflight: Inflight,
         ledger: Ledger,
         limits: Limits,
         recent: RecentSamples,
@@ -101,6 +98,7 @@ class Generator:
         self._config = config
         self._clients = clients
         self._publishing = publishing
+        self._inflight = inflight
         self._ledger = ledger
         self._limits = limits
         self._recent = recent
@@ -124,7 +122,7 @@ class Generator:
 
     async def tokenizer(self, source: Source) -> TokenizerInfo:
         """The tokenizer of the base model. Each sampler process is asked once."""
-        replica = await self._in_time(self._clients.sampler(source.base_model), source)
+        replica = await self._drawing(source).route()
         boot_id = replica.info.boot_id if replica.info is not None else ""
         if boot_id not in self._tokenizers:
             self._tokenizers[boot_id] = asyncio.create_task(self._load_tokenizer(source))
@@ -135,7 +133,7 @@ class Generator:
             raise
 
     async def _load_tokenizer(self, source: Source) -> TokenizerInfo:
-        reply = await self._ask_of_text(source, lambda replica: replica.stub.GetTokenizer(pb.GetTokenizerRequest()))
+        reply = await self._ask_of_text(source, lambda stub: stub.GetTokenizer, pb.GetTokenizerRequest())
         digest = sha256(reply.tokenizer_json.encode()).digest()
         vocabulary = self._vocabularies.get(digest) or await asyncio.to_thread(Vocabulary, reply.tokenizer_json)
         vocabulary = self._vocabularies.setdefault(digest, vocabulary)
@@ -146,8 +144,18 @@ class Generator:
 
     async def tokenize(self, source: Source, request: pb.TokenizeRequest) -> bytes:
         """The tokens of a text or a chat, int32, little endian."""
-        reply = await self._ask_of_text(source, lambda replica: replica.stub.Tokenize(request))
+        reply = await self._ask_of_text(source, lambda stub: stub.Tokenize, request)
         return reply.tokens
+
+    async def _ask_of_text(self, source: Source, rpc: Callable[[Any], Any], request: Any) -> Any:
+        """The reply to a call about text. No engine computes it, but it, too, may kill a sampler."""
+        drawing = self._drawing(source)
+
+        async def call(replica: Replica) -> Any:
+            await self.turn(source)
+            return await drawing.call(replica, rpc(replica.stub), request)
+
+        return await drawing.run(call)
 
     # Samples
 
@@ -175,19 +183,14 @@ class Generator:
                 del self._running_of[owner]
 
     async def sample(self, source: Source, request: pb.SampleRequest, *, request_id: str) -> pb.SampleResponse:
-        metadata = ((REQUEST_ID_METADATA, request_id),)
-        tries = Tries(self._clients.samplers, source.base_model)
+        drawing = self._drawing(source, request, request_id=request_id)
 
         async def call(replica: Replica) -> pb.SampleResponse:
-            if tries.is_suspect:
-                async with aclosing(self._pieces(replica, request, request_id, tries)) as pieces:
-                    return [piece.result async for piece in pieces][-1]
-            async with tries.at(replica):
-                sampling = replica.stub.Sample(request, metadata=metadata)
-                return await self._reply(replica, sampling, weight=request.num_samples)
+            await self.turn(source)  # a request may have a thousand prompts; beginning a call takes a millisecond
+            return await drawing.sample(replica)
 
         with self._holding_budget(source, request) as hold:
-            response = await self._ask(source, call, request, tries=tries)
+            response = await drawing.run(call)
             self._remember(source, request, response, request_id)
             num_sampled = sum(len(sequence.tokens) // 4 for sequence in response.sequences)
             num_cached = response.prompt_cache_hit_tokens
@@ -206,18 +209,22 @@ class Generator:
         num_sampled = num_cached = 0
         is_counted = False
         opened = contextlib.AsyncExitStack()
-        tries = Tries(self._clients.samplers, source.base_model)
+        drawing = self._drawing(source, request, request_id=request_id)
 
         async def begin() -> AsyncIterator[pb.StreamSampleResponse]:
-            first, rest = await self._ask(
-                source, lambda replica: self._begin(replica, request, request_id, tries), request, tries=tries
-            )
+            first, rest = await drawing.run(call)
             opened.push_async_callback(rest.aclose)
             return _chain(first, rest)
 
+        async def call(
+            replica: Replica,
+        ) -> tuple[pb.StreamSampleResponse, AsyncGenerator[pb.StreamSampleResponse, None]]:
+            await self.turn(source)
+            return await _begun(drawing.stream(replica))
+
         async def again(lost: NotReady) -> AsyncIterator[pb.StreamSampleResponse]:
             await opened.aclose()
-            await tries.next()
+            await drawing.next()
             return await begin()
 
         async def pieces(first_try: AsyncIterator[pb.StreamSampleResponse]) -> AsyncIterator[pb.StreamSampleResponse]:
@@ -244,33 +251,16 @@ class Generator:
                 await opened.aclose()
                 await count()
 
-    async def _begin(
-        self, replica: Replica, request: pb.SampleRequest, request_id: str, tries: Tries
-    ) -> tuple[pb.StreamSampleResponse, AsyncGenerator[pb.StreamSampleResponse, None]]:
-        """The first piece of a stream, and the others."""
-        pieces = self._pieces(replica, request, request_id, tries)
-        try:
-            first = await anext(pieces, None)
-            if first is None:
-                raise ServiceError("the sampler ended a stream without an answer")
-        except BaseException:
-            await pieces.aclose()
-            raise
-        return first, pieces
-
-    async def _pieces(
-        self, replica: Replica, request: pb.SampleRequest, request_id: str, tries: Tries
-    ) -> AsyncGenerator[pb.StreamSampleResponse, None]:
-        asked = pb.StreamSampleRequest(request=request)
-        async with tries.at(replica) as begun:
-            call = replica.stub.StreamSample(asked, metadata=((REQUEST_ID_METADATA, request_id),))
-            try:
-                with self._holding(replica, call, weight=request.num_samples):
-                    while (piece := await call.read()) is not grpc.aio.EOF:
-                        begun()
-                        yield piece
-            finally:
-                call.cancel()
+    def _drawing(self, source: Source, request: pb.SampleRequest | None = None, *, request_id: str = "") -> Drawing:
+        return Drawing(
+            source.session,
+            request,
+            clients=self._clients,
+            publishing=self._publishing,
+            inflight=self._inflight,
+            request_id=request_id,
+            wait_s=self._config.openai_wait_s,
+        )
 
     @contextlib.contextmanager
     def _holding_budget(self, source: Source, request: pb.SampleRequest) -> Iterator[Hold | None]:
@@ -294,101 +284,34 @@ class Generator:
         self, source: Source, request: pb.SampleRequest, hold: Hold | None, *, num_sampled: int, num_cached: int
     ) -> None:
         num_prompt = sum(len(chunk.encoded_text.tokens) // 4 for chunk in request.prompt)
-        self._metrics.submissions.prompt_tokens.inc(num_prompt)
-        self._metrics.submissions.cached_prompt_tokens.inc(num_cached)
-        self._metrics.submissions.sampled_tokens.inc(num_sampled)
-        whose: Mapping[str, Any] = {
-            "base_model": source.base_model,
-            "owner": source.owner,
-            "key_id": source.caller.key_id if source.caller is not None else "",
-        }
-        if source.caller is not None:
-            self._limits.took(source.caller.key_id, num_sampled)
-        self._ledger.use("sampling_prefill", num_prompt - num_cached, **whose)
-        self._ledger.use("sampling_prefill_cached", num_cached, **whose)
-        self._ledger.use("sampling_sample", num_sampled, **whose)
-        if hold is None:
-            return
-        hold.release()  # the tokens are counted now; held as well, they would count twice
-        if hold.is_budgeted:
+        count_tokens(
+            self._metrics,
+            self._ledger,
+            hold,
+            num_prompt=num_prompt,
+            num_cached=num_cached,
+            num_sampled=num_sampled,
+            base_model=source.base_model,
+            owner=source.owner,
+            key_id=source.caller.key_id if source.caller is not None else "",
+        )
+        if hold is not None and hold.is_budgeted:
             with contextlib.suppress(SQLAlchemyError):  # the answer goes out; the ledger logs the error and tries again
                 await self._ledger.flush()
 
-    # Waiting
 
-    async def _in_time(self, replica: Awaitable[Replica], source: Source) -> Replica:
-        """Waits for a replica. Raises NotReady when there is none within `openai_wait_s`."""
-        try:
-            async with asyncio.timeout(self._config.openai_wait_s):
-                return await replica
-        except TimeoutError:
-            raise NotReady(f"no sampler of {source.base_model!r} can be reached; try again") from None
-
-    @contextlib.contextmanager
-    def _holding(self, replica: Replica, call: Any, *, weight: int = 1) -> Iterator[None]:
-        """Counts the call as the replica's work. Raises the call's error as ServiceError."""
-        samplers = self._clients.samplers
-        try:
-            with samplers.holding(replica, call, weight=weight):
-                yield
-        except NotReady:
-            samplers.lost(replica)
-            raise
-
-    async def _reply(self, replica: Replica, call: Any, *, weight: int = 1) -> Any:
-        with self._holding(replica, call, weight=weight):
-            return await call
-
-    async def _ask_of_text(self, source: Source, start: Callable[[Replica], Any]) -> Any:
-        """The reply to a call about text. No engine computes it, but it, too, may kill a sampler."""
-        tries = Tries(self._clients.samplers, source.base_model)
-
-        async def call(replica: Replica) -> Any:
-            async with tries.at(replica):
-                return await self._reply(replica, start(replica))
-
-        return await self._ask(source, call, tries=tries)
-
-    async def _ask(
-        self,
-        source: Source,
-        call: Callable[[Replica], Awaitable[T]],
-        request: pb.SampleRequest | None = None,
-        *,
-        tries: Tries,
-    ) -> T:
-        """Calls samplers until one answers. `request`: routes the call; None: any sampler will do.
-
-        Raises NotReady or OutOfCapacity, the last cause, when none has answered within `openai_wait_s`.
-        """
-        give_up_at = time.monotonic() + self._config.openai_wait_s
-        while True:
-            replica = await self._in_time(tries.route(request), source)
-            await self.turn(source)  # a request may have a thousand prompts; beginning a call takes a millisecond
-            if request is not None:
-                self._publishing.top_up(source.session())
-            try:
-                return await call(replica)
-            except (NotReady, OutOfCapacity, VersionNotLoaded) as error:
-                cause = error
-            remaining_s = give_up_at - time.monotonic()
-            if isinstance(cause, VersionNotLoaded):
-                provided = await self._provide(source, replica, timeout_s=remaining_s)
-                cause = NotReady(f"the weights of {source.name} cannot be sent to the sampler now; try again")
-                if provided and remaining_s > 0:
-                    await tries.provided()
-                    continue
-            if remaining_s <= 0:
-                raise cause
-            await tries.next()
-
-    async def _provide(self, source: Source, replica: Replica, *, timeout_s: float) -> bool:
-        """Has the version published. False when it cannot be done now. Raises the trainer's error when it never can."""
-        try:
-            async with asyncio.timeout(max(0.0, timeout_s)):
-                return await self._publishing.provide(source.session(), replica, progress=Progress())
-        except TimeoutError:
-            return False
+async def _begun(
+    pieces: AsyncGenerator[pb.StreamSampleResponse, None],
+) -> tuple[pb.StreamSampleResponse, AsyncGenerator[pb.StreamSampleResponse, None]]:
+    """The first piece of a stream, and the others."""
+    try:
+        first = await anext(pieces, None)
+        if first is None:
+            raise ServiceError("the sampler ended a stream without an answer")
+    except BaseException:
+        await pieces.aclose()
+        raise
+    return first, pieces
 
 
 async def _chain(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:

@@ -8,6 +8,7 @@ from sqlalchemy import select
 
 from gateway.database.catalog import exists_now
 from gateway.database.tables.checkpoints import Checkpoint
+from gateway.database.tables.sessions import SamplingSession
 from gateway.gateway import Gateway
 from gateway.openai.generator import Source
 from gateway.tenants.caller import Caller
@@ -24,25 +25,28 @@ async def find_source(gateway: Gateway, model: str, *, caller: Caller) -> Source
     Raises ModelNotFound and CheckpointNotFound for an unknown name, InvalidRequest for a bad path, and NotReady when a
     service that may know the name cannot be reached.
     """
-    version_id = location = follow_run = ""
-    base_model = model
+    session = SamplingSession(base_model=model, model_path=model, version_id="", location="", inflight_run_id=None)
     if model.startswith(SCHEME):
         checkpoints = gateway.storage.checkpoints
         checkpoint = await checkpoints.find_usable(model, field="model", caller=caller, purpose="sample")
         if gateway.sampling.generator.is_first(caller.owner, checkpoint.version_id):
             checkpoints.record("checkpoint_read", checkpoint, owner=caller.owner, purpose="sample")
-        base_model, version_id, location = checkpoint.base_model, checkpoint.version_id, checkpoint.location
-        run = await gateway.store.models.get(checkpoint.run_id) if checkpoint.inflight else None
-        if run is not None and run.inflight_version_id is not None:  # the path stands for the newest one
-            version_id, location = run.inflight_version_id, run.inflight_location or ""
-            follow_run = checkpoint.run_id
+        session = await gateway.sampling.inflight.resolve(
+            SamplingSession(
+                base_model=checkpoint.base_model,
+                model_path=model,
+                version_id=checkpoint.version_id,
+                location=checkpoint.location,
+                inflight_run_id=checkpoint.run_id if checkpoint.inflight else None,
+            )
+        )
     try:
         await gateway.clients.settle(
-            lambda: gateway.clients.check_sampled(base_model), timeout_s=gateway.config.submit_timeout_s
+            lambda: gateway.clients.check_sampled(session.base_model), timeout_s=gateway.config.submit_timeout_s
         )
     except InvalidRequest as error:
         raise ModelNotFound(error.message.replace("base_model:", "model:", 1), field="model") from error
-    return Source(model, base_model, caller.owner, version_id, location, follow_run, caller)
+    return Source(model, caller.owner, session, caller)
 
 
 def _model(name: str, *, created: float, parent: str | None = None) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Replica:
 
     def __init__(self, address: str, *, api_key: str, certificates: Certificates | None) -> None:
         self.address = address
-        # gRPC must not resend a lost call, which may have killed the sampler; tries.py decides about that.
+        # gRPC must not resend a lost call, which may have killed the sampler; drawing.py decides about that.
         self.channel = connect(address, api_key=api_key, certificates=certificates, resends=False)
         self.life = Life()
         self.stub: Any = sampler_pb2_grpc.SamplerServiceStub(self.channel)

@@ -17,6 +17,7 @@ from starlette.types import Scope
 
 from gateway.codec import gateway_of, json_response, owner_of
 from gateway.database.tables.samples import RecentSample
+from gateway.database.tables.sessions import SamplingSession
 from gateway.gateway import Gateway
 from gateway.openai.generator import Source
 from gateway.openai.text import Vocabulary
@@ -135,8 +136,9 @@ async def _vocabulary(gateway: Gateway, row: RecentSample) -> Vocabulary | None:
     """The vocabulary of a sample's base model; None when no sampler can give a tokenizer now."""
     if not gateway.clients.samplers.usable(row.base_model):
         return None
+    source = Source("", row.owner, SamplingSession(base_model=row.base_model))
     try:
-        return (await gateway.sampling.generator.tokenizer(Source("", row.base_model, row.owner))).vocabulary
+        return (await gateway.sampling.generator.tokenizer(source)).vocabulary
     except ServiceError:
         return None
 

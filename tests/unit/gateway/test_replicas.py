@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gateway.sampling.tries import Pause
+from gateway.sampling.drawing import Pause
 from tests.support.waiting import until
 from tests.unit.gateway.stack import BASE_MODEL, Backend, Client, FakeSampler, Stack, sample_body
 from tests.unit.gateway.talking import TalkingSampler

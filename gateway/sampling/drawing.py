@@ -1,0 +1,295 @@
+"""The way of one request to a sampler's answer, for the Tinker API and the OpenAI API.
+
+replicas.py chooses a sampler. When that one is lost or full, another one is tried; when there is none, the request
+waits. A version that no sampler holds is published by the trainer, once for all requests that want it (publishing.py).
+A version that only some samplers hold is sampled there, and published to the others meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from gateway.channel import ConnectionLost
+from gateway.clients import Clients
+from gateway.database.tables.sessions import SamplingSession
+from gateway.futures import Progress, ran_of
+from gateway.sampling.inflight import Inflight
+from gateway.sampling.lives import Suspicion
+from gateway.sampling.publishing import Publishing
+from gateway.sampling.replicas import Replica
+from tinsmith.rpc.errors import (
+    CheckpointNotFound,
+    EngineDead,
+    NotReady,
+    OutOfCapacity,
+    ServiceError,
+    VersionGone,
+    VersionNotLoaded,
+)
+from tinsmith.rpc.logs import REQUEST_ID_METADATA
+from tinsmith.v1 import sampler_pb2 as pb
+from tinsmith.v1 import types_pb2
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Pause:
+    """A pause that doubles with every use, up to 2 s."""
+
+    next_s: float = 0.1
+
+    async def wait(self) -> None:
+        await asyncio.sleep(self.next_s)
+        self.next_s = min(2 * self.next_s, 2.0)
+
+
+class Drawing:
+    """One request on its way to a sampler's answer.
+
+    A request that has killed two replicas is not sent to another (lives.py).
+    """
+
+    def __init__(
+        self,
+        session: SamplingSession,
+        request: pb.SampleRequest | None,
+        *,
+        clients: Clients,
+        publishing: Publishing,
+        inflight: Inflight,
+        request_id: str = "",
+        progress: Progress | None = None,
+        wait_s: float | None = None,
+    ) -> None:
+        """`session`: the weights. `request` None: a call about text, which any sampler of the base model can answer.
+        `wait_s`: longest wait for a sampler; None: without end."""
+        self.progress = progress or Progress()
+        self.ran: tuple[float, float] | None = None
+        """Begin and end of the sampler's computation, in seconds since 1970; None while not known."""
+        self._session = session
+        self._request = request
+        self._replicas = clients.samplers
+        self._publishing = publishing
+        self._inflight = inflight
+        self._request_id = request_id
+        self._wait_s = wait_s
+        self._describe: Callable[[], Awaitable[types_pb2.QueueStatus]] | None = None
+        """Asks the service that the request waits for."""
+        self._replica: Replica | None = None
+        self._in_vain: set[Replica] = set()
+        self._suspicion = Suspicion()
+        self._was_provided = False
+        self._pause = Pause()
+
+    @property
+    def is_suspect(self) -> bool:
+        """A sampler has died that this request may have killed."""
+        return self._suspicion.deaths > 0
+
+    async def describe(self) -> types_pb2.QueueStatus:
+        """What the request waits for. Raises TimeoutError when no service can tell; then `progress` has the reason."""
+        if self._describe is None:
+            raise TimeoutError
+        return await self._describe()
+
+    async def run(self, call: Callable[[Replica], Awaitable[T]]) -> T:
+        """The result of `call` with the first replica that answers. Sets `version_id` and `follow_run` of the request.
+
+        Raises the last NotReady or OutOfCapacity when no replica has answered within `wait_s`.
+        """
+        give_up_at = math.inf if self._wait_s is None else time.monotonic() + self._wait_s
+        while True:
+            drawn_from = await self._resolve()
+            if not self._replicas.usable(drawn_from.base_model):
+                self.progress.paused("the sampler is unreachable")
+            replica = await self.route()
+            if self._request is not None and self._replicas.lacking(drawn_from.base_model, drawn_from.version_id):
+                self._publishing.top_up(drawn_from)
+            if self.is_suspect:
+                self.progress.paused("a sampler died with this request in work; such requests run one at a time")
+            try:
+                return await call(replica)
+            except NotReady as error:
+                cause: ServiceError = error
+                self.progress.paused("the sampler is unreachable")
+            except OutOfCapacity as error:
+                cause = error
+                self.progress.paused(f"the sampler is full: {error.message}")
+            except VersionNotLoaded:
+                is_provided = await self._provide(drawn_from, replica, give_up_at=give_up_at)
+                if is_provided and time.monotonic() < give_up_at:
+                    if self._was_provided:
+                        await self._pause.wait()
+                    self._was_provided = True
+                    continue
+                cause = NotReady(f"the weights of {drawn_from.model_path} cannot be sent to the sampler now; try again")
+            if time.monotonic() >= give_up_at:
+                raise cause
+            await self.next()
+
+    async def _resolve(self) -> SamplingSession:
+        """The weights that the request is drawn from now."""
+        if self._request is None:
+            return self._session
+        is_fixed = self._session.inflight_run_id is None
+        drawn_from = self._session if is_fixed else await self._inflight.resolve(self._session)
+        self._request.version_id = drawn_from.version_id
+        self._request.follow_run = drawn_from.inflight_run_id or ""
+        return drawn_from
+
+    async def route(self) -> Replica:
+        """Waits for a replica. Raises NotReady when there is none within `wait_s`."""
+        name = self._session.base_model
+        try:
+            async with asyncio.timeout(self._wait_s):
+                self._replica = await self._replicas.route(name, self._request, avoid=self._in_vain)
+        except TimeoutError:
+            raise NotReady(f"no sampler of {name!r} can be reached; try again") from None
+        return self._replica
+
+    async def next(self) -> None:
+        """Notes that the last try failed. Pauses when every replica that may have the request was tried."""
+        if self._replica is not None:
+            self._in_vain.add(self._replica)
+        version_id = "" if self._request is None else self._request.version_id
+        if self._in_vain.issuperset(self._replicas.candidates(self._session.base_model, version_id)):
+            self._in_vain.clear()
+            await self._pause.wait()
+
+    async def _provide(self, session: SamplingSession, replica: Replica, *, give_up_at: float) -> bool:
+        """Has the version published. False when that cannot be done now. Raises the trainer's error when it never
+        can."""
+        self._describe = lambda: self._publishing.describe(session.base_model, self.progress)
+        try:
+            async with asyncio.timeout(None if self._wait_s is None else max(0.0, give_up_at - time.monotonic())):
+                return await self._publishing.provide(session, replica, progress=self.progress)
+        except TimeoutError:
+            return False
+        except (CheckpointNotFound, VersionGone):
+            if (await self._inflight.resolve(self._session)).version_id == session.version_id:
+                raise
+            return True  # the run has a newer inflight version by now, and the older one is gone
+        finally:
+            self._describe = None
+
+    # Calls of one replica
+
+    async def sample(self, replica: Replica) -> pb.SampleResponse:
+        """The answer in one piece. A suspect's call is a stream, because its first piece ends the trial."""
+        request = self._request
+        assert request is not None
+        if not self.is_suspect:
+            return await self.call(replica, replica.stub.Sample, request, weight=request.num_samples)
+        result = pb.SampleResponse()
+        async with aclosing(self.stream(replica)) as pieces:
+            async for piece in pieces:
+                result = piece.result
+        return result
+
+    async def stream(self, replica: Replica) -> AsyncGenerator[pb.StreamSampleResponse, None]:
+        """The answer in pieces: deltas, and then the result."""
+        request = self._request
+        assert request is not None
+        wrapped = pb.StreamSampleRequest(request=request)
+        async with self._in_work(replica, replica.stub.StreamSample, wrapped, weight=request.num_samples) as work:
+            call, begun = work
+            while (piece := await call.read()) is not grpc.aio.EOF:
+                begun()
+                yield piece
+
+    async def call(self, replica: Replica, rpc: Any, request: Any, *, weight: int = 1) -> Any:
+        """The reply to a unary RPC of the replica's stub."""
+        async with self._in_work(replica, rpc, request, weight=weight) as (call, _):
+            return await call
+
+    @asynccontextmanager
+    async def _in_work(
+        self, replica: Replica, rpc: Any, request: Any, *, weight: int
+    ) -> AsyncIterator[tuple[Any, Callable[[], None]]]:
+        """Starts a call, which is the replica's work until the block ends. Gives the call, and the function of
+        `_watched`."""
+        metadata = ((REQUEST_ID_METADATA, self._request_id),) if self._request_id else None
+        async with self._watched(replica) as begun:
+            self.progress.active("the sampler is working on it")
+            self._describe = lambda: self._ask(replica)
+            call = rpc(request, metadata=metadata)
+            try:
+                with self._replicas.holding(replica, call, weight=weight):
+                    yield call, begun
+            finally:
+                self._describe = None
+                call.cancel()
+                if not call.cancelled():
+                    self.ran = ran_of(await call.trailing_metadata())
+
+    async def _ask(self, replica: Replica) -> types_pb2.QueueStatus:
+        if replica.state != "serving":
+            self.progress.paused("the sampler does not answer")
+            raise TimeoutError
+        request = pb.DescribeRequestRequest(request_id=self._request_id)
+        return (await replica.stub.DescribeRequest(request)).status
+
+    @asynccontextmanager
+    async def _watched(self, replica: Replica) -> AsyncIterator[Callable[[], None]]:
+        """Watches the request while the replica has it in work, which is until the block ends.
+
+        The block gets a function, and must call it at the first token. A suspect waits here for its trial. Raises
+        NotReady when the replica is lost, and ServiceError when the request has killed two replicas.
+        """
+        mine, life = self._suspicion, replica.life
+        was_over = life.is_over
+        if self.is_suspect:
+            await life.trial.acquire()
+            if life.is_over or replica.state != "serving":
+                life.trial.release()
+                raise NotReady(f"the sampler at {replica.address} went away before it had the request")
+            life.on_trial = mine
+
+        def begun() -> None:
+            if life.on_trial is mine and mine.deaths < 2:
+                life.on_trial = None
+                life.suspects.add(mine)
+                life.trial.release()
+
+        died = False
+        try:
+            yield begun
+        except NotReady as error:
+            self._replicas.lost(replica)
+            died = _is_death(error) and not was_over
+            if died and life.ends(mine):
+                raise _killer(mine, error) from error
+            raise
+        finally:
+            if life.on_trial is mine:
+                life.trial.release()
+            if not died:
+                life.suspects.discard(mine)
+                life.on_trial = None if life.on_trial is mine else life.on_trial
+
+
+def _is_death(error: NotReady) -> bool:
+    """Whether the sampler's process or engine died. A dead engine says whether it was computing the request."""
+    if isinstance(error, EngineDead):
+        return error.metadata.get("computing") != "no"
+    return isinstance(error, ConnectionLost)
+
+
+def _killer(mine: Suspicion, error: NotReady) -> ServiceError:
+    logger.error("a request is not given to another sampler, because %d samplers died while they had it", mine.deaths)
+    return ServiceError(
+        f"{mine.deaths} samplers ended while they computed this request, so it is not given to another; the samplers' "
+        f"logs have the cause (the last one's error: {error.message})"
+    )
