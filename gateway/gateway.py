@@ -22,10 +22,6 @@ from tinsmith.rpc.auth import require_keys
 logger = logging.getLogger(__name__)
 
 
-_HEARTBEATS_S = 1.0
-"""Pause between two writes of heartbeats."""
-
-
 class StartError(Exception):
     """The gateway cannot start; the message gives the reason."""
 
@@ -58,6 +54,12 @@ class Gateway(Core):
             metrics=self.metrics,
         )
         self.peers.on_beat = self.reaper.hear_of_ends
+        self._write_behinds = (
+            self.store.sessions.heartbeats,
+            self.ledger.behind,
+            self.dashboard.behind,
+            self.tenants.callers.uses,
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -96,25 +98,15 @@ class Gateway(Core):
         self.clients.start()
         self._tasks = [
             asyncio.create_task(self.peers.run()),
-            asyncio.create_task(self._write_heartbeats()),
             asyncio.create_task(self.reaper.run()),
-            asyncio.create_task(self.ledger.run()),
-            asyncio.create_task(self.dashboard.run()),
             asyncio.create_task(self._read_keys()),
+            *(asyncio.create_task(each.run()) for each in self._write_behinds),
         ]
 
     async def _read_keys(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_S)
             await to_its_end(self.tenants.callers.refresh())
-
-    async def _write_heartbeats(self) -> None:
-        while True:
-            await asyncio.sleep(_HEARTBEATS_S)
-            try:
-                await to_its_end(self.store.sessions.write_heartbeats())
-            except SQLAlchemyError as error:
-                logger.warning("heartbeats cannot be written, so those of the last second are lost: %s", error)
 
     async def stop(self) -> None:
         """Stops all tasks, and writes what is gathered.
@@ -130,10 +122,7 @@ class Gateway(Core):
         await self.sampling.inflight.close()
         await self.sampling.publishing.close()
         await self.clients.close()
-        with contextlib.suppress(SQLAlchemyError):
-            await self.store.sessions.write_heartbeats()
-            await self.ledger.flush()
-            await self.peers.stop()
-            await self.dashboard.flush()
-            await self.tenants.callers.write_used()
+        for write in (*(each.flush for each in self._write_behinds), self.peers.stop):
+            with contextlib.suppress(SQLAlchemyError):
+                await write()
         await self.store.close()

@@ -179,7 +179,7 @@ class Reaper:
         if abs(now - self._heard_until) > max(timeout_s / 2, 2 * self._config.reap_interval_s):
             self._hears_since = now
         if now - self._hears_since >= timeout_s:
-            await self._store.sessions.write_heartbeats()
+            await self._store.sessions.heartbeats.flush()
             for session_id in await self._store.sessions.silent(seen_before=now - timeout_s):
                 await self.end_session(session_id, reason=EXPIRED, detail=f"no heartbeat for {timeout_s:g} s")
         self._heard_until = now

@@ -7,7 +7,6 @@ loses at most the last second.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -56,7 +55,6 @@ class History:
         self._waiting: deque[MetricPoint] = deque()
         self._unchecked: LRUCache[str, int] = LRUCache(_MAX_UNCHECKED)
         """run_id -> rows that this process has written since it last counted the run's rows."""
-        self._flushing = asyncio.Lock()
 
     def add(
         self,
@@ -85,19 +83,19 @@ class History:
             self._store.dropped_rows.labels(kind="point").inc()
 
     async def flush(self) -> None:
-        """Writes the waiting points. They go on waiting when that fails. Raises SQLAlchemyError."""
-        async with self._flushing:
-            points = sorted(self._waiting, key=lambda point: point.run_id)
-            self._waiting.clear()
-            try:
-                while points:  # the points of a long outage, all at once, would block the event loop for seconds
-                    await self._write(points[:_PER_WRITE])
-                    del points[:_PER_WRITE]
-            except BaseException:
-                points.sort(key=lambda point: point.at)  # points of the same moment keep their order
-                self._waiting.extendleft(reversed(points))
-                self._forget_oldest()
-                raise
+        """Writes the waiting points. They go on waiting when that fails. One call at a time. Raises
+        SQLAlchemyError."""
+        points = sorted(self._waiting, key=lambda point: point.run_id)
+        self._waiting.clear()
+        try:
+            while points:  # the points of a long outage, all at once, would block the event loop for seconds
+                await self._write(points[:_PER_WRITE])
+                del points[:_PER_WRITE]
+        except BaseException:
+            points.sort(key=lambda point: point.at)  # points of the same moment keep their order
+            self._waiting.extendleft(reversed(points))
+            self._forget_oldest()
+            raise
 
     async def _write(self, waiting: Sequence[MetricPoint]) -> None:
         by_run: dict[str, dict[int, MetricPoint]] = {}

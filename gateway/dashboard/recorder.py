@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
-
-from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
@@ -14,15 +10,11 @@ from gateway.dashboard.history import History
 from gateway.dashboard.lists import Lists
 from gateway.dashboard.samples import RecentSamples
 from gateway.dashboard.services import Services
-from gateway.database.outages import log_failure
 from gateway.database.store import Store
+from gateway.database.write_behind import WriteBehind
 from gateway.futures import Futures
 from gateway.metrics import Metrics
-from gateway.tasks import to_its_end
 
-logger = logging.getLogger(__name__)
-
-FLUSH_S = 1.0
 _FORGET_S = 60.0
 
 
@@ -37,25 +29,20 @@ class Dashboard:
         self.samples = RecentSamples(store, keep=config.recent_samples)
         self.services = Services(clients, metrics)
         self.lists = Lists(store, history=self.history, futures=futures, clients=clients)
+        self.behind = WriteBehind(self._write, what="the dashboard's history and samples")
         self.started_at = time.time()
-
-    async def run(self) -> None:
-        """Flushes once a second, and deletes old rows once a minute."""
-        forget_at = 0.0
-        while True:
-            await asyncio.sleep(FLUSH_S)
-            try:
-                await to_its_end(self.flush())
-                if time.monotonic() >= forget_at:
-                    forget_at = time.monotonic() + _FORGET_S
-                    await to_its_end(self._forget())
-            except SQLAlchemyError as error:
-                log_failure("the dashboard's history and samples cannot be written", error, by=logger)
+        self._forget_at = time.monotonic() + _FORGET_S
 
     async def flush(self) -> None:
         """Writes all points and samples that wait. Raises SQLAlchemyError."""
+        await self.behind.flush()
+
+    async def _write(self) -> None:
         await self.history.flush()
         await self.samples.flush()
+        if time.monotonic() >= self._forget_at:
+            self._forget_at = time.monotonic() + _FORGET_S
+            await self._forget()
 
     async def _forget(self) -> None:
         now, config = time.time(), self._config

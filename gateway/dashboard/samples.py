@@ -6,7 +6,6 @@ checkpoint. Other owners do not see it.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -48,7 +47,6 @@ class RecentSamples:
         self._store = store
         self._keep = keep
         self._drawn: deque[RecordedSequence] = deque(maxlen=_MAX_PER_FLUSH)
-        self._flushing = asyncio.Lock()
 
     def add(
         self,
@@ -84,11 +82,10 @@ class RecentSamples:
 
         Raises SQLAlchemyError.
         """
-        async with self._flushing:
-            drawn = list(self._drawn)
-            self._drawn.clear()
-            if drawn:
-                await self._write(drawn)
+        drawn = list(self._drawn)
+        self._drawn.clear()
+        if drawn:
+            await self._write(drawn)
 
     async def _write(self, drawn: Sequence[RecordedSequence]) -> None:
         owners: dict[str, str] = {}

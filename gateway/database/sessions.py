@@ -13,6 +13,7 @@ from sqlalchemy import bindparam, func, select, update
 from gateway.database.connection import Database
 from gateway.database.living import Living, is_live
 from gateway.database.tables.sessions import Model, SamplingSession, Session
+from gateway.database.write_behind import WriteBehind
 
 _MAX_WHOSE = 100_000
 _PER_QUERY = 500
@@ -35,6 +36,7 @@ class SessionRows:
         self._living: set[str] = set()
         """Live sessions among those that were made or asked for at this gateway."""
         self._beats: dict[str, float] = {}
+        self.heartbeats = WriteBehind(self._write_beats, what="heartbeats of sessions")
         self._whose: LRUCache[str, Whose] = LRUCache(_MAX_WHOSE)
 
     async def create(self, *, owner: str, key_id: str = "", idempotency_key: str | None, **facts: Any) -> Session:
@@ -108,22 +110,26 @@ class SessionRows:
     async def heartbeat(self, session_id: str) -> bool:
         """Notes a heartbeat. False when the session does not live.
 
-        `write_heartbeats` writes those of all sessions together later, so a heartbeat does not wait for the disk.
+        `_write_beats` writes those of all sessions together later, so a heartbeat does not wait for the disk.
         """
         if await self.lives(session_id):
             self._beats[session_id] = time.time()
             return True
         return False
 
-    async def write_heartbeats(self) -> None:
-        beats, self._beats = self._beats, {}
-        if not beats:
+    async def _write_beats(self) -> None:
+        if not self._beats:
             return
+        beats, self._beats = self._beats, {}
         rows = [{"id": session_id, "at": at} for session_id, at in sorted(beats.items())]
         session = Session.__table__.c
         query = update(Session.__table__).where(session.session_id == bindparam("id"))  # type: ignore[arg-type]
-        async with self._database.begin() as db:
-            await db.execute(query.values(last_seen_at=bindparam("at")), rows)
+        try:
+            async with self._database.begin() as db:
+                await db.execute(query.values(last_seen_at=bindparam("at")), rows)
+        except BaseException:
+            self._beats = beats | self._beats
+            raise
 
     async def end(self, session_id: str, *, reason: str, detail: str | None) -> bool:
         """Ends the session. False, and nothing is changed, when it has ended before or is unknown."""

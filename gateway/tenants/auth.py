@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.codec import detail, json_response, service_error
 from gateway.database.tables.tenants import StoredKey
+from gateway.database.write_behind import WriteBehind
 from gateway.openai.errors import error_body
 from gateway.openai.errors import service_error as openai_service_error
 from gateway.tenants.caller import Caller
@@ -82,7 +83,7 @@ class Callers:
         self._has_rows = False
         self._read_at = 0.0
         self._used: dict[str, float] = {}
-        self._wrote_used_at = time.monotonic()
+        self.uses = WriteBehind(self._write_uses, what="times at which keys were last used", every_s=USED_S)
         self._reading = asyncio.Lock()
         self.also_read: Callable[[], Awaitable[None]] | None = None
         """Reads budgets whenever keys are read, so that the holder of a new key cannot call before its budget is
@@ -174,17 +175,18 @@ class Callers:
                 return
             try:
                 await self.read()
-                if time.monotonic() - self._wrote_used_at > USED_S:
-                    await self.write_used()
             except SQLAlchemyError as error:
                 logger.warning("the keys cannot be read from the database, so those read before stay valid: %s", error)
 
-    async def write_used(self) -> None:
-        """Writes the times at which keys were last used."""
+    async def _write_uses(self) -> None:
+        if not self._used or self._keys is None:
+            return
         used, self._used = self._used, {}
-        self._wrote_used_at = time.monotonic()
-        if used and self._keys is not None:
+        try:
             await self._keys.used(used)
+        except BaseException:
+            self._used = used | self._used
+            raise
 
 
 class Authentication:

@@ -1,7 +1,7 @@
 """The ledger writes usage, audit events, spans of work and times of the last request, in batches, in the background.
 
-No client waits for these rows, so a gateway that is killed may lose those of the last FLUSH_S seconds. An event that
-changes a checkpoint is an exception: it is written in the transaction of the change.
+No client waits for these rows (write_behind.py). An event that changes a checkpoint is an exception: it is written in
+the transaction of the change.
 
 Each batch is written exactly once. A lost connection leaves open whether the database has the batch, so the batch is
 sent again; its number, which is written in the same transaction, tells a batch that the database has already.
@@ -12,8 +12,6 @@ it later. Each adds the tokens in a transaction that also marks the operation as
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,21 +20,15 @@ from typing import Any, Literal, cast
 from uuid import uuid4
 
 from sqlalchemy import Table, bindparam, insert, select, update
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from gateway.database.outages import log_failure
 from gateway.database.sessions import Whose
 from gateway.database.store import Store
 from gateway.database.tables.history import Span
 from gateway.database.tables.sessions import Model
 from gateway.database.tables.tenants import AuditEvent, CountedOperation, LedgerBatch, TokenCount, Usage
-from gateway.tasks import to_its_end
+from gateway.database.write_behind import WriteBehind
 from tinsmith.rpc.errors import NotReady
-
-logger = logging.getLogger(__name__)
-
-FLUSH_S = 1.0
 
 UsageKind = Literal["training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample", "storage"]
 
@@ -90,13 +82,13 @@ class Ledger:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.behind = WriteBehind(self._write, what="the ledger")
         self._ledger_id = uuid4().hex
         self._gathered = _Gathered()
         self._batch = _Gathered()
         """The batch that is being written, or whose writing failed."""
         self._number = 0
         """The number of that batch."""
-        self._flushing = asyncio.Lock()
         self._counted: dict[Whose, int] = {}
         """Tokens in the database when it was last written or read. These counts only grow."""
         self._unwritten: Counter[Whose] = Counter()
@@ -193,26 +185,17 @@ class Ledger:
         """Counts one checkpoint in the transaction of the caller."""
         await self._count(db, Counter({(_this_hour(), Whose(owner, ""), session_id, base_model, "checkpoint"): 1}))
 
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(FLUSH_S)
-            try:
-                await self.flush()
-            except SQLAlchemyError as error:
-                log_failure("the ledger cannot be written", error, by=logger)
-
     async def flush(self) -> None:
         """Writes the gathered rows to the database. They are kept when that fails. Raises SQLAlchemyError."""
-        await to_its_end(self._flush())
+        await self.behind.flush()
 
-    async def _flush(self) -> None:
-        async with self._flushing:
-            if self._batch:
-                await self._write_batch()
-            if self._gathered:
-                self._batch, self._gathered = self._gathered, _Gathered()
-                self._number += 1
-                await self._write_batch()
+    async def _write(self) -> None:
+        if self._batch:
+            await self._write_batch()
+        if self._gathered:
+            self._batch, self._gathered = self._gathered, _Gathered()
+            self._number += 1
+            await self._write_batch()
 
     async def _write_batch(self) -> None:
         batch = self._batch

@@ -715,7 +715,7 @@ async def test_what_counts_against_a_budget_is_written_before_the_client_has_the
     stack: Stack, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gateway that is killed thus gives nothing away. Usage without a budget is written within a second."""
-    monkeypatch.setattr("gateway.tenants.ledger.FLUSH_S", 3600.0)
+    monkeypatch.setattr("gateway.database.write_behind.FLUSH_S", 3600.0)
     await stack.restart_gateway()
     keys = gateway(stack).tenants.keys
     (ada, _), (bob, _) = await keys.create("ada"), await keys.create("bob")

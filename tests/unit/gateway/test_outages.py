@@ -297,14 +297,14 @@ async def test_a_request_that_needs_a_database_that_is_away_is_to_come_again(
     caplog.clear()
 
 
-@pytest.mark.parametrize("module", ["tenants.ledger", "dashboard.recorder"])
+@pytest.mark.parametrize("part", ["ledger", "dashboard"])
 async def test_what_is_written_behind_goes_on_after_an_outage(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, module: str
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
 ) -> None:
-    monkeypatch.setattr(f"gateway.{module}.FLUSH_S", 0.01)
+    monkeypatch.setattr("gateway.database.write_behind.FLUSH_S", 0.01)
     await stack.restart_gateway()
     gateway, flushes = stack.gateway, 0
-    part = gateway.ledger if module == "tenants.ledger" else gateway.dashboard
+    behind = {"ledger": gateway.ledger.behind, "dashboard": gateway.dashboard.behind}[part]
 
     async def fail(**_: object) -> None:
         nonlocal flushes
@@ -312,7 +312,7 @@ async def test_what_is_written_behind_goes_on_after_an_outage(
         async with gateway.store.begin():
             pass
 
-    monkeypatch.setattr(part, "flush", fail)
+    monkeypatch.setattr(behind, "flush", fail)
     with monkeypatch.context() as patch:
         patch.setattr(gateway.store, "_new", unreachable)
         await until(lambda: flushes > 2)

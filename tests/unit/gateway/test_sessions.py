@@ -80,7 +80,7 @@ async def test_heartbeats_are_written_all_at_once(stack: Stack, client: Client) 
         await client.call("session_heartbeat", {"session_id": session_id})
     assert stack.server is not None
     store = stack.server.app.state.gateway.store
-    await store.sessions.write_heartbeats()
+    await store.sessions.heartbeats.flush()
     for session_id in sessions:
         row = await store.sessions.get(session_id)
         assert row.last_seen_at > row.created_at

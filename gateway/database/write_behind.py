@@ -1,0 +1,47 @@
+"""Writing behind: rows gather in memory, and are written to the database in the background. No client waits for them.
+
+A gateway that is killed loses the rows of the last `every_s` seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from gateway.database.outages import log_failure
+from gateway.tasks import to_its_end
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 1.0
+
+
+class WriteBehind:
+    """Calls `write` every `every_s` seconds, one call at a time. `write` keeps what it could not write, within a bound
+    of its own, and is called again."""
+
+    def __init__(self, write: Callable[[], Awaitable[None]], *, what: str, every_s: float | None = None) -> None:
+        """`what`: subject of the log line about a failure. `every_s` None: FLUSH_S."""
+        self._write = write
+        self._what = what
+        self._every_s = every_s
+        self._writing = asyncio.Lock()
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_S if self._every_s is None else self._every_s)
+            try:
+                await self.flush()
+            except SQLAlchemyError as error:
+                log_failure(f"{self._what} cannot be written", error, by=logger)
+
+    async def flush(self) -> None:
+        """Writes what has gathered. Raises SQLAlchemyError."""
+        await to_its_end(self._locked())
+
+    async def _locked(self) -> None:
+        async with self._writing:
+            await self._write()
