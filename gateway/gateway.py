@@ -11,8 +11,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from gateway.config import DATABASE, GatewayConfig
 from gateway.database.catalog import Catalog
 from gateway.database.urls import without_secrets
+from gateway.high_availability.peers import OtherGateways
 from gateway.parts import Core, Sampling, Storage, Tenants, Training
-from gateway.peers import OtherGateways
 from gateway.reaper import Reaper
 from gateway.session_search import SessionSearch
 from gateway.tasks import to_its_end
@@ -78,8 +78,8 @@ class Gateway(Core):
             await self.tenants.tokens.start(self.store)
             await self.storage.downloads.start(self.store)
             await self.peers.start()
-            if self.sampling.homes is not None:
-                await self.sampling.homes.start()
+            if self.sampling.forwarding is not None:
+                await self.sampling.forwarding.start()
             await self.tenants.callers.read()
         except OtherGateways as error:
             raise StartError(str(error)) from None
@@ -116,8 +116,8 @@ class Gateway(Core):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self.sampling.homes is not None:
-            await self.sampling.homes.close()
+        if self.sampling.forwarding is not None:
+            await self.sampling.forwarding.close()
         await self.futures.close()
         await self.sampling.inflight.close()
         await self.sampling.publishing.close()

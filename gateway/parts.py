@@ -8,12 +8,12 @@ from gateway.dashboard.recorder import Dashboard
 from gateway.database.store import Store
 from gateway.futures import Futures
 from gateway.held import Bodies
+from gateway.high_availability.forwarding import Forwarding
+from gateway.high_availability.peers import Peers
 from gateway.metrics import Metrics
 from gateway.openai.generator import Generator
-from gateway.peers import Peers
 from gateway.sampling.certificates import PublishCertificates
 from gateway.sampling.completions import Completions
-from gateway.sampling.homes import Homes
 from gateway.sampling.inflight import Inflight
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.records import Records
@@ -105,7 +105,7 @@ class Sampling:
     def __init__(self, core: Core, tenants: Tenants, storage: Storage) -> None:
         config, store, clients, peers = core.config, core.store, core.clients, core.peers
         self.completions = Completions(store, core.futures, home=peers.gateway_id if peers.are_several else None)
-        self.homes = Homes(store, peers, self.completions) if peers.are_several else None
+        self.forwarding = Forwarding(store, peers, self.completions) if peers.are_several else None
         """None: this gateway has all samples."""
         self.unnamed = Unnamed(store)
         self.records = Records(store, retention_s=config.record_retention_s)

@@ -22,9 +22,9 @@ from gateway.database.store import Store
 from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint
 from gateway.database.tables.sessions import Model
 from gateway.futures import Answer, Futures, Gone, Pending
+from gateway.high_availability.peers import BEAT_S, Peers
 from gateway.ids import UNLOAD
 from gateway.metrics import Metrics
-from gateway.peers import BEAT_S, Peers
 from gateway.sampling.records import Records
 from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.retention import Retention
@@ -147,7 +147,7 @@ class Reaper:
             self._wake.clear()
 
     async def _reap(self) -> None:
-        if not await self._peers.leads("reaper"):
+        if not await self._peers.has_lease("reaper"):
             return
         for step in (
             self._end_silent_sessions,

@@ -81,7 +81,7 @@ class Completions:
     """Keeps the completions of all targets, and answers polls."""
 
     def __init__(self, store: Store, futures: Futures, *, home: str | None = None) -> None:
-        """`home`: this gateway's id when there are several gateways (homes.py), else None."""
+        """`home`: this gateway's id when there are several gateways (high_availability/), else None."""
         self._store = store
         self._futures = futures
         self._home = home

@@ -21,9 +21,9 @@ from tinsmith.rpc.errors import InvalidRequest
 async def pass_on(
     gateway: Gateway, request: Request, raw: bytes, target: Target | str, *, is_new: bool = False
 ) -> Response | None:
-    """The answer of the gateway that has these samples; None when this one has to answer (`Homes.pass_on`)."""
-    homes = gateway.sampling.homes
-    return None if homes is None else await homes.pass_on(request, raw, target, is_new=is_new)
+    """The answer of the gateway that has these samples; None when this one has to answer (`Forwarding.forward`)."""
+    forwarding = gateway.sampling.forwarding
+    return None if forwarding is None else await forwarding.forward(request, raw, target, is_new=is_new)
 
 
 async def retrieve_future(request: Request) -> Response:

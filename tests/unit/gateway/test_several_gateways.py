@@ -114,7 +114,7 @@ async def test_the_samples_of_a_gateway_that_is_gone_are_taken_over(
     several: Several, client: Client, leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, seconds in (("BEAT_S", 0.2), ("SILENT_S", 1.0), ("FRESH_S", 0.6)):
-        monkeypatch.setattr(f"gateway.peers.{name}", seconds)
+        monkeypatch.setattr(f"gateway.high_availability.peers.{name}", seconds)
     sampler_id = await client.sampling_session(await client.session())
     several.backends.sampler.go.clear()
     lost = await client.call("asample", sample_body(sampler_id, 0))
@@ -145,10 +145,10 @@ async def test_one_that_was_taken_for_dead_gives_up_what_others_took_over(
         several.servers, key=lambda port: several.gateway(port).futures.answer(first["request_id"]) is None
     )
     peers = several.gateway(home).peers
-    monkeypatch.setattr("gateway.peers.FRESH_S", 0.0)
+    monkeypatch.setattr("gateway.high_availability.peers.FRESH_S", 0.0)
     async with several.gateway(other).store.begin() as db:
         await db.execute(delete(GatewayRow).where(GatewayRow.gateway_id == peers.gateway_id))
-    several.gateway(other).sampling.homes._known.clear()
+    several.gateway(other).sampling.forwarding._known.clear()
     receipts = [await client.call("asample", sample_body(sampler_id, seq_id)) for seq_id in (1, 2, 3, 4)]
     for receipt in receipts:
         assert isinstance(await client.result(receipt), bytes)
@@ -165,7 +165,7 @@ async def test_gateways_whose_database_was_away_do_not_take_each_other_for_dead(
     for _ in range(2):
         await one.beat()
     later = time.monotonic() + 60  # nobody has raised a number since
-    monkeypatch.setattr("gateway.peers.time", SimpleNamespace(monotonic=lambda: later))
+    monkeypatch.setattr("gateway.high_availability.peers.time", SimpleNamespace(monotonic=lambda: later))
     await one.beat()
     assert one.url_of(other.gateway_id) is not None
 
@@ -201,7 +201,7 @@ async def test_operations_without_a_seq_id_are_refused_by_both(several: Several,
 @pytest.fixture
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """To be asked for before the gateways, which sleep from one to the next."""
-    for module in ("peers", "reaper"):
+    for module in ("high_availability.peers", "reaper"):
         monkeypatch.setattr(f"gateway.{module}.BEAT_S", 0.2)
 
 
@@ -299,11 +299,11 @@ async def test_a_deletion_is_repeated_at_the_other(client: Client) -> None:
 
 
 async def test_one_reaps(several: Several) -> None:
-    leads = [await several.gateway(port).peers.leads("reaper") for port in several.servers]
+    leads = [await several.gateway(port).peers.has_lease("reaper") for port in several.servers]
     assert sorted(leads) == [False, True]
     await several.stop_one(list(several.servers)[leads.index(True)])
     (port,) = several.servers
-    assert await several.gateway(port).peers.leads("reaper")
+    assert await several.gateway(port).peers.has_lease("reaper")
 
 
 async def test_a_gateway_that_others_cannot_reach_does_not_start_beside_them(

@@ -1,7 +1,7 @@
 """The gateways behind one database: which of them live, and which one does the work that only one may do.
 
 Each gateway keeps a heartbeat row, and increments its number every second. A gateway that sees a number unchanged for
-SILENT_S deletes the row. A gateway without a row is dead: other gateways take over its samples (sampling/homes.py),
+SILENT_S deletes the row. A gateway without a row is dead: other gateways take over its samples (forwarding.py),
 leases and operations. A gateway that was only slow finds its row gone, and goes on like a new one. Clocks of different
 machines are never compared.
 
@@ -158,7 +158,7 @@ class Peers:
             elif now - since > SILENT_S:
                 yield row.gateway_id
 
-    async def leads(self, work: str) -> bool:
+    async def has_lease(self, work: str) -> bool:
         """Whether this gateway has the lease for this kind of work. Takes it if no living gateway has it."""
         if not self.are_several:
             return True

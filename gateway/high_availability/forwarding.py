@@ -25,14 +25,14 @@ from starlette.responses import Response, StreamingResponse
 from gateway.database.store import Store
 from gateway.database.tables.gateways import GatewayRow
 from gateway.database.tables.samples import SampleMark
+from gateway.high_availability.peers import BEAT_S, SILENT_S, Peers, living
 from gateway.ids import Target, first_of, target_of
-from gateway.peers import BEAT_S, SILENT_S, Peers, living
 from gateway.sampling.completions import Completions
 from tinsmith.rpc.errors import NotReady
 
 logger = logging.getLogger(__name__)
 
-_PASSED_ON = "x-tinsmith-passed-on"
+_FORWARDED = "x-tinsmith-passed-on"
 """Header with a secret that the gateways share. It proves that another gateway has passed the request on."""
 _ELSEWHERE = 421
 """Misdirected Request (RFC 9110, 15.5.20): this gateway is not, or no longer, the home."""
@@ -45,7 +45,7 @@ _OWN = {
     "accept-encoding",
     "transfer-encoding",
     "upgrade",
-    _PASSED_ON,
+    _FORWARDED,
 }
 _MAX_KNOWN = 100_000
 _GIVE_UP_S = 2 * SILENT_S
@@ -54,7 +54,7 @@ _ANSWER_S = 60.0
 _SMALL_BYTES = 2**20
 
 
-class Homes:
+class Forwarding:
     """Finds the homes of samples, and passes requests on to them. Only one of several gateways has this."""
 
     def __init__(self, store: Store, peers: Peers, completions: Completions) -> None:
@@ -79,12 +79,12 @@ class Homes:
         if self._http is not None:
             await self._http.aclose()
 
-    def was_passed_on(self, request: Request) -> bool:
+    def was_forwarded(self, request: Request) -> bool:
         """Whether another gateway has passed the request on to this one."""
-        given = request.headers.get(_PASSED_ON, "")
+        given = request.headers.get(_FORWARDED, "")
         return bool(self._secret) and hmac.compare_digest(given.encode(), self._secret.encode())
 
-    async def pass_on(
+    async def forward(
         self, request: Request, body: bytes, target: Target | str, *, is_new: bool = False
     ) -> Response | None:
         """Passes a request on to its home. Returns the home's answer; None when this gateway has to answer.
@@ -97,7 +97,7 @@ class Homes:
             return None
         give_up_at = time.monotonic() + _GIVE_UP_S
         while (url := await self._elsewhere(found, is_new=is_new)) is not None:
-            if self.was_passed_on(request):
+            if self.was_forwarded(request):
                 return Response(status_code=_ELSEWHERE)
             try:
                 reply = await self._send(request, body, url)
@@ -114,18 +114,18 @@ class Homes:
         return None
 
     async def _send(self, request: Request, body: bytes, url: str) -> httpx.Response:
-        headers = [(name, value) for name, value in request.headers.items() if name not in {*_OWN, _PASSED_ON}]
+        headers = [(name, value) for name, value in request.headers.items() if name not in {*_OWN, _FORWARDED}]
         assert self._http is not None
         query = f"?{request.url.query}" if request.url.query else ""
         passed_on = self._http.build_request(
             request.method,
             url + request.url.path + query,
-            headers=[*headers, (_PASSED_ON, self._secret)],
+            headers=[*headers, (_FORWARDED, self._secret)],
             content=body,
         )
         reply = await self._http.send(passed_on, stream=True)
         if int(reply.headers.get("content-length", 0)) <= _SMALL_BYTES:
-            await reply.aread()  # if the connection breaks here, `pass_on` can still try again
+            await reply.aread()  # if the connection breaks here, `forward` can still try again
         return reply
 
     async def _elsewhere(self, target: Target, *, is_new: bool) -> str | None:
