@@ -1,12 +1,13 @@
-"""Rows as the JSON of the public API."""
+"""Rows as the JSON of the public API. Their types are those of the OpenAPI document."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
+from gateway.answers import checkpoints as answers
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import Model, Session
 from tinsmith.rpc.paths import KINDS
@@ -34,7 +35,7 @@ def owner_of_urn(urn: str) -> str:
     return urn.removeprefix(_USER)
 
 
-def checkpoint_view(checkpoint: Checkpoint) -> Json:
+def checkpoint_view(checkpoint: Checkpoint) -> answers.CheckpointFacts:
     return {
         "checkpoint_id": checkpoint.path.split("/", 3)[3],
         "checkpoint_type": KINDS[checkpoint.kind],
@@ -47,12 +48,13 @@ def checkpoint_view(checkpoint: Checkpoint) -> Json:
     }
 
 
-def file_view(file: types_pb2.CheckpointFile) -> Json:
+def file_view(file: types_pb2.CheckpointFile) -> answers.FileFacts:
     return {"name": file.name, "size_bytes": file.size_bytes, "sha256": file.sha256}
 
 
-def checkpoint_details(checkpoint: Checkpoint, files: Sequence[types_pb2.CheckpointFile]) -> Json:
-    return checkpoint_view(checkpoint) | {
+def checkpoint_details(checkpoint: Checkpoint, files: Sequence[types_pb2.CheckpointFile]) -> answers.CheckpointDetails:
+    return {
+        **checkpoint_view(checkpoint),
         "base_model": checkpoint.base_model,
         "version_id": checkpoint.version_id,
         "step": checkpoint.step,
@@ -63,7 +65,7 @@ def checkpoint_details(checkpoint: Checkpoint, files: Sequence[types_pb2.Checkpo
     }
 
 
-_APPLIED = {
+_APPLIED: dict[int, Literal["yes", "too weak to tell", "no"] | None] = {
     types_pb2.APPLIED_UNSPECIFIED: None,
     types_pb2.APPLIED_YES: "yes",
     types_pb2.APPLIED_TOO_WEAK_TO_TELL: "too weak to tell",
@@ -71,7 +73,7 @@ _APPLIED = {
 }
 
 
-def certificate_view(certificate: types_pb2.PublishCertificate) -> Json:
+def certificate_view(certificate: types_pb2.PublishCertificate) -> answers.Certificate:
     """The certificate as JSON. A gap that is not finite becomes the text "inf", as in metrics."""
     return {
         "version_id": certificate.version_id,
@@ -97,12 +99,14 @@ def certificate_view(certificate: types_pb2.PublishCertificate) -> Json:
     }
 
 
-def lora_view(rank: int | None) -> Json:
+def lora_view(rank: int | None) -> answers.Lora:
     """The LoRA fields of a model or checkpoint. Rank 0 means that all parameters are trained."""
     return {"is_lora": rank != 0, "lora_rank": rank or None}
 
 
-def run_view(model: Model, owner: str, *, last: Checkpoint | None, last_sampler: Checkpoint | None) -> Json:
+def run_view(
+    model: Model, owner: str, *, last: Checkpoint | None, last_sampler: Checkpoint | None
+) -> answers.TrainingRun:
     return {
         "training_run_id": model.model_id,
         "base_model": model.base_model,
@@ -142,5 +146,5 @@ def session_view(session: Session, *, num_checkpoints: int, num_bytes: int) -> J
     }
 
 
-def page_view(*, offset: int, limit: int, total: int) -> Json:
+def page_view(*, offset: int, limit: int, total: int) -> answers.Page:
     return {"offset": offset, "limit": limit, "total_count": total}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from pydantic import ConfigDict, Field
 
@@ -50,13 +51,16 @@ class Policy(Known):
         return {"weights": self.training, "sampler_weights": self.sampler}[kind]
 
 
+KeptAs = Literal["no_rules", "last", "every", "within", "pinned", "published", "in_use"]
+
+
 @dataclass(frozen=True, slots=True)
 class Judged:
     """A checkpoint, and whether a policy keeps it."""
 
     checkpoint: Checkpoint
-    kept_as: Sequence[str]
-    """Reasons to keep it: no_rules, last, every, within, pinned, published, in_use. Empty: it is to be deleted."""
+    kept_as: list[KeptAs]
+    """Reasons to keep it. Empty: it is to be deleted."""
 
 
 def judge(checkpoints: Sequence[Checkpoint], rules: Rules, *, in_use: Collection[str], now: float) -> list[Judged]:
@@ -73,9 +77,9 @@ def judge(checkpoints: Sequence[Checkpoint], rules: Rules, *, in_use: Collection
             firsts.setdefault(one.step // rules.keep_every_steps, one)
         every = {one.path for one in firsts.values()}
 
-    def reasons(one: Checkpoint) -> list[str]:
+    def reasons(one: Checkpoint) -> list[KeptAs]:
         within = rules.keep_within_seconds
-        checks = {
+        checks: dict[KeptAs, bool] = {
             "no_rules": rules.keep_all,
             "last": one.path in last,
             "every": one.path in every,

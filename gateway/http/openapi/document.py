@@ -11,8 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, TypeAdapter
 from starlette.routing import BaseRoute, Mount, Route
 
-from gateway.http.openapi.answers.openai import OpenAIError
-from gateway.http.openapi.answers.service import Detail
+from gateway.answers.openai import OpenAIError
+from gateway.answers.service import Detail
 from gateway.http.openapi.operations import JSON, OPERATIONS, Operation
 from tinsmith import __version__
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from gateway import schemas
-from gateway.http.openapi import answers, bodies
+from gateway import answers, schemas
+from gateway.http.openapi import bodies
 from gateway.http.routes import (
     admin,
     checkpoints,

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import schemas
+from gateway.answers import checkpoints as answers
 from gateway.codec import caller_of, gateway_of, json_response, owner_of
 from gateway.convert import check_ttl
 from gateway.database.tables.checkpoints import Checkpoint
@@ -97,7 +98,8 @@ async def external_weights_urls(request: Request) -> Response:
     }
     expires_at = min((download.expires_at for download in signed.values()), default=time.time())
     urls = {name: download.url for name, download in signed.items()}
-    return json_response({"urls": urls, "expires": time_text(expires_at)})
+    answer: answers.SignedUrls = {"urls": urls, "expires": time_text(expires_at)}
+    return json_response(answer)
 
 
 async def pin(request: Request) -> Response:
@@ -124,16 +126,20 @@ async def verify(request: Request) -> Response:
     try:
         found = await gateway_of(request).storage.checkpoints.verify(checkpoint)
     except (DataCorrupted, CheckpointNotFound) as error:  # the manifest is damaged, or all files are gone
-        damaged = {"tinker_path": checkpoint.path, "intact": False, "files": [], "problem": error.message}
-        return json_response(damaged)
-    return json_response(
-        {
+        damaged: answers.Verified = {
             "tinker_path": checkpoint.path,
-            "intact": not found.problems,
-            "files": [file_view(file) | {"problem": found.problems.get(file.name)} for file in found.files],
-            "problem": None,
+            "intact": False,
+            "files": [],
+            "problem": error.message,
         }
-    )
+        return json_response(damaged)
+    answer: answers.Verified = {
+        "tinker_path": checkpoint.path,
+        "intact": not found.problems,
+        "files": [{**file_view(file), "problem": found.problems.get(file.name)} for file in found.files],
+        "problem": None,
+    }
+    return json_response(answer)
 
 
 async def certificate(request: Request) -> Response:
@@ -151,7 +157,8 @@ async def archive(request: Request) -> Response:
         request, "archives", *checkpoint.location.split("/"), version=checkpoint.version_id
     )
     headers = {"Location": download.url, "Expires": formatdate(download.expires_at, usegmt=True)}
-    return json_response({"url": download.url, "expires": time_text(download.expires_at)}, status=302, headers=headers)
+    answer: answers.SignedUrl = {"url": download.url, "expires": time_text(download.expires_at)}
+    return json_response(answer, status=302, headers=headers)
 
 
 routes = [

@@ -9,10 +9,11 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from gateway import schemas
+from gateway.answers import checkpoints as answers
 from gateway.codec import caller_of, gateway_of, json_response, owner_of
 from gateway.http.body import parse, read_json
 from gateway.storage.retention_rules import Judged, Policy
-from gateway.views import Json, checkpoint_view
+from gateway.views import checkpoint_view
 from tinsmith.rpc.errors import NotFound
 
 _RUN = "/training_runs/{run_id}/retention"
@@ -25,10 +26,14 @@ async def _own_run(request: Request) -> str:
     return run_id
 
 
-def _plan_view(plan: Sequence[Judged]) -> Json:
+def _kept_view(one: Judged) -> answers.KeptCheckpoint:
+    return {**checkpoint_view(one.checkpoint), "kept_as": one.kept_as}
+
+
+def _plan_view(plan: Sequence[Judged]) -> answers.RetentionPlan:
     return {
         "delete": [checkpoint_view(one.checkpoint) for one in plan if not one.kept_as],
-        "keep": [checkpoint_view(one.checkpoint) | {"kept_as": one.kept_as} for one in plan if one.kept_as],
+        "keep": [_kept_view(one) for one in plan if one.kept_as],
     }
 
 
@@ -37,7 +42,8 @@ async def _answer(request: Request, run_id: str) -> Response:
     found = await retention.policy(run_id)
     plan = await retention.plan(run_id, found.policy)
     policy = found.policy.model_dump(exclude_none=True)
-    return json_response({"policy": policy, "is_default": found.is_default, **_plan_view(plan)})
+    answer: answers.Retention = {"policy": policy, "is_default": found.is_default, **_plan_view(plan)}
+    return json_response(answer)
 
 
 async def get_retention(request: Request) -> Response:
@@ -70,8 +76,8 @@ async def prune(request: Request) -> Response:
     deleted = await gateway.storage.retention.prune(run_id, policy, only=only, owner=owner_of(request))
     gone = {one.path for one in deleted}
     kept = [one for one in await gateway.storage.retention.plan(run_id, policy) if one.checkpoint.path not in gone]
-    answer = _plan_view(kept)
-    return json_response({"deleted": [checkpoint_view(one) for one in deleted], **answer})
+    answer: answers.Pruned = {"deleted": [checkpoint_view(one) for one in deleted], **_plan_view(kept)}
+    return json_response(answer)
 
 
 routes: list[BaseRoute] = [

@@ -9,11 +9,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import schemas
+from gateway.answers import checkpoints as answers
 from gateway.codec import caller_of, gateway_of, json_response, knows_external_checkpoints, owner_of
 from gateway.database.catalog import RunWithCheckpoints
 from gateway.gateway import Gateway
 from gateway.http.body import parse
-from gateway.views import Json, checkpoint_view, page_view, run_view, time_text
+from gateway.views import checkpoint_view, page_view, run_view, time_text
 from tinsmith.rpc.errors import NotFound
 from tinsmith.rpc.paths import KINDS
 
@@ -29,10 +30,10 @@ def owner_in_scope(request: Request, query: schemas.ScopedQuery) -> str | None:
     return None if caller.admin and query.access_scope == "accessible" else caller.owner
 
 
-def _view(gateway: Gateway, run: RunWithCheckpoints) -> Json:
+def _view(gateway: Gateway, run: RunWithCheckpoints) -> answers.TrainingRun:
     touched_at = gateway.ledger.touched_at(run.model.model_id)  # readers do not wait for the ledger
     view = run_view(run.model, run.owner, last=run.last, last_sampler=run.last_sampler)
-    return view if touched_at is None else view | {"last_request_time": time_text(touched_at)}
+    return view if touched_at is None else {**view, "last_request_time": time_text(touched_at)}
 
 
 async def list_training_runs(request: Request) -> Response:
@@ -42,7 +43,8 @@ async def list_training_runs(request: Request) -> Response:
         owner=owner_in_scope(request, query), project_id=query.project_id, limit=query.limit, offset=query.offset
     )
     cursor = page_view(offset=query.offset, limit=query.limit, total=total)
-    return json_response({"training_runs": [_view(gateway, run) for run in runs], "cursor": cursor})
+    found: answers.TrainingRunPage = {"training_runs": [_view(gateway, run) for run in runs], "cursor": cursor}
+    return json_response(found)
 
 
 async def get_training_run(request: Request) -> Response:
@@ -66,7 +68,8 @@ async def list_checkpoints_of_run(request: Request) -> Response:
     checkpoints = await catalog.checkpoints_of_run(run_id, kinds=visible_kinds(request))
     if not checkpoints and await catalog.run(run_id) is None:
         raise NotFound(f"training_run_id: there is no training run {run_id!r}")
-    return json_response({"checkpoints": [checkpoint_view(row) for row in checkpoints]})
+    found: answers.CheckpointList = {"checkpoints": [checkpoint_view(row) for row in checkpoints]}
+    return json_response(found)
 
 
 async def list_checkpoints(request: Request) -> Response:
@@ -76,7 +79,8 @@ async def list_checkpoints(request: Request) -> Response:
         owner=owner_of(request), kinds=visible_kinds(request), limit=query.limit, offset=query.offset
     )
     cursor = page_view(offset=query.offset, limit=query.limit, total=total)
-    return json_response({"checkpoints": [checkpoint_view(row) for row in checkpoints], "cursor": cursor})
+    found: answers.CheckpointPage = {"checkpoints": [checkpoint_view(row) for row in checkpoints], "cursor": cursor}
+    return json_response(found)
 
 
 routes = [

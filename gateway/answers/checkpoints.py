@@ -6,6 +6,8 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from gateway.storage.retention_rules import KeptAs
+
 
 class Imported(TypedDict):
     path: str
@@ -40,19 +42,22 @@ class Verified(TypedDict):
     problem: str | None
 
 
-class CheckpointDetails(CheckpointFacts):
+class Lora(TypedDict):
+    is_lora: bool
+    lora_rank: int | None
+
+
+class CheckpointDetails(CheckpointFacts, Lora):
     base_model: str
     version_id: str
     step: int
-    is_lora: bool
-    lora_rank: int | None
     optimizer: str | None
     pinned: bool
     files: list[FileFacts]
 
 
 class KeptCheckpoint(CheckpointFacts):
-    kept_as: list[Literal["no_rules", "last", "every", "within", "pinned", "published", "in_use"]]
+    kept_as: list[KeptAs]
 
 
 class RetentionPlan(TypedDict):
@@ -83,13 +88,11 @@ class CheckpointPage(CheckpointList):
     cursor: Page
 
 
-class TrainingRun(TypedDict):
+class TrainingRun(Lora):
     training_run_id: str
     base_model: str
     model_owner: str
-    is_lora: bool
     corrupted: bool
-    lora_rank: int | None
     last_request_time: str
     last_checkpoint: CheckpointFacts | None
     last_sampler_checkpoint: CheckpointFacts | None
