@@ -14,6 +14,8 @@ from tinsmith.modeling.base_model import BaseModel
 
 gc.disable()  # until the tests run: little of what imports make becomes garbage
 torch.set_num_threads(1)  # the models are tiny, and several processes of one test share the cores
+# A new client of httpx reads 140 authorities, which takes 14 ms. No test calls a server whose certificate needs them.
+os.environ.setdefault("SSL_CERT_DIR", str(Path(__file__).parent))
 
 
 class _OneIntegrationStack(LoadFileScheduling):

@@ -143,7 +143,7 @@ def test_new_samples_appear(
     assert page.evaluate("window.hacked") is None
 
 
-def test_what_a_model_writes_is_text_and_nothing_else(
+def test_a_models_output_is_shown_as_text_and_nothing_else(
     visitor: Visitor, trainer: tinker.TrainingClient, service: tinker.ServiceClient
 ) -> None:
     hostile = new_model(service, user_metadata={"name": HOSTILE, HOSTILE: HOSTILE})
@@ -229,7 +229,7 @@ def test_the_key_is_asked_for_once_and_stays_in_the_tab(visitor: Visitor, traine
     expect(page.get_by_role("dialog")).to_be_visible()
 
 
-def test_who_has_no_runs_gets_a_snippet_with_this_servers_address(
+def test_a_visitor_without_runs_gets_a_snippet_with_this_servers_address(
     visitor: Visitor, stack: Stack, trainer: tinker.TrainingClient
 ) -> None:
     page = visitor.open(key=OTHER_KEY)

@@ -237,7 +237,7 @@ def busy_clients(cluster: Cluster, count: int) -> Iterator[Sequence[subprocess.P
 
 @in_mode("deterministic")
 @repeated
-def test_of_clients_that_die_in_the_middle_of_training_nothing_is_left(
+def test_clients_that_die_in_the_middle_of_training_leave_nothing(
     cluster: Cluster, metrics_port: int, undisturbed: list[Outcome], rng: random.Random, exactly: bool
 ) -> None:
     """Their sessions end for want of heartbeats, and what the trainer and the disk held for them is free again. The

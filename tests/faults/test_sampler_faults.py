@@ -120,7 +120,7 @@ def wait_back(cluster: Cluster, *samplers: Process) -> None:
     wait_until(lambda: all(state(cluster, sampler) == "serving" for sampler in samplers), what="all are taken back")
 
 
-def test_of_two_samplers_one_is_killed(cluster: Cluster, versions: Versions, undisturbed: Callable[[], None]) -> None:
+def test_one_of_two_samplers_is_killed(cluster: Cluster, versions: Versions, undisturbed: Callable[[], None]) -> None:
     wait_back(cluster, *cluster.samplers)
     resubmitted = metric(cluster, "gateway_resubmissions_total", cluster.samplers[0])
     undisturbed()
@@ -167,7 +167,7 @@ def test_a_sampler_is_killed_while_it_starts_and_gets_its_versions_when_it_is_th
     assert late.log.read_text().count("VERSION_NOT_LOADED") == refused
 
 
-def test_of_two_samplers_one_is_stopped_and_goes_on_later(
+def test_one_of_two_samplers_is_stopped_and_goes_on_later(
     cluster: Cluster, versions: Versions, undisturbed: Callable[[], None]
 ) -> None:
     wait_back(cluster, *cluster.samplers)

@@ -41,7 +41,7 @@ def refusing() -> Iterator[str]:
         server.shutdown()
 
 
-def test_what_a_client_saw_before_it_was_killed_is_an_error(refusing: str) -> None:
+def test_an_error_that_a_client_saw_before_it_was_killed_is_reported(refusing: str) -> None:
     client = soak.ClientProcess(refusing, seed=0)
     wait_until(lambda: bool(client.said()), what="it has failed")
     assert all("Traceback" in error for error in client.kill())

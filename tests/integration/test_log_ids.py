@@ -47,9 +47,7 @@ def lines(stack: Stack, service: str, *, session_id: str) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_what_is_done_for_a_request_is_logged_with_its_id_and_that_of_its_run(
-    stack: Stack, model_id: str, name: str
-) -> None:
+def test_work_for_a_request_is_logged_with_its_id_and_that_of_its_run(stack: Stack, model_id: str, name: str) -> None:
     session_id = model_id.partition(":")[0]
     found = lines(stack, name, session_id=session_id)
     assert found

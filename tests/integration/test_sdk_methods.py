@@ -300,7 +300,7 @@ def test_a_sampling_client_travels_to_other_processes(
     assert sample(named, PROMPT, seed=1)[0].tokens == wanted
 
 
-def test_what_needs_no_server_works_all_the_same(
+def test_methods_that_need_no_server_work(
     service: tinker.ServiceClient,
     trained: tinker.TrainingClient,
     rest: tinker.RestClient,

@@ -81,7 +81,7 @@ def test_logprobs_may_be_sent_too_and_must_be_the_recorded_ones(
         client.forward([datum_of(sequences[0], 1.0, logprobs=own)], "stable_reinforce").result()
 
 
-def test_what_was_not_sampled_cannot_be_trained_on(
+def test_tokens_that_were_not_sampled_cannot_be_trained_on(
     client: tinker.TrainingClient, sequences: Sequence[tinker.SampledSequence]
 ) -> None:
     sampler = client.save_weights_and_get_sampling_client().result()

@@ -113,7 +113,7 @@ def test_verify_reads_all_of_a_checkpoint_and_names_what_is_damaged(
     assert "DAMAGED" in capsys.readouterr().out
 
 
-def test_what_cannot_be_verified_is_not_called_damaged(
+def test_a_checkpoint_that_cannot_be_verified_is_not_called_damaged(
     stack: Stack, saved: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(stack, "verify", f"{saved}-unknown") == 2

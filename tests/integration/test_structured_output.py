@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize(("fields", "param", "named"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_held_to_is_refused_with_its_place(
+def test_a_schema_that_cannot_be_enforced_is_refused_with_its_place(
     client: openai.OpenAI, fields: dict[str, Any], param: str, named: str, stream: bool
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=named) as refused:

@@ -27,7 +27,7 @@ _TWINS = {
     "RestClient": f"{_MANAGEMENT}test_every_async_twin_does_the_same",
     "AdminClient": f"{_MANAGEMENT}test_every_async_twin_does_the_same",
 }
-_LOCAL = f"{_METHODS}test_what_needs_no_server_works_all_the_same"
+_LOCAL = f"{_METHODS}test_methods_that_need_no_server_work"
 _TOKENIZER = "integration/test_many_names.py::test_names_share_a_folder_and_folders_do_not_share_a_trainer"
 _LISTINGS = f"{_MANAGEMENT}test_runs_and_checkpoints_are_listed"
 _SESSIONS = f"{_MANAGEMENT}test_sessions_are_listed_searched_and_moved"

@@ -128,7 +128,7 @@ def test_polls_and_health_checks_are_in_no_trace_and_what_a_client_does_not_samp
     assert not [name for _, name in names(spans) if "health" in name.lower() or "Describe" in name]
 
 
-def test_what_fails_says_so(wire: Wire, collector: Collector) -> None:
+def test_a_failed_call_is_marked_in_its_trace(wire: Wire, collector: Collector) -> None:
     trace_id = "5af7651916cd43dd8448eb211c80319c"
     as_client(wire, trace_id)
     session_id = wire.session()

@@ -70,7 +70,7 @@ def test_nobody_has_fewer_than_one_thread_or_more_than_it_may_use(place: Place, 
     assert services[2].threads == 1
 
 
-def test_who_reads_a_large_body_takes_a_core_from_all_that_compute(place: Place) -> None:
+def test_a_reader_of_a_large_body_takes_a_core_from_all_that_compute(place: Place) -> None:
     trainer, one, gateway = place(0), place(1), place(2)
     trainer.begin()
     with gateway.reading(), trainer.reading():
@@ -210,6 +210,6 @@ def test_without_a_page_the_number_of_threads_is_what_was_set() -> None:
 
 
 @pytest.mark.parametrize("address", ["{page}", "{page}:3", "{page}:x", "{page}:-1", "{page}.not:0", "0"])
-def test_what_is_no_place_is_refused_by_name(page: Path, address: str) -> None:
+def test_an_unusable_page_is_refused_by_name(page: Path, address: str) -> None:
     with pytest.raises(ValueError, match="cores_page: "):
         Cores(address.format(page=page), most=0, set_threads=print)

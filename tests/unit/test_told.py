@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tinsmith.told import Told
 
 
-def test_who_waits_for_every_answer_starts_afresh_behind_a_failure() -> None:
+def test_a_client_that_waits_for_every_answer_starts_afresh_behind_a_failure() -> None:
     told = Told()
     for seq_id, failed in ((1, False), (2, True), (3, False), (4, False)):
         told.sent(seq_id)

@@ -133,7 +133,7 @@ async def test_a_version_that_is_not_there_is_refused_and_one_that_leaves_ends_w
     await service.sample(tokens_of(4), max_tokens=1)
 
 
-async def test_what_is_wrong_is_named_and_harms_nobody(service: Service) -> None:
+async def test_an_invalid_request_is_named_and_harms_nobody(service: Service) -> None:
     for fields in ({"max_tokens": 0}, {"top_p": 0.0}, {"num_samples": 0}, {"topk_sample_logprobs": 1000}):
         with pytest.raises(InvalidRequest, match=next(iter(fields))):
             await service.sample(tokens_of(4), **{"max_tokens": 1, **fields})
@@ -162,7 +162,7 @@ async def test_deltas_are_the_tokens_of_the_result(service: Service, adapters: d
         np.testing.assert_array_equal(logprobs[index], floats(sequence.logprobs))
 
 
-async def test_who_waits_is_told_and_who_leaves_is_forgotten(service: Service) -> None:
+async def test_a_waiting_client_is_told_and_one_that_leaves_is_forgotten(service: Service) -> None:
     call = service.stub.Sample(
         sample(tokens_of(10), max_tokens=1000, num_samples=12), metadata=(("x-request-id", "long"),)
     )

@@ -111,7 +111,7 @@ def test_the_same_command_goes_on_where_the_last_one_gave_up(
     assert written(tmp_path / "out") == FILES
 
 
-def test_what_was_replaced_meanwhile_is_loaded_from_its_beginning(server: Server, tmp_path: Path) -> None:
+def test_a_checkpoint_replaced_meanwhile_is_loaded_from_its_beginning(server: Server, tmp_path: Path) -> None:
     server.cuts = [1000, 0, 0, 0, 0, 0]
     assert export(tmp_path / "out.tar") == 2
     server.tag = '"2"'
@@ -142,7 +142,7 @@ CHANGED = {**FILES, "adapter_config.json": b"[]"}
     ],
 )
 @pytest.mark.parametrize("out", ["out", "out.tar"])
-def test_what_is_not_what_was_stored_is_not_written(
+def test_bytes_that_differ_from_those_stored_are_not_written(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], archive: bytes, error: str, out: str
 ) -> None:
     server.archive = archive
@@ -154,7 +154,7 @@ def test_what_is_not_what_was_stored_is_not_written(
 
 
 @pytest.mark.parametrize("path", ["weights/one", "tinker://s:train:0", "tinker://s:train:0/weights/one/two"])
-def test_what_is_no_path_is_refused(
+def test_an_invalid_path_is_refused(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str
 ) -> None:
     assert main(["checkpoints", "export", path, str(tmp_path / "out")]) == 2

@@ -115,7 +115,7 @@ def test_an_archive_is_sent_as_it_is(
         (["adapter", "--name", "x", "--base-url", "http://127.0.0.1:1"], "no Tinsmith answers at http://127.0.0.1:1"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_an_error_is_one_line(
     server: Server, adapter: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

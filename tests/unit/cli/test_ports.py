@@ -28,7 +28,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[deque[socket.socket]]:
         one.close()
 
 
-def test_what_was_given_is_given_to_no_other_process_though_nobody_has_bound_it(
+def test_a_given_port_is_given_to_no_other_process_though_nobody_has_bound_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = max(port for port in range(20_000, 32_700) if all(ports._is_free(port + n) for n in range(3)))

@@ -33,7 +33,7 @@ def test_no_flags_are_the_defaults() -> None:
     assert parsed() == Settings()
 
 
-def test_what_is_set_is_passed_on_and_what_is_not_is_left_to_the_services_environment() -> None:
+def test_set_options_are_passed_on_and_others_are_left_to_the_services_environment() -> None:
     logs = {"log-level": "INFO", "log-format": "json"}
     assert parsed().passed_to("trainer") == parsed().passed_to("gateway") == logs
     some = parsed("--deterministic", "--max-lora-rank", "8", "--tracing", "--log-format", "text")

@@ -304,7 +304,7 @@ def test_one_that_hangs_when_it_is_started_again_is_killed_and_started_once_more
     assert not is_alive(run.pid("s1.pid"))
 
 
-def test_what_a_service_has_left_is_gone_before_it_is_started_again(start: Start) -> None:
+def test_processes_of_a_dead_service_are_gone_before_it_is_started_again(start: Start) -> None:
     run = start(LEAVES_A_CHILD_ONCE)
     run.wait_ready()
     run.read_until("s0: ready again")
@@ -323,7 +323,7 @@ def test_a_stop_signal_does_not_wait_for_the_pause_before_a_restart(start: Start
     assert not is_alive(run.pid("s0.pid"))
 
 
-def test_what_a_service_started_goes_with_it(start: Start) -> None:
+def test_processes_that_a_service_started_end_with_it(start: Start) -> None:
     run = start(LEAVES_A_CHILD)
     run.wait_ready()
     run.process.terminate()
@@ -360,7 +360,7 @@ def test_logs_that_are_full_begin_again_and_one_that_cannot_is_told_once(start: 
     assert (tmp_path / "logs" / "s1.log").stat().st_size >= 10_000
 
 
-def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:
+def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
     log = tmp_path / "service.log"
     log.write_bytes(b"\xff" * 200_000 + b"".join(b"\n%d" % n for n in range(30)))
     assert last_lines(log, 3) == ["27", "28", "29"]

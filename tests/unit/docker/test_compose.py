@@ -177,7 +177,7 @@ def test_monitoring_waits_for_its_profile_and_is_for_this_machine_only() -> None
     assert [name for name, needed in needs.items() if needed & {"prometheus", "grafana"}] == ["grafana"]
 
 
-def test_what_the_monitoring_mounts_is_there() -> None:
+def test_files_that_the_monitoring_mounts_are_there() -> None:
     mounts = [volume for name in ("prometheus", "grafana") for volume in GPU["services"][name]["volumes"]]
     sources = [mount.partition(":")[0] for mount in mounts if mount.startswith("./")]
     assert len(sources) == 4

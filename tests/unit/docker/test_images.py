@@ -35,7 +35,7 @@ def test_every_copied_path_exists_and_is_let_into_the_build(dockerfile: Path) ->
 
 
 @pytest.mark.parametrize("service", ["trainer", "sampler"])
-def test_what_computes_has_a_compiler_for_its_kernels(service: str) -> None:
+def test_images_that_compute_have_a_compiler_for_their_kernels(service: str) -> None:
     *_, runtime = (DOCKER / f"Dockerfile.{service}").read_text().split("\nFROM ")
     assert "install --yes --no-install-recommends gcc libc6-dev" in runtime
 

@@ -154,7 +154,7 @@ def test_the_manual_explains_no_alert_that_is_gone() -> None:
     assert explained == [rule["alert"] for rule in RULES]
 
 
-def test_what_an_alert_takes_the_increase_of_is_there_from_the_start() -> None:
+def test_counters_of_alerts_are_there_from_the_start() -> None:
     """A series that begins at 28 has no increase: the event that it counts would be told by nobody."""
     there = {
         sample.name for service in SERVICES for metric in registry_of(service).collect() for sample in metric.samples

@@ -140,7 +140,7 @@ def test_files_of_another_size_are_not_taken_for_good(tmp_path: Path) -> None:
         (["{model}", "--json", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
     ],
 )
-def test_what_cannot_be_examined_is_status_2(
+def test_a_model_that_cannot_be_examined_is_status_2(
     model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str],
     said: str,
 ) -> None:  # fmt: skip

@@ -75,7 +75,7 @@ def test_an_adapter_that_is_lost_is_above_every_limit_of_the_mean(good: Findings
         assert gap(truth[BASE], truth[name])[1] > 0.1
 
 
-def test_what_is_measured_is_plausible(good: Findings) -> None:
+def test_measured_numbers_are_plausible(good: Findings) -> None:
     room, speed = good.trainer.room, good.trainer.speed
     assert room is not None
     assert speed is not None

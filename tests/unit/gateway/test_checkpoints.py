@@ -84,7 +84,7 @@ async def test_an_expired_checkpoint_vanishes_at_once_and_then_from_the_disk(sta
 
 
 @pytest.mark.parametrize("how", ["delete", "expire", "prune"])
-async def test_what_a_save_puts_in_the_place_of_one_that_goes_stays(stack: Stack, client: Client, how: str) -> None:
+async def test_a_save_in_the_place_of_a_deleted_one_stays(stack: Stack, client: Client, how: str) -> None:
     await stack.restart_gateway(reap_interval_s=1000)
     run_id = await client.model(await client.session())
     path = (await save(client, run_id, 1))["path"]

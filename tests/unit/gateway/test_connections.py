@@ -231,7 +231,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_no_error(st
     await client.session()
 
 
-async def test_what_is_not_http_is_refused(stack: Stack) -> None:
+async def test_bytes_that_are_not_http_are_refused(stack: Stack) -> None:
     for body in (b"not HTTP\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"\x00" * 100):
         async with connection(stack) as (reader, writer):
             writer.write(body)

@@ -108,7 +108,7 @@ async def test_a_custom_loss_waits_for_a_trainer(stack: Stack, client: Client) -
         ({"name": "x" * 201}, 400),
     ],
 )
-async def test_what_is_no_custom_loss_is_refused(client: Client, fields: dict[str, Any], status: int) -> None:
+async def test_a_body_that_is_no_custom_loss_is_refused(client: Client, fields: dict[str, Any], status: int) -> None:
     await client.call("create_custom_loss", loss(await client.session()) | fields, status=status)
 
 

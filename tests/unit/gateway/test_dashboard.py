@@ -274,7 +274,7 @@ async def test_only_the_newest_samples_stay_of_each_owner(stack: Stack) -> None:
     assert await RecentSamples(store, keep=5).read(RUN, owner=None) == []
 
 
-async def test_of_all_runs_together_only_the_newest_points_and_samples_stay(stack: Stack) -> None:
+async def test_only_the_newest_points_and_samples_of_all_runs_together_stay(stack: Stack) -> None:
     gateway = stack.gateway
     history = History(gateway.store, max_points=64)
     for seq_id in range(1, 9):

@@ -76,7 +76,7 @@ def test_a_sum_over_several_steps_is_that_of_one() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_stays_visible_whatever_it_is_merged_with(value: float) -> None:
+def test_a_value_that_is_not_finite_stays_visible_after_every_merge(value: float) -> None:
     points = [batch(1, loss__sum=value, num_tokens__sum=1), step(2), batch(3, loss__sum=1, num_tokens__sum=1), step(4)]
     point = merge(by_steps(points)[0])
     assert loss_per_token(point) == "nan"

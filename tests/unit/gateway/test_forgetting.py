@@ -45,9 +45,7 @@ async def busy_session(client: Client) -> str:
     return session_id
 
 
-async def test_of_a_session_that_ended_long_ago_its_history_stays_and_nothing_else(
-    stack: Stack, client: Client
-) -> None:
+async def test_only_the_history_of_a_session_that_ended_long_ago_stays(stack: Stack, client: Client) -> None:
     gateway = stack.gateway
     session_ids = [await busy_session(client) for _ in range(2)]
     for session_id in session_ids[:1]:
@@ -112,7 +110,7 @@ async def test_batches_of_gateways_that_are_gone_are_forgotten(stack: Stack, cli
     assert await count(gateway, LedgerBatch) == 1
 
 
-async def test_what_made_a_copy_is_remembered_as_long_as_there_is_the_copy(stack: Stack, client: Client) -> None:
+async def test_the_operation_of_a_copy_is_remembered_as_long_as_there_is_the_copy(stack: Stack, client: Client) -> None:
     await stack.restart_gateway(reap_interval_s=3600)
     gateway = stack.gateway
     session_id = await busy_session(client)

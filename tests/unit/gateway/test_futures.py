@@ -151,7 +151,7 @@ async def test_request_ids_with_numbers_that_nothing_has_are_unknown(client: Cli
         await completions(client, sampler_id, 0, timeout=0, retrieved_request_ids=[f"{begin}:{number}"])
 
 
-async def test_what_the_client_has_is_dropped(stack: Stack, client: Client) -> None:
+async def test_an_answer_that_the_client_has_is_dropped(stack: Stack, client: Client) -> None:
     sampler_id = await sampler_of(client)
     mine, other = await sample(client, sampler_id, 0), await sample(client, sampler_id, 1)
     await client.result(mine)
@@ -214,7 +214,7 @@ async def test_a_page_of_completions_is_bounded(stack: Stack, client: Client, mo
     assert sorted(ids) == [f"{sampler_id}:{seq_id}" for seq_id in range(5)]
 
 
-async def test_what_nobody_reads_is_not_kept_for_ever(
+async def test_an_answer_that_nobody_reads_is_not_kept_for_ever(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.sampling.completions._MAX_OPEN", 3)
@@ -256,7 +256,7 @@ async def test_a_stop_ends_the_polls_for_completions(stack: Stack, client: Clien
     assert await waiting == {"completions": [], "cursor": 0}
 
 
-async def test_what_the_operator_turns_off_is_not_offered(stack: Stack, client: Client) -> None:
+async def test_an_ability_that_the_operator_turns_off_is_not_offered(stack: Stack, client: Client) -> None:
     await stack.restart_gateway(
         sample_use_retrieve_futures=False, sample_cancel_enabled=False, custom_loss_server_side=False
     )
@@ -325,7 +325,7 @@ async def test_only_samples_in_work_can_be_cancelled(stack: Stack, client: Clien
         ),
     ],
 )
-async def test_what_a_future_waits_for_is_said(
+async def test_a_future_says_for_what_it_waits(
     stack: Stack, client: Client, status: types_pb2.QueueStatus, state: str, reason: str
 ) -> None:
     await stack.restart_gateway(long_poll_s=0.05)

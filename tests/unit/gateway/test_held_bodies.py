@@ -52,7 +52,7 @@ async def test_bodies_above_the_bound_are_told_to_come_again_and_small_ones_go_o
     assert (await client.post("/api/v1/create_session", content=body)).status_code == 200
 
 
-async def test_what_a_client_that_leaves_had_sent_is_given_back(stack: Stack) -> None:
+async def test_memory_of_a_body_whose_client_leaves_is_given_back(stack: Stack) -> None:
     await stack.restart_gateway(**LIMITS)
     async with connection(stack) as (_, writer):
         writer.write(HEAD % BODY_BYTES + b"{" * (BODY_BYTES // 2))

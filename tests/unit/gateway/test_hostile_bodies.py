@@ -417,7 +417,7 @@ async def test_texts_that_are_kept_have_bounds(client: Client) -> None:
     assert (await client.call("create_session", {"user_metadata": {"a": "x" * 60_000}}))["session_id"]
 
 
-async def test_what_an_index_cannot_hold_is_refused_by_name(client: Client) -> None:
+async def test_a_value_that_an_index_cannot_hold_is_refused_by_name(client: Client) -> None:
     """PostgreSQL answered with an error of its own: 500."""
     session_id = await client.session()
     key = {"x-idempotency-key": "k" * 301}

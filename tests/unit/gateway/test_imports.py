@@ -41,7 +41,7 @@ def refused_before_it_is_sent(url: str, *, num_bytes: int) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("num_bytes", [1000, 400_000, 30_000_000])
-async def test_who_sends_all_before_listening_hears_the_refusal(stack: Stack, num_bytes: int) -> None:
+async def test_a_client_that_sends_all_before_listening_hears_the_refusal(stack: Stack, num_bytes: int) -> None:
     for _ in range(3):
         status, said = await asyncio.to_thread(refused_before_it_is_sent, stack.url, num_bytes=num_bytes)
         assert status == 400

@@ -299,7 +299,7 @@ async def test_a_foreign_id_is_answered_as_one_that_does_not_exist(stack: Stack,
     assert set(same) - {"GET /dashboard/api/services"} == {f"POST {API}/cancel_future"}  # they say the same to all
 
 
-async def test_what_is_published_is_read_by_everyone_and_changed_by_its_owner(people: People) -> None:
+async def test_a_published_checkpoint_is_read_by_everyone_and_changed_by_its_owner(people: People) -> None:
     session_id = await things_of(people.ada)
     run_id, mine = f"{session_id}:train:0", await people.bob.session()
     base = f"{API}/training_runs/{run_id}/checkpoints"

@@ -152,7 +152,7 @@ async def test_a_commit_whose_connection_is_lost_counts_once(store: Store) -> No
     assert ledger.tokens("ada") == 2 * (5 + 5 + 7)
 
 
-async def test_what_was_written_unheard_counts_as_written(store: Store) -> None:
+async def test_a_write_whose_answer_was_lost_counts_as_written(store: Store) -> None:
     """The rest of a budget is refused for good by what the database has."""
     ledger = Ledger(store)
     ledger.use("sampling_sample", 5, base_model="b", owner="ada")

@@ -141,7 +141,7 @@ async def test_two_gateways_that_count_at_once_lose_nothing(stack: Stack, store:
     assert tokens == {"ada": 40, "bob": 80}
 
 
-async def test_what_is_in_work_counts_with_what_it_may_use(store: Store) -> None:
+async def test_requests_in_work_count_with_their_most_possible_usage(store: Store) -> None:
     made, ledger, _ = await limited(store, tokens=100)
     first = made.sample(ADA, sample(10, max_tokens=50), base_model="m")
     with pytest.raises(RateLimited, match="those in work may use 60, and this one 60"):
@@ -162,7 +162,7 @@ async def test_what_is_in_work_counts_with_what_it_may_use(store: Store) -> None
 
 
 @pytest.mark.parametrize("kind", ["training", "sampling", "completion"])
-async def test_what_is_counted_and_waits_to_be_written_counts_once(
+async def test_usage_that_waits_to_be_written_counts_once(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     keys, ledger, may_write = gateway(stack).tenants.keys, gateway(stack).ledger, asyncio.Event()
@@ -212,7 +212,7 @@ async def test_training_that_waits_for_another_in_its_order_is_not_told_to_wait_
     made.operation(Caller("bob", "b" * 12), "t:train:0:1", owner="bob", tokens=10**9)
 
 
-async def test_what_is_heard_of_and_not_known_to_be_written_refuses_nothing_for_good(
+async def test_usage_whose_write_went_unheard_refuses_nothing_for_good(
     store: Store,
 ) -> None:
     made, ledger, _ = await limited(store, tokens=100)
@@ -343,7 +343,7 @@ async def test_the_storage_quota_holds_for_first_saves_at_once(stack: Stack, num
     assert await gateway(stack).tenants.keys.stored_bytes("ada") == 200
 
 
-async def test_what_another_owner_has_saved_tells_the_size(stack: Stack) -> None:
+async def test_a_save_of_another_owner_tells_the_size(stack: Stack) -> None:
     keys = gateway(stack).tenants.keys
     (ada, _), (bob, _) = await keys.create("ada"), await keys.create("bob")
     await keys.set_budget("ada", {"storage_bytes": 250})
@@ -525,7 +525,7 @@ async def test_another_owner_is_not_told_a_refusal(stack: Stack) -> None:
         ("load_weights", {"path": 1}),
     ],
 )
-async def test_what_is_refused_counts_too(stack: Stack, path: str, body: Any) -> None:
+async def test_refused_requests_count_too(stack: Stack, path: str, body: Any) -> None:
     key, _ = await gateway(stack).tenants.keys.create("ada", requests_per_minute=5)
     other, _ = await gateway(stack).tenants.keys.create("ada")
     async with await client_of(stack, other) as client:
@@ -711,7 +711,7 @@ async def test_a_key_that_deletes_itself_is_revoked(stack: Stack) -> None:
     assert key not in str(entries)
 
 
-async def test_what_counts_against_a_budget_is_written_before_the_client_has_the_answer(
+async def test_usage_against_a_budget_is_written_before_the_client_has_the_answer(
     stack: Stack, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gateway that is killed thus gives nothing away. Usage without a budget is written within a second."""

@@ -10,7 +10,7 @@ def test_a_first_death_makes_suspects_of_all_that_were_there() -> None:
     assert life.is_over
 
 
-def test_who_is_on_trial_when_a_sampler_dies_has_done_it_and_nobody_else_is_suspected() -> None:
+def test_the_request_on_trial_at_a_death_is_guilty_and_nobody_else_is_suspected() -> None:
     guilty, cleared, fresh = Suspicion(deaths=1), Suspicion(deaths=1), Suspicion()
     for order in ([guilty, cleared, fresh], [fresh, cleared, guilty]):
         guilty.deaths = 1
@@ -19,7 +19,7 @@ def test_who_is_on_trial_when_a_sampler_dies_has_done_it_and_nobody_else_is_susp
         assert (cleared.deaths, fresh.deaths) == (1, 0)
 
 
-def test_who_alone_was_at_two_deaths_has_done_it_also_after_its_first_token() -> None:
+def test_a_request_alone_at_two_deaths_is_guilty_also_after_its_first_token() -> None:
     late, fresh = Suspicion(deaths=1), Suspicion()
     life = Life(suspects={late})
     assert [life.ends(fresh), life.ends(late)] == [False, True]

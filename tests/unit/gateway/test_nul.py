@@ -94,7 +94,7 @@ async def test_a_refusal_that_names_a_key_can_be_asked_for(client: Client) -> No
         assert NUL in (await client.result(receipt))["error"]
 
 
-async def test_what_a_batch_names_is_not_found(client: Client) -> None:
+async def test_a_name_with_nul_in_a_batch_is_not_found(client: Client) -> None:
     model_id = await client.model(await client.session())
     message = batch(model_id, 1)
     message.loss_fn = "custom"

@@ -345,7 +345,7 @@ async def saved_inflight(client: Client) -> str:
 
 
 @pytest.mark.parametrize(("endpoint", "body"), [("completions", COMPLETION), ("chat/completions", CHAT)])
-async def test_what_follows_a_run_names_the_versions_of_its_tokens(
+async def test_a_completion_that_follows_a_run_names_the_versions_of_its_tokens(
     client: Client, sampler: TalkingSampler, endpoint: str, body: dict[str, Any]
 ) -> None:
     path = await saved_inflight(client)
@@ -486,7 +486,7 @@ REFUSED_IN_A_CHAT: list[tuple[dict[str, Any], str | None, str]] = [
 ]
 
 
-async def test_what_a_chat_cannot_have_is_refused_by_name(client: Client) -> None:
+async def test_unsupported_fields_of_a_chat_are_refused_by_name(client: Client) -> None:
     for fields, param, part in REFUSED_IN_A_CHAT:
         error = await refusal(client, "chat/completions", CHAT, **fields)
         assert error["type"] == "invalid_request_error", fields
@@ -511,7 +511,7 @@ REFUSED_IN_A_COMPLETION: list[tuple[dict[str, Any], str | None, str]] = [
 ]
 
 
-async def test_what_a_completion_cannot_have_is_refused_by_name(client: Client) -> None:
+async def test_unsupported_fields_of_a_completion_are_refused_by_name(client: Client) -> None:
     for fields, param, part in REFUSED_IN_A_COMPLETION:
         error = await refusal(client, "completions", COMPLETION | {"add_special_tokens": False}, **fields)
         assert error["type"] == "invalid_request_error", fields
@@ -519,7 +519,7 @@ async def test_what_a_completion_cannot_have_is_refused_by_name(client: Client) 
         assert param in (None, error["param"]), fields
 
 
-async def test_what_changes_nothing_is_accepted(client: Client) -> None:
+async def test_fields_that_change_nothing_are_accepted(client: Client) -> None:
     nothing = {
         "frequency_penalty": 0.0,
         "repetition_penalty": 1,
@@ -551,7 +551,7 @@ async def test_null_is_absent_everywhere(client: Client, sampler: TalkingSampler
     }
 
 
-async def test_what_asks_for_nothing_of_the_model_is_accepted_and_ignored(
+async def test_fields_that_do_not_concern_the_model_are_accepted_and_ignored(
     client: Client, sampler: TalkingSampler
 ) -> None:
     harmless = {
@@ -730,7 +730,7 @@ async def test_a_place_is_free_again_whatever_a_request_ended_with(
         await events(client, "chat/completions", CHAT)
 
 
-async def test_what_the_sampler_refuses_names_the_field_of_this_api(client: Client, sampler: TalkingSampler) -> None:
+async def test_a_refusal_of_the_sampler_names_the_field_of_this_api(client: Client, sampler: TalkingSampler) -> None:
     sampler.error = InvalidRequest("topk_sample_logprobs: 500 is outside 0..128", field="topk_sample_logprobs")
     assert (await refusal(client, "completions", COMPLETION))["param"] == "top_logprobs"
 

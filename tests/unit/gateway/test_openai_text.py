@@ -109,7 +109,7 @@ def test_a_stop_string_ends_the_text_and_is_not_in_it(
     assert stream.push(tokenizer.encode("!").ids[0]) == ("" if stopped else "!")
 
 
-def test_what_may_be_a_stop_string_is_held_back(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+def test_text_that_may_be_a_stop_string_is_held_back(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     stream = TextStream(vocabulary, stops=["ndu"])
     a, n, d, space = (id_of(tokenizer, char) for char in "andĠ")
     assert [stream.push(token) for token in (a, n, d, space)] == ["a", "", "", "nd "]

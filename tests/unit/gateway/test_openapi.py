@@ -64,7 +64,7 @@ def test_every_field_of_a_path_is_a_parameter(made: dict[str, Any]) -> None:
         assert named == set(re.findall(r"\{(.*?)\}", path))
 
 
-def test_what_an_openai_client_cannot_have_shows_in_the_schema(made: dict[str, Any]) -> None:
+def test_unsupported_fields_of_the_openai_api_show_in_the_schema(made: dict[str, Any]) -> None:
     chat = made["components"]["schemas"]["Chat"]
     assert chat["additionalProperties"] is False
     assert chat["properties"]["store"]["enum"] == [None, False]

@@ -265,7 +265,7 @@ def of_postgres(error: type[Exception], sqlstate: str) -> DBAPIError:
         (ValueError("words"), False),
     ],
 )
-def test_what_passes_is_told_from_what_is_wrong(error: Exception, *, passes: bool) -> None:
+def test_temporary_errors_are_told_from_lasting_ones(error: Exception, *, passes: bool) -> None:
     assert is_outage(error) is passes
 
 
@@ -298,7 +298,7 @@ async def test_a_request_that_needs_a_database_that_is_away_is_to_come_again(
 
 
 @pytest.mark.parametrize("part", ["ledger", "dashboard"])
-async def test_what_is_written_behind_goes_on_after_an_outage(
+async def test_write_behind_goes_on_after_an_outage(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
 ) -> None:
     monkeypatch.setattr("gateway.database.write_behind.FLUSH_S", 0.01)

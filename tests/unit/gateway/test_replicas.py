@@ -173,7 +173,9 @@ async def test_prompts_spread_and_a_prompt_stays(pair: Pair, client: Client) -> 
 
 
 @pytest.mark.parametrize("how", ["killed", "silent", "not serving"])
-async def test_what_a_lost_sampler_held_is_sent_again_and_answered_once(pair: Pair, client: Client, how: str) -> None:
+async def test_requests_of_a_lost_sampler_are_sent_again_and_answered_once(
+    pair: Pair, client: Client, how: str
+) -> None:
     sampler_id = await client.sampling_session(await client.session())
     pair.samplers[0].go.clear()
     receipts = [await client.call("asample", body(sampler_id, n, [n] * 40)) for n in range(8)]
@@ -296,7 +298,7 @@ async def test_a_version_that_is_said_to_be_there_and_is_not_is_asked_for_with_p
 
 
 @pytest.mark.parametrize("num_samplers", [1, 2])
-async def test_what_an_engine_had_that_died_is_sent_again(pair: Pair, client: Client, num_samplers: int) -> None:
+async def test_requests_of_a_dead_engine_are_sent_again(pair: Pair, client: Client, num_samplers: int) -> None:
     if num_samplers == 1:
         await pair.backends[1].stop()
         await until(lambda: len(pair.replicas.usable(BASE_MODEL)) == 1)
@@ -404,7 +406,7 @@ async def test_an_orderly_end_and_a_death_before_its_turn_are_not_held_against_a
     assert sum(pair.asked()) >= 4
 
 
-async def test_who_waits_for_a_silent_trainer_says_so_and_goes_on_when_a_holder_is_back(
+async def test_a_request_that_waits_for_a_silent_trainer_says_so_and_goes_on_when_a_holder_is_back(
     pair: Pair, client: Client
 ) -> None:
     sampler_id, _ = await sampler_of_a_save(client, await client.session())

@@ -47,7 +47,7 @@ def test_every_so_many_steps_the_first_is_kept_also_when_it_is_judged_again() ->
     assert kept(checkpoints, keep_every_steps=1) == [one.step for one in checkpoints]
 
 
-def test_what_one_rule_keeps_is_kept() -> None:
+def test_a_checkpoint_that_one_rule_keeps_is_kept() -> None:
     checkpoints = [checkpoint(step, age_s=100 - step) for step in (1, 12, 13, 25, 26)]
     assert kept(checkpoints, keep_last=1, keep_every_steps=10) == [1, 12, 25, 26]
     assert kept(checkpoints, keep_within_seconds=80) == [25, 26]
@@ -165,7 +165,7 @@ async def test_pinned_published_and_sampled_ones_stay_whatever_the_policy(stack:
     assert (await events(client)).count("checkpoint_prune") == 4
 
 
-async def test_what_was_pinned_after_the_plan_stays(
+async def test_a_checkpoint_pinned_after_the_plan_stays(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await stack.restart_gateway(reap_interval_s=1000)
@@ -298,7 +298,7 @@ async def test_everything_about_a_checkpoint_and_whether_it_is_intact(stack: Sta
     assert "is damaged" in problems["optimizer.safetensors"]
 
 
-async def test_what_is_stored_is_counted(stack: Stack, client: Client) -> None:
+async def test_stored_bytes_are_counted(stack: Stack, client: Client) -> None:
     await stack.restart_gateway(reap_interval_s=1000)
     await run_with(client, number=2)
     await stack.gateway.reaper._count_stored()

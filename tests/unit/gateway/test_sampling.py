@@ -130,7 +130,7 @@ async def test_too_many_samples_get_429(stack: Stack, client: Client) -> None:
         ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, True]}]}}, "tokens[1]: True"),
     ],
 )
-async def test_what_is_wrong_in_a_sample_fails_its_future(client: Client, fields: dict[str, Any], part: str) -> None:
+async def test_an_error_in_a_sample_fails_its_future(client: Client, fields: dict[str, Any], part: str) -> None:
     sampler_id = await client.sampling_session(await client.session())
     receipt = await client.call("asample", sample_body(sampler_id, 0, **fields))
     failure = await client.result(receipt)

@@ -243,7 +243,7 @@ async def test_an_inflight_save_at_one_moves_new_samples_of_both(several: Severa
             assert several.backends.sampler.requests[-1].version_id == f"{model_id}@{seq_id}"
 
 
-async def test_what_is_used_is_counted_once(several: Several, client: Client) -> None:
+async def test_usage_is_counted_once(several: Several, client: Client) -> None:
     model_id = await client.model(await client.session())
     receipt = (await client.forward_backward(model_id, 1)).json()
     for _ in range(4):

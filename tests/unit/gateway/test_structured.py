@@ -193,7 +193,7 @@ def test_an_error_in_a_grammar_names_the_schema_that_has_it() -> None:
         assert blamed.value.message.startswith(f"{field}: ")
 
 
-def test_what_a_schema_asks_that_is_not_enforced_is_refused_when_it_is_strict() -> None:
+def test_a_strict_schema_with_keywords_that_are_not_enforced_is_refused() -> None:
     unique = {"type": "array", "uniqueItems": True, "items": {"type": "integer"}}
     for strict in (True, False):
         shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": unique, "strict": strict}}

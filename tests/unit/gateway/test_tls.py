@@ -54,7 +54,7 @@ async def ask(stack: Stack, context: ssl.SSLContext) -> httpx.Response:
         return await client.get(f"https://127.0.0.1:{stack.port}/api/v1/get_server_capabilities")
 
 
-async def test_who_trusts_the_authority_is_served(stack: Stack, made: Made) -> None:
+async def test_a_client_that_trusts_the_authority_is_served(stack: Stack, made: Made) -> None:
     """And the gateway has reached trainer and sampler, or it would not name the model."""
     reply = await ask(stack, trusting(made.good / "ca.pem"))
     assert BASE_MODEL in [model["model_name"] for model in reply.json()["supported_models"]]
@@ -66,7 +66,7 @@ async def test_the_sdk_trains_and_samples_over_https(stack: Stack, made: Made, m
 
 
 @pytest.mark.parametrize("which", ["another", "none"])
-async def test_who_does_not_trust_it_refuses(stack: Stack, made: Made, which: str) -> None:
+async def test_a_client_that_does_not_trust_it_refuses(stack: Stack, made: Made, which: str) -> None:
     context = trusting(*([made.foreign / "ca.pem"] if which == "another" else []))
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
         await ask(stack, context)

@@ -71,7 +71,9 @@ async def test_other_bytes_are_a_conflict_once_the_trainer_has_forgotten_a_batch
 
 
 @pytest.mark.parametrize("endpoint", ["optim_step", "save_weights"])
-async def test_what_comes_after_its_number_was_given_up_is_told_so(stack: Stack, client: Client, endpoint: str) -> None:
+async def test_an_operation_that_comes_after_its_number_was_given_up_is_told_so(
+    stack: Stack, client: Client, endpoint: str
+) -> None:
     model_id = await client.model(await client.session())
     stack.trainer.models[model_id].requests[1] = GIVEN_UP
     more = {"adam_params": {"learning_rate": 1e-3}} if endpoint == "optim_step" else {"path": "late"}
@@ -95,7 +97,7 @@ async def test_conflict_after_a_gateway_restart_is_refused_and_the_first_answer_
 @pytest.mark.parametrize(
     ("loss_fn", "message"), [("ppo", "loss_fn: 'ppo'"), ("", "loss_fn: ''")], ids=["unknown", "empty"]
 )
-async def test_what_the_trainer_refuses_fails_the_future(client: Client, loss_fn: str, message: str) -> None:
+async def test_a_refusal_of_the_trainer_fails_the_future(client: Client, loss_fn: str, message: str) -> None:
     model_id = await client.model(await client.session())
     receipt = (await client.forward_backward(model_id, 1, loss_fn=loss_fn)).json()
     failure = await client.result(receipt)

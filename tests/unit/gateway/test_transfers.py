@@ -65,7 +65,7 @@ async def entries(client: Client, event: str) -> int:
 
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize(("make", "event"), [(copying, "checkpoint_copy"), (importing, "checkpoint_import")])
-async def test_what_the_trainer_made_and_nobody_indexed_is_found(
+async def test_a_checkpoint_that_the_trainer_made_and_nobody_indexed_is_found(
     stack: Stack,
     client: Client,
     monkeypatch: pytest.MonkeyPatch,
@@ -137,7 +137,7 @@ async def test_a_copy_that_was_left_is_in_the_audit_log_once_whoever_finds_it(
 
 
 @pytest.mark.parametrize(("make", "event"), [(copying, "checkpoint_copy"), (importing, "checkpoint_import")])
-async def test_what_was_answered_is_in_the_audit_log(
+async def test_an_answered_transfer_is_in_the_audit_log(
     stack: Stack,
     client: Client,
     make: Callable[[Client], Awaitable[Ask]],
@@ -150,7 +150,7 @@ async def test_what_was_answered_is_in_the_audit_log(
         assert await db.scalar(query) == 1
 
 
-async def test_what_fails_for_good_leaves_no_note(stack: Stack, client: Client) -> None:
+async def test_a_transfer_that_fails_for_good_leaves_no_note(stack: Stack, client: Client) -> None:
     query = {"base_model": BASE_MODEL, "name": "refused"}
     assert (await client.post("/api/v1/checkpoints/import", params=query, content=b"x")).status_code == 400
     body = {"source_path": await source(client), "session_id": await client.session(), "model_seq_id": 3}
@@ -159,7 +159,7 @@ async def test_what_fails_for_good_leaves_no_note(stack: Stack, client: Client) 
     assert (await notes(stack), await notes(stack, is_settled=True)) == (0, 0)
 
 
-async def test_what_is_being_made_is_waited_for_and_what_never_was_is_forgotten(
+async def test_an_unfinished_transfer_is_waited_for_and_one_never_begun_is_forgotten(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask = await copying(client)

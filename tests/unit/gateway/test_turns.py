@@ -52,7 +52,7 @@ async def test_owners_take_turns_whatever_one_has_waiting() -> None:
     assert not turns._waiting
 
 
-async def test_who_gives_up_costs_the_others_no_turn() -> None:
+async def test_a_waiter_that_gives_up_costs_the_others_no_turn() -> None:
     turns = Turns(per_pass=1)
     tasks = [asyncio.create_task(turns.take()) for _ in range(20)]
     await asyncio.sleep(0)

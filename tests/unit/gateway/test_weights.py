@@ -243,7 +243,7 @@ async def test_a_load_elsewhere_is_refused_with_the_reason_of_the_save_that_fail
     assert (await client.result(saving))["error"] == "no space left"
 
 
-async def test_what_a_load_into_a_new_model_brings_is_known(client: Client) -> None:
+async def test_a_checkpoint_is_loaded_into_a_new_model(client: Client) -> None:
     session_id = await client.session()
     path = (await save(client, await client.model(session_id), 1))["path"]
     body = {"session_id": session_id, "model_seq_id": 1, "path": path, "optimizer": False}

@@ -107,7 +107,7 @@ def test_a_new_adapter_shares_what_tinker_says_and_equals_the_base_model(sparse:
     assert sum(tensor.numel() for tensor in adapter.tensors()) == adapter.flat.numel()
 
 
-def test_what_experts_share_is_repeated_in_the_file_and_taken_back_only_when_equal(
+def test_factors_that_experts_share_are_repeated_in_the_file_and_taken_back_only_when_equal(
     sparse: BaseModel, sparse_folder: Path, adapter: Adapter, tmp_path: Path
 ) -> None:
     adapter.save_peft(tmp_path, base_model="tiny")

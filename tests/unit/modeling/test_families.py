@@ -161,7 +161,7 @@ def test_adapters_of_experts_do_not_feel_their_neighbours(family: str, tmp_path:
         torch.testing.assert_close(without_gradient, company, rtol=1e-5, atol=1e-5)
 
 
-def test_what_chooses_the_experts_is_no_target_and_shared_experts_are(tmp_path: Path) -> None:
+def test_the_router_of_experts_is_no_target_and_shared_experts_are(tmp_path: Path) -> None:
     targets = {t.name.removeprefix("model.layers."): t for t in load(tmp_path, "Qwen2Moe").targets if t.group == "mlp"}
     shared = [f"1.mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")]
     dense = [f"0.mlp.{name}_proj" for name in ("gate", "up", "down")]

@@ -129,7 +129,7 @@ def test_the_choice_is_logged_in_one_line(model_folder: Path, caplog: pytest.Log
     ]
 
 
-def test_what_torch_raises_while_it_compiles_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_torch_while_it_compiles_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object, **kwargs: object) -> Tensor:
         raise RuntimeError("inductor raised:\nno compiler\n\nSet TORCH_LOGS")
 

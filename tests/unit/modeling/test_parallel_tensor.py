@@ -144,7 +144,7 @@ def test_a_model_that_does_not_divide_is_refused_with_what_would_work(
         load(folder, ThreadPeers(0, Meeting(ranks)))
 
 
-def test_what_goes_through_other_ranks_has_the_gradient_of_the_whole() -> None:
+def test_products_over_several_ranks_have_the_gradient_of_the_whole() -> None:
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 

@@ -110,7 +110,7 @@ def test_the_parts_that_are_not_in_the_adapter_can_be_trained(
     assert not missing.b_O_R.any()
 
 
-def test_what_was_changed_is_said(base: BaseModel, model_folder: Path, tmp_path: Path) -> None:
+def test_the_notes_name_what_was_changed(base: BaseModel, model_folder: Path, tmp_path: Path) -> None:
     folder = make_peft(
         model_folder, tmp_path / "adapter",
         r=4, lora_alpha=16, lora_dropout=0.1, target_modules=["q_proj", "k_proj"], rank_pattern={"k_proj": 2},

@@ -47,7 +47,7 @@ def test_one_varlen_call_equals_the_groups_of_equal_length_gradients_included(
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_what_no_kernel_takes_goes_the_plain_way() -> None:
+def test_shapes_that_no_kernel_takes_go_the_plain_way() -> None:
     heads = Heads(scale=0.5, softcap=5.0)
     kernel = ReferenceVarlen()
     actual = output_and_gradients(Packed(LENGTHS).with_kernel(kernel, CPU), heads, inputs(4, 2))

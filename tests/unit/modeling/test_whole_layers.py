@@ -107,7 +107,7 @@ def test_gradients_are_added_where_the_run_says(rows: slice) -> None:
     torch.testing.assert_close(flat, torch.cat([grad.flatten() for grad in expected]))
 
 
-def test_what_no_adapter_trains_is_not_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_no_adapter_trains_are_not_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
     base = base_of("qwen3")
     mine = adapter(base, 1, rank=4, train_attn=False)
     calls: list[int] = []

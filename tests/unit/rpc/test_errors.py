@@ -134,7 +134,7 @@ async def test_a_request_that_is_no_protobuf_has_a_reason(failing) -> None:
     assert "/tinsmith.v1.SamplerService/Sample" in error.message
 
 
-async def test_what_a_call_logs_carries_the_request_id_that_it_brings_or_its_task_has(failing) -> None:
+async def test_log_lines_of_a_call_carry_the_request_id_that_it_brings_or_its_task_has(failing) -> None:
     servicer, channel, _ = failing
     servicer.error = errors.NotReady("loading")
     stub = sampler_pb2_grpc.SamplerServiceStub(channel)

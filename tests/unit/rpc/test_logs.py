@@ -69,12 +69,12 @@ def test_an_id_cannot_begin_a_line_of_its_own(written: Callable[..., str]) -> No
 
 
 @pytest.mark.parametrize("format", ["json", "text"])
-def test_what_is_not_known_is_left_out_and_a_traceback_is_not(written: Callable[..., str], format: str) -> None:
+def test_unknown_ids_are_left_out_and_a_traceback_is_not(written: Callable[..., str], format: str) -> None:
     line = written("INFO", format, ids=False, error=True)
     assert "request_id" not in line
     assert "ValueError: the cause" in line
     assert (line.count("\n") == 1) == (format == "json")
 
 
-def test_what_is_less_severe_than_the_level_is_not_logged(written: Callable[..., str]) -> None:
+def test_a_line_below_the_level_is_not_logged(written: Callable[..., str]) -> None:
     assert written("WARNING", "json") == ""

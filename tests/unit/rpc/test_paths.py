@@ -73,6 +73,6 @@ def test_versions_of_two_creations_of_one_run_id_are_not_newer_than_each_other()
         "a:train:0@" + "9" * 5000,
     ],
 )
-def test_what_is_no_version_of_the_run_is_refused_by_name(name: str) -> None:
+def test_an_id_that_is_no_version_of_the_run_is_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidRequest, match="version_id: 'a:train"):
         version_number(name, run_id="a:train:0", field="version_id")

@@ -75,7 +75,7 @@ class _Counted(list[Sequence[Any]]):
         return super().__iter__()
 
 
-def test_what_waits_is_counted_without_a_look_at_each_of_its_samples() -> None:
+def test_a_waiting_request_is_counted_without_a_look_at_each_of_its_samples() -> None:
     """4,096 requests of 128 samples once took 0.1 s for each question, on the event loop."""
     tasks: list[Any] = []
     for order, (bounded, left) in enumerate([(True, 10), (False, HEADROOM), (True, 7)]):
@@ -113,7 +113,7 @@ async def test_a_request_that_has_ended_before_its_admission_is_heard_of_is_desc
     assert (status.running, status.position, status.tokens_ahead) == (False, 0, 0)
 
 
-async def test_of_a_shared_id_the_youngest_is_described(service: Service) -> None:
+async def test_the_youngest_request_of_a_shared_id_is_described(service: Service) -> None:
     calls = [begin(service, "shared")]
     await until(lambda: metric(service.engine, "running_sequences") == 1)
     calls.append(begin(service, "shared", max_tokens=None))
@@ -173,7 +173,7 @@ async def test_text_and_chats_are_tokenized(service: Service, text_model_folder:
     ],
     ids=["nothing", "json", "special"],
 )
-async def test_what_cannot_be_tokenized_is_refused(
+async def test_text_that_cannot_be_tokenized_is_refused(
     service: Service, request_: pb.TokenizeRequest, message: str
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as raised:

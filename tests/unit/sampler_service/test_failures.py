@@ -82,7 +82,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize("phase", ALONE)
-async def test_what_concerns_one_request_fails_it_alone(
+async def test_an_error_of_one_request_fails_it_alone(
     phase: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(model_folder) as engine:
@@ -123,7 +123,7 @@ DEADLY = {
 
 
 @pytest.mark.parametrize("phase", DEADLY)
-async def test_what_concerns_more_ends_the_engine_and_health_hears_of_it_first(
+async def test_an_error_of_several_requests_ends_the_engine_and_health_hears_of_it_first(
     phase: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(model_folder) as engine:

@@ -101,7 +101,7 @@ async def test_a_seed_gives_the_same_text_alone_and_beside_others(text_model_fol
 
 
 @pytest.mark.parametrize("draw", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.01}], ids=str)
-async def test_what_the_grammar_forbids_is_never_drawn_however_probable(
+async def test_a_token_that_the_grammar_forbids_is_never_drawn_however_probable(
     text_model_folder: Path, draw: dict[str, Any]
 ) -> None:
     async with serving(text_model_folder) as engine:

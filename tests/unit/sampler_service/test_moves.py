@@ -228,7 +228,7 @@ async def test_no_request_finds_what_two_versions_have_computed(engine: TorchEng
                 np.testing.assert_allclose(one.sequences[0].logprobs, expected.sequences[0].logprobs, atol=2e-5)
 
 
-async def test_what_waits_begins_on_the_new_version(model_folder: Path) -> None:
+async def test_waiting_requests_begin_on_the_new_version(model_folder: Path) -> None:
     """Other samples of a request that runs already, too."""
     async with serving(model_folder, max_running=1) as engine:
         for number in (1, 2):
@@ -302,7 +302,7 @@ async def test_an_interrupted_sequence_is_computed_anew_by_the_new_version_alone
         assert again.prompt_cache_hit_tokens >= 100
 
 
-async def test_what_was_interrupted_after_a_move_is_of_one_version_again(
+async def test_a_sequence_interrupted_after_a_move_is_of_one_version_again(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sampler_service.core.sequence.HEADROOM", 16)

@@ -200,7 +200,7 @@ def test_a_short_prompt_of_one_token_passes_a_full_batch_and_those_that_wait_for
     assert s.plan() == []
 
 
-def test_what_passes_needs_room_in_the_cache() -> None:
+def test_a_request_that_passes_others_needs_room_in_the_cache() -> None:
     s = scheduler(job("full", 10, samples=4), max_running=4, max_kv_tokens=80)
     begin(s)
     queue(s, job("waits", 10), job("scored", 8, max_tokens=1))
@@ -217,7 +217,9 @@ def test_a_cache_that_is_full_costs_a_step_nothing_however_many_scorings_wait() 
     assert asked.total() < 10
 
 
-def test_what_waits_is_compared_with_a_sum_and_not_with_every_running_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_request_is_compared_with_a_sum_and_not_with_every_running_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The first of those that wait has no room, and thousands behind it are too long to pass."""
     promises = 0
     promised: Any = Sequence.promised

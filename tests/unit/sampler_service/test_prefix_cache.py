@@ -122,7 +122,7 @@ def test_no_room_at_all_is_off() -> None:
     assert not PrefixCache(max_bytes=BLOCK_BYTES - 1, bytes_per_token=BYTES_PER_TOKEN).enabled
 
 
-def test_whatever_happens_content_is_right_and_nothing_is_out_of_reach() -> None:
+def test_content_is_right_and_no_block_is_lost_after_any_operations() -> None:
     random, cache = np.random.default_rng(0), cache_of(7)
     parents: dict[bytes, bytes | None] = {}
     for _ in range(300):

@@ -118,7 +118,7 @@ async def _one(engine: TorchEngine, one: Request) -> Result:
     ],
     ids=str,
 )
-async def test_what_is_scored_is_computed_and_what_lies_before_it_is_not(
+async def test_scored_tokens_are_computed_and_those_before_them_are_not(
     model_folder: Path, fields: dict[str, Any], hit: int
 ) -> None:
     one = ask(prompt(3 * B + 2), max_tokens=3, seed=2, **fields)
@@ -168,7 +168,7 @@ async def test_each_version_has_its_own_and_it_goes_with_the_version(model_folde
 
 
 @pytest.mark.parametrize("version_id", ["", "a"])
-async def test_what_was_sent_with_another_salt_is_not_found(model_folder: Path, version_id: str) -> None:
+async def test_a_prefix_sent_with_another_salt_is_not_found(model_folder: Path, version_id: str) -> None:
     tokens, how = prompt(2 * B + 3), {"version_id": version_id, "max_tokens": B + 2, "seed": 1}
     async with serving(model_folder) as engine:
         await engine.install("a", make_adapter(engine.targets, seed=0))
@@ -234,7 +234,7 @@ async def test_a_tiny_cache_evicts_and_changes_nothing(model_folder: Path) -> No
         assert metric(engine, "prefix_cache_bytes") == 3 * block_bytes
 
 
-async def test_what_is_no_number_and_what_broke_off_leaves_nothing(
+async def test_requests_that_fail_or_break_off_leave_nothing_in_the_cache(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(model_folder) as engine:

@@ -148,7 +148,7 @@ async def test_a_wide_sparse_table_of_targets_costs_what_it_stores(service: Serv
     ],
     ids=lambda value: str(value)[:40],
 )
-async def test_what_cannot_be_served_is_refused_and_the_next_request_works(
+async def test_an_unservable_request_is_refused_and_the_next_one_works(
     service: Service, fields: dict[str, Any], error: type[ServiceError], message: str
 ) -> None:
     asked = sample(prompt(4, vocab_size=200), **{"max_tokens": 2, **{k: v for k, v in fields.items() if k != "prompt"}})
@@ -229,7 +229,7 @@ async def test_a_full_queue_refuses(text_model_folder: Path) -> None:
     assert 0 < len(refused) < 7
 
 
-async def test_what_requests_hold_is_bounded_and_free_again_at_their_end(
+async def test_memory_of_requests_is_bounded_and_free_again_at_their_end(
     text_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """4,096 requests of 1,024 samples each held 1.2 GB, and a table of scores up to 64 MB was not counted."""

@@ -25,7 +25,7 @@ def sizes_with(folder: Path, monkeypatch: pytest.MonkeyPatch, *, free_bytes: int
     return Sizes.of(base, SamplerConfig(base_model=str(folder), max_running=10**9))
 
 
-def test_what_grows_by_itself_is_not_divided(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_buffers_that_grow_is_not_divided(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = 2**30
     plain = sizes_with(folder, monkeypatch, free_bytes=free, prepack=False)
     assert plain.prefix_cache_bytes == (free - MAX_KEPT_BYTES) // 8

@@ -82,7 +82,7 @@ def test_a_chat_is_what_transformers_makes_of_it(
     ],
     ids=lambda value: None if isinstance(value, Chat) else value[:30],
 )
-def test_what_cannot_be_rendered_is_refused_by_name(
+def test_messages_that_cannot_be_rendered_are_refused_by_name(
     tokenizer: ChatTokenizer, asked: Chat, field: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=rf"^{field}: .*{message}") as raised:

@@ -98,5 +98,5 @@ def test_a_prompt_that_fits_with_no_max_tokens_is_named_itself(fields: dict[str,
     ],
     ids=str,
 )
-def test_what_is_right_passes(fields: dict[str, Any]) -> None:
+def test_valid_requests_pass(fields: dict[str, Any]) -> None:
     check(**fields)

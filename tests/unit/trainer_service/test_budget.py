@@ -50,7 +50,7 @@ def test_the_longest_sequence_that_fits_fits_and_one_token_more_does_not(footpri
     assert Footprint(1000, 300, 0).longest(999) == 0
 
 
-def test_what_is_predicted_from_short_probes_is_what_a_longer_batch_takes(engine: TrainingEngine) -> None:
+def test_memory_predicted_from_short_probes_is_that_of_a_longer_batch(engine: TrainingEngine) -> None:
     plan = measure(engine, Bounds(512, max_lora_rank=16, token_budget=200, memory_bytes=_SMALL))
     create(engine, "m", rank=16)
     assert plan.plain is not None

@@ -329,7 +329,7 @@ def stuck(base: BaseModel) -> Iterator[Sampler]:
     sampler.delay.set()
 
 
-async def test_what_no_sampler_has_measured_none_serves(
+async def test_a_version_that_no_sampler_has_measured_is_served_by_none(
     make_bench: MakeBench, stuck: Sampler, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = await make_bench(stuck, timeout_s=0.05)
@@ -439,7 +439,7 @@ async def test_many_middling_gaps_are_refused_where_one_would_not_be(base: BaseM
         bench.publisher.check(certificate, location="x")
 
 
-def test_what_a_sampler_s_change_says_beside_rounding() -> None:
+def test_a_change_of_a_sampler_is_told_from_rounding() -> None:
     ours = np.random.default_rng(0).normal(0, 0.1, 60).astype(np.float32)
     weak, without = ours / np.float32(100), np.zeros_like(ours)
     for seed in range(200):
@@ -454,7 +454,7 @@ def test_what_a_sampler_s_change_says_beside_rounding() -> None:
     assert applied(ours, 0 * ours, not_a_number, without) == types_pb2.APPLIED_TOO_WEAK_TO_TELL
 
 
-async def test_what_the_trainer_cannot_score_is_on_no_sampler(base: BaseModel, make_bench: MakeBench) -> None:
+async def test_a_version_that_the_trainer_cannot_score_is_on_no_sampler(base: BaseModel, make_bench: MakeBench) -> None:
     bench = await make_bench(Sampler(base))
     ours: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
     ours.set_exception(OutOfCapacity("there is no memory"))

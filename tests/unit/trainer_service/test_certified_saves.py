@@ -222,7 +222,9 @@ async def test_a_version_that_one_sampler_computes_wrongly_is_never_served(
         ("max_version_bytes", r"a version has \d+ bytes, and the sampler at .* holds 2 \(its adapter_memory_bytes\)"),
     ],
 )
-async def test_what_no_sampler_can_serve_is_refused_before_it_is_trained(stack: Stack, field: str, why: str) -> None:
+async def test_a_model_that_no_sampler_can_serve_is_refused_before_it_is_trained(
+    stack: Stack, field: str, why: str
+) -> None:
     last = stack.publisher.sender._samplers.all[-1]
     assert last.info is not None
     assert last.info.max_lora_rank == 16

@@ -409,7 +409,7 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint(
     assert torch.equal(store.load(at("one"), base, with_optimizer=True)[1].adapter.flat, old.adapter.flat)
 
 
-def test_what_a_dead_process_left_is_cleaned_or_put_back(base: BaseModel, tmp_path: Path) -> None:
+def test_leftovers_of_a_dead_process_are_cleaned_or_put_back(base: BaseModel, tmp_path: Path) -> None:
     root = tmp_path / "root"
     store = CheckpointStore(root, Metrics(CollectorRegistry()))
     state = make_state(base)

@@ -196,7 +196,7 @@ def test_a_loss_that_is_not_finite_adds_nothing(engine: TrainingEngine) -> None:
     assert not engine._models["m"].need_gradient().flat.any()
 
 
-def test_what_only_values_can_show_fails_its_own_request_only(engine: TrainingEngine) -> None:
+def test_an_error_that_only_values_show_fails_its_own_request_only(engine: TrainingEngine) -> None:
     handle = traced(lambda logprobs, where: (logprobs[where].sum(), {}), where=1)
     good, bad = (
         Batch.from_proto(custom([datum([1, 2], target_tokens=[2, 3], where=[n])], sent(handle)), engine.limits)

@@ -245,14 +245,14 @@ def wide(target: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         *((name, {"reduction": "sum"}) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div")),
     ],
 )
-def test_what_a_node_makes_on_its_way_is_counted(name: str, kwargs: dict[str, Any]) -> None:
+def test_intermediate_tensors_of_a_node_are_counted(name: str, kwargs: dict[str, Any]) -> None:
     started = time.monotonic()
     with pytest.raises(InvalidRequest, match=rf"node 'c' \(.*{name}\): a step works on 343000000 elements"):
         run(wide(f"torch.nn.functional.{name}", **kwargs))
     assert time.monotonic() - started < 5
 
 
-def test_what_is_small_is_not_counted_by_its_product() -> None:
+def test_small_results_are_not_counted_by_the_product_of_their_sizes() -> None:
     """Concatenation and integer indices do not broadcast."""
     calls = [
         node("call_function", "i", "torch.zeros", 3000, 1, dtype={"dtype": "int64"}),

@@ -60,7 +60,7 @@ def test_a_death_while_nothing_is_executed_counts_for_nobody_and_takes_nothing_b
         assert not is_condemned(again, A)
 
 
-def test_what_has_ended_leaves_no_trace_and_its_place_is_used_again(tmp_path: Path) -> None:
+def test_an_ended_operation_leaves_no_trace_and_its_place_is_used_again(tmp_path: Path) -> None:
     executing = Executing(tmp_path)
     for n in range(1000):
         executing.begin([(f"m{n}", n)])
@@ -175,7 +175,7 @@ def test_the_end_of_the_machine_counts_for_nobody_and_takes_nothing_back(
     assert is_condemned(died(tmp_path), A)
 
 
-def test_what_reads_or_writes_a_checkpoint_is_condemned_by_more_deaths_and_is_never_alone(tmp_path: Path) -> None:
+def test_an_operation_on_a_checkpoint_is_condemned_by_more_deaths_and_is_never_alone(tmp_path: Path) -> None:
     executing = Executing(tmp_path)
     for _ in range(MOST_DEATHS_STORING):
         assert not is_condemned(executing, A)

@@ -216,7 +216,7 @@ def test_a_short_job_waits_for_one_micro_batch_of_the_other_kind_at_most() -> No
         assert "short" in {*simulation.step(), *simulation.step()}
 
 
-def test_what_fits_into_the_rest_of_a_micro_batch_is_taken_and_what_is_too_long_goes_alone() -> None:
+def test_a_datum_that_fits_into_the_rest_of_a_micro_batch_is_taken_and_a_too_long_one_goes_alone() -> None:
     batches = micro_batches(load_of("a", [70, 70]), load_of("huge", [250]), load_of("b", [20, 20]), budget=100)
     assert list(batches) == [{"a": 1, "b": 1}, {"b": 1}, {"huge": 1}, {"a": 1}]
 
@@ -233,7 +233,7 @@ def test_consecutive_loads_of_one_model_share_a_micro_batch_and_keep_their_order
     assert ring.next_micro_batch(50) == []
 
 
-def test_what_is_taken_back_is_not_computed_and_nobody_else_is_touched() -> None:
+def test_a_load_that_is_taken_back_is_not_computed_and_no_other_is_touched() -> None:
     ring = DeficitRoundRobin()
     loads = {name: load_of(name, [10] * 9) for name in ("a", "b", "c")}
     for load in loads.values():

@@ -137,7 +137,7 @@ def test_a_refused_run_id_tells_the_whole_rule() -> None:
         check_run_id("..", field="run_id")
 
 
-def test_what_may_succeed_later_says_when_and_other_errors_do_not() -> None:
+def test_errors_that_may_pass_say_when_to_retry_and_others_do_not() -> None:
     delays = []
     for error in (NotReady("loading"), RateLimited("too much", retry_after_s=7)):
         retry = error_details_pb2.RetryInfo()

@@ -234,7 +234,7 @@ DIMUONS = st.builds(DimuonParams, RATES, DECAYS, st.just(0.0))
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(["adamw", "dimuon"]))
-def test_what_is_foreseen_is_never_less_than_what_comes(data: st.DataObject, kind: str) -> None:
+def test_the_foreseen_size_is_never_below_the_real_one(data: st.DataObject, kind: str) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
     model = ModelState(Flat(torch.from_numpy(rng.normal(size=12).astype(np.float32))), kind)  # type: ignore[arg-type]
     model.look()

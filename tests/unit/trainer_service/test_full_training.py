@@ -199,7 +199,7 @@ def test_state_comes_back_with_its_optimizer(engine: TrainingEngine) -> None:
     assert torch.equal(*ends)
 
 
-def test_what_this_engine_does_not_train_is_refused_by_name(engine: TrainingEngine, base: BaseModel) -> None:
+def test_groups_that_this_engine_does_not_train_are_refused_by_name(engine: TrainingEngine, base: BaseModel) -> None:
     adapters = TrainingEngine(base, max_tokens_per_microbatch=20)
     with pytest.raises(InvalidRequest, match=r"lora_config\.rank: 0 means full-parameter .* without --full-training"):
         adapters.create_model("m", FULL, "adamw")

@@ -31,7 +31,7 @@ async def test_a_creation_that_finds_no_memory_leaves_no_model(make_bench: MakeB
     assert not bench.registry.get_sample_value("trainer_models")
 
 
-async def test_what_is_queued_is_bounded_by_its_memory_and_taken_when_others_are_done(make_bench: MakeBench) -> None:
+async def test_queued_batches_are_bounded_by_their_memory_and_taken_when_others_are_done(make_bench: MakeBench) -> None:
     bench = await make_bench(max_queued_bytes=1000)
     await bench.create("a")
     assert bench.registry.get_sample_value("trainer_held_limit_bytes") == 1000
@@ -136,7 +136,7 @@ async def test_a_small_operation_ahead_of_many_large_ones_does_not_let_all_of_th
     bench.engine.gate.set()
 
 
-async def test_what_is_refused_holds_its_body_alone_and_what_the_journal_does_not_take_nothing(
+async def test_a_refused_batch_holds_its_body_alone_and_one_that_the_journal_refuses_nothing(
     make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = await make_bench(max_queued_bytes=100_000)
@@ -212,7 +212,7 @@ async def test_a_replay_reads_no_more_than_the_bound_ahead_of_what_runs(make_ben
     assert held(bench) == 0
 
 
-async def test_what_waits_behind_a_gap_since_before_a_restart_holds_up_no_replay(make_bench: MakeBench) -> None:
+async def test_a_batch_behind_a_gap_since_before_a_restart_holds_up_no_replay(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.create("a", "b")
     for seq_id in (2, 3, 4, 5):
@@ -249,7 +249,7 @@ def plain(num_datums: int, **more: object) -> Sequence[types_pb2.Datum]:
         request(plain(9, **arrays(60, "logprobs", "advantages")), "ppo"),
     ],
 )
-def test_what_is_counted_is_no_less_than_what_a_batch_holds(message: pb.ForwardBackwardRequest) -> None:
+def test_counted_bytes_are_no_less_than_those_of_a_batch(message: pb.ForwardBackwardRequest) -> None:
     batch = Batch.from_proto(message, LIMITS)
     held = message.ByteSize()
     for one in batch.datums:

@@ -74,7 +74,7 @@ def test_the_files_are_found_at_the_top_or_in_one_folder(
         ([("big", special(size=10**12))], "1000 bytes"),
     ],
 )
-def test_what_should_not_be_in_an_archive_is_refused(
+def test_unexpected_content_of_an_archive_is_refused(
     tmp_path: Path, members: list[tuple[str, bytes | tarfile.TarInfo]], match: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=match):
@@ -100,7 +100,7 @@ def _nested_headers() -> bytes:
     ],
     ids=["empty", "text", "gzip of text", "cut gzip", "cut tar", "zstd", "bzip2", "xz", "zip", "name", "pax", "nested"],
 )  # fmt: skip
-def test_what_is_no_archive_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_bytes_that_are_no_archive_are_refused(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(InvalidRequest, match="cannot be read as a tar file"):
         unpacked(data, tmp_path)
 

@@ -174,7 +174,7 @@ async def test_a_snapshot_does_not_count_before_all_that_it_covers_is_answered(t
         assert await journal.add_snapshot(MODEL, 3, num_bytes=10) == -1
 
 
-async def test_what_left_the_model_as_it_was_needs_no_body_and_keeps_its_place(tmp_path: Path) -> None:
+async def test_an_operation_that_left_the_model_as_it_was_needs_no_body_and_keeps_its_place(tmp_path: Path) -> None:
     async with opened(tmp_path, result_retention_s=0.0) as journal:
         await journal.append(MODEL, 0, created())
         await journal.append(MODEL, 1, batch(1))
@@ -314,7 +314,7 @@ async def test_everything_acknowledged_survives_kill_9(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1, 24, 2048, 4096])
-async def test_what_a_power_cut_tears_from_the_end_takes_nothing_that_was_acknowledged(
+async def test_a_power_cut_that_tears_off_the_end_takes_nothing_that_was_acknowledged(
     tmp_path: Path, num_bytes: int
 ) -> None:
     async with opened(tmp_path / "before") as journal:
@@ -471,7 +471,7 @@ async def test_a_rollback_that_fails_is_made_up_for_before_the_next_transaction(
         assert [seq_id for seq_id, _ in await requests(journal)] == [0, 1, 2]
 
 
-async def test_what_comes_after_the_journal_was_closed_is_refused_at_once(tmp_path: Path) -> None:
+async def test_calls_after_the_journal_was_closed_are_refused_at_once(tmp_path: Path) -> None:
     async with opened(tmp_path) as journal:
         await executed(journal, range(2))
     with pytest.raises(NotReady, match="the journal is closed"):

@@ -20,7 +20,7 @@ def lost(bench: Bench, skipped: list[pb.SkipOperationRequest], *, timeout_s: flo
     return LostOperations(bench.scheduler, skip, timeout_s=timeout_s)
 
 
-async def test_what_waits_behind_a_number_that_never_comes_runs_in_the_end(bench: Bench) -> None:
+async def test_an_operation_behind_a_number_that_never_comes_runs_in_the_end(bench: Bench) -> None:
     await bench.create("a", "b")
     skipped: list[pb.SkipOperationRequest] = []
     looking = lost(bench, skipped)
@@ -74,7 +74,7 @@ async def test_work_in_its_turn_is_no_gap_however_long_it_takes(bench: Bench) ->
     assert skipped == []
 
 
-async def test_what_cannot_be_given_up_is_tried_again(
+async def test_a_number_that_cannot_be_given_up_is_tried_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await bench.create("a")

@@ -32,7 +32,7 @@ def test_storages_count_once_from_their_making_to_their_end() -> None:
     assert (allocations.live_bytes, allocations.peak_bytes) == (0, 1000)
 
 
-def test_what_backward_makes_counts_too() -> None:
+def test_tensors_that_backward_makes_count_too() -> None:
     x = torch.ones(100, requires_grad=True)
     with Allocations() as allocations:
         (gradient,) = torch.autograd.grad((x * x * 3).sum(), x)
@@ -67,7 +67,7 @@ def test_logits_of_a_long_batch_never_exist_at_once(base: BaseModel, monkeypatch
         assert allocations.largest_bytes < 4 * elements * 2 / 3  # that of [T, 2 intermediate] is half of it
 
 
-def test_what_models_have_left_in_pinned_memory_is_given_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_of_deleted_models_is_given_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append("device"))
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given_back.append("host"))

@@ -57,7 +57,7 @@ def die_in(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
 
 @pytest.mark.parametrize("method", ["upload", "install"])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_what_a_dead_writer_left_is_gone_after_its_restart_and_the_old_checkpoint_stays(
+def test_leftovers_of_a_dead_writer_are_gone_after_its_restart_and_the_old_checkpoint_stays(
     objects: Place, base: BaseModel, method: str, overwrite: bool
 ) -> None:
     store = objects.open()
@@ -90,7 +90,7 @@ def test_a_writer_that_dies_after_the_manifest_has_saved(objects: Place, base: B
     assert len(objects.objects()) == 4
 
 
-def test_what_another_trainer_writes_is_no_leftover_until_it_is_old(
+def test_files_of_another_trainer_are_no_leftovers_until_they_are_old(
     objects: Place, base: BaseModel, tmp_path: Path
 ) -> None:
     store = objects.open()
@@ -167,7 +167,7 @@ def test_a_copy_is_made_by_the_store(objects: Place, base: BaseModel, monkeypatc
         store.save(make_info(make_state(base), "two"), make_state(base), overwrite=False)
 
 
-def test_what_was_damaged_on_its_way_is_read_again(
+def test_a_file_damaged_on_its_way_is_read_again(
     objects: Place, base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = objects.open()

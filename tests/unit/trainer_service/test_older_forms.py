@@ -70,7 +70,7 @@ def test_an_answer_in_an_older_journal_keeps_its_times() -> None:
     )
 
 
-def test_what_this_version_writes_is_carried_over_as_it_is() -> None:
+def test_files_of_this_version_are_carried_over_as_they_are() -> None:
     written = pb.WaitResultResponse(create_model=pb.CreateModelResponse(model=pb.ModelInfo(model_id="m", optimizer=2)))  # type: ignore[arg-type]
     assert carried_over(pb.WaitResultResponse.FromString(written.SerializeToString())) == written
 

@@ -92,7 +92,7 @@ def test_the_budget_falls_below_what_failed_and_the_next_batch_runs_at_once(base
 
 
 @pytest.mark.parametrize("max_tokens", [20, 0], ids=["one datum finds none", "there is none for a while"])
-def test_what_finds_no_memory_even_alone_leaves_everybody_the_budget(
+def test_a_batch_that_finds_no_memory_even_alone_leaves_everybody_the_budget(
     base: BaseModel, memory: Memory, max_tokens: int
 ) -> None:
     engine, _ = make(base, activation_checkpointing="off")

@@ -131,7 +131,7 @@ async def test_an_operation_knows_when_it_was_computed(bench: Bench) -> None:
     assert 0 < start_1 <= end_1 <= start_2 <= end_2
 
 
-async def test_what_was_never_accepted_is_not_found(bench: Bench) -> None:
+async def test_an_operation_that_was_never_accepted_is_not_found(bench: Bench) -> None:
     await bench.create("a")
     for model_id, seq_id in (("a", 1), ("ghost", 0)):
         with pytest.raises(ResultNotFound, match=f"{model_id}: no operation with seq_id {seq_id}"):

@@ -150,7 +150,7 @@ def test_ranks_that_only_divide_the_datums_go_on_after_any_error() -> None:
     assert len(group.votes) == 3  # one for each: halfway nobody waits for another
 
 
-def test_whatever_changes_an_engine_is_done_on_every_rank() -> None:
+def test_every_change_of_an_engine_is_done_on_every_rank() -> None:
     """A new method of the engine must be told to the other ranks, or named here with the reason why not."""
     own = {
         "create_model",  # ends in add_model

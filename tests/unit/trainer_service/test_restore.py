@@ -396,9 +396,7 @@ async def test_a_save_that_was_written_but_not_answered_finishes_as_what_it_is(s
     assert [await again.outcome(MODEL, seq_id) for seq_id in (3, 4)] == before
 
 
-async def test_of_two_saves_at_one_place_that_were_not_answered_the_later_one_stays(
-    start: Start, tmp_path: Path
-) -> None:
+async def test_the_later_of_two_unanswered_saves_at_one_place_stays(start: Start, tmp_path: Path) -> None:
     process = await start(tmp_path / "0")
     saves = [save(n, "latest", overwrite=True) for n in (3, 6)]
     await run(process, [creation(), batch(1), step(2), saves[0], batch(4), step(5), saves[1]])
@@ -462,7 +460,7 @@ async def test_a_save_after_one_that_replaces_finds_the_place_taken(
     assert "one exists; use another name" in str(await process.outcome(MODEL, 2))
 
 
-async def test_what_a_load_has_read_may_be_deleted_once_it_is_answered(start: Start, tmp_path: Path) -> None:
+async def test_a_checkpoint_may_be_deleted_once_its_load_is_answered(start: Start, tmp_path: Path) -> None:
     process = await start(tmp_path / "0")
     await run(process, [creation(), batch(1), step(2), save(3, "one"), batch(4), step(5), load(6, "one"), batch(7)])
     other = creation("s:train:1", base_model="", lora_config=None, from_location=f"{MODEL}/weights/one")
@@ -625,7 +623,7 @@ async def test_deleting_a_model_deletes_its_snapshots_also_while_it_is_being_res
     assert await (await start(folder)).journal.live_models() == []
 
 
-async def test_what_lies_beside_snapshots_is_left_alone(start: Start, tmp_path: Path) -> None:
+async def test_files_beside_snapshots_are_left_alone(start: Start, tmp_path: Path) -> None:
     process = await start(tmp_path / "0", policy=EVERY_STEP)
     await run(process, SCRIPT[:3])
     await settled(process)

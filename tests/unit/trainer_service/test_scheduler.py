@@ -162,7 +162,7 @@ async def test_pipelined_steps_run_back_to_back_with_nothing_in_between(bench: B
     assert bench.engine.events == [{f"a{n}" if n % 2 else f"a {n}"} for n in range(1, 41)]
 
 
-async def test_what_is_pipelined_needs_no_word_of_the_event_loop_between_a_batch_and_its_step(bench: Bench) -> None:
+async def test_a_pipelined_step_follows_its_batch_without_the_event_loop(bench: Bench) -> None:
     await bench.create("a")
     operations = [await bench.hold("a", 1)]
     operations += [await bench.batch("a", n) if n % 2 else await bench.step("a", n) for n in range(2, 21)]
@@ -264,7 +264,7 @@ async def test_an_engine_that_raises_fails_the_call_and_taints_its_models(bench:
     await (await bench.batch("a", 2)).wait()
 
 
-async def test_what_follows_the_turn_does_not_hold_up_the_model(bench: Bench) -> None:
+async def test_the_work_after_a_turn_does_not_hold_up_the_model(bench: Bench) -> None:
     await bench.create("a")
     written = asyncio.Event()
 

@@ -133,9 +133,7 @@ def test_reading_one_checkpoint_holds_up_no_other(place: Place, base: BaseModel,
     loading.join()
 
 
-def test_what_is_read_while_it_is_replaced_again_and_again_is_one_of_its_versions(
-    place: Place, base: BaseModel
-) -> None:
+def test_a_read_during_many_replacements_gives_one_of_the_versions(place: Place, base: BaseModel) -> None:
     store = place.open()
     states = [make_state(base, value=value) for value in (0.1, 0.2)]
     store.save(make_info(states[0]), states[0], overwrite=False)

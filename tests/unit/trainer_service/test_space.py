@@ -47,7 +47,7 @@ def test_the_refusal_names_what_is_free_what_is_needed_and_the_reserve(
         space.check(4001, what="it")
 
 
-def test_what_is_being_written_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_are_being_written_are_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     space = make_space(tmp_path, min_free_bytes=1000)
     has_free(monkeypatch, 5000)
     with space.reserve(3000, what="one"):

@@ -43,7 +43,7 @@ async def test_an_answer_that_is_too_large_for_the_journal_is_given_once_and_not
 
 
 @pytest.mark.parametrize("error", [OverflowError("BLOB longer than INT_MAX bytes"), EncodeError("above 2 GB")])
-async def test_what_no_disk_would_take_is_told_from_a_disk_that_does_not_take_it_now(
+async def test_data_that_no_disk_would_take_is_told_from_a_disk_that_does_not_take_it_now(
     bench: Bench, error: Exception
 ) -> None:
     def run(_: sqlite3.Connection) -> None:

@@ -47,7 +47,7 @@ def test_auto_keeps_off_gpu_memory_for_those_that_are_named() -> None:
         ("nccl", SAME_GPU, "NCCL takes one process of a GPU"),
     ],
 )
-def test_what_was_asked_for_and_does_not_reach_one_is_refused_by_name(
+def test_a_chosen_channel_that_does_not_reach_a_sampler_is_refused_by_name(
     channel: Channel, place: Place, reason: str
 ) -> None:
     with pytest.raises(

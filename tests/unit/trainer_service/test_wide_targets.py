@@ -130,7 +130,7 @@ def test_a_datum_with_more_targets_than_memory_allows_is_refused_by_what_it_is_c
     Batch.from_proto(request(datums_of((8, 800))), loose.limits)
 
 
-def test_what_is_charged_covers_the_memory_that_many_targets_take(base: BaseModel) -> None:
+def test_the_charged_memory_covers_that_of_many_targets(base: BaseModel) -> None:
     """On the smallest model that the tests have, whose tokens take least."""
     engine = TrainingEngine(base, max_tokens_per_microbatch=512)
     create(engine, "m")

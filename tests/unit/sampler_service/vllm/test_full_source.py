@@ -23,7 +23,7 @@ def test_each_parameter_is_a_view_in_the_type_and_order_that_it_was_sent_in(dtyp
     assert {tensor.dtype for tensor in tensors.values()} == {dtype}
 
 
-def test_what_the_files_hold_besides_parameters_is_loaded_with_every_version() -> None:
+def test_tensors_that_are_no_parameters_are_loaded_with_every_version() -> None:
     files = [(NORM, torch.ones(2)), ("layers.0.bias_correction", torch.ones(1)), (LINEAR, torch.ones(2, 3))]
     others = FullSource(Handle(1, 1, 1), SPECS).others(files)
     assert [name for name, _ in others] == ["layers.0.bias_correction"]

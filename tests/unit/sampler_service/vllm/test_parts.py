@@ -46,7 +46,7 @@ tensor += 1
         Handle(handle.pid, handle.fd, handle.num_bytes).open()
 
 
-def test_what_the_worker_is_told_comes_back_as_it_was() -> None:
+def test_a_message_to_the_worker_comes_back_as_it_was() -> None:
     draws = Draws(key=2**64 - 1, first=3, temperature=0.5, top_k=-1, top_p=0.25, topk=2)
     targets = Targets(np.array([0, 2]), np.array([5, -1]))
     request = Request(

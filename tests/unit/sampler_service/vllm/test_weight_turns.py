@@ -23,7 +23,7 @@ class Device:
         return [self.step(*with_work) for _ in range(count)]
 
 
-def test_who_is_alone_goes_on_and_who_has_nothing_to_do_gives_way_at_once() -> None:
+def test_a_lone_version_goes_on_and_an_idle_one_gives_way_at_once() -> None:
     device = Device()
     assert device.steps(20, [3]) == [3] * 20
     assert [device.step(5), device.step(5, 0), device.step(0), device.step()] == [5, 5, 0, 0]
