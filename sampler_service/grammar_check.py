@@ -7,9 +7,11 @@ sampler may not, so it compiles only grammars that have passed here. Standard in
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -36,6 +38,81 @@ def source_of(form: str, text: str) -> str:
     return LLMatcher.grammar_from_lark(text)
 
 
+def circular_reference(form: str, text: str) -> str:
+    """Describes the first `$ref` of a JSON Schema in the grammar that stands for nothing but itself; empty without one.
+
+    The library refuses such a schema with a word of its own at the top, and fails in the middle of a text elsewhere.
+    """
+    starts = [0] if form == "json_schema" else [match.end() for match in re.finditer(r"%json\s+", text)]
+    for start in starts:
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(text, start)
+            found = _circular(schema)
+        except (ValueError, RecursionError):  # the library says what is wrong with it
+            continue
+        if found:
+            line, column = text.count("\n", 0, start) + 1, start - text.rfind("\n", 0, start)
+            return found if form == "json_schema" else f"at {line}({column}): {found}"
+    return ""
+
+
+def _circular(schema: Any) -> str:
+    cleared: set[int] = set()
+    for place, node in _schemas(schema, ()):
+        if isinstance(node.get("$ref"), str) and _is_circular(node, schema, (), cleared):
+            return f"{'.'.join([*place, '$ref'])}: {node['$ref']!r} leads back to itself, so no value fits it"
+    return ""
+
+
+def _schemas(node: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    """The objects in a schema, each with its place; not those that are data."""
+    if isinstance(node, dict):
+        yield place, node
+        for name, value in node.items():
+            if name not in ("const", "enum", "default", "examples"):
+                yield from _schemas(value, (*place, name))
+    elif isinstance(node, list):
+        for n, value in enumerate(node):
+            yield from _schemas(value, (*place, str(n)))
+
+
+def _is_circular(node: Any, schema: Any, above: tuple[int, ...], cleared: set[int]) -> bool:
+    """Whether every way through references and combinations leads back to a node of `above`, which are nodes by `id`.
+
+    `cleared`: nodes for which that was false.
+    """
+    if id(node) in above:
+        return True
+    if not isinstance(node, dict) or id(node) in cleared:
+        return False
+    above = (*above, id(node))
+    needed = [_referred(node["$ref"], schema)] if isinstance(node.get("$ref"), str) else []
+    needed += node["allOf"] if isinstance(node.get("allOf"), list) else []
+    choices = [node[name] for name in ("anyOf", "oneOf") if isinstance(node.get(name), list) and node[name]]
+    circular = any(_is_circular(one, schema, above, cleared) for one in needed) or any(
+        all(_is_circular(one, schema, above, cleared) for one in each) for each in choices
+    )
+    if not circular:
+        cleared.add(id(node))
+    return circular
+
+
+def _referred(reference: str, schema: Any) -> Any:
+    """What a reference within the schema stands for; None for one to elsewhere, or to nothing."""
+    if not reference.startswith("#"):
+        return None
+    node = schema
+    for part in reference[1:].split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, dict):
+            node = node.get(part)
+        elif isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+            node = node[int(part)]
+        else:
+            return None
+    return node
+
+
 class _Bytes:
     """A tokenizer of the 256 bytes and of some special tokens."""
 
@@ -50,6 +127,8 @@ class _Bytes:
 
 def error_of(form: str, text: str, special: Sequence[str]) -> str:
     """Why the grammar cannot be used; empty when it can. `special`: names of the tokenizer's special tokens."""
+    if circular := circular_reference(form, text):
+        return circular
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes(["<|end|>", *special])))
     try:
         matcher = LLMatcher(tokenizer, source_of(form, text), log_level=0, limits=limits())

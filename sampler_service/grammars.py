@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import sys
 from asyncio.subprocess import PIPE
 from collections import OrderedDict
@@ -42,6 +43,8 @@ CHECKS_AT_ONCE = 2
 """Most grammars that are checked and compiled at the same time."""
 CHECK_S = 20.0
 """Longest wait for a check, on a machine that is busy with other work, in seconds."""
+_EXCERPT = re.compile(r"\n\s*\d+ \| ")
+"""Matches where the library begins to repeat lines of the grammar, at the end of a message."""
 
 
 @dataclass(slots=True, eq=False)
@@ -140,6 +143,7 @@ def refused(grammar: Grammar, reason: str) -> InvalidRequest:
 
 
 def _shortened(reason: str) -> str:
+    reason = _EXCERPT.split(reason)[0]
     lines = [line.rstrip() for line in reason.splitlines() if line.strip()]
     text = " ".join(line for line in lines[:4])
     return text if len(text) <= 400 else text[:400] + "..."

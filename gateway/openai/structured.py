@@ -19,8 +19,8 @@ from gateway.openai.tool_calls import CLOSE, OPEN, Form, ToolCallReader
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.v1 import sampler_pb2 as pb
 
-_PLACE = re.compile(r"\bat (\d+)\(\d+\)")
-"""Matches the place of a mistake, "at LINE(COLUMN)", in a message of the sampler's compiler."""
+_PLACE = re.compile(r"at (\d+)\(\d+\): (failed to compile JSON schema: )?")
+"""Matches the place of a mistake, "at LINE(COLUMN)", before a message of the sampler's compiler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,12 @@ class Structure:
             if self.grammar is None or not field.startswith("grammar"):
                 raise
             reason = error.message.removeprefix(f"{field}: ")
-            place = _PLACE.search(reason)
+            place = _PLACE.match(reason)
             line = int(place[1]) - 1 if place else 0
             mine = self.fields[line] if line < len(self.fields) and self.fields[line] else self.fields[0]
-            raise InvalidRequest(f"{mine}: {reason}", **{**error.metadata, "field": mine}) from error
+            raise InvalidRequest(
+                f"{mine}: {reason[place.end() :] if place else reason}", **{**error.metadata, "field": mine}
+            ) from error
 
 
 def structure_of(

@@ -135,7 +135,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "response_format.json_schema.schema",
         "uniqueItems",
     ),
-    "tool": ({"tools": [CLOCK, BROKEN], "tool_choice": "required"}, "tools[1].function.parameters", "strong"),
+    "tool": (
+        {"tools": [CLOCK, BROKEN], "tool_choice": "required"},
+        "tools[1].function.parameters",
+        "parameters: Invalid type: strong$",  # and nothing of the grammar that was made of it
+    ),
     "no object": (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
         "tools[0].function",

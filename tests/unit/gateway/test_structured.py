@@ -190,7 +190,7 @@ def test_an_error_in_a_grammar_names_the_schema_that_has_it() -> None:
         with pytest.raises(InvalidRequest, match="strong") as blamed, structure.blaming():
             raise InvalidRequest(f"grammar.{form}: {reason}", field=f"grammar.{form}", token=7)
         assert blamed.value.metadata == {"field": field, "token": "7"}
-        assert blamed.value.message.startswith(f"{field}: ")
+        assert blamed.value.message.startswith(f"{field}: Invalid type: strong")
 
 
 def test_a_strict_schema_with_keywords_that_are_not_enforced_is_refused() -> None:

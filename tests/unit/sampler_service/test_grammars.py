@@ -152,6 +152,11 @@ REFUSED = {
     "a reference to nothing": ({"$ref": "#/$defs/none"}, "none"),
     "a broken pattern": ({"type": "string", "pattern": "((("}, "unclosed group"),
     "no object": ([1, 2], "grammar.json_schema"),
+    "a reference to itself": ({"$ref": "#"}, r"json_schema: \$ref: '#' leads back to itself"),
+    "references in a circle": (
+        {"properties": {"a": {"anyOf": [{"$ref": "#/$defs/x"}]}}, "$defs": {"x": {"$ref": "#/properties/a"}}},
+        r"properties\.a\.anyOf\.0\.\$ref: '#/\$defs/x' leads back to itself",
+    ),
     "a schema that nothing fits": ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum"),
 }
 
