@@ -35,6 +35,7 @@ def clip(low: list[float], high: list[float]) -> dict[str, object]:
         ([datum([1, 2])], "cross_entropy", {}, r"loss_fn_inputs\.target_tokens: missing"),
         ([datum([1, 2], target_tokens=[2, 101])], "cross_entropy", {}, r"target_tokens\[1\]: token id 101"),
         ([datum([1, 2], target_tokens=[2])], "cross_entropy", {}, r"shape \[1\] must be \[2\] or \[2, K\]"),
+        ([datum([1, 2], target_tokens=np.ones((2, 1, 1), int))], "cross_entropy", {}, r"\[2, 1, 1\] must be \[2\] or"),
         ([datum([1, 2], target_tokens=np.float32([1, 2]))], "cross_entropy", {}, "dtype float32 must be int64"),
         ([datum([1, 2], **{**GOOD, "weights": np.float32([1])})], "cross_entropy", {}, r"shape \[1\] is not that of"),
         ([datum([1, 2], **GOOD, mask=[1, 1])], "cross_entropy", {}, r"loss_fn_inputs\.mask: cross_entropy takes"),
@@ -62,7 +63,7 @@ def clip(low: list[float], high: list[float]) -> dict[str, object]:
             {},
             r"clip_low_threshold\[1\]: 1.29.* is above",
         ),
-        ([datum([1, 2], **POLICY, **clip([0.8, 2], [1.2, 1]))], "ppo", {}, r"clip_low_threshold\[1\]: 2.0 is above"),
+        ([datum([1, 2], **POLICY, **clip([1, 2], [1, 1]))], "ppo", {}, r"clip_low_threshold\[1\]: 2.0 is above"),
         (
             [datum([1, 2], **POLICY, clip_high_threshold=np.float32([1, 0.5]))],
             "ppo",
@@ -155,6 +156,14 @@ def test_missing_weights_are_ones_and_missing_settings_the_published_defaults() 
     assert batch.datums[0].inputs["weights"].tolist() == [1.0, 1.0]
     ppo = Batch.from_proto(request([datum([1, 2], **POLICY)], "ppo", config={"clip_high_threshold": 1.5}), LIMITS)
     assert ppo.loss_config == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.5}
+
+
+def test_settings_on_their_bounds_are_accepted() -> None:
+    bounds = {"kl_coeff": 0.0, "ratio_cap": 1.0}
+    assert Batch.from_proto(request([datum([1, 2], **STABLE)], "stable_reinforce", config=bounds), LIMITS)
+    equal = {"clip_low_threshold": 1.2, "clip_high_threshold": 1.2}
+    assert Batch.from_proto(request([datum([1, 2], **POLICY)], "ppo", config=equal), LIMITS)
+    assert Batch.from_proto(request([datum([1, 2], **POLICY, **clip([1, 1], [1, 2]))], "ppo"), LIMITS)
 
 
 def test_the_second_config_map_wins_and_refuses_words() -> None:

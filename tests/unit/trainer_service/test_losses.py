@@ -24,6 +24,19 @@ def gradient(
     return torch.autograd.grad(evaluated(name, inputs, config, list(sizes)).sum(), P)[0]
 
 
+def test_settings_have_the_published_defaults() -> None:
+    clip = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    assert {name: loss.config for name, loss in LOSS_FNS.items()} == {
+        "cross_entropy": {},
+        "importance_sampling": {},
+        "ppo": clip,
+        "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        "dro": {"beta": 0.05},
+        "gspo": clip,
+        "stable_reinforce": {"kl_coeff": 0.1, "ratio_cap": 2.0},
+    }
+
+
 def test_cross_entropy_gradient_is_minus_the_weights() -> None:
     weights = torch.tensor([0.0, 1.0, -2.0, 100.0])
     assert torch.equal(gradient("cross_entropy", {"weights": weights}), -weights)
@@ -123,6 +136,9 @@ def test_a_clipped_gain_is_constant_where_the_ratio_overflows(name: str) -> None
     assert not gradient(name, inputs).any()
     inputs["advantages"] = -A.abs()  # a loss that has no bound stays one
     assert gradient(name, inputs).isinf().all()
+    inputs["advantages"] = 0 * A
+    assert not evaluated(name, inputs, {}, [4]).any()
+    assert not gradient(name, inputs).any()
 
 
 POLICY = {"logprobs": Q, "advantages": A}
