@@ -79,7 +79,7 @@ class Load:
                 await (await engine.submit(request)).result()
                 self.num_requests += 1
             if draw.random() < 0.5:  # the others are evicted
-                engine.remove(version_id)
+                engine.store.remove(version_id)
 
     async def report(self, ends: float, *, interval_s: float) -> None:
         libc = ctypes.CDLL(None)

@@ -99,10 +99,10 @@ async def serve(config: SamplerConfig) -> int:
             await server.stop(0)
             return 1
         slot.engine = engine
-        engine.on_death = partial(server.set_serving, False)
+        engine.requests.on_death = partial(server.set_serving, False)
         await server.set_serving(True)
         logger.info("serving %s on port %d", ", ".join(config.model_names), server.port)
-        died = asyncio.create_task(engine.died.wait())
+        died = asyncio.create_task(engine.requests.died.wait())
         await asyncio.wait([stopped, died], return_when=asyncio.FIRST_COMPLETED)
         await server.set_serving(False)
         stopping = asyncio.create_task(server.stop(2 * GRACE_S))
@@ -111,7 +111,7 @@ async def serve(config: SamplerConfig) -> int:
         await stopping
         died.cancel()
         stopped.cancel()
-    return 1 if engine.died.is_set() else 0
+    return 1 if engine.requests.died.is_set() else 0
 
 
 def main() -> None:

@@ -55,10 +55,10 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         engine = self.slot.get()
         return pb.GetSamplerInfoResponse(
             base_models=self.model_names,
-            max_context_length=engine.max_context_length,
+            max_context_length=engine.limits.max_length,
             max_lora_rank=self.max_lora_rank,
             max_version_bytes=self.max_version_bytes,
-            vocab_size=engine.vocab_size,
+            vocab_size=engine.limits.vocab_size,
             engine=engine.name,
             device=engine.device,
             boot_id=self.boot_id,
@@ -134,7 +134,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
     async def ListVersions(self, request: pb.ListVersionsRequest, context: Context) -> pb.ListVersionsResponse:
         if request.page_size < 0:
             raise InvalidRequest(f"page_size: {request.page_size} is below 0", field="page_size")
-        versions = self.slot.get().versions()
+        versions = self.slot.get().store.versions()
         # The token is the last id of the page before, so that a version that leaves meanwhile moves nothing.
         first = bisect.bisect_right([version.version_id for version in versions], request.page_token)
         page = versions[first : first + (request.page_size or DEFAULT_PAGE_SIZE)]
@@ -145,7 +145,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         )
 
     async def RemoveVersion(self, request: pb.RemoveVersionRequest, context: Context) -> pb.RemoveVersionResponse:
-        self.slot.get().remove(request.version_id)
+        self.slot.get().store.remove(request.version_id)
         return pb.RemoveVersionResponse()
 
     async def MoveGenerations(self, request: pb.MoveGenerationsRequest, context: Context) -> pb.MoveGenerationsResponse:

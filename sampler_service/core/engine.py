@@ -1,18 +1,42 @@
-"""The interface of an engine that generates."""
+"""The interface of an engine that generates, and what both engines are composed of beside the versions: the requests
+that have not ended."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from sampler_service.core.request import Generation, QueueStatus, Request
-from sampler_service.core.versions import VersionInfo
+from sampler_service import large
+from sampler_service.config import SamplerConfig
+from sampler_service.core.request import Generation, QueueStatus, Request, Result
+from sampler_service.core.sampling import stream_keys
+from sampler_service.core.scoring import PromptScorer
+from sampler_service.core.sequence import Sequence as RunningSequence
+from sampler_service.core.stops import StopRules
+from sampler_service.core.task import Task
+from sampler_service.core.validation import Limits
+from sampler_service.core.versions import VersionStore
+from sampler_service.grammars import Grammars
+from sampler_service.metrics import Requests
 from tinsmith.modeling.adapter import Target
 from tinsmith.modeling.full_weights import FullWeights, Weights
-from tinsmith.rpc.errors import NotReady
+from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, ServiceError
+from tinsmith.rpc.paths import is_newer
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_STREAM = 0
+"""The random stream of sequences, of those that a seed gives."""
 
 
 class SamplingEngine(Protocol):
@@ -34,13 +58,18 @@ class SamplingEngine(Protocol):
         ...
 
     @property
-    def max_context_length(self) -> int:
-        """Longest prompt and output together: of the model, and no more than the key/value cache holds."""
+    def limits(self) -> Limits:
+        """What a request may ask for."""
         ...
 
     @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
+    def store(self) -> VersionStore:
+        """The resident versions."""
+        ...
+
+    @property
+    def requests(self) -> OpenRequests:
+        """The requests that have not ended."""
         ...
 
     @property
@@ -89,14 +118,6 @@ class SamplingEngine(Protocol):
         """
         ...
 
-    def confirm(self, version_id: str) -> None:
-        """Makes a version on probation visible to all. Raises VersionNotLoaded."""
-        ...
-
-    def remove(self, version_id: str) -> None:
-        """Hides a version at once and frees it when no generation uses it. An unknown one is no error."""
-        ...
-
     async def move(self, run_id: str, version_id: str) -> int:
         """Lets the generations that follow a run go on with a version of it, from their next token; those that come
         start on it. Returns how many sequences go on with it; 0 when the run has moved to a newer one.
@@ -105,9 +126,224 @@ class SamplingEngine(Protocol):
         """
         ...
 
-    def versions(self) -> list[VersionInfo]:
-        """Visible versions, by id."""
+    async def stop(self) -> None:
+        """Ends the engine; unfinished requests fail with NotReady."""
         ...
+
+
+class OpenRequests:
+    """The requests that have not ended. Checks each, holds its version, and ends it once. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        config: SamplerConfig,
+        limits: Limits,
+        stops: StopRules,
+        store: VersionStore,
+        metrics: Requests,
+        *,
+        cancel: Callable[[Task], None],
+        release: Callable[[Task], None],
+    ) -> None:
+        """`cancel` is to end a request whose caller has left. `release` is to let go of what an ended request holds of
+        the engine, its versions among it."""
+        self.limits = limits
+        self.stops = stops
+        self.died = asyncio.Event()
+        """Set when the engine cannot go on."""
+        self.on_death: Callable[[], Awaitable[None]] | None = None
+        """Awaited before requests hear that the engine has died: the service's health says so first."""
+        self.held_bytes = 0
+        """Memory of the requests, in bytes."""
+        self._max_waiting = config.max_waiting
+        self._max_held_bytes = config.max_held_bytes
+        self._grammars = Grammars(stops.path, vocab_size=limits.vocab_size, eos_token_ids=sorted(stops.eos_token_ids))
+        self._store = store
+        self._metrics = metrics
+        self._cancel = cancel
+        self._release = release
+        self._open: dict[Task, None] = {}
+        """In the order of their arrival."""
+        self._waiting: dict[Task, None] = {}
+        """Those of which nothing is computed yet, in the same order."""
+        self._futures: set[asyncio.Future[Any]] = set()
+        """Futures that fail with the engine."""
+        self._stopping = False
+        self._orders = itertools.count()
+        self._dying: asyncio.Task[None] | None = None
+        metrics.queue_limit.set(config.max_waiting)
+        metrics.queue_oldest.set_function(self._oldest_s)
+
+    def __contains__(self, task: Task) -> bool:
+        return task in self._open
+
+    def __iter__(self) -> Iterator[Task]:
+        """In the order of their arrival."""
+        return iter(self._open)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def waiting(self) -> Collection[Task]:
+        """Those of which nothing is computed yet, in the order of their arrival."""
+        return self._waiting.keys()
+
+    async def accept(self, request: Request, *, stream: bool, request_id: str) -> Task:
+        """Checks a request, and counts it as waiting. Raises what SamplingEngine.submit does."""
+        check = partial(self.limits.check, request)
+        await large.run(check) if request.targets is not None else check()
+        stop = await self.stops.rule(request.params.stop)
+        grammar = None
+        if request.grammar is not None:
+            grammar = await self._grammars.compiled(request.grammar)
+            stop = replace(stop, token_ids=stop.token_ids | grammar.eos_token_ids)  # they end the text
+        self.check_alive()
+        if len(self._waiting) >= self._max_waiting and not request.on_probation:
+            raise OutOfCapacity(f"{len(self._waiting)} requests wait already, the most that max_waiting allows")
+        num_bytes, most = request.num_bytes, self._max_held_bytes
+        if self.held_bytes + num_bytes > most and self._open and not request.on_probation:
+            raise OutOfCapacity(
+                f"requests hold {self.held_bytes} bytes, this one takes {num_bytes}, and max_held_bytes is {most}"
+            )
+        seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
+        scorer = PromptScorer(request, seed=seed) if request.wants_scores else None
+        version_id = self._store.first_version(request)
+        version = self._store.acquire(version_id, on_probation=request.on_probation) if version_id else None
+        task = Task(
+            request=request,
+            generation=Generation(stream=stream, on_cancel=lambda: self._cancel(task)),
+            version=version,
+            stop=stop,
+            keys=stream_keys(seed, SAMPLE_STREAM, request.num_samples),
+            scorer=scorer,
+            grammar=grammar,
+            request_id=request_id,
+        )
+        length, max_tokens, order = len(request.prompt), request.params.max_tokens, next(self._orders)
+        task.sequences = [
+            RunningSequence(
+                owner=task,
+                index=index,
+                prompt_length=length,
+                max_length=self.limits.max_length if max_tokens is None else length + max_tokens,
+                bounded=max_tokens is not None,
+                order=order,
+            )
+            for index in range(request.num_samples)
+        ]
+        self._open[task] = self._waiting[task] = None
+        self.held_bytes += num_bytes
+        self._metrics.waiting.set(len(self._waiting))
+        return task
+
+    def admit(self, task: Task, started_at: float) -> None:
+        """Its computation has begun, at this time in seconds since 1970."""
+        if task in self._waiting:
+            del self._waiting[task]
+            task.generation.started_at = started_at
+            self._metrics.waiting.set(len(self._waiting))
+
+    def end(self, task: Task, outcome: Result | ServiceError) -> None:
+        """The one end of a request; a later call for the same request does nothing, for a cancel may cross with a
+        result."""
+        if task not in self._open:
+            return
+        del self._open[task]
+        self._waiting.pop(task, None)
+        self._metrics.waiting.set(len(self._waiting))
+        self.held_bytes -= task.request.num_bytes
+        self._metrics.ended.labels(outcome.reason if isinstance(outcome, ServiceError) else "ok").inc()
+        try:
+            self._release(task)
+            task.forget_versions()
+        finally:
+            task.generation.finish(outcome)
+
+    def behind(self, run_id: str, version_id: str) -> list[Task]:
+        """Requests that are to move to a version, which they hold now. Raises what SamplingEngine.move does."""
+        self.check_alive()
+        if not self._store.move(run_id, version_id):
+            return []
+        behind = [
+            task
+            for task in self._open
+            if task.request.follow_run == run_id
+            and is_newer(version_id, task.held[-1].version_id if task.held else "", run_id=run_id)
+        ]
+        for task in behind:
+            task.held.append(self._store.acquire(version_id))
+        return behind
+
+    @contextmanager
+    def lost_without(self, task: Task) -> Iterator[None]:
+        """Ends the accepted request when the block raises. Otherwise its caller would wait for ever."""
+        try:
+            yield
+        except Exception as error:
+            task.fail(error)
+            assert task.failure is not None
+            self.end(task, task.failure)
+            raise task.failure from error
+
+    @contextmanager
+    def dying_of_errors(self) -> Iterator[None]:
+        """Lets the engine die when the block raises. An error in the books on requests would leave some waiting for
+        ever."""
+        try:
+            yield
+        except Exception as error:
+            logger.critical("the event loop's half of the engine has failed", exc_info=True)
+            self.die(error)
+
+    def check_alive(self) -> None:
+        """Raises EngineDead or NotReady when no request can be taken any more."""
+        if self.died.is_set():
+            raise EngineDead("the engine has died; the log has the cause", computing="no")
+        if self._stopping:
+            raise NotReady("the sampler is shutting down")
+
+    def die(self, error: BaseException) -> None:
+        """Takes no request any more, then tells the service, then ends the requests. Does so once."""
+        if not self.died.is_set():
+            self.died.set()
+            self._dying = asyncio.get_running_loop().create_task(self._end_dead(error))
+
+    def begin_stop(self) -> None:
+        """From now on requests are refused."""
+        self._stopping = True
+
+    def end_stop(self) -> None:
+        """Ends the requests that are left."""
+        self._end_all(NotReady("the sampler is shutting down"))
+
+    def fail_at_end(self, future: asyncio.Future[Any]) -> None:
+        """The future fails when the engine stops or dies before it is done."""
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+
+    async def _end_dead(self, error: BaseException) -> None:
+        try:
+            if self.on_death is not None:
+                await self.on_death()
+        finally:
+            for task in list(self._open):
+                computing = "no" if task in self._waiting else "yes"
+                self.end(task, EngineDead(f"the engine has died: {error}", computing=computing))
+            self._end_all(EngineDead(f"the engine has died: {error}"))
+
+    def _end_all(self, error: ServiceError) -> None:
+        for task in list(self._open):
+            self.end(task, error)
+        for future in list(self._futures):
+            if not future.done():
+                future.set_exception(error)
+
+    def _oldest_s(self) -> float:
+        """Seconds that the oldest waiting request has waited. The thread that serves the metrics calls this."""
+        for task in list(self._waiting):
+            return time.perf_counter() - task.submitted
+        return 0.0
 
 
 @dataclass(slots=True)

@@ -1,61 +1,151 @@
-"""Progress of a request, in numbers and in words. The event loop reads it while the compute thread goes on, so a
-request may be finished before the event loop hears of its admission."""
+"""Progress of requests, in numbers and in words, and the speed that says how long they will take.
+
+What computes notes its progress in a copy (`Progress`), from which the event loop answers. So no question waits for a
+step, and a request may be finished before the event loop hears of its admission.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from sampler_service.core.request import QueueStatus
-from sampler_service.core.sequence import Sequence as RunningSequence
-from sampler_service.core.speed import Speed
+from sampler_service.core.sequence import Sequence
 from sampler_service.core.task import Task
+
+_SHARE = 0.1
+"""Weight of the newest step."""
+
+
+@dataclass(slots=True)
+class Speed:
+    """Exponential moving averages over the engine's own steps; None while nothing was measured."""
+
+    decode_step_s: float | None = None
+    """Seconds of a step that gives every running sequence one token, and computes no prompt."""
+    prefill_token_s: float | None = None
+    """Seconds of one token of a prompt."""
+
+    def observe(self, seconds: float, *, prefilled: int) -> None:
+        """Counts one step, which took `seconds` and computed `prefilled` tokens of prompts. Those tokens took the extra
+        time, compared with a step without prompts."""
+        if prefilled == 0:
+            self.decode_step_s = _average(self.decode_step_s, seconds)
+        else:
+            share = max(0.0, seconds - (self.decode_step_s or 0.0)) / prefilled
+            self.prefill_token_s = _average(self.prefill_token_s, share)
+
+    def seconds(self, *, prompt_tokens: int, steps: float) -> float | None:
+        """Expected time of so many prompt tokens and decode steps; None when one of them is wanted and unknown."""
+        if (prompt_tokens and self.prefill_token_s is None) or (steps and self.decode_step_s is None):
+            return None
+        return prompt_tokens * (self.prefill_token_s or 0.0) + steps * (self.decode_step_s or 0.0)
+
+
+def _average(old: float | None, new: float) -> float:
+    return new if old is None else old + _SHARE * (new - old)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestProgress:
+    """Progress of one request."""
+
+    prompt_done: int = 0
+    """Prompt tokens that are computed, or were reused."""
+    num_drawn: int | None = None
+    """Tokens of all its sequences; None before the first one."""
+    num_running: int = 0
+    """Sequences that are in the batch."""
+    left: int = 0
+    """Most tokens that its sequences may still draw, all together."""
+    longest_left: int = 0
+    """Most tokens that one of its sequences may still draw."""
+
+    @classmethod
+    def of_new(cls, task: Task) -> RequestProgress:
+        """Progress of a request of which nothing is computed yet."""
+        left = task.sequences[0].expected  # all alike, and there may be a thousand in each of thousands of requests
+        return cls(left=left * len(task.sequences), longest_left=left)
+
+    @classmethod
+    def of(cls, task: Task, num_running: int) -> RequestProgress:
+        if not (task.begun or task.finished):
+            return replace(cls.of_new(task), prompt_done=task.prompt_done)
+        left = [sequence.expected_left for sequence in task.sequences if sequence.index not in task.finished]
+        return cls(
+            prompt_done=task.prompt_done,
+            num_drawn=sum(len(sequence.tokens) for sequence in task.sequences),
+            num_running=num_running,
+            left=sum(left),
+            longest_left=max(left, default=0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Progress of the engine at one moment."""
+
+    num_running: int = 0
+    """Sequences that are in the batch."""
+    requests: Mapping[Task, RequestProgress] = field(default_factory=dict)
+    """Progress of the requests whose computation has begun."""
+    speed: Speed = field(default_factory=Speed)
+
+    @classmethod
+    def of(cls, begun: Iterable[Task], running: Iterable[Sequence[Task]], speed: Speed) -> Progress:
+        """A copy of what belongs to the thread that computes."""
+        counts: dict[Task, int] = {}
+        for sequence in running:
+            counts[sequence.owner] = counts.get(sequence.owner, 0) + 1
+        requests = {task: RequestProgress.of(task, counts.get(task, 0)) for task in begun}
+        return cls(sum(counts.values()), requests, replace(speed))
 
 
 def status_of(
-    request_id: str, tasks: Sequence[Task], running: Iterable[RunningSequence[Task]], speed: Speed
+    request_id: str, tasks: Iterable[Task], waiting: Collection[Task], progress: Progress
 ) -> QueueStatus | None:
-    """Progress of the youngest request with this id; None when there is none. `tasks` are in the order of arrival."""
+    """Progress of the youngest request with this id; None when there is none.
+
+    `tasks`: the requests that have not ended, in the order of their arrival. `waiting`: those of them that no step has
+    computed anything of.
+    """
+    tasks = list(tasks)
     place = max((n for n, task in enumerate(tasks) if task.request_id == request_id), default=None)
     if place is None:
         return None
-    task, ahead, running = tasks[place], tasks[:place], list(running)
-    beside = sum(sequence.owner is not task for sequence in running)
-    if task.admitted:
-        expected = speed.seconds(prompt_tokens=_prompt_left(task), steps=_outputs_left(task)[1])
-        return QueueStatus(True, 0, 0, expected, f"{_progress(task)}, {beside} sequences run beside it")
-    prompts = sum(_prompt_left(one) for one in ahead)
-    outputs = sum(_outputs_left(one)[0] for one in ahead)
-    expected = speed.seconds(
-        prompt_tokens=prompts + _prompt_left(task),
+    task, ahead = tasks[place], [(one, _progress_of(one, progress)) for one in tasks[:place]]
+    own = _progress_of(task, progress)
+    beside = progress.num_running - own.num_running
+    if task not in waiting:
+        expected = progress.speed.seconds(prompt_tokens=_prompt_left(task, own), steps=own.longest_left)
+        return QueueStatus(True, 0, 0, expected, f"{_in_words(task, own)}, {beside} sequences run beside it")
+    prompts = sum(_prompt_left(one, done) for one, done in ahead)
+    outputs = sum(done.left for _, done in ahead)
+    expected = progress.speed.seconds(
+        prompt_tokens=prompts + _prompt_left(task, own),
         # A step gives a token to each running sequence; when it waits, as many run as can.
-        steps=outputs / max(1, len(running)) + _outputs_left(task)[1],
+        steps=outputs / max(1, progress.num_running) + own.longest_left,
     )
-    waiting = sum(not one.admitted for one in ahead)
+    num_waiting = sum(one in waiting for one, _ in ahead)
     reason = (
-        f"waits for a place: {len(ahead)} requests are before it, {waiting} of them wait too; {beside} sequences run"
+        f"waits for a place: {len(ahead)} requests are before it, {num_waiting} of them wait too; "
+        f"{progress.num_running} sequences run"
     )
     return QueueStatus(False, len(ahead), prompts + outputs, expected, reason)
 
 
-def _prompt_left(task: Task) -> int:
-    return len(task.request.prompt) - task.prompt_done
+def _progress_of(task: Task, progress: Progress) -> RequestProgress:
+    return progress.requests.get(task) or RequestProgress.of_new(task)
 
 
-def _outputs_left(task: Task) -> tuple[int, int]:
-    """Tokens that the request's sequences may still draw: all of them together, and the longest."""
-    if not (task.begun or task.finished):  # all alike, and there may be a thousand in each of thousands of requests
-        left = task.sequences[0].expected_left
-        return left * len(task.sequences), left
-    each = [sequence.expected_left for sequence in task.sequences if sequence.index not in task.finished]
-    return sum(each), max(each, default=0)
+def _prompt_left(task: Task, done: RequestProgress) -> int:
+    return len(task.request.prompt) - done.prompt_done
 
 
-def _progress(task: Task) -> str:
-    length = len(task.request.prompt)
-    if not task.begun:
-        return f"reading the prompt: {task.prompt_done} of {length} tokens"
-    done = sum(len(sequence.tokens) for sequence in task.sequences)
+def _in_words(task: Task, done: RequestProgress) -> str:
+    if done.num_drawn is None:
+        return f"reading the prompt: {done.prompt_done} of {len(task.request.prompt)} tokens"
     most = task.request.params.max_tokens
     of_all = "" if most is None else f" of {most * len(task.sequences)}"
     sequences = f" in {len(task.sequences)} sequences" if len(task.sequences) > 1 else ""
-    return f"generating: {done}{of_all} tokens{sequences}"
+    return f"generating: {done.num_drawn}{of_all} tokens{sequences}"

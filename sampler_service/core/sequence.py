@@ -60,7 +60,12 @@ class Sequence(Generic[Owner]):
         return self.max_length <= self.length + 1
 
     @property
+    def expected(self) -> int:
+        """Most tokens that it may draw. Without max_tokens it counts as the tokens that it reserves at first."""
+        most = self.max_length - self.prompt_length
+        return most if self.bounded else min(most, HEADROOM)
+
+    @property
     def expected_left(self) -> int:
-        """Most tokens that it may still draw. Without max_tokens it counts as the tokens that it reserves at first."""
-        left = self.max_length - self.length
-        return left if self.bounded else min(left, HEADROOM)
+        """Most tokens that it may still draw; never more than `expected`."""
+        return min(self.max_length - self.length, self.expected)

@@ -51,8 +51,12 @@ class Stretch:
 
 @dataclass(slots=True, eq=False)
 class Task:
+    """A request and its sequences. Belongs to what computes from its submission to its end, but for what is said to
+    belong to the event loop, and for what never changes."""
+
     request: Request
     generation: Generation
+    """Belongs to the event loop."""
     version: Version | None
     """The version that its sequences begin with. A move changes it, and the sequences follow one by one."""
     stop: StopRule
@@ -65,10 +69,6 @@ class Task:
     sequences: list[Sequence[Task]] = field(default_factory=list)
     """All num_samples, by index."""
     submitted: float = field(default_factory=time.perf_counter)
-    planned: bool = False
-    """Whether a piece of its prompt has been planned. Belongs to the compute thread."""
-    admitted: bool = False
-    """The event loop's own copy of `planned`, set when it is told."""
     begun: bool = False
     """Whether it has a first token."""
     prompt_done: int = 0
@@ -76,13 +76,13 @@ class Task:
     cache_hit_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
     failure: ServiceError | None = None
-    """An error of this request alone, with which it ends after the step. Belongs to the compute thread."""
+    """An error of this request alone, with which it ends after the step."""
     finished: dict[int, SampledSequence] = field(default_factory=dict)
     """By index."""
     tables: dict[int, list[TopkRow]] = field(default_factory=dict)
     """Rows of topk_sample_logprobs, by index."""
     matchers: dict[int, Matcher] = field(default_factory=dict)
-    """Position of each sequence in the grammar, by index. Belongs to the compute thread."""
+    """Position of each sequence in the grammar, by index."""
     held: list[Version] = field(default_factory=list)
     """Versions that it keeps resident, the newest last. Belongs to the event loop."""
     mixed: set[int] = field(default_factory=set)
@@ -90,7 +90,7 @@ class Task:
     _stretches: list[list[Stretch]] = field(init=False)
     """The stretches of each sequence, by index; never empty."""
     _in_use: list[Version] = field(default_factory=list)
-    """Versions that its sequences use or will use. Belongs to the compute thread."""
+    """Versions that its sequences use or will use."""
     prompt_digests: dict[int, list[bytes]] = field(default_factory=dict)
     """Digests of the prompt's full blocks, for the prefix cache, by namespace."""
 

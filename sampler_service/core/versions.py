@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sampler_service.core.request import Request
+from sampler_service.metrics import Versions
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.errors import AlreadyExists, InvalidRequest, OutOfCapacity, VersionNotLoaded
@@ -52,15 +53,19 @@ class Version:
 class VersionStore:
     """Belongs to one thread, the event loop's. A version in use is never evicted."""
 
-    def __init__(self, *, max_bytes: int, on_gone: Callable[[Version], None]) -> None:
-        """`on_gone` hears of a version that is neither resident nor in use any more."""
+    def __init__(self, *, max_bytes: int, metrics: Versions, on_gone: Callable[[Version], None]) -> None:
+        """`on_gone` is called with each version that is neither resident nor in use any more."""
         self.max_bytes = max_bytes
+        self._metrics = metrics
         self._on_gone = on_gone
         self._namespaces = itertools.count(1)
         self._resident: dict[str, Version] = {}
         """Least recently used first."""
         self._leaving: list[Version] = []
         """Removed, and still in use."""
+        self._newest: dict[str, str] = {}
+        """By followed run: the newest version that it was moved to, as long as that is visible."""
+        metrics.limit_bytes.set(max_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -70,11 +75,6 @@ class VersionStore:
         """Whether it is visible."""
         version = self._resident.get(version_id)
         return version is not None and not version.on_probation
-
-    def check(self, version_id: str) -> None:
-        """Raises VersionNotLoaded."""
-        if version_id not in self:
-            raise _not_loaded(version_id)
 
     def acquire(self, version_id: str, *, on_probation: bool = False) -> Version:
         """Counts one more user, of a version that may be `on_probation`. Raises VersionNotLoaded."""
@@ -89,6 +89,7 @@ class VersionStore:
         if version.num_running == 0 and version in self._leaving:
             self._leaving.remove(version)
             self._on_gone(version)
+            self._count()
 
     def make_room(self, version_id: str, num_bytes: int) -> list[Weights]:
         """Evicts what must go before so many bytes come in, and returns it: nobody uses it any more.
@@ -122,6 +123,7 @@ class VersionStore:
             self._on_gone(version)
             evicted.append(version.weights)
             logger.info("evicted version %s to make room for %s", version.version_id, version_id)
+        self._count()
         return evicted
 
     def install(self, version_id: str, weights: Weights, *, on_probation: bool = False, checksum: str = "") -> None:
@@ -134,6 +136,7 @@ class VersionStore:
         self._resident[version_id] = version
         if on_probation:
             version.timer = asyncio.get_running_loop().call_later(PROBATION_S, self._expire, version)
+        self._count()
 
     def confirm(self, version_id: str) -> None:
         """Makes a version visible. Raises VersionNotLoaded."""
@@ -141,6 +144,7 @@ class VersionStore:
             raise _not_loaded(version_id)
         self._resident[version_id].on_probation = False
         self._resident[version_id].stop_timer()
+        self._count()
 
     def _expire(self, version: Version) -> None:
         if version.on_probation and self._resident.get(version.version_id) is version:
@@ -148,6 +152,7 @@ class VersionStore:
             self.remove(version.version_id)
 
     def remove(self, version_id: str) -> None:
+        """Hides a version at once, and drops it when no generation uses it. An unknown id is no error."""
         version = self._resident.pop(version_id, None)
         if version is None:
             return
@@ -156,45 +161,47 @@ class VersionStore:
             self._leaving.append(version)
         else:
             self._on_gone(version)
+        self._count()
 
     def versions(self) -> list[VersionInfo]:
-        """Visible ones, by id."""
+        """The visible versions, by id."""
         return [
             VersionInfo(version_id, version.weights.config, version.weights.num_bytes, version.num_running)
             for version_id, version in sorted(self._resident.items())
             if not version.on_probation
         ]
 
-
-def _not_loaded(version_id: str) -> VersionNotLoaded:
-    return VersionNotLoaded(
-        f"version {version_id!r} is not loaded on this sampler; publish it again", version_id=version_id
-    )
-
-
-class FollowedRuns:
-    """The newest version that each followed run has been moved to, for as long as it is resident.
-
-    A request that was sent before a move, and arrives after it, names an older version and begins with the newest one.
-    """
-
-    def __init__(self, is_resident: Callable[[str], bool]) -> None:
-        self._is_resident = is_resident
-        self._newest: dict[str, str] = {}
-
     def move(self, run_id: str, version_id: str) -> bool:
-        """False when the run is at a newer version. Raises InvalidRequest when it is no version of the run."""
-        self._newest = {run: newest for run, newest in self._newest.items() if self._is_resident(newest)}
+        """Notes that a followed run goes on with this version. False when the run is at a newer one.
+
+        Raises VersionNotLoaded, and InvalidRequest when it is no version of the run.
+        """
+        if version_id not in self:
+            raise _not_loaded(version_id)
+        self._newest = {run: newest for run, newest in self._newest.items() if newest in self}
         if is_newer(self._newest.get(run_id, ""), version_id, run_id=run_id):
             return False
         self._newest[run_id] = version_id
         return True
 
     def first_version(self, request: Request) -> str:
-        """Id of the version that a new request begins with. Raises InvalidRequest when it does not fit its
-        follow_run."""
+        """Id of the version that a new request begins with. A request that was sent before a move of its run, and
+        arrives after it, names an older version and begins with the newest one.
+
+        Raises InvalidRequest when its version does not fit its follow_run.
+        """
         if not request.follow_run:
             return request.version_id
         newest = self._newest.get(request.follow_run, "")
-        goes_on = is_newer(newest, request.version_id, run_id=request.follow_run) and self._is_resident(newest)
+        goes_on = is_newer(newest, request.version_id, run_id=request.follow_run) and newest in self
         return newest if goes_on else request.version_id
+
+    def _count(self) -> None:
+        self._metrics.resident.set(len(self.versions()))
+        self._metrics.resident_bytes.set(self.num_bytes)
+
+
+def _not_loaded(version_id: str) -> VersionNotLoaded:
+    return VersionNotLoaded(
+        f"version {version_id!r} is not loaded on this sampler; publish it again", version_id=version_id
+    )

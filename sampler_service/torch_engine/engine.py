@@ -1,7 +1,8 @@
 """Continuous batching on the modelling code that the trainer runs.
 
-One compute thread repeats: take what has been submitted, one step of the batch, deliver. A request joins the batch at
-the next step and leaves it at its last token. The event loop checks requests, owns the versions and receives results.
+One compute thread repeats: take commands, one step of the batch, deliver its output. A request joins the batch at the
+next step and leaves it at its last token. The event loop checks requests, owns the versions and receives results. The
+two threads share nothing but the queue of commands, and what they hand over in commands and outputs.
 
 An error that concerns one request fails that request (Task.fail). A step that finds no memory fails what it computed
 with OUT_OF_CAPACITY, which callers send again. After any other error the state is unknown: the engine dies, and
@@ -11,10 +12,10 @@ the process with it, and the gateway sends its requests to another sampler.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 import numpy as np
@@ -22,44 +23,80 @@ import torch
 from torch import Tensor
 
 from sampler_service.config import SamplerConfig
-from sampler_service.core.engine_base import EngineBase
-from sampler_service.core.queue_status import status_of
+from sampler_service.core.engine import OpenRequests
+from sampler_service.core.queue_status import Progress, status_of
 from sampler_service.core.request import Generation, Params, QueueStatus, Request, StopCondition
 from sampler_service.core.self_check import Comparison
 from sampler_service.core.sizing import Sizes, resolve_device, resolve_dtype
 from sampler_service.core.stops import StopRules
 from sampler_service.core.task import Task
 from sampler_service.core.validation import Limits
-from sampler_service.core.versions import Version
+from sampler_service.core.versions import Version, VersionStore
 from sampler_service.eos import eos_token_ids
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
-from sampler_service.torch_engine.commands import (
-    Add,
-    Cancel,
-    Command,
-    ForgetVersion,
-    ForgetWarmUp,
-    Move,
-    StepOutput,
-    Stop,
-)
 from sampler_service.torch_engine.planner import Job
 from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS
 from sampler_service.torch_engine.runner import Runner
-from sampler_service.torch_engine.scheduler import Scheduler
+from sampler_service.torch_engine.scheduler import Scheduler, StepOutput
 from tinsmith.cores import Cores, yield_to_event_loops
 from tinsmith.modeling.adapter import AdapterConfig, Target
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
 from tinsmith.modeling.self_check import TOLERANCE, random_adapter
-from tinsmith.rpc.errors import Cancelled, NotReady, OutOfCapacity, ServiceError
+from tinsmith.rpc.errors import Cancelled, OutOfCapacity, ServiceError
 from tinsmith.rpc.paths import run_of
 
 logger = logging.getLogger(__name__)
 
 
-class TorchEngine(EngineBase):
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Computes the jobs of one request."""
+
+    jobs: Sequence[Job[Task]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Ends a request with an error."""
+
+    task: Task
+    error: ServiceError
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Lets the sequences of some requests go on with another version."""
+
+    tasks: Sequence[Task]
+    version: Version
+    future: asyncio.Future[int]
+    """Comes back in the StepOutput with the number of sequences that have moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetVersion:
+    """Drops what is kept of a version that no request uses any more."""
+
+    namespace: int
+    weights: Weights
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetWarmUp:
+    """Drops the speed and the prefixes of the requests that warm the engine up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Ends the compute thread."""
+
+
+Command = Add | Cancel | Move | ForgetVersion | ForgetWarmUp | Stop
+
+
+class TorchEngine:
     """A SamplingEngine. Made by load(), on the event loop that it will deliver to."""
 
     name = "torch"
@@ -73,15 +110,25 @@ class TorchEngine(EngineBase):
         metrics: SamplerMetrics,
         cores: Cores,
     ) -> None:
-        self.eos_token_ids = eos_token_ids(base.path, base.config)
-        super().__init__(config, metrics, limits, StopRules(base.path, self.eos_token_ids))
         self.base = base
+        self.metrics = metrics
+        self.limits = limits
+        self.eos_token_ids = eos_token_ids(base.path, base.config)
+        self.store = VersionStore(max_bytes=config.adapter_memory_bytes, metrics=metrics.versions, on_gone=self._forget)
+        self.requests = OpenRequests(
+            config,
+            limits,
+            StopRules(base.path, self.eos_token_ids),
+            self.store,
+            metrics.requests,
+            cancel=self._cancel,
+            release=self._release,
+        )
+        self._progress = Progress()
+        """The compute thread's progress, as it has told it."""
         self._scheduler = Scheduler(sizes, max_running=config.max_running, metrics=metrics)
         self._runner = Runner(base, self._scheduler.kv.caches, metrics=metrics, cores=cores)
         self._cores = cores
-        self._moves: dict[int, asyncio.Future[int]] = {}
-        """Moves that the compute thread has not made yet, by their numbers."""
-        self._move_numbers = itertools.count()
         self._loop = asyncio.get_running_loop()
         self._commands: SimpleQueue[Command] = SimpleQueue()
         """For the compute thread."""
@@ -133,15 +180,14 @@ class TorchEngine(EngineBase):
         return self.base.targets
 
     async def submit(self, request: Request, *, stream: bool = False, request_id: str = "") -> Generation:
-        task = await self._accept(request, stream=stream, request_id=request_id)
-        with self._lost_without(task):
+        task = await self.requests.accept(request, stream=stream, request_id=request_id)
+        with self.requests.lost_without(task):
             jobs = self._jobs(task)
         self._commands.put(Add(jobs))
         return task.generation
 
     def describe(self, request_id: str) -> QueueStatus | None:
-        scheduler = self._scheduler
-        return status_of(request_id, list(self._tasks), scheduler.planner.running, scheduler.speed)
+        return status_of(request_id, self.requests, self.requests.waiting, self._progress)
 
     def full_weights(self, flat: Tensor) -> FullWeights:
         return FullWeights(self.base, flat)
@@ -150,9 +196,7 @@ class TorchEngine(EngineBase):
         """Any will do: install() moves what lies elsewhere."""
 
     def make_room(self, version_id: str, num_bytes: int) -> Sequence[Weights]:
-        evicted = self._store.make_room(version_id, num_bytes)
-        self._count_versions()
-        return evicted
+        return self.store.make_room(version_id, num_bytes)
 
     async def install(
         self, version_id: str, weights: Weights, *, on_probation: bool = False, checksum: str = ""
@@ -160,26 +204,23 @@ class TorchEngine(EngineBase):
         if weights.flat.device != self.base.device:
             flat = await in_thread(lambda: weights.flat.to(self.base.device))
             weights = weights.like(flat)
-        self._store.install(version_id, weights, on_probation=on_probation, checksum=checksum)
-        self._count_versions()
+        self.store.install(version_id, weights, on_probation=on_probation, checksum=checksum)
 
     async def move(self, run_id: str, version_id: str) -> int:
-        behind = self._behind(run_id, version_id)
+        behind = self.requests.behind(run_id, version_id)
         if not behind:
             return 0
-        version = behind[0].held[-1]
         moved: asyncio.Future[int] = self._loop.create_future()
-        number = next(self._move_numbers)
-        self._moves[number] = moved
-        self._commands.put(Move(behind, version, number))
+        self.requests.fail_at_end(moved)
+        self._commands.put(Move(behind, behind[0].held[-1], moved))
         return await moved
 
     async def stop(self) -> None:
         """Ends after the step that is being computed; unfinished requests fail with NotReady."""
-        self._stopping = True
+        self.requests.begin_stop()
         self._commands.put(Stop())
         await in_thread(self._thread.join)
-        self._end_all(NotReady("the sampler is shutting down"))
+        self.requests.end_stop()
 
     def _jobs(self, task: Task) -> list[Job[Task]]:
         """One job, or several when the samples cannot all run at once. Only the first scores the prompt."""
@@ -203,7 +244,7 @@ class TorchEngine(EngineBase):
         )
         version_ids = [""]
         if groups:
-            self._store.install("warm-up", random_adapter(config, self.base.targets, self.base.device))
+            self.store.install("warm-up", random_adapter(config, self.base.targets, self.base.device))
             version_ids.append("warm-up")
         params = Params(max_tokens=2, top_p=0.9, stop=StopCondition())
         requests = [Request(prompt, one, num_samples=2, params=params, prompt_logprobs=True) for one in version_ids]
@@ -211,7 +252,7 @@ class TorchEngine(EngineBase):
             for one in Comparison.of(request, await (await self.submit(request)).result()):
                 scored = await (await self.submit(one.request)).result()
                 one.check(scored, tolerance=TOLERANCE[self.base.dtype])
-        self._store.remove("warm-up")
+        self.store.remove("warm-up")
         self._commands.put(ForgetWarmUp())
 
     def _cancel(self, task: Task) -> None:
@@ -219,7 +260,11 @@ class TorchEngine(EngineBase):
 
     def _forget(self, version: Version) -> None:
         self._commands.put(ForgetVersion(version.namespace, version.weights))
-        self._count_versions()
+
+    def _release(self, task: Task) -> None:
+        for version in task.held:
+            self.store.release(version)
+        task.held.clear()
 
     # The compute thread.
 
@@ -233,10 +278,11 @@ class TorchEngine(EngineBase):
                 going_on = self._take()
                 if not self._scheduler.idle:
                     self._step()
+                self._scheduler.note_progress()
                 self._post(self._scheduler.take_output())
         except BaseException as error:
             logger.critical("the compute thread has died", exc_info=True)
-            self._loop.call_soon_threadsafe(self._die, error)
+            self._loop.call_soon_threadsafe(self._died, error, self._scheduler.take_output())
 
     def _take(self) -> bool:
         """Executes the commands that have come, and waits for one when nothing runs. False: stop after this step."""
@@ -257,7 +303,7 @@ class TorchEngine(EngineBase):
             case Cancel():
                 scheduler.cancel(command.task, command.error)
             case Move():
-                scheduler.move(command.tasks, command.version, command.number)
+                scheduler.move(command.tasks, command.version, command.future)
             case ForgetVersion():
                 scheduler.forget_version(command.namespace)
                 self._runner.parameters.forget(command.weights)
@@ -281,32 +327,27 @@ class TorchEngine(EngineBase):
     # The event loop again.
 
     def _deliver(self, output: StepOutput) -> None:
-        with self._dying_of_errors():
+        with self.requests.dying_of_errors():
             self._hand_over(output)
 
     def _hand_over(self, output: StepOutput) -> None:
-        for task in output.admitted:
-            self._admitted(task)
+        self._progress = output.progress or self._progress
+        for task, started_at in output.admitted:
+            self.requests.admit(task, started_at)
         for task, version in output.left:
             if version in task.held:  # it may have ended meanwhile
                 task.held.remove(version)
-                self._store.release(version)
-        for number, num_sequences in output.moved:
-            moved = self._moves.pop(number)
+                self.store.release(version)
+        for moved, num_sequences in output.moved:
             if not moved.done():  # its caller may have left
                 moved.set_result(num_sequences)
         for task, delta in output.deltas:
             task.generation.push(delta)
         for task, outcome in output.ended:
-            self._end(task, outcome)
+            self.requests.end(task, outcome)
 
-    def _let_go(self, task: Task) -> None:
-        for version in task.held:
-            self._store.release(version)
-        task.held.clear()
-
-    def _end_all(self, error: ServiceError) -> None:
-        super()._end_all(error)
-        for moved in self._moves.values():
-            if not moved.done():
-                moved.set_exception(error)
+    def _died(self, error: BaseException, output: StepOutput) -> None:
+        """`output`: of the step that has failed, which may have begun requests."""
+        for task, started_at in output.admitted:
+            self.requests.admit(task, started_at)
+        self.requests.die(error)

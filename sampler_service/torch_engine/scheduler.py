@@ -6,27 +6,50 @@ pieces; `kv_cache_manager.py` keeps their keys and values.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from sampler_service.core.request import Result
+from sampler_service.core.queue_status import Progress, Speed
+from sampler_service.core.request import Delta, Result
 from sampler_service.core.scoring import not_finite
 from sampler_service.core.sequence import PASSING
 from sampler_service.core.sizing import Sizes
-from sampler_service.core.speed import Speed
 from sampler_service.core.task import Task
 from sampler_service.core.versions import Version
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.torch_engine.commands import StepOutput
 from sampler_service.torch_engine.kv_cache_manager import KVCacheManager, Wanted
 from sampler_service.torch_engine.planner import Job, Planner, size_of
 from sampler_service.torch_engine.runner import Batch, Drawn, TaskPiece, TaskSequence
 from tinsmith.modeling.kv_cache import KVCache
 from tinsmith.rpc.errors import ServiceError
+
+PROGRESS_S = 0.1
+"""Time between two notes of the progress while nothing begins or ends, in seconds."""
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """Outcome of a step, and of the commands before it, for the event loop."""
+
+    admitted: list[tuple[Task, float]] = field(default_factory=list)
+    """Requests whose computation has begun, and when, in seconds since 1970."""
+    left: list[tuple[Task, Version]] = field(default_factory=list)
+    """Versions that a request does not use any more."""
+    moved: list[tuple[asyncio.Future[int], int]] = field(default_factory=list)
+    """The futures of the moves that were made, and how many sequences go on with the new version."""
+    deltas: list[tuple[Task, Delta]] = field(default_factory=list)
+    ended: list[tuple[Task, Result | ServiceError]] = field(default_factory=list)
+    progress: Progress | None = None
+    """None: about as in the output before."""
+
+    def __bool__(self) -> bool:
+        return bool(self.admitted or self.left or self.moved or self.deltas or self.ended or self.progress)
 
 
 class Scheduler:
@@ -48,6 +71,10 @@ class Scheduler:
         self.metrics = metrics
         self._tasks: dict[Task, None] = {}
         """Requests that have not ended, in the order of their arrival."""
+        self._begun: dict[Task, None] = {}
+        """Those of them whose computation has begun."""
+        self._noted_at = 0.0
+        """When the progress was last noted, by the performance counter."""
         self._changed = True
         """Whether running sequences, lanes or versions have changed since the last batch."""
         self._output = StepOutput()
@@ -84,12 +111,14 @@ class Scheduler:
         self._leave(running)
         self._end(task, outcome)
 
-    def move(self, tasks: Sequence[Task], version: Version, number: int) -> None:
+    def move(self, tasks: Sequence[Task], version: Version, future: asyncio.Future[int]) -> None:
         """Lets the sequences of these requests go on with another version.
 
         Running ones keep the keys and values that they have. A sequence that is not in a lane is computed anew, by the
         new version alone. A prompt that is half computed is finished by the version that began it, which also draws the
         first token: scores of a prompt are of one version.
+
+        `future`: for the event loop, which sets it to the number of sequences that go on with the version.
         """
         running, partial = set(self.planner.running), self.planner.partial
         half_computed = set() if partial is None else set(partial.sequences)
@@ -107,7 +136,7 @@ class Scheduler:
             self._let_go(task)
         self._changed = True
         self.metrics.steps.moved.inc(num_moved)
-        self._output.moved.append((number, num_moved))
+        self._output.moved.append((future, num_moved))
 
     def _let_go(self, task: Task) -> None:
         self._output.left += [(task, version) for version in task.take_unused()]
@@ -119,7 +148,7 @@ class Scheduler:
         for job in self.planner.waiting:
             untouched[job.owner] += len(job.sequences)
         for task in list(self._tasks):
-            if task.planned or untouched[task] < len(task.sequences):
+            if task in self._begun or untouched[task] < len(task.sequences):
                 self.planner.drop(task)
                 self._end(task, error)
         self.planner.running.clear()
@@ -135,6 +164,14 @@ class Scheduler:
     def forget_version(self, namespace: int) -> None:
         """Drops a version's keys and values from the prefix cache. Its requests have ended, so no more will come."""
         self.kv.prefixes.forget(namespace)
+
+    def note_progress(self) -> None:
+        """For the next output, when something has begun or ended, or some time has passed."""
+        now = time.perf_counter()
+        is_due = not self.idle and now - self._noted_at >= PROGRESS_S
+        if is_due or self._output.admitted or self._output.ended:
+            self._noted_at = now
+            self._output.progress = Progress.of(self._begun, self.planner.running, self.speed)
 
     def take_output(self) -> StepOutput:
         output, self._output = self._output, StepOutput()
@@ -203,11 +240,10 @@ class Scheduler:
             task = piece.job.owner
             if piece.came_from > piece.job.lane:  # before the cache may shrink
                 self.kv.caches[piece.job.size].move(piece.came_from, piece.job.lane, piece.start)
-            if not task.planned:
-                task.planned = True
-                task.generation.started_at = time.time()
+            if task not in self._begun:
+                self._begun[task] = None
                 task.cache_hit_tokens = piece.start
-                self._output.admitted.append(task)
+                self._output.admitted.append((task, time.time()))
                 self.metrics.requests.queue_time.observe(time.perf_counter() - task.submitted)
                 self.metrics.steps.prompt_tokens.inc(len(task.request.prompt))
             if not task.begun:
@@ -299,6 +335,7 @@ class Scheduler:
 
     def _end(self, task: Task, outcome: Result | ServiceError) -> None:
         del self._tasks[task]
+        self._begun.pop(task, None)
         self._output.ended.append((task, outcome))
 
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from sampler_service.config import SamplerConfig
-from sampler_service.core.queue_status import status_of
+from sampler_service.core.engine import OpenRequests
+from sampler_service.core.queue_status import Progress, Speed, status_of
 from sampler_service.core.request import Generation, QueueStatus, Request
-from sampler_service.core.sequence import PASSING
-from sampler_service.core.speed import Speed
 from sampler_service.core.stops import StopRules
+from sampler_service.core.task import Task
 from sampler_service.core.validation import Limits
-from sampler_service.core.versions import Version
+from sampler_service.core.versions import Version, VersionStore
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
 from sampler_service.vllm.full import FullVersion
@@ -28,34 +27,51 @@ from sampler_service.vllm.reference import Reference, take_reference
 from sampler_service.vllm.running import VllmSequences
 from sampler_service.vllm.self_check import check_engine
 from sampler_service.vllm.shared_memory import SharedTensor
-from sampler_service.vllm.start import check_installed, start
+from sampler_service.vllm.start import VllmProcess, check_installed, start
 from sampler_service.vllm.versions import SharedAdapter, SharedFull, WorkerVersions, no_full_versions
 from tinsmith.modeling.adapter import Adapter, Group, Target
 from tinsmith.modeling.base_model import UnsupportedModel
 from tinsmith.modeling.full_weights import Weights
-from tinsmith.rpc.errors import EngineDead, NotReady, ServiceError, Unsupported
+from tinsmith.rpc.errors import Cancelled, EngineDead, ServiceError, Unsupported
 
 logger = logging.getLogger(__name__)
 
 _HEALTH_INTERVAL_S = 0.25
 
 
-class VllmEngine(VllmSequences):
+class VllmEngine:
     """A SamplingEngine. Made by load(), on the event loop that it belongs to."""
 
     name = "vllm"
 
     def __init__(
-        self, llm: Any, reference: Reference, config: SamplerConfig, metrics: SamplerMetrics, speed: Speed
+        self,
+        process: VllmProcess,
+        reference: Reference,
+        config: SamplerConfig,
+        metrics: SamplerMetrics,
+        speed: Speed,
     ) -> None:
-        limits = Limits(
+        self.metrics = metrics
+        self.limits = Limits(
             vocab_size=reference.vocab_size,
             max_context_length=reference.max_context_length,
             max_kv_tokens=reference.sizes.max_kv_tokens,
             max_num_samples=config.max_num_samples,
             max_topk_logprobs=config.max_topk_logprobs,
         )
-        super().__init__(llm, config, metrics, limits, StopRules(config.base_model, reference.eos_token_ids))
+        self.store = VersionStore(max_bytes=config.adapter_memory_bytes, metrics=metrics.versions, on_gone=self._forget)
+        self.requests = OpenRequests(
+            config,
+            self.limits,
+            StopRules(config.base_model, reference.eos_token_ids),
+            self.store,
+            metrics.requests,
+            cancel=self._cancel,
+            release=lambda task: self._sequences.drop(task),
+        )
+        self._process = process
+        self._sequences = VllmSequences(process, self.requests, self.store, metrics, max_running=config.max_running)
         self.device = reference.device
         self.weights_device = "cpu"
         """They go on through shared memory. This process has nothing on the GPU, whose memory vLLM's processes need."""
@@ -67,7 +83,8 @@ class VllmEngine(VllmSequences):
         self._refuses_full = ""
         """Why vLLM cannot load other parameters into this model, once that is known."""
         self._speed = speed
-        self._worker = WorkerVersions(self._rpc)
+        self._max_waiting = config.max_waiting
+        self._worker = WorkerVersions(process.call)
         self._health: asyncio.Task[None] | None = None
 
     @classmethod
@@ -80,8 +97,8 @@ class VllmEngine(VllmSequences):
         check_installed()
         reference = await in_thread(lambda: take_reference(config))
         speed = Speed()
-        llm = await in_thread(lambda: start(config, reference, metrics, speed))
-        engine = cls(llm, reference, config, metrics, speed)
+        process = await in_thread(lambda: start(config, reference, metrics, speed))
+        engine = cls(process, reference, config, metrics, speed)
         try:
             await engine._set_up()
         except EngineDead as error:
@@ -96,19 +113,15 @@ class VllmEngine(VllmSequences):
         return engine
 
     async def submit(self, request: Request, *, stream: bool = False, request_id: str = "") -> Generation:
-        task = await self._accept(request, stream=stream, request_id=request_id)
-        first, *others = task.sequences
-        has_place = request.on_probation or len(self._runs) < self._config.max_running + PASSING
-        with self._lost_without(task):
-            if first.passes and not others and has_place:
-                self._begin(first)  # it need not wait for running ones to end
-            else:
-                self._queue.extend(task.sequences)
-                self._admit()
+        task = await self.requests.accept(request, stream=stream, request_id=request_id)
+        with self.requests.lost_without(task):
+            self._sequences.add(task)
         return task.generation
 
     def describe(self, request_id: str) -> QueueStatus | None:
-        return status_of(request_id, list(self._tasks), self._runs, self._speed)
+        waiting = self.requests.waiting
+        begun = [task for task in self.requests if task not in waiting]
+        return status_of(request_id, self.requests, waiting, Progress.of(begun, self._sequences.running, self._speed))
 
     def full_weights(self, flat: Tensor) -> FullVersion:
         if self._refuses_full:
@@ -122,22 +135,20 @@ class VllmEngine(VllmSequences):
 
     def make_room(self, version_id: str, num_bytes: int) -> Sequence[Weights]:
         """Returns nothing: the buffers of versions are shared memory, which workers may still have open."""
-        self._store.make_room(version_id, num_bytes)
-        self._count_versions()
+        self.store.make_room(version_id, num_bytes)
         return []
 
     async def install(
         self, version_id: str, weights: Weights, *, on_probation: bool = False, checksum: str = ""
     ) -> None:
-        self._check_alive()
-        self._store.make_room(version_id, weights.num_bytes)
+        self.requests.check_alive()
+        self.store.make_room(version_id, weights.num_bytes)
         resident = await self._share(weights)
         try:
-            self._store.install(version_id, resident, on_probation=on_probation, checksum=checksum)
+            self.store.install(version_id, resident, on_probation=on_probation, checksum=checksum)
         except ServiceError:
             self._worker.forget(resident)
             raise
-        self._count_versions()
 
     async def _share(self, weights: Weights) -> SharedAdapter | SharedFull:
         """Once the workers know it. Raises Unsupported when vLLM cannot load such versions of this model."""
@@ -157,41 +168,40 @@ class VllmEngine(VllmSequences):
             raise
 
     async def move(self, run_id: str, version_id: str) -> int:
-        behind = self._behind(run_id, version_id)
-        with self._dying_of_errors():
-            moved = sum([self._move(task, task.held[-1]) for task in behind])
-            self._admit()
-            return moved
+        behind = self.requests.behind(run_id, version_id)
+        if not behind:
+            return 0
+        with self.requests.dying_of_errors():
+            return self._sequences.move(behind, behind[0].held[-1])
         raise EngineDead("the engine has died of a move; the log has the cause")
 
     async def stop(self) -> None:
         """Unfinished requests fail with NotReady; vLLM's process is gone when this returns."""
-        self._stopping = True
+        self.requests.begin_stop()
         if self._health is not None:
             self._health.cancel()
-        self._end_all(NotReady("the sampler is shutting down"))
-        if self._llm.output_handler is not None:  # or it logs that the process has died
-            self._llm.output_handler.cancel()
-        llm, self._llm = self._llm, None
-        await in_thread(lambda: llm.shutdown(timeout=0))  # it has nothing to save
+        self.requests.end_stop()
+        await self._process.stop()
+
+    def _cancel(self, task: Task) -> None:
+        self.requests.end(task, Cancelled("the caller has left"))
 
     def _forget(self, version: Version) -> None:
         assert isinstance(version.weights, SharedAdapter | SharedFull)
         self._worker.forget(version.weights)
-        self._count_versions()
 
     async def _set_up(self) -> None:
         """Readies the workers, and checks them."""
-        if (quantization := self._llm.model_config.quantization) is not None:
+        if (quantization := self._process.llm.model_config.quantization) is not None:
             self._refuses_full = no_full_versions(f"it is quantized ({quantization})")
-        await self._rpc("tinsmith_set_up")
+        await self._process.call("tinsmith_set_up")
         self._health = asyncio.create_task(self._watch())
-        await check_engine(self, self._reference, max_waiting=self._config.max_waiting)
-        await self._llm.reset_prefix_cache()
+        await check_engine(self, self._reference, max_waiting=self._max_waiting)
+        await self._process.llm.reset_prefix_cache()
 
     async def without_place(self, peft_names: Sequence[str]) -> Sequence[str]:
         """The names for which vLLM's class of this model takes no adapter."""
-        names, *_ = await self._rpc("tinsmith_without_place", list(peft_names))
+        names, *_ = await self._process.call("tinsmith_without_place", list(peft_names))
         return names
 
     def refuse_group(self, group: Group, reason: str) -> None:
@@ -202,9 +212,8 @@ class VllmEngine(VllmSequences):
             self.targets = [target for target in self.targets if target.group != group]
 
     async def _watch(self) -> None:
-        with self._dying_of_errors():
-            while not self._llm.errored:  # noqa: ASYNC110 - vLLM has no event for it
+        with self.requests.dying_of_errors():
+            while not self._process.llm.errored:  # noqa: ASYNC110 - vLLM has no event for it
                 await asyncio.sleep(_HEALTH_INTERVAL_S)
-        if not self._stopping:
-            logger.critical("vLLM's process has died; its output is in this log")
-            self._die(EngineDead("the log has the cause"))
+        logger.critical("vLLM's process has died; its output is in this log")
+        self.requests.die(EngineDead("the log has the cause"))

@@ -12,24 +12,24 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Collection, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from sampler_service.config import SamplerConfig
-from sampler_service.core.engine_base import EngineBase
+from sampler_service.core.engine import OpenRequests
 from sampler_service.core.request import Delta, Result
 from sampler_service.core.scoring import not_finite
+from sampler_service.core.sequence import PASSING
 from sampler_service.core.sequence import Sequence as RunningSequence
-from sampler_service.core.stops import StopRules
 from sampler_service.core.task import Task
-from sampler_service.core.validation import Limits
-from sampler_service.core.versions import Version
+from sampler_service.core.versions import Version, VersionStore
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.vllm.outputs import DrawnToken, drawn_tokens
 from sampler_service.vllm.requests import lora_request, prompt, sampling_params
+from sampler_service.vllm.start import VllmProcess
 from sampler_service.vllm.wire import Scores
-from tinsmith.rpc.errors import Cancelled, EngineDead, ServiceError
+from tinsmith.rpc.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +44,23 @@ class VllmRequest:
     generating: asyncio.Task[None]
 
 
-class VllmSequences(EngineBase):
-    """An engine whose sequences run in vLLM."""
+class VllmSequences:
+    """The sequences of all requests, in vLLM or waiting for a place there. Belongs to the event loop."""
 
     def __init__(
-        self, llm: Any, config: SamplerConfig, metrics: SamplerMetrics, limits: Limits, stops: StopRules
+        self,
+        process: VllmProcess,
+        requests: OpenRequests,
+        store: VersionStore,
+        metrics: SamplerMetrics,
+        *,
+        max_running: int,
     ) -> None:
-        super().__init__(config, metrics, limits, stops)
-        self._llm: Any = llm
+        self._process = process
+        self._requests = requests
+        self._store = store
+        self._metrics = metrics
+        self._max_running = max_running
         self._queue: deque[RunningSequence[Task]] = deque()
         """Sequences that wait for a place."""
         self._runs: dict[RunningSequence[Task], VllmRequest] = {}
@@ -60,29 +69,48 @@ class VllmSequences(EngineBase):
         self._names = itertools.count()
 
     @property
-    def _answers(self) -> bool:
-        """Whether vLLM's process is there."""
-        return self._llm is not None and not self._llm.errored
+    def running(self) -> Collection[RunningSequence[Task]]:
+        """Sequences that vLLM has."""
+        return self._runs.keys()
 
-    async def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of the worker extension. Gives what it returns in each worker; the first one draws and
-        scores."""
-        if not self._answers:
-            raise EngineDead("the engine has died; the log has the cause")
-        return await self._llm.collective_rpc(method, args=args)
+    def add(self, task: Task) -> None:
+        """The sequences of a new request."""
+        first, *others = task.sequences
+        has_place = task.request.on_probation or len(self._runs) < self._max_running + PASSING
+        if first.passes and not others and has_place:
+            self._begin(first)  # it need not wait for running ones to end
+        else:
+            self._queue.extend(task.sequences)
+            self._admit()
+
+    def move(self, tasks: Iterable[Task], version: Version) -> int:
+        """Lets the sequences of these requests go on with another version, for which vLLM computes their keys and
+        values anew. Returns how many."""
+        moved = sum([self._move(task, version) for task in tasks])
+        self._admit()
+        return moved
+
+    def drop(self, task: Task) -> None:
+        """Breaks off what is left of a request that has ended."""
+        if any(sequence not in self._runs and sequence.index not in task.finished for sequence in task.sequences):
+            self._queue = deque(sequence for sequence in self._queue if sequence.owner is not task)
+        current = asyncio.current_task()
+        for run in [run for run in self._runs.values() if run.task is task and run.generating is not current]:
+            del self._runs[run.sequence]
+            self._break_off(run)
+        self._release_unused(task)
 
     def _admit(self) -> None:
         """Hands sequences to vLLM, in the order in which they came, while it has places."""
-        while self._queue and len(self._runs) < self._config.max_running:
+        while self._queue and len(self._runs) < self._max_running:
             self._begin(self._queue.popleft())
 
     def _begin(self, sequence: RunningSequence[Task]) -> None:
         task = sequence.owner
-        if not task.admitted:
-            task.generation.started_at = time.time()
-            self.metrics.requests.queue_time.observe(time.perf_counter() - task.submitted)
-            self.metrics.steps.prompt_tokens.inc(len(task.request.prompt))
-            self._admitted(task)
+        if task in self._requests.waiting:
+            self._metrics.requests.queue_time.observe(time.perf_counter() - task.submitted)
+            self._metrics.steps.prompt_tokens.inc(len(task.request.prompt))
+            self._requests.admit(task, time.time())
         version = task.version_of(sequence)
         generating = asyncio.create_task(self._generate(sequence, version))
         run = VllmRequest(task, sequence, version, generating)
@@ -95,7 +123,7 @@ class VllmSequences(EngineBase):
         name = f"{next(self._names)}"
         scores = self._scores_of(sequence, name)
         try:
-            outputs = self._llm.generate(
+            outputs = self._process.llm.generate(
                 prompt(sequence, version),
                 sampling_params(sequence, version, scores, topk=self._topk(task)),
                 name,
@@ -113,15 +141,17 @@ class VllmSequences(EngineBase):
                         break  # vLLM would go on
             if sequence.index not in task.finished:
                 reason = f"vLLM ended a sequence early, after {len(sequence.tokens)} tokens"
-                self._end(task, ServiceError(reason))
+                self._requests.end(task, ServiceError(reason))
         except Exception as error:
-            if self._answers:
+            if self._process.answers:
                 logger.error("a request failed in vLLM", exc_info=error)
-                self._end(task, ServiceError(f"the engine failed in this request: {error}; the log has the cause"))
+                self._requests.end(
+                    task, ServiceError(f"the engine failed in this request: {error}; the log has the cause")
+                )
             # else the health check ends everything
         finally:
-            if scores is not None and self._answers:
-                await self._rpc("tinsmith_take_scores", name)  # nobody wants them any more
+            if scores is not None and self._process.answers:
+                await self._process.call("tinsmith_take_scores", name)  # nobody wants them any more
 
     def _scores_of(self, sequence: RunningSequence[Task], name: str) -> Scores | None:
         """Scores for this run to compute: the request's, on the first sequence until it has a token; else None."""
@@ -133,17 +163,17 @@ class VllmSequences(EngineBase):
     def _note_reuse(self, task: Task, tokens: int) -> None:
         """Prompt tokens that vLLM had computed before."""
         task.cache_hit_tokens = tokens
-        self.metrics.cache.prefix_lookups.inc()
-        self.metrics.cache.prefix_hits.inc(tokens > 0)
-        self.metrics.cache.prefix_hit_tokens.inc(tokens)
+        self._metrics.cache.prefix_lookups.inc()
+        self._metrics.cache.prefix_hits.inc(tokens > 0)
+        self._metrics.cache.prefix_hit_tokens.inc(tokens)
 
     async def _take_scores(self, task: Task, name: str) -> None:
         assert task.scorer is not None
-        scores, *_ = await self._rpc("tinsmith_take_scores", name)
+        scores, *_ = await self._process.call("tinsmith_take_scores", name)
         task.scorer.restore(scores)
 
     def _topk(self, task: Task) -> int:
-        return min(task.request.topk_sample_logprobs, self.limits.vocab_size)
+        return min(task.request.topk_sample_logprobs, self._requests.limits.vocab_size)
 
     def _deliver(self, sequence: RunningSequence[Task], output: Any) -> bool:
         """True when the sequence has ended, or its request."""
@@ -154,7 +184,9 @@ class VllmSequences(EngineBase):
         for drawn in drawn_tokens(output.outputs[0], topk):
             if not math.isfinite(drawn.logprob):
                 broken = ServiceError("the grammar library failed in this request; the log has the cause")
-                self._end(task, broken if task.grammar is not None else not_finite(task.version_id_of(sequence)))
+                self._requests.end(
+                    task, broken if task.grammar is not None else not_finite(task.version_id_of(sequence))
+                )
                 return True
             if task.topk:
                 task.take_table(sequence, drawn.table_ids, drawn.table_logprobs)
@@ -164,16 +196,15 @@ class VllmSequences(EngineBase):
         if new and not task.begun:
             task.begun = True
             task.prompt_done = len(task.request.prompt)
-            self.metrics.requests.first_token.observe(time.perf_counter() - task.submitted)
+            self._metrics.requests.first_token.observe(time.perf_counter() - task.submitted)
         if new and task.generation.stream:
             tokens, logprobs = tuple(one.token for one in new), tuple(one.logprob for one in new)
             task.generation.push(Delta(sequence.index, tokens, logprobs, DrawnToken.table(new, task.topk)))
         if ended and task.complete:
-            self._end(task, _outcome(task))
+            self._requests.end(task, _outcome(task))
         return ended
 
     def _move(self, task: Task, version: Version) -> int:
-        """Runs of a request go on with another version; vLLM computes their keys and values anew. Returns how many."""
         task.move(version)
         going_on = [sequence for sequence in task.sequences if sequence.index not in task.finished]
         again = [sequence for sequence in going_on if sequence in self._runs]
@@ -191,7 +222,7 @@ class VllmSequences(EngineBase):
 
     def _left(self, run: VllmRequest) -> None:
         """vLLM has nothing of the run any more, or will have heard so before anything that is said to it now."""
-        with self._dying_of_errors():
+        with self._requests.dying_of_errors():
             self._leaving.pop(run, None)
             if self._runs.get(run.sequence) is run:
                 del self._runs[run.sequence]
@@ -201,23 +232,11 @@ class VllmSequences(EngineBase):
     def _release_unused(self, task: Task) -> None:
         """Lets go of the versions that neither the request nor one of its runs uses."""
         used = {id(run.version) for run in (*self._runs.values(), *self._leaving) if run.task is task}
-        if task in self._tasks:
+        if task in self._requests:
             used.add(id(task.version))
         for version in [version for version in task.held if id(version) not in used]:
             task.held.remove(version)
             self._store.release(version)
-
-    def _cancel(self, task: Task) -> None:
-        self._end(task, Cancelled("the caller has left"))
-
-    def _let_go(self, task: Task) -> None:
-        if any(sequence not in self._runs and sequence.index not in task.finished for sequence in task.sequences):
-            self._queue = deque(sequence for sequence in self._queue if sequence.owner is not task)
-        current = asyncio.current_task()
-        for run in [run for run in self._runs.values() if run.task is task and run.generating is not current]:
-            del self._runs[run.sequence]
-            self._break_off(run)
-        self._release_unused(task)
 
 
 def _outcome(task: Task) -> Result | ServiceError:

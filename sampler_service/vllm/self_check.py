@@ -43,8 +43,8 @@ async def check_engine(engine: Checked, reference: Reference, *, max_waiting: in
             if gap > tolerance:
                 engine.refuse_group(group, _reason(gap, tolerance))
     await _check_decoding(engine, reference, max_waiting=max_waiting, tolerance=tolerance)
-    for one in engine.versions():
-        engine.remove(one.version_id)
+    for one in engine.store.versions():
+        engine.store.remove(one.version_id)
 
 
 async def _choose_targets(engine: Checked) -> None:
@@ -81,7 +81,7 @@ def _reason(gap: float, tolerance: float) -> str:
 async def _check_decoding(engine: Checked, reference: Reference, *, max_waiting: int, tolerance: float) -> None:
     """Tokens drawn one by one against the same tokens as a prompt, of all versions in one batch."""
     params = Params(max_tokens=4, top_p=0.9, stop=StopCondition())
-    version_ids = ["", *(one.version_id for one in engine.versions())]
+    version_ids = ["", *(one.version_id for one in engine.store.versions())]
     requests = [Request(reference.base.prompt, one, num_samples=2, params=params) for one in version_ids]
     generations = [await engine.submit(request) for request in requests[:max_waiting]]
     for request, generation in zip(requests, generations, strict=False):

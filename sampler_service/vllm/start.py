@@ -1,15 +1,17 @@
-"""Starting vLLM, in a process of its own."""
+"""Starting vLLM in a process of its own, and calls to that process."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from sampler_service.config import SamplerConfig
-from sampler_service.core.speed import Speed
+from sampler_service.core.queue_status import Speed
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.threads import in_thread
 from sampler_service.vllm.reference import Reference
 from sampler_service.vllm.settings import engine_args, is_installed, set_environment
 from tinsmith.modeling.base_model import UnsupportedModel
+from tinsmith.rpc.errors import EngineDead
 
 
 def check_installed() -> None:
@@ -20,7 +22,34 @@ def check_installed() -> None:
         )
 
 
-def start(config: SamplerConfig, reference: Reference, metrics: SamplerMetrics, speed: Speed) -> Any:
+class VllmProcess:
+    """vLLM's process, by vLLM's own client of it."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self._is_stopped = False
+
+    @property
+    def answers(self) -> bool:
+        """Whether the process is there."""
+        return not self._is_stopped and not self.llm.errored
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of the worker extension. Gives what it returns in each worker; the first one draws and
+        scores. Raises EngineDead."""
+        if not self.answers:
+            raise EngineDead("the engine has died; the log has the cause")
+        return await self.llm.collective_rpc(method, args=args)
+
+    async def stop(self) -> None:
+        """The process is gone when this returns."""
+        self._is_stopped = True
+        if self.llm.output_handler is not None:  # or it logs that the process has died
+            self.llm.output_handler.cancel()
+        await in_thread(lambda: self.llm.shutdown(timeout=0))  # it has nothing to save
+
+
+def start(config: SamplerConfig, reference: Reference, metrics: SamplerMetrics, speed: Speed) -> VllmProcess:
     """Blocks until the model is loaded."""
     set_environment(config, device=reference.device)
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
@@ -37,6 +66,6 @@ def start(config: SamplerConfig, reference: Reference, metrics: SamplerMetrics, 
     args = AsyncEngineArgs(**engine_args(config, reference))
     stats = StepStats(metrics, speed, cache_bytes=args.kv_cache_memory_bytes * config.tensor_parallel)
     try:
-        return AsyncLLM.from_engine_args(args, stat_loggers=[lambda _config, _index=0: stats])
+        return VllmProcess(AsyncLLM.from_engine_args(args, stat_loggers=[lambda _config, _index=0: stats]))
     except RuntimeError as error:  # what its process died of is in the log
         raise UnsupportedModel(f"{reference.architecture}: vLLM does not start with it: {error}") from error

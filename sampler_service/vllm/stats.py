@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase  # pyright: ignore[reportMissingImports]
 
-from sampler_service.core.speed import Speed
+from sampler_service.core.queue_status import Speed
 from sampler_service.metrics import SamplerMetrics
 
 

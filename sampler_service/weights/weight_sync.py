@@ -245,7 +245,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         return pb.SampleOnProbationResponse(response=response)
 
     async def ConfirmVersion(self, request: pb.ConfirmVersionRequest, context: Context) -> pb.ConfirmVersionResponse:
-        self.slot.get().confirm(request.version_id)
+        self.slot.get().store.confirm(request.version_id)
         logger.info("version %s is visible", request.version_id)
         return pb.ConfirmVersionResponse()
 

@@ -24,8 +24,7 @@ from sampler_service.core.request import Params, Request, StopCondition
 from sampler_service.core.sizing import Sizes
 from sampler_service.core.validation import Limits
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.torch_engine.commands import Add
-from sampler_service.torch_engine.engine import TorchEngine
+from sampler_service.torch_engine.engine import Add, TorchEngine
 from tests.hollow_cuda import DEVICE, HollowCuda, hollow_cuda
 from tests.models import make_model, make_sparse_model
 from tinsmith.cores import Cores
@@ -159,7 +158,7 @@ async def test_sampling_waits_for_the_device_once_in_a_step_that_only_decodes(
     )  # fmt: skip
     cores = Cores("", most=0, set_threads=lambda _: None)
     engine = TorchEngine(base, sizes, limits, config, SamplerMetrics(CollectorRegistry()), cores)
-    engine._store.install("run/1", random_adapter(AdapterConfig(rank=4, seed=0), base.targets, base.device))
+    engine.store.install("run/1", random_adapter(AdapterConfig(rank=4, seed=0), base.targets, base.device))
     length = 40
     prompt = np.arange(length, dtype=np.int32)
     stop = StopCondition()

@@ -74,7 +74,7 @@ async def test_stops(service: Service, torch_engine: TorchEngine) -> None:
     found = await service.call("Sample", by_id)
     assert found.sequences[0].stop_reason == types.STOP_REASON_STOP
     assert ints(found.sequences[0].tokens) == tokens[: tokens.index(tokens[7]) + 1]
-    decode = await torch_engine._stops.rule(convert.StopCondition(("x",)))
+    decode = await torch_engine.requests.stops.rule(convert.StopCondition(("x",)))
     assert decode.decode is not None
     text = decode.decode(tokens[10:13])
     by_string = sample(prompt, temperature=0.0, max_tokens=40, stop=pb.StopCondition(strings=[text, "never"]))
@@ -111,7 +111,7 @@ async def test_a_name_that_comes_back_with_other_weights_has_nothing_of_the_old_
         for _ in range(2):
             assert_same(await service.call("Sample", request), wanted)
         await service.remove("again")
-        torch_engine.remove("again")
+        torch_engine.store.remove("again")
 
 
 async def test_a_version_that_is_not_there_is_refused_and_one_that_leaves_ends_what_it_began(
@@ -129,7 +129,7 @@ async def test_a_version_that_is_not_there_is_refused_and_one_that_leaves_ends_w
     assert_same(await running, await torch_sample(torch_engine, request))
     with pytest.raises(VersionNotLoaded):
         await service.sample(tokens_of(4), version_id="never", max_tokens=1)
-    torch_engine.remove("leaving")
+    torch_engine.store.remove("leaving")
     await service.sample(tokens_of(4), max_tokens=1)
 
 

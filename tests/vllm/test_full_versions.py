@@ -62,7 +62,7 @@ async def test_a_version_scores_and_draws_what_the_torch_engine_and_transformers
     found = await service.call("Sample", request)
     await torch_engine.install("one", fulls[0])
     assert_same(found, await torch_sample(torch_engine, request))
-    torch_engine.remove("one")
+    torch_engine.store.remove("one")
     whole = [*PROMPT.tolist(), *ints(found.sequences[0].tokens)]
     table = plain_logits(save(fulls[0], tmp_path / "one"), whole).log_softmax(-1)
     wanted = table[:-1].gather(1, torch.tensor(whole[1:])[:, None])[:, 0].numpy()
@@ -99,7 +99,7 @@ async def test_an_adapter_on_the_base_model_is_the_same_before_and_after_full_ve
     for found, alone in zip(together, wanted * 2, strict=True):
         assert_same(found, alone)
     np.testing.assert_array_equal(await scored(service, "one"), one)
-    torch_engine.remove("adapter")
+    torch_engine.store.remove("adapter")
     for name in ("adapter", "one"):
         await service.remove(name)
 
@@ -161,7 +161,7 @@ async def test_a_generation_moves_between_tokens_to_the_newer_version_of_its_run
             start = end
     for name in ("run@1", "run@2"):
         await service.remove(name)
-        torch_engine.remove(name)
+        torch_engine.store.remove(name)
 
 
 class Announced(FullWeights):

@@ -62,7 +62,7 @@ async def serves_as_the_torch_engine(
     found = await service.call("Sample", request)
     assert_same(found, await torch_sample(torch_engine, request))
     if weights is not None:
-        torch_engine.remove(version_id)
+        torch_engine.store.remove(version_id)
     return found
 
 

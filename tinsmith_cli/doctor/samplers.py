@@ -118,7 +118,7 @@ async def _examine(found: SamplerFindings, kind: Kind, subject: Subject, sequenc
 
 async def _ask(found: SamplerFindings, engine: SamplingEngine, subject: Subject, sequences: Sequence[Example]) -> None:
     found.groups = [group for group in GROUPS if any(target.group == group for target in engine.targets)]
-    found.max_length = engine.max_context_length
+    found.max_length = engine.limits.max_length
     found.eos_token_ids = sorted(engine.eos_token_ids)
     versions = {BASE: ""}
     adapters = subject.adapters(found.groups)
@@ -131,11 +131,11 @@ async def _ask(found: SamplerFindings, engine: SamplingEngine, subject: Subject,
     for name, version in versions.items():
         for sequence in sequences:
             whole = np.append(sequence.tokens_N, sequence.targets_N[-1]).astype(np.int32)
-            prompt_P = whole[: engine.max_context_length - 1]
+            prompt_P = whole[: engine.limits.max_length - 1]
             work.append((name, -1.0, Request(prompt_P, version, params=Params(max_tokens=1), prompt_logprobs=True)))
         for temperature in (0.0, 1.0):
             for sequence in (sequences[0], sequences[-2]):
-                room = engine.max_context_length - length
+                room = engine.limits.max_length - length
                 prompt_P = sequence.tokens_N[: max(1, room)].astype(np.int32)
                 params = Params(
                     max_tokens=min(length, max(1, room)), seed=1, temperature=temperature, stop=StopCondition()

@@ -3,9 +3,11 @@ import weakref
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from sampler_service.core import versions
 from sampler_service.core.versions import Version, VersionStore
+from sampler_service.metrics import SamplerMetrics, Versions
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
 from tinsmith.rpc.errors import AlreadyExists, OutOfCapacity, VersionNotLoaded
 
@@ -15,7 +17,11 @@ SIZE = 40
 
 
 def store_of(count: int, gone: list[Version] | None = None) -> VersionStore:
-    return VersionStore(max_bytes=count * SIZE, on_gone=([] if gone is None else gone).append)
+    return VersionStore(max_bytes=count * SIZE, metrics=metrics(), on_gone=([] if gone is None else gone).append)
+
+
+def metrics() -> Versions:
+    return SamplerMetrics(CollectorRegistry()).versions
 
 
 def adapter() -> Adapter:
@@ -89,7 +95,7 @@ async def test_a_version_on_probation_is_found_by_those_who_ask_for_it_as_such()
     assert "a" not in store
     assert store.versions() == []
     assert store.num_bytes == SIZE
-    for use in (store.acquire, store.check):
+    for use in (store.acquire, lambda version_id: store.move("run", version_id)):
         with pytest.raises(VersionNotLoaded, match="'a' is not loaded"):
             use("a")
     held = store.acquire("a", on_probation=True)
@@ -121,7 +127,7 @@ async def test_a_version_on_probation_gives_way_to_the_same_published_again() ->
 
 async def test_a_version_that_has_left_is_held_by_nobody_for_the_rest_of_its_probation() -> None:
     """The memory of versions would be above adapter_memory_bytes by all that is published in a minute."""
-    store = VersionStore(max_bytes=2 * SIZE, on_gone=lambda _: None)
+    store = VersionStore(max_bytes=2 * SIZE, metrics=metrics(), on_gone=lambda _: None)
     held = {name: adapter() for name in ("removed", "confirmed", "evicted")}
     left = [weakref.ref(each) for each in held.values()]
     for name in ("removed", "confirmed"):
@@ -146,7 +152,7 @@ async def test_a_version_that_nobody_confirms_is_dropped_and_no_other(monkeypatc
         if version.version_id == "late":
             dropped.set()
 
-    store = VersionStore(max_bytes=10 * SIZE, on_gone=on_gone)
+    store = VersionStore(max_bytes=10 * SIZE, metrics=metrics(), on_gone=on_gone)
     store.install("again", adapter(), on_probation=True)
     monkeypatch.setattr(versions, "PROBATION_S", 60.0)
     store.install("again", adapter(), on_probation=True)

@@ -15,8 +15,7 @@ from sampler_service.core.request import Result
 from sampler_service.core.scoring import PromptScorer
 from sampler_service.core.task import Task
 from sampler_service.torch_engine import runner
-from sampler_service.torch_engine.commands import ForgetWarmUp
-from sampler_service.torch_engine.engine import TorchEngine
+from sampler_service.torch_engine.engine import ForgetWarmUp, TorchEngine
 from sampler_service.torch_engine.kv_cache_manager import KVCacheManager
 from sampler_service.torch_engine.planner import Planner
 from sampler_service.torch_engine.runner import Runner
@@ -64,8 +63,8 @@ async def outcomes(engine: TorchEngine) -> list[Result | BaseException]:
 
 
 def check_nothing_left(engine: TorchEngine) -> None:
-    assert not engine._tasks
-    assert engine._num_waiting == 0
+    assert not engine.requests
+    assert len(engine.requests.waiting) == 0
     assert metric(engine, "waiting_requests") == 0
     scheduler = engine._scheduler
     assert not scheduler._tasks
@@ -98,7 +97,7 @@ async def test_an_error_of_one_request_fails_it_alone(
                 assert isinstance(one, Result)
                 assert isinstance(other, Result)
                 assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
-        assert not engine.died.is_set()
+        assert not engine.requests.died.is_set()
         check_nothing_left(engine)
         await generate(engine, prompt(40), max_tokens=3)
 
@@ -118,7 +117,7 @@ DEADLY = {
     "observe": (KVCacheManager, "observe"),
     "post": (TorchEngine, "_post"),
     "deliver": (TorchEngine, "_hand_over"),
-    "let go": (TorchEngine, "_let_go"),
+    "let go": (Task, "forget_versions"),
 }
 
 
@@ -131,9 +130,9 @@ async def test_an_error_of_several_requests_ends_the_engine_and_health_hears_of_
         pending_at_news: list[int] = []
 
         async def hear() -> None:
-            pending_at_news.append(len(engine._tasks))
+            pending_at_news.append(len(engine.requests))
 
-        engine.on_death = hear
+        engine.requests.on_death = hear
         owner, name = DEADLY[phase]
         raising_once(getattr(owner, name), monkeypatch, owner, name)
         found = await outcomes(engine)
@@ -141,9 +140,9 @@ async def test_an_error_of_several_requests_ends_the_engine_and_health_hears_of_
         assert all(isinstance(one, Result | EngineDead) for one in found)
         assert dead
         assert pending_at_news[0] >= len(dead) - 1  # the one whose end has failed may have been taken off already
-        assert engine.died.is_set()
-        assert not engine._tasks
-        assert engine._num_waiting == 0
+        assert engine.requests.died.is_set()
+        assert not engine.requests
+        assert len(engine.requests.waiting) == 0
         with pytest.raises(EngineDead):
             await engine.submit(request(prompt(4), max_tokens=3))
 
@@ -160,16 +159,16 @@ async def test_an_order_that_fails_ends_the_engine_and_every_wait(
         raising_once(getattr(Scheduler, name), monkeypatch, Scheduler, name)
         async with asyncio.timeout(LIMIT_S):
             if name == "cancel":
-                engine._cancel(next(iter(engine._tasks)))
+                engine._cancel(next(iter(engine.requests)))
             elif name == "forget_version":
                 await engine.install("r@3", make_adapter(engine.targets, seed=3))
-                engine.remove("r@3")
+                engine.store.remove("r@3")
             else:
                 with pytest.raises(EngineDead):
                     await engine.move("r", "r@2")
             with pytest.raises(EngineDead):
                 await generation.result()
-        assert engine.died.is_set()
+        assert engine.requests.died.is_set()
 
 
 async def test_a_request_that_cannot_be_divided_into_jobs_leaves_nothing_behind(
@@ -182,8 +181,8 @@ async def test_a_request_that_cannot_be_divided_into_jobs_leaves_nothing_behind(
             with pytest.raises((ServiceError, ValueError), match="no such luck"):
                 await engine.submit(request(prompt(4), version_id="v", max_tokens=3, prompt_logprobs=True))
         check_nothing_left(engine)
-        assert engine.versions()[0].num_running == 0
-        assert not engine.died.is_set()
+        assert engine.store.versions()[0].num_running == 0
+        assert not engine.requests.died.is_set()
 
 
 @pytest.mark.parametrize("phase", ["room", "forward"])
@@ -201,5 +200,5 @@ async def test_a_step_without_memory_fails_what_has_begun_and_the_engine_goes_on
         monkeypatch.setattr(owner, name, fail)
         found = await outcomes(engine)
         assert {type(one) for one in found} == {OutOfCapacity, Result}
-        assert not engine.died.is_set()
+        assert not engine.requests.died.is_set()
         check_nothing_left(engine)

@@ -115,8 +115,8 @@ async def test_the_least_recently_used_full_version_makes_room_and_the_base_mode
         for seed in (1, 2, 3):
             await install(engine, f"v{seed}", seed=seed)
             await generate(engine, prompt(9), version_id=f"v{seed}", max_tokens=2)
-        assert [version.version_id for version in engine.versions()] == ["v2", "v3"]
+        assert [version.version_id for version in engine.store.versions()] == ["v2", "v3"]
         for seed in (2, 3):
-            engine.remove(f"v{seed}")
+            engine.store.remove(f"v{seed}")
         assert (await generate(engine, prompt(9), max_tokens=8, seed=1)).sequences == base.sequences
         assert engine._runner.parameters._current is None, "a version that is gone holds no memory"

@@ -87,7 +87,7 @@ async def test_a_removed_version_leaves_memory_with_its_last_request(model_folde
         try:
             ended = await engine.submit(request(prompt(8), version_id="v1", num_samples=3, max_tokens=4), stream=True)
             await ended.result()
-            engine.remove("v1")
+            engine.store.remove("v1")
             await generate(engine, prompt(8), max_tokens=2)  # the compute thread has heard of it
             await until(lambda: left() is None)
         finally:
@@ -461,7 +461,7 @@ async def test_an_engine_that_cannot_compute_is_dead(model_folder: Path, monkeyp
         monkeypatch.setattr(type(engine.base), "hidden_states", fail)
         with pytest.raises(ServiceError, match="died: device lost"):
             await generate(engine, prompt(4), max_tokens=3)
-        assert engine.died.is_set()
+        assert engine.requests.died.is_set()
         with pytest.raises(ServiceError, match="died"):
             await engine.submit(request(prompt(4), max_tokens=3))
 
@@ -482,21 +482,21 @@ async def test_the_canary_of_a_publish_waits_for_no_place_and_no_queue_is_too_fu
         await engine.install("v", make_adapter(engine.targets, seed=1), on_probation=True)
         for n in range(3):
             await engine.submit(request(prompt(6), max_tokens=250, seed=n))
-            await until(lambda n=n: n == 2 or engine._num_waiting == 0)
+            await until(lambda n=n: n == 2 or len(engine.requests.waiting) == 0)
         with pytest.raises(OutOfCapacity):
             await generate(engine, prompt(6), version_id="v", max_tokens=1)
         await generate(engine, prompt(6), version_id="v", max_tokens=1, prompt_logprobs=True, on_probation=True)
-        assert engine._num_waiting == 1, "the batch was full all the time"
+        assert len(engine.requests.waiting) == 1, "the batch was full all the time"
 
 
 async def test_where_the_cache_is_full_the_canary_of_a_publish_is_next(model_folder: Path) -> None:
     async with serving(model_folder, max_kv_tokens=256) as engine:
         running = await engine.submit(request(prompt(6), max_tokens=200))
-        await until(lambda: engine._num_waiting == 0)
+        await until(lambda: len(engine.requests.waiting) == 0)
         await asyncio.gather(*[engine.submit(request(prompt(6), max_tokens=200, seed=n)) for n in range(3)])
         await generate(engine, prompt(6), max_tokens=1, prompt_logprobs=True, on_probation=True)
         await running.result()
-        assert engine._num_waiting >= 2, "it has passed those"
+        assert len(engine.requests.waiting) >= 2, "it has passed those"
 
 
 async def test_owners_of_the_base_model_take_turns(model_folder: Path) -> None:

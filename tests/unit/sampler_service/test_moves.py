@@ -12,8 +12,7 @@ import pytest
 import pytest_asyncio
 
 from sampler_service.core.request import Request, Result, SampledSequence
-from sampler_service.torch_engine.commands import Stop
-from sampler_service.torch_engine.engine import TorchEngine
+from sampler_service.torch_engine.engine import Stop, TorchEngine
 from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS
 from tests.support.waiting import until
 from tests.switching import plain_model, switching_logprobs
@@ -156,7 +155,7 @@ async def test_versions_of_all_parameters_move_too(model_folder: Path, tmp_path:
             models[version(number)] = plain_model(save(weights, tmp_path / str(number)))
             await engine.install(version(number), weights)
         result = await moved(engine, following(prompt(9), num_samples=2, max_tokens=30), at={20: 2})
-        assert [one.num_running for one in engine.versions()] == [0, 0]
+        assert [one.num_running for one in engine.store.versions()] == [0, 0]
     assert names(result.sequences[0]) == [version(1), version(2)]
     check_logprobs(models, prompt(9), result.sequences)
 
@@ -198,14 +197,14 @@ async def test_the_version_that_was_left_may_be_evicted_while_the_generation_goe
             await asyncio.sleep(0)
             await steps()
             assert await moving == 2
-            assert [(one.version_id, one.num_running) for one in engine.versions()] == [
+            assert [(one.version_id, one.num_running) for one in engine.store.versions()] == [
                 (version(1), 0),
                 (version(2), 1),
             ]
             await engine.install("other", make_adapter(engine.targets, seed=3))
-            assert [one.version_id for one in engine.versions()] == ["other", version(2)]
+            assert [one.version_id for one in engine.store.versions()] == ["other", version(2)]
         assert [span.num_tokens for span in (await generation.result()).sequences[0].spans] == [4, 26]
-        assert [one.num_running for one in engine.versions()] == [0, 0]
+        assert [one.num_running for one in engine.store.versions()] == [0, 0]
 
 
 async def test_no_request_finds_what_two_versions_have_computed(engine: TorchEngine, model_folder: Path) -> None:
@@ -264,7 +263,7 @@ async def test_a_prompt_that_is_half_computed_is_finished_by_the_version_that_be
             await asyncio.sleep(0)
             await steps()
             assert await moving == 2
-        running = {one.version_id: one.num_running for one in engine.versions()}
+        running = {one.version_id: one.num_running for one in engine.store.versions()}
         assert running == {version(1): 0, version(2): 0, version(3): 1}
     result = await generation.result()
     np.testing.assert_array_equal(result.prompt.logprobs, scored.prompt.logprobs)
@@ -336,10 +335,10 @@ async def test_a_request_that_crosses_with_a_move_begins_on_the_newest_resident_
     other = await (await engine.submit(request(prompt(9), version_id=version(1), max_tokens=4, seed=1))).result()
     quiet = await generate(engine, prompt(9), version_id=version(1), max_tokens=4, seed=1)
     assert other == quiet
-    engine.remove(version(1))
+    engine.store.remove(version(1))
     crossed = await (await engine.submit(following(prompt(9), max_tokens=4))).result()
     assert names(crossed.sequences[0]) == [version(2)]
-    engine.remove(version(2))
+    engine.store.remove(version(2))
     with pytest.raises(VersionNotLoaded, match="@1' is not loaded"):
         await engine.submit(following(prompt(9), max_tokens=4))
 
@@ -397,7 +396,7 @@ async def test_a_cancelled_request_lets_go_of_all_its_versions(engine: TorchEngi
         await asyncio.sleep(0)
         await steps()
         await moving
-        assert [one.num_running for one in engine.versions()] == [1, 1, 0]  # its prompt is half computed
+        assert [one.num_running for one in engine.store.versions()] == [1, 1, 0]  # its prompt is half computed
         deltas = generation.deltas()
         waiting = asyncio.create_task(anext(deltas))
         await asyncio.sleep(0)
@@ -405,7 +404,7 @@ async def test_a_cancelled_request_lets_go_of_all_its_versions(engine: TorchEngi
         await asyncio.wait({waiting})
     with pytest.raises(Exception, match="left"):
         await generation.result()
-    assert [one.num_running for one in engine.versions()] == [0, 0, 0]
+    assert [one.num_running for one in engine.store.versions()] == [0, 0, 0]
 
 
 async def test_a_move_that_a_stopping_engine_does_not_make_is_no_success(model_folder: Path) -> None:

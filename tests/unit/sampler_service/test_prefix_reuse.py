@@ -153,13 +153,13 @@ async def test_each_version_has_its_own_and_it_goes_with_the_version(model_folde
         for one, other in zip(first, again, strict=True):
             agree(one, other)
         held = engine._scheduler.kv.prefixes.num_bytes
-        engine.remove("a")
-        engine.remove("b")
+        engine.store.remove("a")
+        engine.store.remove("b")
         await engine.install("a", fresh["c"])  # the name again, with other weights
         other = await generate(engine, tokens, version_id="a", **how)
         assert other.prompt_cache_hit_tokens == 0
         assert engine._scheduler.kv.prefixes.num_bytes == held // 3 * 2  # the base model's and its own
-        engine.remove("a")
+        engine.store.remove("a")
         assert (await generate(engine, tokens, **how)).prompt_cache_hit_tokens == 2 * B
         assert engine._scheduler.kv.prefixes.num_bytes == held // 3
     async with serving(model_folder, prefix_cache_bytes=0) as engine:

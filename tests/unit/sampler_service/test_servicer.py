@@ -23,7 +23,7 @@ from sampler_service.core import validation
 from sampler_service.core.engine import EngineSlot
 from sampler_service.core.request import Targets
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.torch_engine.commands import ForgetWarmUp
+from sampler_service.torch_engine.engine import ForgetWarmUp
 from tests.models import make_model
 from tests.support.waiting import until
 from tests.unit.sampler_service.conftest import Service
@@ -54,7 +54,7 @@ async def test_info(service: Service) -> None:
     assert list(info.base_models) == ["one", "two"]
     assert (info.max_context_length, info.max_lora_rank, info.engine, info.device) == (256, 16, "torch", "cpu")
     assert list(info.adapter_groups) == types.AdapterGroup.values()[1:]
-    assert info.vocab_size == service.engine.vocab_size > 0
+    assert info.vocab_size == service.engine.limits.vocab_size > 0
     assert info.boot_id
 
 
@@ -244,7 +244,7 @@ async def test_memory_of_requests_is_bounded_and_free_again_at_their_end(
         small = await engine.submit(request(prompt(4, vocab_size=200), max_tokens=1))
         first._on_cancel()
         await small.result()
-        await until(lambda: engine._held_bytes == 0)
+        await until(lambda: engine.requests.held_bytes == 0)
         one = await engine.submit(request(prompt(4, vocab_size=200), max_tokens=1, num_samples=400))
         assert len((await one.result()).sequences) == 400, "alone a request is taken, whatever it holds"
 

@@ -122,7 +122,7 @@ async def test_a_client_that_does_not_read_holds_nobody_up_and_finds_everything(
     call = service.stub.StreamSample(pb.StreamSampleRequest(request=asked))
     await call.read()
     call.cancel()
-    await until(lambda: not service.engine._tasks)
+    await until(lambda: not service.engine.requests)
     assert metric(service.engine, "running_sequences") == 0
 
 

@@ -208,14 +208,14 @@ async def test_a_published_version_samples_like_the_trainers_adapter(setup: Setu
 
 @pytest.mark.parametrize("full", [False, True], ids=["adapter", "full"])
 async def test_a_version_that_has_arrived_is_on_probation_until_it_is_confirmed(setup: Setup, full: bool) -> None:
-    setup.engine._store.max_bytes = 3_000_000
+    setup.engine.store.max_bytes = 3_000_000
     weights = make_full(setup.engine.base, seed=1) if full else setup.adapter(1)
     version_id = "s:train:0@1"
     await setup.trainer.form()
     for _ in range(2):  # announced again, the first is dropped
         await setup.trainer.start(version_id, weights)
         await setup.trainer.finish(version_id, await setup.trainer.send(version_id, weights))
-    assert setup.engine.versions() == []
+    assert setup.engine.store.versions() == []
     with pytest.raises(VersionNotLoaded):
         await generate(setup.engine, prompt(6), version_id=version_id, max_tokens=2)
     with pytest.raises(VersionNotLoaded):
@@ -239,9 +239,9 @@ async def test_a_wrong_checksum_leaves_nothing_visible_and_the_next_publish_work
     await setup.trainer.send("v1", adapter)
     with pytest.raises(DataCorrupted, match="checksum"):
         await setup.trainer.finish("v1", "0" * 32)
-    assert setup.engine.versions() == []
+    assert setup.engine.store.versions() == []
     await setup.trainer.publish("v1", adapter)
-    assert [version.version_id for version in setup.engine.versions()] == ["v1"]
+    assert [version.version_id for version in setup.engine.store.versions()] == ["v1"]
 
 
 async def test_generation_goes_on_while_versions_arrive(setup: Setup) -> None:
@@ -278,7 +278,7 @@ async def test_a_new_group_replaces_the_old_one_and_trainers_do_not_disturb_each
     await setup.trainer.form()
     await other.publish("o1", setup.adapter(1))
     await setup.trainer.publish("v1", setup.adapter(2))
-    assert [version.version_id for version in setup.engine.versions()] == ["o1", "v1"]
+    assert [version.version_id for version in setup.engine.store.versions()] == ["o1", "v1"]
     with pytest.raises(FailedPrecondition, match="'half-sent' was not announced"):
         await setup.trainer.finish("half-sent", "")
 
@@ -383,7 +383,7 @@ async def test_steps_out_of_order_are_refused(setup: Setup) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 async def test_a_full_version_in_buckets_samples_like_the_trainers_parameters(setup: Setup, dtype: torch.dtype) -> None:
-    setup.engine._store.max_bytes = 3_000_000
+    setup.engine.store.max_bytes = 3_000_000
     full = make_full(setup.engine.base, seed=1)
     full.flat.copy_(full.flat.to(dtype))
     await setup.trainer.form()
@@ -391,7 +391,7 @@ async def test_a_full_version_in_buckets_samples_like_the_trainers_parameters(se
     await setup.trainer.start("v1", full, dtype=sent_as, bucket_bytes=100_000)
     assert len(bucket_slices(full.flat.numel(), itemsize=dtype.itemsize, bucket_bytes=100_000)) >= 3
     sum_ = await setup.trainer.send("v1", full, dtype=dtype, bucket_bytes=100_000)
-    assert setup.engine.versions() == []
+    assert setup.engine.store.versions() == []
     await setup.trainer.finish("v1", sum_)
     await setup.trainer.confirm("v1")
     await setup.engine.install("local", full.like(full.flat.clone()))
@@ -402,7 +402,7 @@ async def test_a_full_version_in_buckets_samples_like_the_trainers_parameters(se
 
 
 async def test_a_trainer_lost_between_two_buckets_leaves_nothing_and_the_next_epoch_works(setup: Setup) -> None:
-    setup.engine._store.max_bytes = 3_000_000
+    setup.engine.store.max_bytes = 3_000_000
     full = make_full(setup.engine.base, seed=1)
     await setup.trainer.form()
     await setup.trainer.start("v1", full, bucket_bytes=100_000)
@@ -412,7 +412,7 @@ async def test_a_trainer_lost_between_two_buckets_leaves_nothing_and_the_next_ep
     del setup.trainer.weight_group  # its sockets close
     with pytest.raises(FailedPrecondition, match=r"group 1 of trainer 't' broke while version 'v1' was received"):
         await receiving
-    assert setup.engine.versions() == []
+    assert setup.engine.store.versions() == []
     await setup.trainer.form()
     await setup.trainer.publish("v1", full)
     assert (await generate(setup.engine, prompt(6), version_id="v1", max_tokens=2)).sequences
@@ -444,7 +444,7 @@ async def test_the_memory_of_a_version_whose_trainer_is_lost_is_free_at_once(
         return receive(inlet, flat, **options)
 
     monkeypatch.setattr(weight_sync, "receive", noted)
-    setup.engine._store.max_bytes = 3_000_000
+    setup.engine.store.max_bytes = 3_000_000
     full = make_full(setup.engine.base, seed=1)
     await setup.trainer.form_ring()
     await setup.trainer.start("v1", full, bucket_bytes=4096)
@@ -490,7 +490,7 @@ async def test_a_version_whose_trainer_has_given_the_group_up_is_not_installed(s
     await asyncio.to_thread(setup.trainer.weight_group.close)
     with pytest.raises(FailedPrecondition, match=r"version 'v1' is not wanted any more: .* given group 1 up"):
         await setup.trainer.finish("v1", sum_)
-    assert setup.engine.versions() == []
+    assert setup.engine.store.versions() == []
 
 
 async def test_calls_of_an_older_epoch_are_refused(setup: Setup) -> None:
@@ -510,7 +510,7 @@ async def test_calls_of_an_older_epoch_are_refused(setup: Setup) -> None:
     with pytest.raises(FailedPrecondition, match="epoch: 0 is not above that of the present group, 1") as error:
         await setup.trainer._call("InitWeightTransfer", setup.trainer.group())
     assert error.value.metadata == {"epoch": "1"}
-    assert setup.engine.versions() == []
+    assert setup.engine.store.versions() == []
     setup.trainer.epoch = 1
     await setup.trainer.finish("v1", sum_)
     setup.trainer.weight_group.close()
@@ -551,7 +551,7 @@ async def test_the_next_adapter_of_a_size_finds_memory_that_has_been_used(
     for n in range(3):
         adapter = setup.adapter(n, rank=1)
         await setup.trainer.publish(f"v{n}", adapter)
-        flat = setup.engine._store._resident[f"v{n}"].weights.flat
+        flat = setup.engine.store._resident[f"v{n}"].weights.flat
         assert torch.equal(flat, adapter.flat)
         assert spare is None or flat.data_ptr() == spare.data_ptr()
         spare = await spares.get()

@@ -106,7 +106,7 @@ class Stack:
         monkeypatch.setattr(engine, "install", changed)
 
     def held(self) -> list[list[str]]:
-        return [[version.version_id for version in engine.versions()] for engine in self.engines]
+        return [[version.version_id for version in engine.store.versions()] for engine in self.engines]
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ async def test_a_refused_version_is_served_by_none_even_where_its_removal_never_
     version_id = refused.value.metadata["version_id"]
     assert stack.held() == [[], []]
     for engine in stack.engines:
-        assert engine._store.num_bytes > 0
+        assert engine.store.num_bytes > 0
         with pytest.raises(VersionNotLoaded):
             await generate(engine, prompt(6), version_id=version_id, max_tokens=1)
     monkeypatch.undo()
@@ -317,7 +317,7 @@ async def test_a_sampler_that_was_not_measured_gets_the_version_when_it_is_wante
 async def test_a_stored_version_is_scored_as_it_was_whatever_the_model_is_now(stack: Stack) -> None:
     saved = await stack.save()
     for engine in stack.engines:
-        engine.remove(saved.checkpoint.version_id)
+        engine.store.remove(saved.checkpoint.version_id)
     for _ in range(3):
         await stack.step()
     published = await stack.publish(saved.checkpoint.location, saved.checkpoint.version_id)
