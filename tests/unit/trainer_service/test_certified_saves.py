@@ -260,7 +260,7 @@ async def test_a_refused_version_is_served_by_none_even_where_its_removal_never_
 ) -> None:
     """As with a sampler that was stopped before it, and goes on later."""
     for engine in stack.engines:
-        monkeypatch.setattr(engine, "remove", lambda version_id: None)
+        monkeypatch.setattr(engine.store, "remove", lambda version_id: None)
     stack.make_wrong(monkeypatch)
     with pytest.raises(VersionRefused) as refused:
         await stack.save("wrong")
