@@ -54,7 +54,9 @@ class Trainer:
         self._seq_id = 0
         self._journal = Journal(folder / "journal", max_bytes=2**31, result_retention_s=3600, metrics=metrics)
         self.engine = TrainingEngine(base, max_tokens_per_microbatch=MAX_TOKENS, metrics=metrics)
-        self.scheduler = Scheduler(self.engine, self._journal, max_queued_operations=99, max_models=9, metrics=metrics)
+        self.scheduler = Scheduler(
+            self.engine.passes, self._journal, max_queued_operations=99, max_models=9, metrics=metrics
+        )
         self.files = SnapshotFiles(folder / "snapshots")
         self.snapshots = Snapshots(self.files, self._journal, policy, metrics)
         sender = WeightSender([], trainer_id="bench", host="127.0.0.1", timeout_s=5, metrics=metrics)

@@ -195,7 +195,7 @@ async def start(
     await asyncio.to_thread(lambda: engine.follow(plan(engine, config)))
     checkpoints = CheckpointStore(storage, metrics)
     scheduler = Scheduler(
-        engine,
+        engine.passes,
         journal,
         max_queued_operations=config.max_queued_operations,
         max_models=1 if config.full_training else config.max_models,

@@ -64,8 +64,8 @@ class Script:
         """As the scheduler does it: a batch's datums in several calls."""
         batch = replace(batch, model_id=model_id)
         for index in range(0, len(batch.datums), 3):
-            self.engine.run([(batch, range(index, min(index + 3, len(batch.datums))))])
-        self._keep(name, self.engine.finish(batch))
+            self.engine.passes.run([(batch, range(index, min(index + 3, len(batch.datums))))])
+        self._keep(name, self.engine.passes.finish(batch))
 
     def _keep(self, name: str, output: Output | ServiceError) -> None:
         if isinstance(output, ServiceError):
@@ -247,7 +247,7 @@ def play_starved(engine: TrainingEngine) -> dict[str, Any]:
     """The part that a rank which runs out of memory now and then must get through as if it had enough."""
     script = Script(engine)
     tenants(script)
-    script.seen["token budget"] = np.array(float(engine.token_budget))
+    script.seen["token budget"] = np.array(float(engine.passes.token_budget))
     return script.seen
 
 

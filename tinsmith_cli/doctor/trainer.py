@@ -235,7 +235,7 @@ def _speed(engine: TrainingEngine, name: str, context: int, *, seconds: float) -
     """Speed of forward_backward with the largest micro-batch within the token budget that takes about `seconds`."""
     generator = np.random.default_rng(0)
     length = min(_SEQUENCE, context)
-    budget = engine.token_budget
+    budget = engine.passes.token_budget
     num_tokens = min(length, budget)
     while True:
         batch = _random_batch(generator, engine.base.vocab_size, num_tokens, length)

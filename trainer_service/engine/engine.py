@@ -1,7 +1,7 @@
-"""The training engine: runs packed batches of many models through one base model.
+"""The training engine: holds the models that one base model carries, makes and steps them, and copies their state.
 
-The engine knows no protobuf, no gRPC, no order of operations and no journal. Its methods run on the service's one
-compute thread, unless they say otherwise.
+passes.py runs their batches. The engine knows no protobuf, no gRPC, no order of operations and no journal. Its methods
+run on the service's one compute thread, unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, nu
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import TrainedWeights, Weights, reload
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, ServiceError
-from trainer_service.engine.batch import MAX_TARGETS_PER_TOKEN, Batch, Datum, Example, Limits, MicroBatch, Output
+from trainer_service.engine.batch import MAX_TARGETS_PER_TOKEN, Batch, Datum, Example, Limits, Output
 from trainer_service.engine.budget import Checkpointing, Lengths, MemoryBudget, Plan
 from trainer_service.engine.model_state import ModelState, full_bytes
 from trainer_service.engine.optimizers import Params, check_kind, clip_gradient
 from trainer_service.engine.passes import Alone, Passes, Team, model_ids
 from trainer_service.engine.residency import Residency
-from trainer_service.faults import is_device_fault
 from trainer_service.metrics import Metrics
 from trainer_service.objectives.losses import LOSS_FNS
 from trainer_service.weight_sync.canary import Scores, Tokens, score
@@ -109,7 +108,11 @@ class TrainingEngine:
             metrics=self._metrics,
             fixed=deterministic,
         )
-        self._passes = Passes(base, self._models, self._memory, self._team, self._metrics)
+        self.passes = self._passes()
+        """What runs micro-batches. The compute thread calls it directly."""
+
+    def _passes(self) -> Passes:
+        return Passes(self.base, self._models, self._memory, self._team, self._metrics)
 
     @property
     def plan(self) -> Plan:
@@ -118,11 +121,6 @@ class TrainingEngine:
     @property
     def residency(self) -> Residency:
         return self._memory.residency
-
-    @property
-    def token_budget(self) -> int:
-        """Most tokens of a micro-batch. The budget falls when memory runs out, and recovers later."""
-        return self._memory.token_budget
 
     @property
     def can_checkpoint(self) -> bool:
@@ -216,33 +214,6 @@ class TrainingEngine:
         self._models.pop(model_id, None)
         self._memory.residency.remove(model_id)
 
-    def go_together(self, model_ids: Sequence[str]) -> bool:
-        """Whether a micro-batch may have datums of all these models: whether they fit on the device at once."""
-        return self._memory.go_together(model_ids, tokens=self.token_budget // self._team.num_shares)
-
-    def run(self, micro_batch: MicroBatch) -> None:
-        """Runs one micro-batch through the base model, and adds to each model's gradients.
-
-        A batch that fails gets an `error`; the other batches are not affected.
-        """
-        self._passes.run(micro_batch)
-
-    def finish(self, batch: Batch) -> Output | ServiceError:
-        """Returns the result of a batch whose datums have all run, or the error of a batch that failed.
-
-        A failed batch's gradient is missing from the model's sum, so the model's next optim_step is refused.
-        """
-        if batch.error is None:
-            if batch.mismatch is not None:
-                self._metrics.agreement.observe(batch.mismatch, loss_fn=batch.loss_fn)
-                model = self._models[batch.model_id]
-                if not batch.forward_only and batch.mismatch.farthest > model.largest_ratio[0]:
-                    model.largest_ratio = batch.mismatch.farthest, batch.largest_ratio()
-            return batch.output()
-        if not batch.forward_only:
-            self.taint(batch.model_id, batch.error.message, seq_id=batch.seq_id)
-        return batch.error
-
     def forward_backward(self, works: Sequence[tuple[str, Batch]]) -> list[Output | ServiceError]:
         """Runs copies of whole batches, where no scheduler divides them. `works`: pairs (model_id, batch).
 
@@ -257,9 +228,11 @@ class TrainingEngine:
                 for index in range(len(batch.datums))
             ]
             examples.sort(key=lambda example: (example.model_id, example.datum.length))
-            for one in cut(examples, lambda: self.token_budget, self.go_together):
-                self.run([(batch, [each.index for each in group]) for batch, group in groupby(one, key=_batch_of)])
-        return [self.finish(batch) for batch in batches]
+            for one in cut(examples, lambda: self.passes.token_budget, self.passes.go_together):
+                self.passes.run(
+                    [(batch, [each.index for each in group]) for batch, group in groupby(one, key=_batch_of)]
+                )
+        return [self.passes.finish(batch) for batch in batches]
 
     def probe(self, model_id: str, lengths: Lengths, *, checkpointing: bool) -> None:
         """Runs one forward and backward of sequences of these lengths, so that its memory can be measured.
@@ -271,19 +244,15 @@ class TrainingEngine:
             Datum(np.zeros(n, np.int32), np.zeros(n, np.int64), {"weights": np.ones(n, np.float32)}) for n in lengths
         ]
         batch = Batch("cross_entropy", loss, {}, forward_only=False, datums=datums, model_id=model_id)
-        self._passes.once(batch, checkpointing=checkpointing)
+        self.passes.once(batch, checkpointing=checkpointing)
 
     def taint(self, model_id: str, reason: str, *, seq_id: int) -> None:
         """Records that the forward_backward `seq_id` has failed: the model's next optim_step fails with `reason`."""
-        self._models[model_id].taint(reason, seq_id=seq_id)
+        self.passes.taint(model_id, reason, seq_id=seq_id)
 
     def is_tainted(self, model_id: str) -> bool:
         """True when the model's next optim_step will be refused, because a forward_backward has failed."""
         return bool(self._models[model_id].tainted)
-
-    def is_dead(self, error: Exception) -> bool:
-        """True for an error after which nothing can be computed in this process, whichever operation met it."""
-        return is_device_fault(error)
 
     def optim_step(self, model_id: str, params: Params, *, failure_seen: int = 0) -> Mapping[str, float]:
         """Makes a step with the accumulated gradients, zero when there are none, and clears them.
@@ -404,6 +373,12 @@ class TrainingEngine:
         return self._memory.with_memory(
             lambda: score(self.base, weights, sequences), what="scoring a published version"
         )
+
+    def score_together(self, weights: Weights | None, sequences: Sequence[Tokens]) -> Scores:
+        """Scores the sequences in one pass of all ranks, each of which must make this call. Raises MemoryError when one
+        has no memory for it."""
+        with self._team.one_pass():
+            return score(self.base, weights, sequences)
 
     def _optimizer_state(self, model: ModelState) -> OptimizerState:
         """The optimizer's state; before the first step, the state with which that step will begin."""

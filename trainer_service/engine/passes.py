@@ -22,7 +22,7 @@ from tinsmith.modeling.lora import Run
 from tinsmith.modeling.pass_gradient import PassGradient
 from tinsmith.rpc.errors import InvalidRequest, NotFinite, OutOfCapacity, ServiceError
 from trainer_service.engine.activation_checkpointing import checkpointed
-from trainer_service.engine.batch import Batch, Datum, Example, MicroBatch, describe_ratio, log_ratio
+from trainer_service.engine.batch import Batch, Datum, Example, MicroBatch, Output, describe_ratio, log_ratio
 from trainer_service.engine.budget import Attempt, MemoryBudget
 from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.optimizers import magnitude
@@ -110,7 +110,10 @@ class Alone:
 
 
 class Passes:
-    """Runs micro-batches. Results go into the batches, and gradients are added to those of the batches' models."""
+    """Runs micro-batches. Results go into the batches, and gradients are added to those of the batches' models.
+
+    The methods run on the compute thread, which is their caller (scheduling/compute.py).
+    """
 
     def __init__(
         self, base: BaseModel, models: Mapping[str, ModelState], memory: MemoryBudget, team: Team, metrics: Metrics
@@ -119,9 +122,23 @@ class Passes:
         self._models = models
         self._memory = memory
         self._team = team
+        self._agreement = metrics.agreement
         self._phases = metrics.compute.phases
         self._not_finite: list[Batch] = []
         """Batches that made the last pass fail, because their loss or their model's gradient was not finite."""
+
+    @property
+    def token_budget(self) -> int:
+        """Most tokens of a micro-batch. The budget falls when memory runs out, and recovers later."""
+        return self._memory.token_budget
+
+    def go_together(self, model_ids: Sequence[str]) -> bool:
+        """Whether a micro-batch may have datums of all these models: whether they fit on the device at once."""
+        return self._memory.go_together(model_ids, tokens=self.token_budget // self._team.num_shares)
+
+    def is_dead(self, error: Exception) -> bool:
+        """True for an error after which nothing can be computed in this process, whichever operation met it."""
+        return is_device_fault(error)
 
     def run(self, micro_batch: MicroBatch) -> None:
         """Runs datums of any batches through the base model, and adds to each model's gradients. Either all batches are
@@ -137,6 +154,26 @@ class Passes:
         with torch.set_grad_enabled(not any(batch.forward_only for batch, _ in micro_batch)):
             self._try(examples, attempt)
         self._memory.learn(attempt)
+
+    def finish(self, batch: Batch) -> Output | ServiceError:
+        """Returns the result of a batch whose datums have all run, or the error of a batch that failed.
+
+        A failed batch's gradient is missing from the model's sum, so the model's next optim_step is refused.
+        """
+        if batch.error is None:
+            if batch.mismatch is not None:
+                self._agreement.observe(batch.mismatch, loss_fn=batch.loss_fn)
+                model = self._models[batch.model_id]
+                if not batch.forward_only and batch.mismatch.farthest > model.largest_ratio[0]:
+                    model.largest_ratio = batch.mismatch.farthest, batch.largest_ratio()
+            return batch.output()
+        if not batch.forward_only:
+            self.taint(batch.model_id, batch.error.message, seq_id=batch.seq_id)
+        return batch.error
+
+    def taint(self, model_id: str, reason: str, *, seq_id: int) -> None:
+        """Records that the forward_backward `seq_id` has failed: the model's next optim_step fails with `reason`."""
+        self._models[model_id].taint(reason, seq_id=seq_id)
 
     def once(self, batch: Batch, *, checkpointing: bool) -> None:
         """Runs a whole batch in one pass, all of it on every rank. Raises the pass's error, if any."""

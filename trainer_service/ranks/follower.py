@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from tinsmith.cores import Cores
-from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.modeling.full_weights import FullWeights, Weights
 from tinsmith.rpc.errors import ServiceError
 from tinsmith.v1 import trainer_pb2
 from trainer_service.engine.batch import Batch, MicroBatch
-from trainer_service.engine.budget import Footprint, Plan
-from trainer_service.engine.engine import Accumulation, OptimizerState, State, TrainingEngine
-from trainer_service.engine.model_state import ModelState
-from trainer_service.engine.optimizers import AdamParams, DimuonParams
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.ranks.calls import make
 from trainer_service.ranks.group import RankGroup
 from trainer_service.ranks.team import RankTeam
 from trainer_service.ranks.wire import Message
-from trainer_service.weight_sync.canary import score
 
 logger = logging.getLogger(__name__)
-
-_PARAMS = {cls.kind: cls for cls in (AdamParams, DimuonParams)}
 
 
 class Follower:
@@ -49,24 +39,9 @@ class Follower:
         self._cores = cores
         self._team = RankTeam(group, sharded=base.sharded)
         budget = max_tokens_per_microbatch * self._team.num_shares
-        engine = TrainingEngine(base, max_tokens_per_microbatch=budget, team=self._team, **settings)
-        self._engine = engine
+        self._engine = TrainingEngine(base, max_tokens_per_microbatch=budget, team=self._team, **settings)
         self._batches: dict[int, Batch] = {}
         """The batches that have begun, by their numbers."""
-        self._calls: dict[str, Callable[[Message], None]] = {
-            "follow": self._follow,
-            "add_model": self._add_model,
-            "create_model": self._create_model,
-            "delete_model": lambda message: engine.delete_model(message.fields["model_id"]),
-            "probe": lambda message: engine.probe(
-                message.fields["model_id"], message.fields["lengths"], checkpointing=message.fields["checkpointing"]
-            ),
-            "taint": lambda message: engine.taint(**message.fields),
-            "optim_step": self._optim_step,
-            "restore": self._restore,
-            "gather_gradient": lambda message: engine.gather_gradient(message.fields["model_id"]),
-            "score": self._score,
-        }
 
     def work(self) -> None:
         while (message := self._group.command(None)).name != "stop":
@@ -76,61 +51,13 @@ class Follower:
                 if message.name == "run":
                     self._run(message)
                 else:
-                    call = self._calls[message.name]
-                    self._team.all_or_none(lambda call=call, message=message: call(message))
+                    self._team.all_or_none(lambda message=message: make(message, self._engine))
             except (ServiceError, MemoryError) as error:  # rank 0 raises the same error, and answers with it
                 logger.debug("%s: %s", message.name, error)
 
-    def _follow(self, message: Message) -> None:
-        footprints = {key: message.fields[key] for key in ("plain", "checkpointed")}
-        plan = Plan(
-            **{**message.fields, **{key: value and Footprint(**value) for key, value in footprints.items()}},
-        )
-        self._engine.follow(plan)
-
-    def _add_model(self, message: Message) -> None:
-        config = AdapterConfig(**message.fields["config"])
-        (flat,) = message.tensors
-        base = self._engine.base
-        model = ModelState(Adapter(config, base.targets, flat.to(base.device)), message.fields["optimizer"])
-        self._engine.add_model(message.fields["model_id"], model)
-
-    def _create_model(self, message: Message) -> None:
-        config = AdapterConfig(**message.fields["config"])
-        self._engine.create_model(message.fields["model_id"], config, message.fields["optimizer"])
-
-    def _optim_step(self, message: Message) -> None:
-        params = _PARAMS[message.fields["kind"]](**message.fields["params"])
-        self._engine.optim_step(message.fields["model_id"], params, failure_seen=message.fields["failure_seen"])
-
-    def _restore(self, message: Message) -> None:
-        config = AdapterConfig(**message.fields["config"])
-        flat, *tensors = message.tensors
-        optimizer = None
-        if message.fields["optimizer"] is not None:
-            kind, names = message.fields["optimizer"]
-            optimizer = OptimizerState(kind, dict(zip(names, tensors[: len(names)], strict=True)))
-            tensors = tensors[len(names) :]
-        accumulation = None
-        if message.fields["tainted"] is not None:
-            accumulation = Accumulation(tensors[0] if tensors else None, *message.fields["tainted"])
-        state = State(config, self._weights(config, flat), message.fields["step"], optimizer, accumulation)
-        self._engine.restore(message.fields["model_id"], state, with_optimizer=message.fields["with_optimizer"])
-
-    def _score(self, message: Message) -> None:
-        config = message.fields["config"]
-        weights = None if config is None else self._weights(AdapterConfig(**config), message.tensors[0])
-        sequences = [np.array(tokens, np.int32) for tokens in message.fields["sequences"]]
-        with self._team.one_pass():
-            score(self._engine.base, weights, sequences)
-
-    def _weights(self, config: AdapterConfig, flat: Tensor) -> Weights:
-        base = self._engine.base
-        return FullWeights(base, flat) if config.rank == 0 else Adapter(config, base.targets, flat)
-
     def _run(self, message: Message) -> None:
         micro_batch = self._team.all_or_none(lambda: self._micro_batch(message))
-        self._team.all_or_none(lambda: self._engine.run(micro_batch))
+        self._team.all_or_none(lambda: self._engine.passes.run(micro_batch))
         place = self._group.place
         if place.leads(place.rank):
             self._group.send(_results(micro_batch))

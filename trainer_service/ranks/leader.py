@@ -1,10 +1,10 @@
-"""The engine of rank 0. It sends every call that changes something to the other ranks, too."""
+"""The engine of rank 0. It sends every call that changes something to the other ranks, too (calls.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -15,25 +15,31 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.errors import OutOfCapacity, ServiceError
 from trainer_service.engine.batch import Batch, MicroBatch, Output
-from trainer_service.engine.budget import Lengths, Plan
+from trainer_service.engine.budget import Lengths, MemoryBudget, Plan
 from trainer_service.engine.engine import State, TrainingEngine
 from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.optimizers import Params
+from trainer_service.engine.passes import Passes
+from trainer_service.metrics import Metrics
 from trainer_service.objectives.mismatch import Mismatch
+from trainer_service.ranks.calls import message_of
 from trainer_service.ranks.group import RankGroup
 from trainer_service.ranks.team import RankTeam
 from trainer_service.ranks.wire import Message
-from trainer_service.weight_sync.canary import Scores, Tokens, score
+from trainer_service.weight_sync.canary import Scores, Tokens
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class LeadingEngine(TrainingEngine):
     """A TrainingEngine whose work several ranks share, with the methods and results of a single rank's engine.
 
-    A call that changes anything is first sent to all other ranks, which make it, too (follower.py). A call that only
-    reads runs on rank 0 alone: weights, moments and step counts are the same on every rank.
+    A call that changes anything is made on all ranks (calls.py). A call that only reads runs on rank 0 alone: weights,
+    moments and step counts are the same on every rank.
     """
+
+    passes: LeadingPasses
 
     def __init__(self, base: BaseModel, group: RankGroup, *, max_tokens_per_microbatch: int, **settings: Any) -> None:
         """All settings, `max_tokens_per_microbatch` included, are for one rank."""
@@ -41,11 +47,9 @@ class LeadingEngine(TrainingEngine):
         self._ranks = RankTeam(group, sharded=base.sharded)
         budget = max_tokens_per_microbatch * self._ranks.num_shares
         super().__init__(base, max_tokens_per_microbatch=budget, team=self._ranks, **settings)
-        self._numbers: dict[Batch, int] = {}
-        """Numbers of the batches that the other ranks have."""
-        self._last_number = 0
-        self._ended: list[int] = []
-        """Numbers of ended batches, which the other ranks may forget; the next `run` tells them."""
+
+    def _passes(self) -> LeadingPasses:
+        return LeadingPasses(self.base, self._models, self._memory, self._ranks, self._metrics, self._group)
 
     def stop(self) -> None:
         """Ends the other ranks. Nothing can be computed afterwards."""
@@ -54,19 +58,18 @@ class LeadingEngine(TrainingEngine):
     def follow(self, plan: Plan) -> None:
         """Adopts a plan on all ranks. `plan`: as measured for one rank; its token budget is multiplied by the
         shares."""
-        plan = replace(plan, token_budget=plan.token_budget * self._ranks.num_shares)
-        self._everywhere(Message("follow", asdict(plan)), lambda: super(LeadingEngine, self).follow(plan))
+        self._everywhere(TrainingEngine.follow, replace(plan, token_budget=plan.token_budget * self._ranks.num_shares))
 
     def add_model(self, model_id: str, model: ModelState) -> None:
-        fields = {"model_id": model_id, "config": asdict(model.adapter.config), "optimizer": model.optimizer_kind}
-        adapter = isinstance(model.adapter, Adapter)
-        # A new full model has the base model's parameters, which every rank has already.
-        weights = [model.adapter.flat.detach().cpu()] if adapter else []
         try:
-            self._everywhere(
-                Message("add_model" if adapter else "create_model", fields, weights),
-                lambda: super(LeadingEngine, self).add_model(model_id, model),
-            )
+            if isinstance(model.adapter, Adapter):
+                self._everywhere(TrainingEngine.add_model, model_id, model)
+            else:  # a new full model has the base model's parameters, which every rank has already
+                message = message_of(
+                    TrainingEngine.create_model, [model_id, model.adapter.config, model.optimizer_kind], {}
+                )
+                self._group.command(message)
+                self._ranks.all_or_none(lambda: super(LeadingEngine, self).add_model(model_id, model))
         except (ServiceError, MemoryError) as error:
             super().delete_model(model_id)
             if isinstance(error, ServiceError):
@@ -74,16 +77,61 @@ class LeadingEngine(TrainingEngine):
             raise OutOfCapacity(f"there is no memory for {model_id} at this moment on every rank") from None
 
     def delete_model(self, model_id: str) -> None:
-        for batch in [batch for batch in self._numbers if batch.model_id == model_id]:
-            self._forget(batch)
-        message = Message("delete_model", {"model_id": model_id})
-        self._everywhere(message, lambda: super(LeadingEngine, self).delete_model(model_id))
+        self.passes.forget_model(model_id)
+        self._everywhere(TrainingEngine.delete_model, model_id)
 
     def probe(self, model_id: str, lengths: Lengths, *, checkpointing: bool) -> None:
-        message = Message("probe", {"model_id": model_id, "lengths": list(lengths), "checkpointing": checkpointing})
-        self._everywhere(
-            message, lambda: super(LeadingEngine, self).probe(model_id, lengths, checkpointing=checkpointing)
-        )
+        self._everywhere(TrainingEngine.probe, model_id, lengths, checkpointing=checkpointing)
+
+    def optim_step(self, model_id: str, params: Params, *, failure_seen: int = 0) -> Mapping[str, float]:
+        return self._everywhere(TrainingEngine.optim_step, model_id, params, failure_seen=failure_seen)
+
+    def capture(self, model_id: str, *, with_optimizer: bool, with_accumulation: bool = False) -> State:
+        if with_accumulation:
+            self._everywhere(TrainingEngine.gather_gradient, model_id)
+        return super().capture(model_id, with_optimizer=with_optimizer, with_accumulation=with_accumulation)
+
+    def restore(self, model_id: str, state: State, *, with_optimizer: bool) -> None:
+        if not with_optimizer:
+            state = replace(state, optimizer=None)  # so that it is not sent
+        self._everywhere(TrainingEngine.restore, model_id, state, with_optimizer=with_optimizer)
+
+    def score(self, weights: Weights | None, sequences: Sequence[Tokens]) -> Scores:
+        if not self._ranks.together:
+            return super().score(weights, sequences)  # rank 0 has the whole base model
+        try:
+            return self._everywhere(TrainingEngine.score_together, weights, sequences)
+        except MemoryError:
+            raise OutOfCapacity("there is no memory for scoring a published version at this moment") from None
+
+    def _everywhere(
+        self, call: Callable[Concatenate[TrainingEngine, P], T], *arguments: P.args, **named: P.kwargs
+    ) -> T:
+        """Makes a call of calls.py on all ranks. An error on any rank is raised on all."""
+        self._group.command(message_of(call, arguments, named))
+        return self._ranks.all_or_none(lambda: call(self, *arguments, **named))
+
+
+class LeadingPasses(Passes):
+    """Passes in which all ranks take part. The other ranks make each batch from its request, when it first runs."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        models: Mapping[str, ModelState],
+        memory: MemoryBudget,
+        ranks: RankTeam,
+        metrics: Metrics,
+        group: RankGroup,
+    ) -> None:
+        super().__init__(base, models, memory, ranks, metrics)
+        self._ranks = ranks
+        self._group = group
+        self._numbers: dict[Batch, int] = {}
+        """Numbers of the batches that the other ranks have."""
+        self._last_number = 0
+        self._ended: list[int] = []
+        """Numbers of ended batches, which the other ranks may forget; the next `run` tells them."""
 
     def run(self, micro_batch: MicroBatch) -> None:
         micro_batch = [(batch, indices) for batch, indices in micro_batch if batch.error is None and indices]
@@ -92,7 +140,7 @@ class LeadingEngine(TrainingEngine):
         self._group.command(self._to_run(micro_batch))
         try:
             self._ranks.all_or_none(lambda: None)  # the others have read the new batches
-            self._ranks.all_or_none(lambda: super(LeadingEngine, self).run(micro_batch))
+            self._ranks.all_or_none(lambda: super(LeadingPasses, self).run(micro_batch))
         except (ServiceError, MemoryError) as error:  # outside any single batch: which gradients were added is unknown
             for batch, _ in micro_batch:
                 batch.error = error if isinstance(error, ServiceError) else OutOfCapacity(str(error))
@@ -123,67 +171,19 @@ class LeadingEngine(TrainingEngine):
         self._forget(batch)
         return super().finish(batch)
 
+    def taint(self, model_id: str, reason: str, *, seq_id: int) -> None:
+        self._group.command(message_of(TrainingEngine.taint, [model_id, reason], {"seq_id": seq_id}))
+        self._ranks.all_or_none(lambda: super(LeadingPasses, self).taint(model_id, reason, seq_id=seq_id))
+
+    def forget_model(self, model_id: str) -> None:
+        """Forgets a deleted model's batches."""
+        for batch in [batch for batch in self._numbers if batch.model_id == model_id]:
+            self._forget(batch)
+
     def _forget(self, batch: Batch) -> None:
         number = self._numbers.pop(batch, None)
         if number is not None:
             self._ended.append(number)
-
-    def taint(self, model_id: str, reason: str, *, seq_id: int) -> None:
-        message = Message("taint", {"model_id": model_id, "reason": reason, "seq_id": seq_id})
-        self._everywhere(message, lambda: super(LeadingEngine, self).taint(model_id, reason, seq_id=seq_id))
-
-    def optim_step(self, model_id: str, params: Params, *, failure_seen: int = 0) -> Mapping[str, float]:
-        fields = {"model_id": model_id, "kind": params.kind, "params": asdict(params), "failure_seen": failure_seen}
-        return self._everywhere(
-            Message("optim_step", fields),
-            lambda: super(LeadingEngine, self).optim_step(model_id, params, failure_seen=failure_seen),
-        )
-
-    def capture(self, model_id: str, *, with_optimizer: bool, with_accumulation: bool = False) -> State:
-        if with_accumulation:
-            message = Message("gather_gradient", {"model_id": model_id})
-            self._everywhere(message, lambda: self.gather_gradient(model_id))
-        return super().capture(model_id, with_optimizer=with_optimizer, with_accumulation=with_accumulation)
-
-    def restore(self, model_id: str, state: State, *, with_optimizer: bool) -> None:
-        sent = state.optimizer if with_optimizer else None
-        accumulation = state.accumulation
-        gradient = None if accumulation is None else accumulation.gradient
-        fields = {
-            "model_id": model_id,
-            "config": asdict(state.config),
-            "step": state.step,
-            "with_optimizer": with_optimizer,
-            "optimizer": None if sent is None else [sent.kind, list(sent.tensors)],
-            "tainted": None if accumulation is None else [accumulation.tainted, accumulation.tainted_by],
-        }
-        tensors = [state.adapter.flat, *(sent.tensors.values() if sent is not None else ())]
-        tensors += [] if gradient is None else [gradient]
-        self._everywhere(
-            Message("restore", fields, tensors),
-            lambda: super(LeadingEngine, self).restore(model_id, state, with_optimizer=with_optimizer),
-        )
-
-    def score(self, weights: Weights | None, sequences: Sequence[Tokens]) -> Scores:
-        if not self._ranks.together:
-            return super().score(weights, sequences)  # rank 0 has the whole base model
-        config = None if weights is None else asdict(weights.config)
-        fields = {"config": config, "sequences": [tokens.tolist() for tokens in sequences]}
-        message = Message("score", fields, [] if weights is None else [weights.flat.detach().cpu()])
-
-        def call() -> Scores:
-            with self._ranks.one_pass():
-                return score(self.base, weights, sequences)
-
-        try:
-            return self._everywhere(message, call)
-        except MemoryError:
-            raise OutOfCapacity("there is no memory for scoring a published version at this moment") from None
-
-    def _everywhere(self, message: Message, call: Callable[[], T]) -> T:
-        """Sends the message to the other ranks, and makes the same call here. An error on any rank is raised on all."""
-        self._group.command(message)
-        return self._ranks.all_or_none(call)
 
 
 def _take(results: Message, micro_batch: MicroBatch) -> None:

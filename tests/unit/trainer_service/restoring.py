@@ -75,7 +75,7 @@ class Process:
         engine = TrainingEngine(base, max_tokens_per_microbatch=24, deterministic=deterministic, metrics=metrics)
         sender = WeightSender([], trainer_id="t", host="127.0.0.1", timeout_s=5, metrics=metrics)
         scheduler = Scheduler(
-            engine,
+            engine.passes,
             journal,
             max_queued_operations=99,
             max_models=max_models,

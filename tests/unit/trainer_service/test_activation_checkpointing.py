@@ -75,13 +75,13 @@ def test_it_is_chosen_where_a_sequence_would_not_fit_and_only_there(base: BaseMo
     create(engine, "m")
     engine.follow(Plan(100, memory_bytes=4000, activation_bytes=2000, plain=Footprint(0, 100, 0)))
     used: list[bool] = []
-    compute = engine._passes._compute
+    compute = engine.passes._compute
 
     def spy(items: Any, *, checkpointing: bool) -> Any:
         used.append(checkpointing)
         return compute(items, checkpointing=checkpointing)
 
-    engine._passes._compute = spy  # type: ignore[method-assign]
+    engine.passes._compute = spy  # type: ignore[method-assign]
     run(engine, "m", batch(engine, [20]))
     run(engine, "m", batch(engine, [21]))
     assert used == [False, True]

@@ -67,9 +67,9 @@ def test_measuring_finds_a_budget_within_its_bounds_and_leaves_nothing_behind(en
     plan = measure(engine, Bounds(max_tokens_per_microbatch=128, max_lora_rank=16))
     assert plan.token_budget == 128
     assert engine._models == {}
-    assert engine.token_budget == 512  # until it follows the plan
+    assert engine.passes.token_budget == 512  # until it follows the plan
     engine.follow(plan)
-    assert engine.token_budget == plan.token_budget
+    assert engine.passes.token_budget == plan.token_budget
 
 
 def test_a_budget_that_is_set_is_not_measured_but_bounded_by_memory(engine: TrainingEngine) -> None:

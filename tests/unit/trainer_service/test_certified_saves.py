@@ -134,7 +134,7 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
         sender.start()
         exits.push_async_callback(sender.close)
         checkpoints = CheckpointStore(tmp_path / "checkpoints", metrics)
-        scheduler = Scheduler(training, journal, max_queued_operations=20, max_models=4, metrics=metrics)
+        scheduler = Scheduler(training.passes, journal, max_queued_operations=20, max_models=4, metrics=metrics)
         exits.push_async_callback(scheduler.close, timeout_s=10)
         sequences = canary_of(base)
         rule = GapRule(0.01, 0.01, "refuse", timeout_s=20)

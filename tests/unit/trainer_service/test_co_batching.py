@@ -98,8 +98,8 @@ def in_micro_batches(engine: TrainingEngine, all_tenants: Sequence[Tenant], budg
     for batch in batches.values():
         ring.add(batch)
     while micro_batch := ring.next_micro_batch(budget):
-        engine.run(micro_batch)
-    return {model_id: engine.finish(batch) for model_id, batch in batches.items()}
+        engine.passes.run(micro_batch)
+    return {model_id: engine.passes.finish(batch) for model_id, batch in batches.items()}
 
 
 def begun(all_tenants: Sequence[Tenant]) -> dict[str, Batch]:
@@ -130,10 +130,10 @@ def test_gradients_over_any_split_of_batches_into_micro_batches_are_equal(engine
     random_.shuffle(datums)
     while datums:
         taken = [datums.pop() for _ in range(min(len(datums), random_.randint(1, 6)))]
-        engine.run([(batches[model_id], [index]) for model_id, index in taken])
+        engine.passes.run([(batches[model_id], [index]) for model_id, index in taken])
     for model_id, batch in batches.items():
         theirs, their_gradient = expected[model_id]
-        assert_same(engine.finish(batch), theirs)
+        assert_same(engine.passes.finish(batch), theirs)
         assert_near(gradient(engine, model_id), their_gradient, 1e-5)
 
 
@@ -146,9 +146,9 @@ def test_weight_decay_and_moments_of_one_tenant_never_touch_another(engine: Trai
     for _ in range(3):
         batches = list(begun([decaying, dimuon, still, reading]).values())
         for indices in ([0, 1], [2, 3]):
-            engine.run([(batch, indices) for batch in batches if not batch.forward_only])
-            engine.run([(batch, indices) for batch in batches if batch.forward_only])
-        assert all(isinstance(engine.finish(batch), Output) for batch in batches)
+            engine.passes.run([(batch, indices) for batch in batches if not batch.forward_only])
+            engine.passes.run([(batch, indices) for batch in batches if batch.forward_only])
+        assert all(isinstance(engine.passes.finish(batch), Output) for batch in batches)
         engine.optim_step(decaying.model_id, AdamParams(1e-2, 0.9, 0.95, 1e-8, 0.5, 0.0))
         engine.optim_step(dimuon.model_id, DimuonParams(learning_rate=1e-2, beta1=0.9, grad_clip_norm=0.0))
     for model_id, flat in flats.items():

@@ -277,7 +277,7 @@ def test_the_time_of_a_custom_loss_counts_also_where_it_fails_and_that_of_anothe
     for behaviour in (slow, fail):
         monkeypatch.setattr(CustomLoss, "evaluate", behaviour)
         batches = [replace(one, model_id="m") for one in (own, plain)]
-        engine.run([(batch, range(len(batch.datums))) for batch in batches])
+        engine.passes.run([(batch, range(len(batch.datums))) for batch in batches])
         assert batches[0].loss_seconds >= 0.02
         assert batches[1].loss_seconds == 0.0
 

@@ -126,7 +126,7 @@ def test_an_engine_is_dead_after_a_fault_of_its_device_and_not_for_lack_of_memor
     base: BaseModel, error: Exception, dead: bool
 ) -> None:
     engine = TrainingEngine(base, max_tokens_per_microbatch=64)
-    assert engine.is_dead(error) == dead
+    assert engine.passes.is_dead(error) == dead
 
 
 @pytest.mark.parametrize("num_models", [1, 3])
@@ -146,6 +146,6 @@ def test_a_fault_of_the_device_leaves_a_pass_at_once_and_blames_no_batch(
 
     monkeypatch.setattr(Passes, "_compute", faults)
     with pytest.raises(torch.AcceleratorError):
-        engine.run([(one, range(2)) for one in batches])
+        engine.passes.run([(one, range(2)) for one in batches])
     assert tried == [1]
     assert [one.error for one in batches] == [None] * num_models

@@ -117,9 +117,9 @@ def test_any_division_into_micro_batches_gives_the_same_numbers(engine: Training
     random.Random(seed).shuffle(order)
     while order:
         count = 1 + seed % 3
-        engine.run([(one, order[:count])])
+        engine.passes.run([(one, order[:count])])
         del order[:count]
-    output = engine.finish(one)
+    output = engine.passes.finish(one)
     assert isinstance(output, Output)
     assert output.metrics == pytest.approx(run(engine, MODEL, whole).metrics, rel=1e-5)
 

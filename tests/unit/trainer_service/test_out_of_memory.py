@@ -84,8 +84,8 @@ def test_the_budget_falls_below_what_failed_and_the_next_batch_runs_at_once(base
     create(engine, "m")
     memory.max_tokens = 60
     run(engine, "m", batch(engine, LENGTHS))
-    assert engine.token_budget <= 60
-    assert registry.get_sample_value("trainer_token_budget") == engine.token_budget
+    assert engine.passes.token_budget <= 60
+    assert registry.get_sample_value("trainer_token_budget") == engine.passes.token_budget
     failed = registry.get_sample_value("trainer_out_of_memory_total")
     run(engine, "m", batch(engine, LENGTHS))
     assert registry.get_sample_value("trainer_out_of_memory_total") == failed
@@ -101,7 +101,7 @@ def test_a_batch_that_finds_no_memory_even_alone_leaves_everybody_the_budget(
     memory.max_tokens = max_tokens
     engine.forward_backward([("greedy", batch(engine, [25])), ("other", batch(engine, LENGTHS[2:5]))])
     memory.max_tokens = 10_000
-    assert engine.token_budget == 200
+    assert engine.passes.token_budget == 200
     memory.passes.clear()
     run(engine, "other", batch(engine, LENGTHS))
     assert memory.passes == [sum(LENGTHS)]
@@ -115,13 +115,13 @@ def test_the_budget_rises_again_when_all_has_gone_well_for_long(
     create(engine, "m")
     memory.max_tokens = 60
     run(engine, "m", batch(engine, LENGTHS))
-    lowered = engine.token_budget
+    lowered = engine.passes.token_budget
     assert lowered < 60
     memory.max_tokens = 10_000
     budgets = []
     for _ in range(9):
         run(engine, "m", batch(engine, [4]))
-        budgets.append(engine.token_budget)
+        budgets.append(engine.passes.token_budget)
     assert budgets == [*[lowered] * 2, *[2 * lowered] * 3, *[min(200, 4 * lowered)] * 3, min(200, 8 * lowered)]
 
 
@@ -157,7 +157,7 @@ def test_a_long_datum_that_fails_alone_says_nothing_of_the_budget(base: BaseMode
     create(engine, "m")
     memory.max_tokens = 200
     run(engine, "m", batch(engine, [230]))
-    assert engine.token_budget == 200
+    assert engine.passes.token_budget == 200
 
 
 def test_a_datum_that_fails_alone_runs_with_activation_checkpointing_at_once_the_next_time(
@@ -306,11 +306,11 @@ resource.setrlimit(resource.RLIMIT_AS, (used + 30_000_000, hard))
 output = run(engine, "starved", one)
 resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 assert registry.get_sample_value("trainer_out_of_memory_total") >= 1
-assert engine.token_budget < one.num_tokens
-starved_budget = engine.token_budget
+assert engine.passes.token_budget < one.num_tokens
+starved_budget = engine.passes.token_budget
 engine.follow(type(engine.plan)(token_budget=100_000))
 roomy = run(engine, "free", one)
-assert engine.token_budget == 100_000
+assert engine.passes.token_budget == 100_000
 assert abs(output.metrics["loss:sum"] / roomy.metrics["loss:sum"] - 1) < 1e-5
 gap = (gradient(engine, "starved") - gradient(engine, "free")).norm() / gradient(engine, "free").norm()
 assert gap < 1e-5, gap

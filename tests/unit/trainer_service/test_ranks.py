@@ -10,10 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.trainer_service.engines import ADAM, batch, create, run
+from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import InvalidRequest, ServiceError
 from trainer_service.config import TrainerConfig
+from trainer_service.engine.budget import Footprint, Plan
 from trainer_service.engine.engine import TrainingEngine
-from trainer_service.ranks.leader import LeadingEngine
+from trainer_service.engine.model_state import ModelState
+from trainer_service.engine.passes import Passes
+from trainer_service.ranks.calls import make, message_of
+from trainer_service.ranks.leader import LeadingEngine, LeadingPasses
 from trainer_service.ranks.place import Place
 from trainer_service.ranks.process import num_threads
 from trainer_service.ranks.roll_call import Sign, missing
@@ -70,19 +76,25 @@ def test_shares_have_about_as_many_tokens_and_keep_the_order() -> None:
     assert balanced([5], 3) == [[0], [], []]
 
 
-@pytest.mark.parametrize("size", [0, 10, 4_000, 5_000])
-def test_a_message_arrives_as_it_was_sent(size: int) -> None:
-    """Also a header that is longer than the first frame."""
-    tensors = [torch.randn(3, 5), torch.empty(0), torch.tensor([1, 2, 3], dtype=torch.uint8), torch.randn(2).bfloat16()]
-    fields = {"text": "x" * size, "rate": 0.1 + 0.2, "none": None, "nested": [[1, {"a": 2}]]}
+def _sent(message: Message) -> Message:
+    """The message as another rank receives it."""
     wire: deque[Tensor] = deque()
-    Message("run", fields, tensors).send(lambda tensor: wire.append(tensor.clone()))
+    message.send(lambda tensor: wire.append(tensor.clone()))
 
     def move(tensor: Tensor) -> None:
         tensor.copy_(wire.popleft())
 
     received = Message.receive(move)
     assert not wire
+    return received
+
+
+@pytest.mark.parametrize("size", [0, 10, 4_000, 5_000])
+def test_a_message_arrives_as_it_was_sent(size: int) -> None:
+    """Also a header that is longer than the first frame."""
+    tensors = [torch.randn(3, 5), torch.empty(0), torch.tensor([1, 2, 3], dtype=torch.uint8), torch.randn(2).bfloat16()]
+    fields = {"text": "x" * size, "rate": 0.1 + 0.2, "none": None, "nested": [[1, {"a": 2}]]}
+    received = _sent(Message("run", fields, tensors))
     assert (received.name, received.fields) == ("run", fields)
     for theirs, ours in zip(received.tensors, tensors, strict=True):
         assert theirs.dtype == ours.dtype
@@ -154,25 +166,54 @@ def test_every_change_of_an_engine_is_done_on_every_rank() -> None:
     """A new method of the engine must be told to the other ranks, or named here with the reason why not."""
     own = {
         "create_model",  # ends in add_model
-        "forward_backward",  # run and finish
+        "forward_backward",  # calls the passes
+        "taint",  # calls the passes
         "gather_gradient",  # `capture` tells the others
-        "go_together",  # reads
+        "score_together",  # `score` tells the others
         "has_room_for",
         "weights",
-        "is_dead",  # reads
         "is_tainted",
         "check_trainable",
         "version_bytes",  # computes nothing
         # values of a plan or of the settings, equal on every rank:
-        "token_budget",
         "can_checkpoint",
         "always_checkpoints",
         "num_layers",
         "plan",
         "residency",
     }
-    public = {name for name, _ in inspect.getmembers(TrainingEngine) if not name.startswith("_")}
-    assert public - {name for name in vars(LeadingEngine) if not name.startswith("_")} == own
+    assert _public(TrainingEngine) - vars(LeadingEngine).keys() == own
+    own = {"once"}  # `probe` tells the others
+    own |= {"go_together", "is_dead", "token_budget"}  # read
+    assert _public(Passes) - vars(LeadingPasses).keys() == own
+
+
+def _public(cls: type) -> set[str]:
+    return {name for name, _ in inspect.getmembers(cls) if not name.startswith("_")}
+
+
+def test_the_arguments_of_a_call_arrive_as_they_were_sent(base: BaseModel) -> None:
+    leader, follower = (TrainingEngine(base, max_tokens_per_microbatch=64) for _ in range(2))
+    create(leader, "m")
+    run(leader, "m", batch(leader, [5, 3]))
+    leader.optim_step("m", ADAM)
+    run(leader, "m", batch(leader, [4]))
+    state = leader.capture("m", with_optimizer=True, with_accumulation=True)
+    plan = Plan(64, memory_bytes=10**9, plain=Footprint(1.0, 2.0, 3.0), longest_datum=33)
+    for call, *arguments, named in (
+        (TrainingEngine.follow, plan, {}),
+        (TrainingEngine.add_model, "m", ModelState(state.adapter, "adamw"), {}),
+        (TrainingEngine.restore, "m", state, {"with_optimizer": True}),
+        (TrainingEngine.optim_step, "m", ADAM, {"failure_seen": 0}),
+    ):
+        make(_sent(message_of(call, arguments, named)), follower)
+    assert follower.plan == plan
+    leader.optim_step("m", ADAM)
+    ours, theirs = (engine.capture("m", with_optimizer=True) for engine in (leader, follower))
+    assert ours.adapter.flat.equal(theirs.adapter.flat)
+    assert ours.optimizer is not None
+    assert theirs.optimizer is not None
+    assert all(theirs.optimizer.tensors[name].equal(one) for name, one in ours.optimizer.tensors.items())
 
 
 def test_a_fault_of_a_ranks_device_ends_the_rank_and_is_no_error_that_ranks_agree_on() -> None:

@@ -96,7 +96,7 @@ async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
         engine = TrainingEngine(base, max_tokens_per_microbatch=64)
         sender = WeightSender([], trainer_id="t", host="127.0.0.1", timeout_s=5, metrics=metrics)
         checkpoints = CheckpointStore(tmp_path / "checkpoints", metrics)
-        scheduler = Scheduler(engine, journal, max_queued_operations=20, max_models=4, metrics=metrics)
+        scheduler = Scheduler(engine.passes, journal, max_queued_operations=20, max_models=4, metrics=metrics)
         sequences = canary_of(base)
         rule = GapRule(0.01, 0.01, "refuse", timeout_s=5)
         publisher = Publisher(sender, sequences, rule, metrics, engine.score(None, sequences))

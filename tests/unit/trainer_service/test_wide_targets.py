@@ -142,7 +142,7 @@ def test_the_charged_memory_covers_that_of_many_targets(base: BaseModel) -> None
         one = replace(Batch.from_proto(message, engine.limits), model_id="m")
 
         def whole() -> None:
-            engine._passes.once(one, checkpointing=False)
+            engine.passes.once(one, checkpointing=False)
 
         whole()
         tracemalloc.start()  # arrays are torch's on the device, and numpy's on the host
