@@ -9,8 +9,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from tinsmith.errors import EngineDead, NotReady, ServiceError
 from tinsmith.rpc import channel as rpc
-from tinsmith.rpc.errors import EngineDead, NotReady, ServiceError, from_rpc_error, is_from_service
+from tinsmith.rpc.errors import from_rpc_error, is_from_service
 from tinsmith.rpc.tls import Certificates
 
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")

@@ -18,7 +18,7 @@ import grpc.aio
 from gateway.channel import connect
 from gateway.metrics import Metrics
 from gateway.sampling.replicas import Replica, Replicas
-from tinsmith.rpc.errors import InvalidRequest, NotReady, ServiceError
+from tinsmith.errors import InvalidRequest, NotReady, ServiceError
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import sampler_pb2, trainer_pb2, trainer_pb2_grpc

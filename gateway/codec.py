@@ -29,8 +29,7 @@ from gateway.futures import JSON, PROTOBUF, Answer
 from gateway.shown import shown, shown_name
 from gateway.tenants.caller import Caller
 from tinsmith.cores import Cores
-from tinsmith.rpc import logs
-from tinsmith.rpc.errors import (
+from tinsmith.errors import (
     AlreadyExists,
     BudgetExceeded,
     InvalidRequest,
@@ -39,6 +38,7 @@ from tinsmith.rpc.errors import (
     OutOfCapacity,
     ServiceError,
 )
+from tinsmith.rpc import logs
 
 if TYPE_CHECKING:
     from gateway.gateway import Gateway

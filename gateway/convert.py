@@ -14,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 from gateway import schemas
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.shown import shown, shown_name
-from tinsmith.rpc.errors import InvalidRequest, Unsupported
+from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.rpc.paths import SCHEME
 from tinsmith.rpc.times import duration, seconds_of
 from tinsmith.rpc.words import value_of, word_of

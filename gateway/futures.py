@@ -22,9 +22,9 @@ from gateway.ids import Target, is_model, sample_of, session_of
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold
+from tinsmith.errors import FailedPrecondition, ServiceError
 from tinsmith.formatting import duration_text
 from tinsmith.rpc import logs, tracing
-from tinsmith.rpc.errors import FailedPrecondition, ServiceError
 from tinsmith.rpc.server import RAN
 from tinsmith.rpc.times import seconds_of
 from tinsmith.v1 import types_pb2

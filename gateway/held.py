@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from prometheus_client import Gauge
 
-from tinsmith.rpc.errors import OutOfCapacity
+from tinsmith.errors import OutOfCapacity
 
 SMALL_BYTES = 64 * 2**10
 

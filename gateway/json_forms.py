@@ -18,7 +18,7 @@ import orjson
 
 from gateway import convert, schemas
 from gateway.shown import shown
-from tinsmith.rpc.errors import InvalidRequest, Unsupported
+from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
 
 Array = npt.NDArray[Any]

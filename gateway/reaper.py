@@ -34,7 +34,7 @@ from gateway.tasks import to_its_end
 from gateway.tenants.billing import Billing
 from gateway.training.operations import Operations
 from gateway.training.refusals import Refusals
-from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, ServiceError
+from tinsmith.errors import FailedPrecondition, InvalidRequest, ServiceError
 from tinsmith.v1 import trainer_pb2
 
 logger = logging.getLogger(__name__)

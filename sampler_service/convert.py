@@ -21,7 +21,7 @@ from sampler_service.core.request import (
     TopkTable,
 )
 from sampler_service.tokenizer import Chat
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 from tinsmith.rpc.tensors import from_numpy, sparse_cells, text_tokens, to_numpy
 from tinsmith.rpc.times import duration
 from tinsmith.v1 import sampler_pb2 as pb

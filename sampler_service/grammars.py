@@ -27,7 +27,7 @@ from sampler_service.core.request import Grammar
 from sampler_service.grammar_check import CPU_S, MEMORY_BYTES, limits, source_of
 from sampler_service.threads import in_thread
 from sampler_service.tokenizer import load_tokenizer
-from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity, ServiceError, Unsupported
+from tinsmith.errors import InvalidRequest, OutOfCapacity, ServiceError, Unsupported
 
 Bools = npt.NDArray[np.bool_]
 

@@ -18,10 +18,10 @@ from sampler_service.core.engine import EngineSlot
 from sampler_service.core.request import Generation, Result
 from sampler_service.core.versions import VersionInfo
 from sampler_service.tokenizer import ChatTokenizer, TokenizerSlot
+from tinsmith.errors import InvalidRequest, NotFound, ServiceError, within
 from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc import logs, tracing
-from tinsmith.rpc.errors import InvalidRequest, NotFound, ServiceError, within
 from tinsmith.rpc.server import RAN
 from tinsmith.rpc.words import value_of
 from tinsmith.v1 import sampler_pb2 as pb

@@ -22,7 +22,7 @@ from transformers.utils import cached_file
 
 from sampler_service.core.request import Ints
 from sampler_service.threads import in_thread
-from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, Unsupported
+from tinsmith.errors import FailedPrecondition, InvalidRequest, Unsupported
 
 T = TypeVar("T")
 ToolCallFormat = Literal["hermes", "llama3"]

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from tinsmith.errors import ServiceError
 from tinsmith.rpc import tracing
-from tinsmith.rpc.errors import ServiceError
 from tinsmith.v1 import trainer_pb2
 from trainer_service.engine.batch import Batch
 

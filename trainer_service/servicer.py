@@ -20,9 +20,9 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from tinsmith.cores import Cores
+from tinsmith.errors import InvalidRequest, ModelNotFound, NotReady, ServiceError
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc import tensors
-from tinsmith.rpc.errors import InvalidRequest, ModelNotFound, NotReady, ServiceError
 from tinsmith.rpc.notes import check_notes
 from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.server import ACCEPTED, RAN

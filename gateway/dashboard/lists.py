@@ -22,7 +22,7 @@ from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import Model, SamplingSession, Session
 from gateway.futures import Futures
 from gateway.views import DEFAULT_PROJECT, Json
-from tinsmith.rpc.errors import NotFound
+from tinsmith.errors import NotFound
 from tinsmith.rpc.paths import KINDS
 
 MAX_RUNS = 100

@@ -16,7 +16,7 @@ from gateway.clients import Clients, Trainer
 from gateway.metrics import Metrics
 from gateway.sampling.replicas import Replica
 from gateway.views import Json
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.errors import ServiceError
 from tinsmith.v1 import metrics_pb2, metrics_pb2_grpc
 
 logger = logging.getLogger(__name__)

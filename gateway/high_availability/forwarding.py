@@ -28,7 +28,7 @@ from gateway.database.tables.samples import SampleMark
 from gateway.high_availability.peers import BEAT_S, SILENT_S, Peers, living
 from gateway.ids import Target, first_of, target_of
 from gateway.sampling.completions import Completions
-from tinsmith.rpc.errors import NotReady
+from tinsmith.errors import NotReady
 
 logger = logging.getLogger(__name__)
 

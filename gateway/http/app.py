@@ -52,8 +52,8 @@ from gateway.http.tracing import Traces
 from gateway.metrics import Metrics
 from gateway.tenants.auth import Authentication
 from gateway.turns import Turns
+from tinsmith.errors import ServiceError
 from tinsmith.rpc import logs
-from tinsmith.rpc.errors import ServiceError
 
 GROUPS = (
     service,

@@ -20,7 +20,7 @@ from gateway.config import GatewayConfig
 from gateway.held import Share
 from gateway.ids import batch_fingerprint, fingerprint
 from gateway.training.operations import Submission
-from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity, ServiceError
+from tinsmith.errors import InvalidRequest, OutOfCapacity, ServiceError
 from tinsmith.v1 import trainer_pb2
 
 _IDS_BYTES = 4096

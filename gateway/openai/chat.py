@@ -27,7 +27,7 @@ from gateway.openai.sources import find_source
 from gateway.openai.structured import structure_of
 from gateway.openai.text import Vocabulary
 from gateway.tenants.caller import Caller
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 from tinsmith.v1 import sampler_pb2 as pb
 
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from gateway.codec import field_of, json_response, retry_after, status_of
 from gateway.openai.schemas import UNSUPPORTED
 from gateway.shown import shown
-from tinsmith.rpc.errors import InvalidRequest, ServiceError, Unsupported
+from tinsmith.errors import InvalidRequest, ServiceError, Unsupported
 
 _TYPES = {401: "invalid_request_error", 429: "rate_limit_error"}
 

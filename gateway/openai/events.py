@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.openai.draws import Draw, Update
 from gateway.openai.errors import body_of
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.errors import ServiceError
 
 T = TypeVar("T")
 

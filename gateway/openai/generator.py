@@ -36,7 +36,7 @@ from gateway.tenants.caller import Caller
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold, Limits
 from gateway.turns import Turns
-from tinsmith.rpc.errors import NotReady, ServiceError
+from tinsmith.errors import NotReady, ServiceError
 from tinsmith.v1 import sampler_pb2 as pb
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from gateway.openai.chat import chat, put_together
 from gateway.openai.errors import body_of, invalid
 from gateway.openai.schemas import Chat, Respond
 from gateway.tenants.caller import Caller
-from tinsmith.rpc.errors import InvalidRequest, ServiceError
+from tinsmith.errors import InvalidRequest, ServiceError
 
 LOGPROBS = "message.output_text.logprobs"
 

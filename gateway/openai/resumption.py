@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from tinsmith.rpc.errors import NotReady, ServiceError
+from tinsmith.errors import NotReady, ServiceError
 from tinsmith.v1 import sampler_pb2 as pb
 
 _TOKEN_BYTES = 4

@@ -12,7 +12,7 @@ from gateway.database.tables.sessions import SamplingSession
 from gateway.gateway import Gateway
 from gateway.openai.generator import Source
 from gateway.tenants.caller import Caller
-from tinsmith.rpc.errors import InvalidRequest, ModelNotFound
+from tinsmith.errors import InvalidRequest, ModelNotFound
 from tinsmith.rpc.paths import KINDS, SCHEME
 
 MAX_LISTED = 100

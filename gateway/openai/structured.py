@@ -16,7 +16,7 @@ from gateway.openai.generator import TokenizerInfo
 from gateway.openai.schemas import FunctionTool, ResponseFormat, ToolChoice
 from gateway.openai.text import Vocabulary
 from gateway.openai.tool_calls import CLOSE, OPEN, Form, ToolCallReader
-from tinsmith.rpc.errors import InvalidRequest, Unsupported
+from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.v1 import sampler_pb2 as pb
 
 _PLACE = re.compile(r"at (\d+)\(\d+\): (failed to compile JSON schema: )?")

@@ -7,7 +7,7 @@ from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import SamplingSession
 from gateway.sampling.inflight import Inflight
 from gateway.storage.retired_checkpoints import RetiredCheckpoints
-from tinsmith.rpc.errors import NotFound
+from tinsmith.errors import NotFound
 from tinsmith.v1 import trainer_pb2, types_pb2
 
 

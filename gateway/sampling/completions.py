@@ -22,7 +22,7 @@ from gateway.database.store import Store
 from gateway.database.tables.samples import SampleMark
 from gateway.futures import Futures, Gone
 from gateway.ids import LAST_SEQ_ID, Target, first_of, sample_of
-from tinsmith.rpc.errors import NotReady
+from tinsmith.errors import NotReady
 
 MAX_PAGE = 1000
 """Most completions in one answer."""

@@ -26,7 +26,7 @@ from gateway.sampling.inflight import Inflight
 from gateway.sampling.lives import Suspicion
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.replicas import Replica
-from tinsmith.rpc.errors import (
+from tinsmith.errors import (
     CheckpointNotFound,
     EngineDead,
     NotReady,

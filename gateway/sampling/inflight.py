@@ -18,7 +18,7 @@ from gateway.database.tables.sessions import SamplingSession
 from gateway.futures import Progress
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.replicas import Replica
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.errors import ServiceError
 from tinsmith.rpc.paths import is_newer, run_of
 from tinsmith.v1 import sampler_pb2, types_pb2
 

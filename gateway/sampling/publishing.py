@@ -14,14 +14,7 @@ from gateway.database.tables.sessions import SamplingSession
 from gateway.futures import Progress
 from gateway.sampling.replicas import Replica
 from gateway.storage.retired_checkpoints import RetiredCheckpoints
-from tinsmith.rpc.errors import (
-    CheckpointNotFound,
-    FailedPrecondition,
-    NotReady,
-    OutOfCapacity,
-    ServiceError,
-    VersionGone,
-)
+from tinsmith.errors import CheckpointNotFound, FailedPrecondition, NotReady, OutOfCapacity, ServiceError, VersionGone
 from tinsmith.v1 import trainer_pb2, types_pb2
 
 logger = logging.getLogger(__name__)

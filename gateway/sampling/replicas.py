@@ -24,7 +24,7 @@ from gateway.channel import DeadlineExceeded, connect
 from gateway.metrics import Metrics
 from gateway.sampling.lives import Life
 from gateway.sampling.routing import Conversations, choose, ranked
-from tinsmith.rpc.errors import NotReady, ServiceError
+from tinsmith.errors import NotReady, ServiceError
 from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 

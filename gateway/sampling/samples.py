@@ -21,12 +21,8 @@ from gateway.sampling.records import Records
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold
 from gateway.turns import Turns
+from tinsmith.errors import OutOfCapacity, SequenceConflict, ServiceError
 from tinsmith.rpc import logs
-from tinsmith.rpc.errors import (
-    OutOfCapacity,
-    SequenceConflict,
-    ServiceError,
-)
 from tinsmith.rpc.paths import run_of
 from tinsmith.v1 import sampler_pb2
 

@@ -23,7 +23,7 @@ from gateway.storage.retired_checkpoints import RetiredCheckpoints
 from gateway.tenants.access import Access
 from gateway.tenants.caller import Caller
 from gateway.tenants.ledger import Ledger, audit_event
-from tinsmith.rpc.errors import CheckpointNotFound, InvalidRequest, NotFound, NotReady, ServiceError
+from tinsmith.errors import CheckpointNotFound, InvalidRequest, NotFound, NotReady, ServiceError
 from tinsmith.rpc.paths import TinkerPath
 from tinsmith.v1 import trainer_pb2, types_pb2
 

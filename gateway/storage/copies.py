@@ -12,13 +12,7 @@ from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.transfers import Transfers
 from gateway.tenants.caller import Caller
 from gateway.tenants.limits import Limits
-from tinsmith.rpc.errors import (
-    AlreadyExists,
-    CheckpointExists,
-    CheckpointNotFound,
-    InvalidRequest,
-    SequenceConflict,
-)
+from tinsmith.errors import AlreadyExists, CheckpointExists, CheckpointNotFound, InvalidRequest, SequenceConflict
 from tinsmith.rpc.paths import TinkerPath
 from tinsmith.v1 import trainer_pb2
 

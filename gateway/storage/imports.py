@@ -20,7 +20,7 @@ from gateway.database.tables.checkpoints import Checkpoint
 from gateway.storage.transfers import Transfers
 from gateway.tenants.caller import Caller
 from gateway.tenants.limits import PATIENCE_S, Hold, Limits
-from tinsmith.rpc.errors import RateLimited, ServiceError
+from tinsmith.errors import RateLimited, ServiceError
 from tinsmith.rpc.paths import TinkerPath
 from tinsmith.v1 import trainer_pb2
 

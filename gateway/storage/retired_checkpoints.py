@@ -18,7 +18,7 @@ from gateway.clients import Clients
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint, RetiredCheckpoint
 from gateway.database.tables.sessions import Model, SamplingSession, Session
-from tinsmith.rpc.errors import CheckpointExists, CheckpointNotFound, ServiceError
+from tinsmith.errors import CheckpointExists, CheckpointNotFound, ServiceError
 from tinsmith.rpc.paths import RETIRED
 from tinsmith.v1 import trainer_pb2
 

@@ -25,7 +25,7 @@ from gateway.database.tables.sessions import Model
 from gateway.database.tables.tenants import AuditEvent
 from gateway.ids import session_of
 from gateway.storage.checkpoints import Checkpoints, event_of
-from tinsmith.rpc.errors import NotReady, ServiceError
+from tinsmith.errors import NotReady, ServiceError
 from tinsmith.rpc.paths import TinkerPath
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import Model, SamplingSession, Session
 from gateway.tenants.caller import Caller
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.errors import ServiceError
 
 _REFUSED = "refused"
 _MAX_TOLD = 1000

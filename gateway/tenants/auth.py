@@ -28,9 +28,9 @@ from gateway.tenants.caller import Caller
 from gateway.tenants.keys import Keys, hash_of, id_of, is_active
 from gateway.tenants.limits import Limits
 from gateway.tenants.tokens import InvalidToken, Tokens
+from tinsmith.errors import RateLimited
 from tinsmith.rpc import logs
 from tinsmith.rpc.auth import ApiKey, KeyRing, given_key
-from tinsmith.rpc.errors import RateLimited
 
 logger = logging.getLogger(__name__)
 

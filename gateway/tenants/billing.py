@@ -16,7 +16,7 @@ from gateway.database.tables.sessions import Model, Session
 from gateway.database.tables.tenants import Usage
 from gateway.tenants.ledger import Ledger
 from gateway.views import DEFAULT_PROJECT, Json, time_text, urn_of
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 
 GIGABYTE = 10**9
 HOUR_S = 3600

@@ -20,8 +20,8 @@ from gateway.database.catalog import exists_now
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.tenants import AuditEvent, Budget, StoredKey, TokenCount
+from tinsmith.errors import InvalidRequest, NotFound
 from tinsmith.rpc.auth import OWNER_PATTERN
-from tinsmith.rpc.errors import InvalidRequest, NotFound
 
 PREFIX = "tml-"
 """The SDK requires a key to begin like this."""

@@ -28,7 +28,7 @@ from gateway.database.tables.history import Span
 from gateway.database.tables.sessions import Model
 from gateway.database.tables.tenants import AuditEvent, CountedOperation, LedgerBatch, TokenCount, Usage
 from gateway.database.write_behind import WriteBehind
-from tinsmith.rpc.errors import NotReady
+from tinsmith.errors import NotReady
 
 UsageKind = Literal["training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample", "storage"]
 

@@ -32,7 +32,7 @@ from gateway.database.tables.tenants import Budget
 from gateway.tenants.caller import Caller
 from gateway.tenants.keys import Keys
 from gateway.tenants.ledger import Ledger
-from tinsmith.rpc.errors import BudgetExceeded, RateLimited, ServiceError
+from tinsmith.errors import BudgetExceeded, RateLimited, ServiceError
 from tinsmith.v1 import sampler_pb2
 
 Size = int | None | Callable[[], Awaitable[int | None]]

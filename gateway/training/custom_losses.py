@@ -19,7 +19,7 @@ from gateway.database.tables.operations import CustomLoss
 from gateway.futures import Answer, Futures, Gone, Pending
 from gateway.ids import fingerprint
 from gateway.training.refusals import Refusals
-from tinsmith.rpc.errors import InvalidRequest, NotReady, OutOfCapacity, SequenceConflict, ServiceError
+from tinsmith.errors import InvalidRequest, NotReady, OutOfCapacity, SequenceConflict, ServiceError
 from tinsmith.v1 import trainer_pb2
 
 KIND = "create_custom_loss"

@@ -13,7 +13,7 @@ from cachetools import LRUCache
 from gateway.clients import Clients
 from gateway.database.tables.sessions import Model
 from gateway.futures import Futures
-from tinsmith.rpc.errors import InvalidRequest, ModelNotFound, NotReady, ResultNotFound
+from tinsmith.errors import InvalidRequest, ModelNotFound, NotReady, ResultNotFound
 from tinsmith.v1 import trainer_pb2 as pb
 
 _MAX_HINTS = 10_000

@@ -31,14 +31,7 @@ from gateway.ids import operation_of, request_id_of
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
 from gateway.training.results import Results
-from tinsmith.rpc.errors import (
-    InvalidRequest,
-    NotReady,
-    OutOfCapacity,
-    ResultNotFound,
-    SequenceConflict,
-    ServiceError,
-)
+from tinsmith.errors import InvalidRequest, NotReady, OutOfCapacity, ResultNotFound, SequenceConflict, ServiceError
 from tinsmith.rpc.server import ACCEPTED
 from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb

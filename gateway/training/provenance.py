@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gateway.database.tables.samples import SequenceRecord
-from tinsmith.rpc.errors import InvalidRequest, Unsupported
+from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.rpc.tensors import to_numpy
 from tinsmith.v1 import trainer_pb2, types_pb2
 

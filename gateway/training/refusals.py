@@ -7,7 +7,7 @@ import time
 from gateway.database.store import Store
 from gateway.database.tables.operations import Operation
 from gateway.futures import Futures
-from tinsmith.rpc.errors import InvalidRequest, SequenceConflict, ServiceError
+from tinsmith.errors import InvalidRequest, SequenceConflict, ServiceError
 
 _RETENTION_S = 86400.0
 _MAX_KEPT = 100_000

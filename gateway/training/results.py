@@ -19,7 +19,7 @@ from gateway.futures import Answer
 from gateway.sampling.inflight import Inflight
 from gateway.storage.checkpoints import event_of
 from gateway.tenants.ledger import Ledger
-from tinsmith.rpc.errors import InvalidRequest, ServiceError
+from tinsmith.errors import InvalidRequest, ServiceError
 from tinsmith.rpc.times import seconds_of
 from tinsmith.rpc.words import word_of
 from tinsmith.v1 import trainer_pb2 as pb

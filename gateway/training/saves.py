@@ -11,7 +11,7 @@ from gateway.storage.checkpoints import Checkpoints
 from gateway.tenants.access import Access
 from gateway.tenants.caller import Caller
 from gateway.training.operations import Operations
-from tinsmith.rpc.errors import CheckpointNotFound, NotReady
+from tinsmith.errors import CheckpointNotFound, NotReady
 from tinsmith.rpc.paths import TinkerPath
 
 

@@ -28,9 +28,9 @@ from sampler_service.core.validation import Limits
 from sampler_service.core.versions import VersionStore
 from sampler_service.grammars import Grammars
 from sampler_service.metrics import Requests
+from tinsmith.errors import EngineDead, NotReady, OutOfCapacity, ServiceError
 from tinsmith.modeling.adapter import Target
 from tinsmith.modeling.full_weights import FullWeights, Weights
-from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, ServiceError
 from tinsmith.rpc.paths import is_newer
 
 logger = logging.getLogger(__name__)

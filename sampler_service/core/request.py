@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.errors import ServiceError
 
 Ints = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sampler_service.core.request import AltTokens, PromptScores, Request, TopkTable
 from sampler_service.core.sampling import pick, scaled_logprobs, stream_keys, uniforms
+from tinsmith.errors import ServiceError
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.logprobs import Head, logprob_chunks
 from tinsmith.modeling.lora import Run
-from tinsmith.rpc.errors import ServiceError
 
 ALT_STREAM = 1
 """The random stream of prompt_alt_tokens_k; sequences use stream 0."""

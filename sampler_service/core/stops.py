@@ -9,7 +9,7 @@ from typing import Any, cast
 from sampler_service.core.request import StopCondition
 from sampler_service.threads import in_thread
 from sampler_service.tokenizer import load_tokenizer
-from tinsmith.rpc.errors import Unsupported
+from tinsmith.errors import Unsupported
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -30,9 +30,9 @@ from sampler_service.core.sequence import Sequence
 from sampler_service.core.stops import StopRule
 from sampler_service.core.versions import Version
 from sampler_service.grammars import Compiled, Matcher
+from tinsmith.errors import ServiceError
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.full_weights import FullWeights
-from tinsmith.rpc.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sampler_service.core.request import Params, Penalties, Request, Targets
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 from tinsmith.rpc.tensors import check_tokens
 
 MAX_BIASES = 1024

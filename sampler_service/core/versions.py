@@ -12,7 +12,6 @@ from sampler_service.core.request import Request
 from sampler_service.metrics import Versions
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.full_weights import Weights
-from tinsmith.rpc.errors import AlreadyExists, InvalidRequest, OutOfCapacity, VersionNotLoaded
 from tinsmith.rpc.paths import is_newer
 
 logger = logging.getLogger(__name__)

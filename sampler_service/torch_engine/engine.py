@@ -40,11 +40,11 @@ from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS
 from sampler_service.torch_engine.runner import Runner
 from sampler_service.torch_engine.scheduler import Scheduler, StepOutput
 from tinsmith.cores import Cores, yield_to_event_loops
+from tinsmith.errors import Cancelled, OutOfCapacity, ServiceError
 from tinsmith.modeling.adapter import AdapterConfig, Target
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
 from tinsmith.modeling.self_check import TOLERANCE, random_adapter
-from tinsmith.rpc.errors import Cancelled, OutOfCapacity, ServiceError
 from tinsmith.rpc.paths import run_of
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.kv_cache_manager import KVCacheManager, Wanted
 from sampler_service.torch_engine.planner import Job, Planner, size_of
 from sampler_service.torch_engine.runner import Batch, Drawn, TaskPiece, TaskSequence
+from tinsmith.errors import ServiceError
 from tinsmith.modeling.kv_cache import KVCache
-from tinsmith.rpc.errors import ServiceError
 
 PROGRESS_S = 0.1
 """Time between two notes of the progress while nothing begins or ends, in seconds."""

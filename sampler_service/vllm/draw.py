@@ -26,7 +26,7 @@ from sampler_service.core.request import Grammar
 from sampler_service.core.sampling import Rules, UInt64s, draw, draw_masked, scaled_logprobs, uniforms
 from sampler_service.grammars import Bools, Compiled, Compiler, Matcher, keep
 from sampler_service.vllm.wire import Draws
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from sampler_service.vllm.self_check import check_engine
 from sampler_service.vllm.shared_memory import SharedTensor
 from sampler_service.vllm.start import VllmProcess, check_installed, start
 from sampler_service.vllm.versions import SharedAdapter, SharedFull, WorkerVersions, no_full_versions
+from tinsmith.errors import Cancelled, EngineDead, ServiceError, Unsupported
 from tinsmith.modeling.adapter import Adapter, Group, Target
 from tinsmith.modeling.base_model import UnsupportedModel
 from tinsmith.modeling.full_weights import Weights
-from tinsmith.rpc.errors import Cancelled, EngineDead, ServiceError, Unsupported
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from sampler_service.vllm.outputs import DrawnToken, drawn_tokens
 from sampler_service.vllm.requests import lora_request, prompt, sampling_params
 from sampler_service.vllm.start import VllmProcess
 from sampler_service.vllm.wire import Scores
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 

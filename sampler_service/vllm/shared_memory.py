@@ -15,8 +15,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from tinsmith.errors import OutOfCapacity
 from tinsmith.memory import host_bytes
-from tinsmith.rpc.errors import OutOfCapacity
 
 
 @dataclass(frozen=True, slots=True)

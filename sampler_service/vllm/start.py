@@ -10,8 +10,8 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
 from sampler_service.vllm.reference import Reference
 from sampler_service.vllm.settings import engine_args, is_installed, set_environment
+from tinsmith.errors import EngineDead
 from tinsmith.modeling.base_model import UnsupportedModel
-from tinsmith.rpc.errors import EngineDead
 
 
 def check_installed() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from sampler_service.vllm.full import FullVersion
 from sampler_service.vllm.shared_memory import SharedTensor
+from tinsmith.errors import Unsupported
 from tinsmith.modeling.adapter import Adapter
-from tinsmith.rpc.errors import Unsupported
 
 Rpc = Callable[..., Awaitable[list[Any]]]
 """Calls a method of the workers by its name, with arguments; gives what it returns in each."""

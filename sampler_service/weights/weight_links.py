@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from sampler_service.threads import in_thread
-from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest
+from tinsmith.errors import FailedPrecondition, InvalidRequest
 from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.weight_channel.group import Backend, WeightGroup, join_store
 from tinsmith.weight_channel.ring import RingInlet, connect_ring

@@ -25,11 +25,11 @@ from sampler_service.core.engine import EngineSlot, SamplingEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
 from sampler_service.weights.weight_links import ProbedConnections, check_group, join
+from tinsmith.errors import DataCorrupted, FailedPrecondition, InvalidRequest, OutOfCapacity, ServiceError, within
 from tinsmith.lora_config import config_from_proto
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc import logs
-from tinsmith.rpc.errors import DataCorrupted, FailedPrecondition, InvalidRequest, OutOfCapacity, ServiceError, within
 from tinsmith.v1 import types_pb2 as types
 from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.v1 import weight_sync_pb2_grpc

@@ -23,7 +23,8 @@ from tests.faults.poisoned_trainer import TOKENS
 from tests.faults.runs import LARGEST_GAP
 from tests.models import VOCAB_SIZE, make_model
 from tests.support.waiting import wait_until
-from tinsmith.rpc import errors
+from tinsmith import errors
+from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from tinsmith.v1.trainer_pb2_grpc import TrainerServiceStub
@@ -87,7 +88,7 @@ def outcomes(trainer: Trainer, sent: list[Any], given_up: Event) -> list[Any]:
                     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):  # type: ignore[attr-defined]
                         time.sleep(0.05)
                         continue
-                    results.append(errors.from_rpc_error(error))  # type: ignore[arg-type]  # it has what that one has
+                    results.append(from_rpc_error(error))  # type: ignore[arg-type]  # it has what that one has
                 break
         return results
 

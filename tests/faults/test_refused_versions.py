@@ -18,7 +18,8 @@ from tests.faults.cluster import Cluster, Process
 from tests.faults.moments import repeated
 from tests.integration.examples import batch, new_model, random_tokens, sample, train
 from tests.support.waiting import wait_until
-from tinsmith.rpc.errors import ServiceError, VersionNotLoaded, VersionRefused, from_rpc_error
+from tinsmith.errors import ServiceError, VersionNotLoaded, VersionRefused
+from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry
 from tests.batches import random_datum, request
 from tests.models import CONTEXT, VOCAB_SIZE
 from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
+from tinsmith.errors import NotFinite, ServiceError
 from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import AdapterConfig
-from tinsmith.rpc.errors import NotFinite, ServiceError
 from tinsmith.rpc.words import value_of
 from tinsmith.v1 import types_pb2
 from trainer_service.engine.batch import Batch, Output

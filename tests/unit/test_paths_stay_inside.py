@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 from tinsmith.rpc.paths import KINDS, TinkerPath
 from trainer_service.storage.imports import unpack
 from trainer_service.storage.locations import KINDS as FOLDERS

@@ -12,8 +12,9 @@ from sampler_service import convert
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.unit.sampler_service.serving import floats, ints, sample
 from tests.vllm.service import MODEL
+from tinsmith.errors import NotFound, VersionNotLoaded
 from tinsmith.modeling.full_weights import Weights
-from tinsmith.rpc.errors import NotFound, VersionNotLoaded, from_rpc_error
+from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.tensors import to_numpy
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import sampler_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc

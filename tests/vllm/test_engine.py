@@ -23,13 +23,8 @@ from tests.vllm.client import (
     torch_sample,
 )
 from tests.vllm.service import MODEL, VllmService, flags
+from tinsmith.errors import InvalidRequest, NotFound, NotReady, VersionNotLoaded
 from tinsmith.modeling.adapter import Adapter
-from tinsmith.rpc.errors import (
-    InvalidRequest,
-    NotFound,
-    NotReady,
-    VersionNotLoaded,
-)
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2 as types
 

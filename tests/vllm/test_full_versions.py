@@ -15,8 +15,8 @@ from tests.unit.sampler_service.full_versions import make_full, save
 from tests.unit.sampler_service.serving import floats, ints, make_adapter, plain_logits, sample
 from tests.vllm.client import TOLERANCE, Service, assert_same, moved_midway, num_running, tokens_of, torch_sample
 from tests.vllm.service import VllmService, flags
+from tinsmith.errors import InvalidRequest, VersionNotLoaded
 from tinsmith.modeling.full_weights import FullWeights
-from tinsmith.rpc.errors import InvalidRequest, VersionNotLoaded
 from tinsmith.v1 import sampler_pb2 as pb
 
 pytestmark = [

@@ -15,9 +15,9 @@ from tests.unit.sampler_service.serving import floats, make_adapter, sample
 from tests.vllm.cases import FLAGS, VERSIONS, assert_each_alone_and_together
 from tests.vllm.client import Service, assert_same, is_running, moved_midway, tokens_of, torch_sample
 from tests.vllm.service import VllmService, flags
+from tinsmith.errors import NotReady, VersionNotLoaded
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.full_weights import Weights
-from tinsmith.rpc.errors import NotReady, VersionNotLoaded
 from tinsmith.v1 import sampler_pb2 as pb
 
 pytestmark = [

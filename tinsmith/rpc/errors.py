@@ -1,5 +1,5 @@
 """Maps the errors of `tinsmith/errors.py` to google.rpc.Status and back: the form in which they travel between
-processes and lie in the journal. The error classes themselves can be imported from here, too."""
+processes and lie in the journal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from tinsmith.errors import *  # noqa: F403
 from tinsmith.errors import NotReady, ServiceError
 
 DOMAIN = "tinsmith"

@@ -26,7 +26,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 

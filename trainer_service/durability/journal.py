@@ -26,8 +26,8 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from google.rpc import status_pb2
 
+from tinsmith.errors import DataCorrupted, ModelLost, ModelNotFound, OutOfCapacity, ServiceError
 from tinsmith.rpc import errors, tracing
-from tinsmith.rpc.errors import DataCorrupted, ModelLost, ModelNotFound, OutOfCapacity, ServiceError
 from tinsmith.v1 import trainer_pb2
 from trainer_service.durability import journal_file
 from trainer_service.durability.journal_pruning import Pruned, Sizes, Summary, prune, summaries

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import EncodeError
 
-from tinsmith.rpc.errors import NotReady, OutOfCapacity, ServiceError
+from tinsmith.errors import NotReady, OutOfCapacity, ServiceError
 from trainer_service.durability import journal_file
 from trainer_service.durability.journal_pruning import Sizes, cut_covered, drop_empty, expire
 from trainer_service.metrics import Metrics

@@ -27,11 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.errors import DataCorrupted
 from tinsmith.lora_config import config_from_proto
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
-from tinsmith.rpc.errors import DataCorrupted
 from tinsmith.rpc.words import word_of
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.engine.engine import Accumulation, OptimizerState, State

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinsmith.rpc.errors import FailedPrecondition, ServiceError
+from tinsmith.errors import FailedPrecondition, ServiceError
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.snapshot_files import SnapshotFiles

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from tinsmith.errors import InvalidRequest, ServiceError, UnknownLossFn
 from tinsmith.rpc import tensors
-from tinsmith.rpc.errors import InvalidRequest, ServiceError, UnknownLossFn
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
 from tinsmith.v1 import trainer_pb2, types_pb2
 from trainer_service.objectives.custom_loss import MAX_BYTES, MAX_NODE_BYTES, CustomLoss

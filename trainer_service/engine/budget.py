@@ -16,9 +16,9 @@ from typing import Literal, TypeVar
 
 import torch
 
+from tinsmith.errors import OutOfCapacity
 from tinsmith.formatting import size_text
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import OutOfCapacity
 from trainer_service.engine.memory import device_memory, drop_caches
 from trainer_service.engine.model_state import ModelState, full_bytes
 from trainer_service.engine.residency import Residency

@@ -16,10 +16,10 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
+from tinsmith.errors import FailedPrecondition, InvalidRequest, ServiceError
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import TrainedWeights, Weights, reload
-from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, ServiceError
 from trainer_service.engine.batch import MAX_TARGETS_PER_TOKEN, Batch, Datum, Example, Limits, Output
 from trainer_service.engine.budget import Checkpointing, Lengths, MemoryBudget, Plan
 from trainer_service.engine.model_state import ModelState, full_bytes

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tinsmith.errors import NotFinite
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.full_weights import Weights
-from tinsmith.rpc.errors import NotFinite
 from trainer_service.engine.optimizers import FAR, OPTIMIZERS, VANISHING, Optimizer, Params, clipped_norm, magnitude
 
 _MOMENTS = 2

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from tinsmith.errors import InvalidRequest, NotFinite
 from tinsmith.modeling.full_weights import Weights
-from tinsmith.rpc.errors import InvalidRequest, NotFinite
 from tinsmith.v1 import trainer_pb2
 from trainer_service.engine.newton_schulz import frobenius, orthogonalize
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.errors import InvalidRequest, NotFinite, OutOfCapacity, ServiceError
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
@@ -20,7 +21,6 @@ from tinsmith.modeling.full_logprobs import full_target_logprobs
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.lora import Run
 from tinsmith.modeling.pass_gradient import PassGradient
-from tinsmith.rpc.errors import InvalidRequest, NotFinite, OutOfCapacity, ServiceError
 from trainer_service.engine.activation_checkpointing import checkpointed
 from trainer_service.engine.batch import Batch, Datum, Example, MicroBatch, Output, describe_ratio, log_ratio
 from trainer_service.engine.budget import Attempt, MemoryBudget

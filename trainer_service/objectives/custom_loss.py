@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2
 from trainer_service.faults import is_out_of_memory
 from trainer_service.objectives.custom_loss_cost import CostLimit, Pace

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 
 MAX_STEP_ELEMENTS = 2**24
 """Limit on the elements of one torch operation inside a node: those of its results, or of its tensors broadcast

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 from trainer_service.faults import is_out_of_memory
 from trainer_service.objectives.custom_loss_ops import (
     COMBINATIONS,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 from trainer_service.objectives.mismatch import Mismatch
 
 Arrays = Mapping[str, npt.NDArray[Any]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from tinsmith.rpc.errors import InvalidRequest, NotFinite, about
+from tinsmith.errors import InvalidRequest, NotFinite, about
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.snapshots import Snapshots

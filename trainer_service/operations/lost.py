@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.errors import ServiceError
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability.journal import Body
 from trainer_service.operation import Work

@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tinsmith.errors import InvalidRequest, ModelNotFound
 from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import AdapterConfig
-from tinsmith.rpc.errors import InvalidRequest, ModelNotFound
 from tinsmith.rpc.paths import creation_of, version_of
 from tinsmith.rpc.times import timestamp
 from tinsmith.rpc.words import value_of, word_of

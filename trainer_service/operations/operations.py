@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from google.protobuf.message import Message
 
+from tinsmith.errors import InvalidRequest, ServiceError, about
 from tinsmith.lora_config import config_from_proto
 from tinsmith.modeling.adapter import AdapterConfig
-from tinsmith.rpc.errors import InvalidRequest, ServiceError, about
 from tinsmith.rpc.notes import check_notes
 from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.words import check_known, word_of

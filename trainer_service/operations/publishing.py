@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from tinsmith.rpc.errors import (
+from tinsmith.errors import (
     CheckpointExists,
     CheckpointNotFound,
     DataCorrupted,

@@ -24,14 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinsmith.rpc.errors import (
-    DataCorrupted,
-    FailedPrecondition,
-    InvalidRequest,
-    NotFinite,
-    OutOfCapacity,
-    ServiceError,
-)
+from tinsmith.errors import DataCorrupted, FailedPrecondition, InvalidRequest, NotFinite, OutOfCapacity, ServiceError
 from tinsmith.rpc.paths import version_number
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2

@@ -8,8 +8,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tinsmith.errors import CheckpointNotFound, DataCorrupted, InvalidRequest, NotReady, OutOfCapacity
 from tinsmith.lora_config import config_to_proto
-from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted, InvalidRequest, NotReady, OutOfCapacity
 from tinsmith.rpc.paths import check_name
 from tinsmith.rpc.times import check_ttl
 from tinsmith.rpc.words import choices

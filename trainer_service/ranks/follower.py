@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tinsmith.cores import Cores
+from tinsmith.errors import ServiceError
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import ServiceError
 from tinsmith.v1 import trainer_pb2
 from trainer_service.engine.batch import Batch, MicroBatch
 from trainer_service.engine.engine import TrainingEngine

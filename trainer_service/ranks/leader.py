@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.errors import OutOfCapacity, ServiceError
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import Weights
-from tinsmith.rpc.errors import OutOfCapacity, ServiceError
 from trainer_service.engine.batch import Batch, MicroBatch, Output
 from trainer_service.engine.budget import Lengths, MemoryBudget, Plan
 from trainer_service.engine.engine import State, TrainingEngine

@@ -11,9 +11,9 @@ import torch
 from google.rpc import status_pb2
 from torch import Tensor
 
+from tinsmith.errors import ServiceError
 from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.rpc import errors
-from tinsmith.rpc.errors import ServiceError
 from trainer_service.engine.batch import Example
 from trainer_service.faults import is_device_fault, is_out_of_memory
 from trainer_service.ranks.group import RankGroup, is_of_other_ranks

@@ -17,8 +17,8 @@ from statistics import median
 from typing import Any, Protocol, TypeVar
 
 from tinsmith.cores import Cores, yield_to_event_loops
+from tinsmith.errors import EngineDead, ServiceError
 from tinsmith.rpc import tracing
-from tinsmith.rpc.errors import EngineDead, ServiceError
 from trainer_service.durability.executing import Executing
 from trainer_service.engine.batch import Batch, MicroBatch, Output
 from trainer_service.metrics import Metrics

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinsmith.rpc.errors import OutOfCapacity, ServiceError
+from tinsmith.errors import OutOfCapacity, ServiceError
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Operation
 

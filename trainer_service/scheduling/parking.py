@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
-from tinsmith.rpc.errors import OutOfCapacity, ServiceError
+from tinsmith.errors import OutOfCapacity, ServiceError
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Spawn
 from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from tinsmith.rpc.errors import OutOfCapacity, ServiceError
+from tinsmith.errors import OutOfCapacity, ServiceError
 from trainer_service.durability.journal import Entry, State, lost
 from trainer_service.engine.batch import Batch
 from trainer_service.metrics import Metrics

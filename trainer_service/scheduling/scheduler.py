@@ -25,15 +25,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tinsmith.cores import Cores
+from tinsmith.errors import InvalidRequest, ModelNotFound, OutOfCapacity, ResultNotFound, SequenceConflict, ServiceError
 from tinsmith.rpc import logs, tracing
-from tinsmith.rpc.errors import (
-    InvalidRequest,
-    ModelNotFound,
-    OutOfCapacity,
-    ResultNotFound,
-    SequenceConflict,
-    ServiceError,
-)
 from tinsmith.v1.types_pb2 import QueueStatus
 from trainer_service.durability.executing import Executing
 from trainer_service.durability.journal import Body, Entry, Journal, State

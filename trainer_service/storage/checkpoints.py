@@ -33,11 +33,11 @@ from google.protobuf.duration_pb2 import Duration
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from tinsmith.errors import BudgetExceeded, DataCorrupted, InvalidRequest, NotFound, OutOfCapacity, ServiceError
 from tinsmith.lora_config import config_from_proto
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights
-from tinsmith.rpc.errors import BudgetExceeded, DataCorrupted, InvalidRequest, NotFound, OutOfCapacity, ServiceError
 from tinsmith.rpc.times import timestamp
 from tinsmith.rpc.words import word_of
 from tinsmith.v1 import types_pb2 as pb

@@ -8,7 +8,7 @@ from typing import Any, NewType
 
 import pyrage
 
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 
 SUFFIX = ".age"
 MAX_RECIPIENTS = 10

@@ -17,11 +17,11 @@ from typing import Any, BinaryIO, Protocol
 
 import zstandard
 
+from tinsmith.errors import CheckpointExists, InvalidRequest, OutOfCapacity, about
 from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.peft_files import CONFIG, PICKLE, SAFETENSORS
 from tinsmith.modeling.peft_import import import_peft
-from tinsmith.rpc.errors import CheckpointExists, InvalidRequest, OutOfCapacity, about
 from tinsmith.rpc.times import check_ttl
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2

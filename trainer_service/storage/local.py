@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
-from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted
+from tinsmith.errors import CheckpointNotFound, DataCorrupted
 from trainer_service.metrics import Metrics
 from trainer_service.storage import manifest
 from trainer_service.storage.locations import Location

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 from tinsmith.rpc.paths import check_name, check_run_id
 from tinsmith.v1 import types_pb2 as pb
 

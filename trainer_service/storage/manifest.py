@@ -13,7 +13,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from tinsmith.rpc.errors import DataCorrupted, NotFound, Unsupported
+from tinsmith.errors import DataCorrupted, NotFound, Unsupported
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.older_forms import checkpoint_of_format_1
 

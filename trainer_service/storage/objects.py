@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 
 import fsspec
 
-from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted, NotReady, ServiceError
+from tinsmith.errors import CheckpointNotFound, DataCorrupted, NotReady, ServiceError
 from trainer_service.metrics import Metrics
 from trainer_service.storage import manifest
 from trainer_service.storage.locations import Location

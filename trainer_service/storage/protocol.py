@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from tinsmith.rpc.errors import CheckpointExists
+from tinsmith.errors import CheckpointExists
 from trainer_service.storage.locations import Location
 from trainer_service.storage.manifest import Manifest
 from trainer_service.storage.space import Space

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from tinsmith.rpc.errors import OutOfCapacity
+from tinsmith.errors import OutOfCapacity
 from trainer_service.metrics import Metrics
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -21,7 +21,8 @@ import grpc.aio
 import numpy as np
 import torch
 
-from tinsmith.rpc.errors import NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, VersionRefused, from_rpc_error
+from tinsmith.errors import NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, VersionRefused
+from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.times import duration, timestamp
 from tinsmith.v1 import sampler_pb2, types_pb2, weight_sync_pb2
 from tinsmith.v1.types_pb2 import PublishCertificate

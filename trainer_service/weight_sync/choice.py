@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tinsmith.rpc.errors import Unsupported
+from tinsmith.errors import Unsupported
 from tinsmith.weight_channel import ring
 from tinsmith.weight_channel.transport import ON_CUDA, Transport
 

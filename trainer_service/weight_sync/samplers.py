@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tinsmith.errors import AlreadyExists, InvalidRequest, OutOfCapacity, Unsupported
 from tinsmith.rpc.channel import connect, is_serving
-from tinsmith.rpc.errors import AlreadyExists, InvalidRequest, OutOfCapacity, Unsupported, from_rpc_error
+from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2_grpc
 from trainer_service.weight_sync.calls import ChannelBroken

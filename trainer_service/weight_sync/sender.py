@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import grpc.aio
 import torch
 
+from tinsmith.errors import AlreadyExists, NotReady, ServiceError, VersionConflict
 from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc import tracing
-from tinsmith.rpc.errors import AlreadyExists, NotReady, ServiceError, VersionConflict
 from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import sampler_pb2, types_pb2
 from tinsmith.v1 import weight_sync_pb2 as pb

@@ -16,7 +16,7 @@ from gateway.database.tables.tenants import AuditEvent
 from gateway.http.body import parse
 from gateway.tenants.billing import GIGABYTE, HOUR_S
 from gateway.views import Json, owner_of_urn, time_text, urn_of
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 
 MAX_USAGE_DAYS = 14
 

@@ -18,7 +18,7 @@ from gateway.convert import check_ttl
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.http.body import idempotency_key, parse, read_json
 from gateway.views import certificate_view, checkpoint_details, file_view, time_text
-from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted, InvalidRequest
+from tinsmith.errors import CheckpointNotFound, DataCorrupted, InvalidRequest
 from tinsmith.rpc.paths import KINDS, SCHEME
 
 _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"

@@ -23,7 +23,7 @@ from gateway.openai.generator import Source
 from gateway.openai.text import Vocabulary
 from gateway.views import Json
 from tinsmith import __version__
-from tinsmith.rpc.errors import InvalidRequest, ServiceError
+from tinsmith.errors import InvalidRequest, ServiceError
 from tinsmith.rpc.paths import SCHEME
 
 STATIC = Path(__file__).parents[2] / "dashboard" / "static"

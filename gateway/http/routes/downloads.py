@@ -14,7 +14,7 @@ from gateway.codec import gateway_of
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.storage import downloads
 from gateway.storage.downloads import Content
-from tinsmith.rpc.errors import CheckpointNotFound
+from tinsmith.errors import CheckpointNotFound
 from tinsmith.rpc.paths import SCHEME
 from tinsmith.v1 import types_pb2
 

@@ -15,7 +15,7 @@ from gateway.http.body import parse, read_json
 from gateway.ids import UNLOAD, Target, is_custom_loss, target_of
 from gateway.sampling import samples
 from gateway.tenants.access import refusal_in
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 
 
 async def pass_on(

@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from gateway.codec import caller_of, detail, gateway_of, json_response
 from gateway.tenants.caller import Caller
-from tinsmith.rpc.errors import NotFound
+from tinsmith.errors import NotFound
 
 
 async def auth_token(request: Request) -> Response:

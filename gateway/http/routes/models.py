@@ -21,7 +21,7 @@ from gateway.tenants.access import refused_id
 from gateway.tenants.caller import Caller
 from gateway.training.operations import Submission
 from gateway.views import lora_view
-from tinsmith.rpc.errors import (
+from tinsmith.errors import (
     AlreadyExists,
     FailedPrecondition,
     InvalidRequest,

@@ -18,7 +18,7 @@ from gateway.openai import errors, schemas, sources
 from gateway.openai.chat import chat
 from gateway.openai.completions import complete
 from gateway.openai.responses import respond
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.errors import ServiceError
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Schema = TypeVar("Schema", bound=BaseModel)

@@ -14,7 +14,7 @@ from gateway.codec import caller_of, gateway_of, json_response, owner_of
 from gateway.http.body import parse, read_json
 from gateway.storage.retention_rules import Judged, Policy
 from gateway.views import checkpoint_view
-from tinsmith.rpc.errors import NotFound
+from tinsmith.errors import NotFound
 
 _RUN = "/training_runs/{run_id}/retention"
 

@@ -15,7 +15,7 @@ from gateway.database.catalog import RunWithCheckpoints
 from gateway.gateway import Gateway
 from gateway.http.body import parse
 from gateway.views import checkpoint_view, page_view, run_view, time_text
-from tinsmith.rpc.errors import NotFound
+from tinsmith.errors import NotFound
 from tinsmith.rpc.paths import KINDS
 
 

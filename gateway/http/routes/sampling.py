@@ -22,7 +22,7 @@ from gateway.ids import fingerprint, is_sampling_session, request_id_of, samplin
 from gateway.tenants.access import refused_id
 from gateway.tenants.caller import Caller
 from gateway.views import certificate_view
-from tinsmith.rpc.errors import InvalidRequest, NotFound, NotReady, OutOfCapacity, SequenceConflict, ServiceError
+from tinsmith.errors import InvalidRequest, NotFound, NotReady, OutOfCapacity, SequenceConflict, ServiceError
 from tinsmith.v1 import sampler_pb2
 
 

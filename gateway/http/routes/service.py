@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.codec import can_use_pyqwest, gateway_of, json_response
-from tinsmith.rpc.errors import NotReady
+from tinsmith.errors import NotReady
 from tinsmith.v1 import sampler_pb2, trainer_pb2
 
 

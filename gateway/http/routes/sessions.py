@@ -14,7 +14,7 @@ from gateway.http.body import idempotency_key, parse, read_json
 from gateway.http.routes.runs import owner_in_scope
 from gateway.views import session_view, time_text
 from tinsmith import __version__
-from tinsmith.rpc.errors import OutOfCapacity
+from tinsmith.errors import OutOfCapacity
 
 
 async def create_session(request: Request) -> Response:

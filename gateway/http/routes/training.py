@@ -25,7 +25,7 @@ from gateway.tenants.caller import Caller
 from gateway.tenants.limits import Hold, Size
 from gateway.training import provenance
 from gateway.training.operations import Submission
-from tinsmith.rpc.errors import BudgetExceeded, ModelNotFound, NotReady, ServiceError
+from tinsmith.errors import BudgetExceeded, ModelNotFound, NotReady, ServiceError
 from tinsmith.rpc.paths import TinkerPath
 from tinsmith.v1 import trainer_pb2
 

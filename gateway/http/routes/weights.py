@@ -17,7 +17,7 @@ from gateway.http.routes.training import submit_content, submit_json
 from gateway.ids import model_id_of, sampling_session_id_of, session_of
 from gateway.training.operations import Submission
 from gateway.views import lora_view
-from tinsmith.rpc.errors import InvalidRequest, Unsupported
+from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.rpc.paths import TinkerPath, check_name
 from tinsmith.v1 import trainer_pb2, types_pb2
 

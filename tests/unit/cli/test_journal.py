@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith_cli import main
 from trainer_service.durability.journal import Body, Journal

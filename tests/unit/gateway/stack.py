@@ -18,7 +18,7 @@ from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
 from gateway.http.server import GatewayServer
 from tests.support.databases import lay_migrated_database
-from tinsmith.rpc.errors import (
+from tinsmith.errors import (
     BudgetExceeded,
     CheckpointExists,
     CheckpointNotFound,

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.unit.gateway.stack import FakeSampler
-from tinsmith.rpc.errors import InvalidRequest, ServiceError, VersionNotLoaded
+from tinsmith.errors import InvalidRequest, ServiceError, VersionNotLoaded
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2
 

@@ -13,7 +13,7 @@ from tinker.types.sample_response import SampleResponse
 from gateway import json_forms
 from gateway.convert import chunk
 from tests.unit.gateway.stack import Client, Stack, sample_body
-from tinsmith.rpc.errors import InvalidRequest, ServiceError, Unsupported
+from tinsmith.errors import InvalidRequest, ServiceError, Unsupported
 from tinsmith.rpc.tensors import batched, to_numpy
 from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
 

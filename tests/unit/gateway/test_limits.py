@@ -30,7 +30,7 @@ from gateway.tenants.limits import Bucket, Limits
 from tests.unit.gateway.commits import commits, lost
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.test_isolation import stack as stack  # one whose sampler has a tokenizer
-from tinsmith.rpc.errors import BudgetExceeded, RateLimited
+from tinsmith.errors import BudgetExceeded, RateLimited
 from tinsmith.v1 import sampler_pb2, types_pb2
 
 ADA = Caller("ada", "a" * 12)

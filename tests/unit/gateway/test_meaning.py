@@ -6,7 +6,8 @@ import pytest
 from grpc.aio import AioRpcError, Metadata
 
 from gateway.channel import meaning
-from tinsmith.rpc.errors import InvalidRequest, to_status
+from tinsmith.errors import InvalidRequest
+from tinsmith.rpc.errors import to_status
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from gateway.openai import schemas as openai_schemas
 from tests.support.waiting import until
 from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Client, Stack
 from tests.unit.gateway.talking import END, START, TalkingSampler, logprob
-from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity, ServiceError
+from tinsmith.errors import InvalidRequest, OutOfCapacity, ServiceError
 from tinsmith.v1 import sampler_pb2 as pb
 
 CHAT: dict[str, Any] = {"model": BASE_MODEL, "messages": [{"role": "user", "content": "Hi"}]}

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from gateway.openai.text import TextStream, Vocabulary
 from tests.unit.gateway.talking import make_tokenizer
-from tinsmith.rpc.errors import Unsupported
+from tinsmith.errors import Unsupported
 
 TEXT = "I like the snow ❄ and 日本語 and 😀!"
 

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from gateway import convert, schemas
 from gateway.codec import invalid
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2
 
 IDS = {"model_id": "s:train:0", "seq_id": 1}

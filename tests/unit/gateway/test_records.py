@@ -15,7 +15,7 @@ from gateway.database.tables.samples import SequenceRecord
 from gateway.training import provenance
 from tests.batches import sparse
 from tests.unit.gateway.stack import Client, Stack, sample_body
-from tinsmith.rpc.errors import InvalidRequest, Unsupported
+from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.rpc.tensors import to_numpy
 from tinsmith.v1 import trainer_pb2, types_pb2
 

@@ -18,7 +18,7 @@ from tests.unit.gateway.stack import BASE_MODEL, Backend, Client, FakeSampler, S
 from tests.unit.gateway.talking import TalkingSampler
 from tests.unit.gateway.test_inflight import save
 from tests.unit.gateway.test_sampling import sampler_of_a_save
-from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, VersionNotLoaded
+from tinsmith.errors import EngineDead, NotReady, OutOfCapacity, VersionNotLoaded
 from tinsmith.v1 import sampler_pb2
 
 

@@ -15,7 +15,7 @@ from gateway.openai.responses import ResponseForm, chat_of
 from gateway.openai.schemas import Respond
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
 from tests.unit.gateway.talking import TalkingSampler
-from tinsmith.rpc.errors import RateLimited, ServiceError
+from tinsmith.errors import RateLimited, ServiceError
 from tinsmith.v1 import sampler_pb2 as pb
 
 SAYS = "the snow ❄ and the sand"

@@ -15,7 +15,7 @@ from gateway.openai.structured import Structure, structure_of
 from gateway.openai.text import Vocabulary
 from gateway.openai.tool_calls import Form
 from sampler_service.grammar_check import error_of, source_of
-from tinsmith.rpc.errors import InvalidRequest, Unsupported
+from tinsmith.errors import InvalidRequest, Unsupported
 
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}

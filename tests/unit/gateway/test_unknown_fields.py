@@ -19,7 +19,7 @@ from gateway.openai import schemas as openai_schemas
 from gateway.storage import retention_rules
 from tests.unit.gateway.stack import BASE_MODEL, Client, batch, sample_body
 from tests.unit.gateway.test_isolation import walk
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2
 
 SCHEMAS = sorted(

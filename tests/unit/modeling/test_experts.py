@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.models import VOCAB_SIZE, make_sparse_model
+from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
@@ -20,7 +21,6 @@ from tinsmith.modeling.experts import grouped_mm
 from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.lora import Run
 from tinsmith.modeling.peft_import import import_peft
-from tinsmith.rpc.errors import InvalidRequest
 
 CPU = torch.device("cpu")
 SAFE = "adapter_model.safetensors"

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models import TINY_CONFIG
 from tests.oracle import Oracle
+from tinsmith.errors import Unsupported
 from tinsmith.modeling import adaptation
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
@@ -18,7 +19,6 @@ from tinsmith.modeling.base_model import BaseModel, UnsupportedModel, positions_
 from tinsmith.modeling.kv_cache import Cached, KVCache, Prefill
 from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.lora import Run
-from tinsmith.rpc.errors import Unsupported
 
 CPU = torch.device("cpu")
 COMMON = {**TINY_CONFIG, "bos_token_id": 1, "eos_token_id": 2}

@@ -7,6 +7,7 @@ import torch
 
 from tests.models import VOCAB_SIZE, make_model
 from tests.oracle import Oracle
+from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.modeling import logprobs
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
@@ -14,7 +15,6 @@ from tinsmith.modeling.base_model import BaseModel, UnsupportedModel, positions_
 from tinsmith.modeling.kv_cache import Cached, KVCache, Prefill
 from tinsmith.modeling.logprobs import logits, logprob_chunks, target_logprobs
 from tinsmith.modeling.lora import Run
-from tinsmith.rpc.errors import InvalidRequest, Unsupported
 
 CPU = torch.device("cpu")
 

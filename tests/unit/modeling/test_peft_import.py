@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.models import VOCAB_SIZE
+from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.lora import Run
 from tinsmith.modeling.peft_import import Imported, import_peft
-from tinsmith.rpc.errors import InvalidRequest
 
 TOKENS = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(5))
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models import VOCAB_SIZE
 from tests.oracle import Oracle
+from tinsmith.errors import Unsupported
 from tinsmith.modeling import base_model, whole_layers
 from tinsmith.modeling.adapter import GROUPS, Group
 from tinsmith.modeling.base_model import BaseModel
@@ -17,7 +18,6 @@ from tinsmith.modeling.lora import LoraLinear, Run
 from tinsmith.modeling.reference import adapted
 from tinsmith.modeling.self_check import Gaps, only, random_adapter
 from tinsmith.modeling.shares import Share
-from tinsmith.rpc.errors import Unsupported
 
 CPU = torch.device("cpu")
 

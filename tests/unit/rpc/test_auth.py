@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pydantic import SecretStr, ValidationError
 
 from sampler_service.config import SamplerConfig
-from tinsmith.rpc import errors
+from tinsmith import errors
 from tinsmith.rpc.auth import (
     ADMIN_SERVICES,
     ApiKey,
@@ -27,6 +27,7 @@ from tinsmith.rpc.auth import (
     require_keys,
 )
 from tinsmith.rpc.channel import connect, is_serving
+from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from trainer_service.config import TrainerConfig
@@ -108,7 +109,7 @@ async def test_calls_of_every_kind_are_refused_without_one(address: str, key: st
         for result in await calls(channel):
             assert isinstance(result, grpc.aio.AioRpcError)
             assert result.code() == grpc.StatusCode.UNAUTHENTICATED
-            error = errors.from_rpc_error(result)
+            error = from_rpc_error(result)
             assert type(error) is errors.Unauthenticated
             assert error.message == f"the metadata x-api-key (or authorization: Bearer KEY) {what}"
 
@@ -130,7 +131,7 @@ async def test_an_ordinary_key_cannot_call_an_admin_service(service: str) -> Non
                 await channel.unary_unary(f"/{service}/Any")(b"", timeout=5)
         found[key] = refused.value.code()
         if key == KEYS[0]:
-            error = errors.from_rpc_error(refused.value)
+            error = from_rpc_error(refused.value)
             assert type(error) is errors.PermissionDenied
             assert f"{service} takes the service key, or one with admin" in error.message
     await server.stop(0)

@@ -9,8 +9,10 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from tinsmith.rpc import errors, logs
+from tinsmith import errors
+from tinsmith.rpc import logs
 from tinsmith.rpc.channel import connect, is_serving
+from tinsmith.rpc.errors import _BY_REASON, from_rpc_error
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 
@@ -42,7 +44,7 @@ async def failing() -> AsyncIterator[tuple[Failing, grpc.aio.Channel, Server]]:
     await server.stop(0)
 
 
-@pytest.mark.parametrize("cls", errors._BY_REASON.values())
+@pytest.mark.parametrize("cls", _BY_REASON.values())
 async def test_an_error_arrives_as_the_class_that_was_raised(failing, cls) -> None:
     servicer, channel, _ = failing
     servicer.error = cls("rank 96 is too large", rank=96)
@@ -50,7 +52,7 @@ async def test_an_error_arrives_as_the_class_that_was_raised(failing, cls) -> No
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.Sample(sampler_pb2.SampleRequest())
     assert caught.value.code().name == cls.code
-    error = errors.from_rpc_error(caught.value)
+    error = from_rpc_error(caught.value)
     assert type(error) is cls
     assert (error.message, error.metadata, error.category) == ("rank 96 is too large", {"rank": "96"}, cls.category)
 
@@ -62,7 +64,7 @@ async def test_an_error_that_quotes_a_long_value_arrives_cut_in_its_middle(faili
     for _ in range(5):  # gRPC drops what is somewhat too large at random
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await sampler_pb2_grpc.SamplerServiceStub(channel).Sample(sampler_pb2.SampleRequest())
-        error = errors.from_rpc_error(caught.value)
+        error = from_rpc_error(caught.value)
         assert type(error) is errors.UnknownLossFn
         assert error.message.startswith(f"loss_fn: {value[:50]}")
         assert error.message.endswith("is not one of cross_entropy")
@@ -73,7 +75,7 @@ async def test_an_unexpected_exception_tells_the_client_nothing_but_internal(fai
     _, channel, _ = failing
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await sampler_pb2_grpc.SamplerServiceStub(channel).Sample(sampler_pb2.SampleRequest())
-    error = errors.from_rpc_error(caught.value)
+    error = from_rpc_error(caught.value)
     assert (type(error), error.message) == (errors.ServiceError, "internal error; the log has the cause")
 
 
@@ -84,14 +86,14 @@ async def test_a_stream_fails_after_its_first_messages(failing) -> None:
     assert (await stream.read()).delta.index == 1
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stream.read()
-    assert isinstance(errors.from_rpc_error(caught.value), errors.EngineDead)
+    assert isinstance(from_rpc_error(caught.value), errors.EngineDead)
 
 
 async def test_an_unreachable_service_is_not_ready() -> None:
     async with connect("127.0.0.1:1") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await sampler_pb2_grpc.SamplerServiceStub(channel).Sample(sampler_pb2.SampleRequest(), timeout=5)
-    assert isinstance(errors.from_rpc_error(caught.value), errors.NotReady)
+    assert isinstance(from_rpc_error(caught.value), errors.NotReady)
 
 
 async def test_health_follows_set_serving_and_reflection_lists_the_services(failing) -> None:
@@ -129,7 +131,7 @@ async def test_a_request_that_is_no_protobuf_has_a_reason(failing) -> None:
     _, channel, _ = failing
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await channel.unary_unary("/tinsmith.v1.SamplerService/Sample")(b"\xff\xff\xff")
-    error = errors.from_rpc_error(caught.value)
+    error = from_rpc_error(caught.value)
     assert isinstance(error, errors.InvalidRequest)
     assert "/tinsmith.v1.SamplerService/Sample" in error.message
 

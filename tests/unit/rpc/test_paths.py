@@ -1,6 +1,6 @@
 import pytest
 
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 from tinsmith.rpc.paths import TinkerPath, check_name, creation_of, is_newer, version_number, version_of
 
 

@@ -9,7 +9,6 @@ from sampler_service.core import versions
 from sampler_service.core.versions import Version, VersionStore
 from sampler_service.metrics import SamplerMetrics, Versions
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
-from tinsmith.rpc.errors import AlreadyExists, OutOfCapacity, VersionNotLoaded
 
 TARGET = Target("q_proj", "attn", 6, 4)
 CONFIG = AdapterConfig(rank=1, train_mlp=False, train_unembed=False)

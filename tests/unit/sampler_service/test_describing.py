@@ -21,7 +21,8 @@ from sampler_service.torch_engine.scheduler import StepOutput
 from tests.support.waiting import until
 from tests.unit.sampler_service.conftest import Service
 from tests.unit.sampler_service.serving import ints, make_adapter, metric, prompt, sample
-from tinsmith.rpc.errors import InvalidRequest, NotFound, from_rpc_error
+from tinsmith.errors import InvalidRequest, NotFound
+from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.times import seconds_of
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2 as types

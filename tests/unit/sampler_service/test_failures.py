@@ -22,7 +22,7 @@ from sampler_service.torch_engine.runner import Runner
 from sampler_service.torch_engine.scheduler import Scheduler
 from tests.support.waiting import until
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, request, serving
-from tinsmith.rpc.errors import EngineDead, OutOfCapacity, ServiceError
+from tinsmith.errors import EngineDead, OutOfCapacity, ServiceError
 
 LIMIT_S = 60.0
 MARK = 77

@@ -29,8 +29,8 @@ from tests.unit.sampler_service.serving import (
     serving,
     slow_down,
 )
+from tinsmith.errors import NotReady, OutOfCapacity, ServiceError, VersionNotLoaded
 from tinsmith.modeling.kv_cache import SharedPrompts
-from tinsmith.rpc.errors import NotReady, OutOfCapacity, ServiceError, VersionNotLoaded
 
 SHAPES = {
     "grouped queries": {},

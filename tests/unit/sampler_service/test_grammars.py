@@ -19,7 +19,8 @@ from sampler_service.grammars import Grammars
 from tests.unit.sampler_service.conftest import Service
 from tests.unit.sampler_service.serving import generate, metric, plain_logits, request, sample, serving
 from tests.unit.sampler_service.serving import prompt as any_prompt
-from tinsmith.rpc.errors import InvalidRequest, Unsupported, from_rpc_error
+from tinsmith.errors import InvalidRequest, Unsupported
+from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.v1 import sampler_pb2 as pb
 
 PERSON = {

@@ -18,7 +18,7 @@ from tests.support.waiting import until
 from tests.switching import plain_model, switching_logprobs
 from tests.unit.sampler_service.full_versions import make_full, save
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, request, serving
-from tinsmith.rpc.errors import InvalidRequest, NotReady, VersionNotLoaded
+from tinsmith.errors import InvalidRequest, NotReady, VersionNotLoaded
 
 RUN = "s:train:0"
 

@@ -14,7 +14,7 @@ from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, serving
 from tests.unit.sampler_service.serving import request as ask
-from tinsmith.rpc.errors import OutOfCapacity, ServiceError
+from tinsmith.errors import OutOfCapacity, ServiceError
 
 B = BLOCK_TOKENS
 

@@ -26,8 +26,8 @@ from sampler_service.torch_engine import planner as planning
 from sampler_service.torch_engine.planner import Job, size_of
 from sampler_service.torch_engine.runner import Batch, Runner
 from sampler_service.torch_engine.scheduler import Scheduler
+from tinsmith.errors import Cancelled, OutOfCapacity, ServiceError
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import Cancelled, OutOfCapacity, ServiceError
 
 VOCAB = 50
 MAX_KV_TOKENS = 700

@@ -39,9 +39,10 @@ from tests.unit.sampler_service.serving import (
     serving,
     slow_down,
 )
+from tinsmith.errors import InvalidRequest, NotReady, OutOfCapacity, ServiceError, VersionNotLoaded
 from tinsmith.rpc import logs
 from tinsmith.rpc.channel import connect, is_serving, wait_serving
-from tinsmith.rpc.errors import InvalidRequest, NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, from_rpc_error
+from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.server import RAN
 from tinsmith.rpc.tensors import from_numpy, to_numpy
 from tinsmith.v1 import sampler_pb2 as pb

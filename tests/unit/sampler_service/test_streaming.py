@@ -10,7 +10,8 @@ from sampler_service.core.request import Delta, Generation, Result, SampledSeque
 from tests.support.waiting import until
 from tests.unit.sampler_service.conftest import Service
 from tests.unit.sampler_service.serving import floats, ints, make_adapter, metric, prompt, request, sample, serving
-from tinsmith.rpc.errors import InvalidRequest, VersionNotLoaded, from_rpc_error
+from tinsmith.errors import InvalidRequest, VersionNotLoaded
+from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.v1 import sampler_pb2 as pb
 
 

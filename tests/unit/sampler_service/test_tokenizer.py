@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from sampler_service import tokenizer as module
 from sampler_service.tokenizer import BrokenTokenizer, Chat, ChatTokenizer, load_tokenizer
 from tests.unit.sampler_service.conftest import CHAT_TEMPLATE
-from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, Unsupported
+from tinsmith.errors import FailedPrecondition, InvalidRequest, Unsupported
 
 MESSAGES = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on"}]
 TOOLS = [{"type": "function", "function": {"name": "log", "parameters": {}}}]

@@ -5,7 +5,7 @@ import pytest
 
 from sampler_service.core.request import Params, Penalties, Request, StopCondition, Targets
 from sampler_service.core.validation import Limits
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 
 LIMITS = Limits(vocab_size=100, max_context_length=64, max_kv_tokens=48, max_num_samples=16, max_topk_logprobs=20)
 PROMPT = np.arange(10, dtype=np.int32)

@@ -21,11 +21,7 @@ from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.weights import weight_sync
 from tests.unit.sampler_service.full_versions import make_full
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, serving
-from tinsmith.lora_config import config_to_proto
-from tinsmith.modeling.adapter import Adapter
-from tinsmith.modeling.full_weights import FULL, Weights
-from tinsmith.rpc.channel import connect
-from tinsmith.rpc.errors import (
+from tinsmith.errors import (
     AlreadyExists,
     DataCorrupted,
     FailedPrecondition,
@@ -33,8 +29,12 @@ from tinsmith.rpc.errors import (
     ServiceError,
     Unsupported,
     VersionNotLoaded,
-    from_rpc_error,
 )
+from tinsmith.lora_config import config_to_proto
+from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.full_weights import FULL, Weights
+from tinsmith.rpc.channel import connect
+from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.v1 import types_pb2 as types
 from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.v1 import weight_sync_pb2_grpc

@@ -12,8 +12,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
+from tinsmith.errors import ServiceError
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import ServiceError
 from trainer_service.durability.journal import Body, Journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots

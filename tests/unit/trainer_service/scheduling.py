@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from tinsmith.rpc.errors import InvalidRequest, ServiceError
+from tinsmith.errors import InvalidRequest, ServiceError
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability.journal import Body, Journal
 from trainer_service.engine.batch import Batch, Datum, MicroBatch

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.batches import datum, request
-from tinsmith.rpc.errors import InvalidRequest, UnknownLossFn
+from tinsmith.errors import InvalidRequest, UnknownLossFn
 from tinsmith.v1 import trainer_pb2, types_pb2
 from trainer_service.engine.batch import Batch, Limits, Output
 

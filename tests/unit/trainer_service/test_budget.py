@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from tests.batches import random_datum, request
 from tests.models import CONTEXT, VOCAB_SIZE
 from tests.unit.trainer_service.engines import create
+from tinsmith.errors import InvalidRequest, OutOfCapacity
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity
 from trainer_service.config import TrainerConfig
 from trainer_service.engine.batch import Batch
 from trainer_service.engine.budget import Footprint, Plan

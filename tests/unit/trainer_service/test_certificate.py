@@ -15,11 +15,11 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from tests.unit.trainer_service.engines import create
+from tinsmith.errors import InvalidRequest, NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, VersionRefused
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.channel import connect
-from tinsmith.rpc.errors import InvalidRequest, NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, VersionRefused
 from tinsmith.rpc.server import Server
 from tinsmith.rpc.times import seconds_of
 from tinsmith.v1 import sampler_pb2 as pb

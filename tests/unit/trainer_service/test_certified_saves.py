@@ -20,10 +20,7 @@ from sampler_service.torch_engine.engine import TorchEngine
 from tests.batches import random_datum, request
 from tests.models import VOCAB_SIZE
 from tests.unit.sampler_service.serving import generate, prompt, serving
-from tinsmith.modeling.base_model import BaseModel
-from tinsmith.modeling.full_weights import Weights
-from tinsmith.rpc.channel import connect
-from tinsmith.rpc.errors import (
+from tinsmith.errors import (
     CheckpointNotFound,
     InvalidRequest,
     NotFound,
@@ -31,8 +28,11 @@ from tinsmith.rpc.errors import (
     ServiceError,
     VersionNotLoaded,
     VersionRefused,
-    from_rpc_error,
 )
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.full_weights import Weights
+from tinsmith.rpc.channel import connect
+from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc, types_pb2

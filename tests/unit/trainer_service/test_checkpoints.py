@@ -19,11 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models import make_model
 from tests.stores import Place
-from tinsmith.lora_config import config_to_proto
-from tinsmith.modeling.adapter import Adapter, AdapterConfig
-from tinsmith.modeling.base_model import BaseModel
-from tinsmith.modeling.peft_import import import_peft
-from tinsmith.rpc.errors import (
+from tinsmith.errors import (
     CheckpointExists,
     CheckpointNotFound,
     DataCorrupted,
@@ -32,6 +28,10 @@ from tinsmith.rpc.errors import (
     OutOfCapacity,
     ServiceError,
 )
+from tinsmith.lora_config import config_to_proto
+from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.peft_import import import_peft
 from tinsmith.rpc.times import duration, seconds_of
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.engine.engine import OptimizerState, State

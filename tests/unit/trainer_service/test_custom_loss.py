@@ -18,9 +18,9 @@ from torch.fx.node import _get_qualified_name
 from tests.batches import datum, random_datum, request
 from tests.models import VOCAB_SIZE
 from tests.unit.trainer_service.custom_losses import sent, traced
+from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.rpc.tensors import to_numpy
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2

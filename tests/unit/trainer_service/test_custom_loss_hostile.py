@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 from trainer_service.objectives import custom_loss as module
 from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.objectives.custom_loss_graph import MAX_JSON_BYTES, MAX_NODES, check_result

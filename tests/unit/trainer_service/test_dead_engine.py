@@ -12,8 +12,8 @@ import torch
 
 from tests.unit.trainer_service.engines import batch, create
 from tests.unit.trainer_service.scheduling import Bench
+from tinsmith.errors import OutOfCapacity
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import OutOfCapacity
 from trainer_service.durability.journal import State
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.passes import Passes

@@ -9,9 +9,9 @@ import torch
 from tests.batches import datum, random_datum, request
 from tests.models import VOCAB_SIZE
 from tests.oracle import Oracle
+from tinsmith.errors import FailedPrecondition, InvalidRequest
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest
 from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import types_pb2
 from trainer_service.engine.batch import Batch, Output

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.trainer_service.scheduling import Bench, MakeBench
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.errors import ServiceError
 from trainer_service.durability.executing import MOST_DEATHS_ANSWERED, MOST_DEATHS_STORING, NAME, Deaths, Executing
 
 A, B = ("a:train:0", 7), ("b:train:0", 3)

@@ -13,17 +13,9 @@ from google.rpc import error_details_pb2
 from sampler_service.core.request import Params, Penalties, Request, StopCondition
 from sampler_service.core.validation import Limits as SamplingLimits
 from tests.batches import datum, request
+from tinsmith.errors import InvalidRequest, NotReady, RateLimited, ServiceError, Unsupported, about, within
 from tinsmith.lora_config import config_from_proto
-from tinsmith.rpc.errors import (
-    InvalidRequest,
-    NotReady,
-    RateLimited,
-    ServiceError,
-    Unsupported,
-    about,
-    to_proto,
-    within,
-)
+from tinsmith.rpc.errors import to_proto
 from tinsmith.rpc.paths import check_run_id
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tests.batches import datum, random_datum, request
 from tests.models import VOCAB_SIZE
 from tests.unit.trainer_service.engines import ADAM, create, run
+from tinsmith import errors
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc import errors
 from tinsmith.v1 import trainer_pb2, types_pb2
 from trainer_service.engine.batch import Batch
 from trainer_service.engine.engine import State, TrainingEngine

@@ -10,12 +10,12 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
 from tests.models import make_model
+from tinsmith.errors import DataCorrupted, InvalidRequest
 from tinsmith.lora_config import config_from_proto, config_to_proto
 from tinsmith.modeling import full_weights
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FULL, FullWeights
-from tinsmith.rpc.errors import DataCorrupted, InvalidRequest
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.engine.engine import OptimizerState, State
 from trainer_service.metrics import Metrics

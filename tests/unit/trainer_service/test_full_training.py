@@ -17,11 +17,11 @@ from transformers import (
 
 from tests.batches import random_datum, request
 from tests.models import CONTEXT, VOCAB_SIZE, make_model
+from tinsmith.errors import FailedPrecondition, InvalidRequest
 from tinsmith.modeling import logprobs
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FULL, TrainedWeights
-from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest
 from tinsmith.rpc.tensors import from_numpy
 from trainer_service.engine.batch import Batch, Output
 from trainer_service.engine.engine import TrainingEngine

@@ -10,7 +10,7 @@ import pytest
 
 from tests.batches import datum, request, wide
 from tests.unit.trainer_service.scheduling import Bench, MakeBench, fake_batch
-from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity
+from tinsmith.errors import InvalidRequest, OutOfCapacity
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.journal import Body, Entry

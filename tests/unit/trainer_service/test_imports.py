@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 from trainer_service.storage.imports import unpack
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

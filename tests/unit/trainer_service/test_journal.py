@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.batches import random_datum, request
-from tinsmith.rpc.errors import (
+from tinsmith.errors import (
     DataCorrupted,
     InvalidRequest,
     ModelLost,

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.unit.trainer_service.scheduling import Bench, MakeBench
-from tinsmith.rpc.errors import InvalidRequest, SequenceConflict
+from tinsmith.errors import InvalidRequest, SequenceConflict
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.operation import Operation, Work
 from trainer_service.operations.lost import LostOperations

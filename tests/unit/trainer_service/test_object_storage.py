@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from tests.stores import BUCKET, Place
 from tests.unit.trainer_service.test_checkpoints import RUN, at, make_info, make_state
+from tinsmith.errors import CheckpointExists, CheckpointNotFound, NotReady
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import CheckpointExists, CheckpointNotFound, NotReady
 from trainer_service.config import TrainerConfig
 from trainer_service.metrics import Metrics
 from trainer_service.storage.checkpoints import CheckpointStore

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2
 from trainer_service.engine.newton_schulz import orthogonalize
 from trainer_service.engine.optimizers import AdamParams, AdamW, Dimuon, DimuonParams, clip_gradient, params_from_proto

@@ -15,8 +15,8 @@ from tests.batches import random_datum, request
 from tests.models import VOCAB_SIZE
 from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
 from tests.unit.trainer_service.engines import ADAM, assert_near, batch, create, gradient, run
+from tinsmith.errors import OutOfCapacity
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import OutOfCapacity
 from tinsmith.rpc.tensors import from_numpy
 from trainer_service.engine import budget as budget_module
 from trainer_service.engine.batch import Batch, Example, Output

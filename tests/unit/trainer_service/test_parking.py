@@ -25,9 +25,9 @@ from tests.unit.trainer_service.test_restore import (
     settled,
 )
 from tests.unit.trainer_service.test_restore import start as start
+from tinsmith.errors import ModelLost, ModelNotFound, OutOfCapacity
 from tinsmith.lora_config import config_from_proto
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import ModelLost, ModelNotFound, OutOfCapacity
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.snapshots import Policy

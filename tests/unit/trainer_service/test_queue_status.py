@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.unit.trainer_service.scheduling import Bench, MakeBench, fake_batch
-from tinsmith.rpc.errors import ResultNotFound
+from tinsmith.errors import ResultNotFound
 from tinsmith.rpc.times import seconds_of
 from trainer_service.operation import Answer, Turn
 from trainer_service.scheduling.compute import Speed

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.unit.trainer_service.engines import ADAM, batch, create, run
+from tinsmith.errors import InvalidRequest, ServiceError
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import InvalidRequest, ServiceError
 from trainer_service.config import TrainerConfig
 from trainer_service.engine.budget import Footprint, Plan
 from trainer_service.engine.engine import TrainingEngine

@@ -18,9 +18,9 @@ from tests.batches import random_datum, request, wide
 from tests.models import VOCAB_SIZE
 from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
 from tests.unit.trainer_service.restoring import NEVER, Process
+from tinsmith.errors import ModelLost
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc import tensors
-from tinsmith.rpc.errors import ModelLost
 from tinsmith.rpc.tensors import to_numpy
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2

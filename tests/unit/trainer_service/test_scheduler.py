@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.unit.trainer_service.scheduling import Bench, MakeBench
-from tinsmith.rpc.errors import (
+from tinsmith.errors import (
     InvalidRequest,
     ModelLost,
     ModelNotFound,

@@ -22,13 +22,14 @@ from prometheus_client import CollectorRegistry
 
 from tests.batches import datum, random_datum, request, wide
 from tests.models import VOCAB_SIZE, make_model
+from tinsmith import errors
 from tinsmith.cores import Cores
 from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FULL, FullWeights
-from tinsmith.rpc import errors
 from tinsmith.rpc.channel import connect
+from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.server import Server
 from tinsmith.rpc.tensors import from_numpy
 from tinsmith.rpc.times import duration, seconds_of
@@ -186,7 +187,7 @@ async def read_file(stub: Any, location: str, name: str) -> bytes:
 async def fails(call: Awaitable[object], error: type[errors.ServiceError], match: str) -> errors.ServiceError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
-    actual = errors.from_rpc_error(caught.value)
+    actual = from_rpc_error(caught.value)
     assert type(actual) is error, actual
     assert match in actual.message
     return actual
@@ -319,7 +320,7 @@ async def test_compressible_batches_are_bounded_by_what_they_are_in_memory(servi
     assert outcomes[: len(taken)] == taken
     for outcome in outcomes[len(taken) :]:
         assert isinstance(outcome, grpc.aio.AioRpcError)
-        assert isinstance(errors.from_rpc_error(outcome), errors.OutOfCapacity)
+        assert isinstance(from_rpc_error(outcome), errors.OutOfCapacity)
     too_large = request(large * 10, model_id=MODEL, seq_id=len(taken) + 2)
     await fails(stub.ForwardBackward(too_large), errors.InvalidRequest, "half of its max_queued_bytes")
     await fails(stub.OptimStep(step(len(taken) + 3)), errors.FailedPrecondition, "bytes of memory")

@@ -23,7 +23,7 @@ from tests.unit.trainer_service.test_servicer import (  # noqa: F401 - fixtures
     start,
     stub,
 )
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.objectives import custom_loss as module
 from trainer_service.objectives.custom_loss import CustomLoss

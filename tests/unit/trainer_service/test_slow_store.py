@@ -25,8 +25,8 @@ from tests.unit.trainer_service.test_servicer import (  # noqa: F401 - fixtures
     step,
     stub,
 )
+from tinsmith import errors
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc import errors
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.storage.local import LocalStorage

@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry
 from tests.stores import Place
 from tests.unit.trainer_service.test_checkpoints import at, make_info, make_state
 from tests.unit.trainer_service.test_imports import GOOD, tar
+from tinsmith.errors import OutOfCapacity
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import OutOfCapacity
 from tinsmith.v1 import trainer_pb2
 from trainer_service.metrics import Metrics
 from trainer_service.storage.checkpoints import CheckpointStore, _num_bytes

@@ -13,7 +13,7 @@ from google.protobuf.message import EncodeError
 from prometheus_client import CollectorRegistry
 
 from tests.unit.trainer_service.scheduling import Bench, MakeBench, fake_batch
-from tinsmith.rpc.errors import OutOfCapacity, ResultNotFound, ServiceError
+from tinsmith.errors import OutOfCapacity, ResultNotFound, ServiceError
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability.journal import Body, Journal, State
 from trainer_service.durability.journal_writer import Unstorable

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tinsmith.rpc.errors import Unsupported
+from tinsmith.errors import Unsupported
 from tinsmith.weight_channel import ring
 from trainer_service.weight_sync.choice import CHANNELS, Channel, Place, check_channel, choose
 

@@ -12,9 +12,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from tinsmith.modeling.adapter import Adapter, AdapterConfig
-from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import (
+from tinsmith.errors import (
     AlreadyExists,
     DataCorrupted,
     FailedPrecondition,
@@ -24,6 +22,8 @@ from tinsmith.rpc.errors import (
     VersionConflict,
     VersionNotLoaded,
 )
+from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc
 from tinsmith.v1 import weight_sync_pb2 as pb

@@ -15,8 +15,8 @@ from tests.batches import datum, request, sparse, wide
 from tests.models import VOCAB_SIZE
 from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
 from tests.unit.trainer_service.engines import create
+from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
 from tinsmith.v1 import trainer_pb2, types_pb2
 from trainer_service.engine import batch as module

@@ -8,7 +8,7 @@ import torch
 from sampler_service.vllm.full import FullVersion, Parameters
 from sampler_service.vllm.full_source import FullSource
 from sampler_service.vllm.shared_memory import Handle, SharedTensor
-from tinsmith.rpc.errors import OutOfCapacity
+from tinsmith.errors import OutOfCapacity
 
 LINEAR, NORM = "layers.0.proj.weight", "norm.weight"
 SPECS = [(LINEAR, [2, 3], True), (NORM, [2], False)]

@@ -22,7 +22,7 @@ from sampler_service.vllm.settings import engine_args, slot_rank
 from sampler_service.vllm.shared_memory import Handle, SharedTensor
 from sampler_service.vllm.versions import WorkerVersions
 from sampler_service.vllm.wire import Draws, Scores, extra_args
-from tinsmith.rpc.errors import Unsupported
+from tinsmith.errors import Unsupported
 
 
 def test_another_process_reads_shared_weights_and_cannot_change_them() -> None:
