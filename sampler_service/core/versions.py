@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from sampler_service.core.request import Request
 from sampler_service.metrics import Versions
+from tinsmith.errors import AlreadyExists, InvalidRequest, OutOfCapacity, VersionNotLoaded
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.paths import is_newer

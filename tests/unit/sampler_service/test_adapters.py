@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from sampler_service.core import versions
 from sampler_service.core.versions import Version, VersionStore
 from sampler_service.metrics import SamplerMetrics, Versions
+from tinsmith.errors import AlreadyExists, OutOfCapacity, VersionNotLoaded
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
 
 TARGET = Target("q_proj", "attn", 6, 4)
