@@ -10,7 +10,8 @@ soon as another process, such as the gateway or the client, needs its core.
 
 A service that reads a large request body also records this, and the computing services leave one core free for it.
 Without that core, the threads of a pass would wait for the one thread whose core is taken, and the pass would take 3 to
-10 times as long.
+10 times as long. A body is read in steps, by the gateway and then by the trainer, so the core stays free for a moment
+after each step. Otherwise a pass that begins between two steps would use it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,8 +44,12 @@ _HEADER = 1
 """Length of the page's header, which holds the number of cores."""
 _SHARE, _PID, _READER, _PLACE = 0, 1, 2, 3
 """The header is followed by one place of three numbers (`_PLACE`) for each service. The numbers are the cores that the
-service may use while all services compute; its process id while it computes, else 0; and its process id while it reads
-a large body, else 0."""
+service may use while all services compute; its process id while it computes, else 0; and the time until which it has a
+core for reading a large body, in tenths of a second by time.monotonic."""
+_LONGEST_READING_S = 5.0
+"""A step of reading a body has its core for at most this long, so that a service which dies meanwhile frees it."""
+_BETWEEN_STEPS_S = 0.2
+"""A core stays free for this long after a step of reading a body."""
 
 
 def usable_cores() -> int:
@@ -167,16 +173,16 @@ class Cores:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Reserves a core for the block. All services that compute, this one included, leave it free from their next
-        pass on."""
+        """Reserves a core for the block, and for a moment after it. All services that compute, this one included, leave
+        it free from their next pass on."""
         if self._page is None:
             yield
             return
-        self._page[self._place + _READER] = os.getpid()
+        self._page[self._place + _READER] = _tenths_in(_LONGEST_READING_S)
         try:
             yield
         finally:
-            self._page[self._place + _READER] = 0
+            self._page[self._place + _READER] = _tenths_in(_BETWEEN_STEPS_S)
 
     def _allowed(self) -> int:
         assert self._page is not None
@@ -184,7 +190,8 @@ class Cores:
             return max(1, (self._most or self.share) // self._processes)
         mine = self._page[self._place + _SHARE]
         others = sum(self._page[place + _SHARE] for place in self._places if self._computes(place))
-        cores = self._cores - sum(_is_alive(self._page[place + _READER]) for place in self._places)
+        now = _tenths_in(0)
+        cores = self._cores - sum(self._page[place + _READER] > now for place in self._places)
         allowed = cores * mine // (mine + others) if others else cores
         if self._most:
             allowed = min(allowed, self._most)
@@ -198,6 +205,11 @@ class Cores:
     def _set(self, threads: int) -> None:
         self._threads = threads
         self._set_threads(threads)
+
+
+def _tenths_in(seconds: float) -> int:
+    """The time in so many seconds, as the page has it."""
+    return int(10 * (time.monotonic() + seconds))
 
 
 def _is_alive(pid: int) -> bool:

@@ -222,10 +222,12 @@ def _refused(model_id: str, seq_id: int, error: ServiceError, *parts: bytes | st
 
 def _unknown_field(message: trainer_pb2.ForwardBackwardRequest) -> InvalidRequest | None:
     """The error for a message with an unknown field at any depth; None without one. Removes unknown fields."""
-    num_bytes = message.ByteSize()
     outside = sorted(field.field_number for field in UnknownFieldSet(message))
+    # Part by part: protobuf holds the interpreter's lock while it measures a message.
+    parts = [*message.data, *message.loss_fn_config_v2.values(), message.custom_loss]
+    num_bytes = sum(part.ByteSize() for part in parts)
     message.DiscardUnknownFields()
-    if message.ByteSize() == num_bytes:
+    if not outside and sum(part.ByteSize() for part in parts) == num_bytes:
         return None
     where = f"field number {outside[0]} of the request" if outside else "a field of data"
     return InvalidRequest(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -70,7 +71,15 @@ def test_nobody_has_fewer_than_one_thread_or_more_than_it_may_use(place: Place, 
     assert services[2].threads == 1
 
 
-def test_a_reader_of_a_large_body_takes_a_core_from_all_that_compute(place: Place) -> None:
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time by which readers have a core; a test sets it."""
+    now = [time.monotonic()]
+    monkeypatch.setattr("tinsmith.cores.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_a_reader_of_a_large_body_takes_a_core_from_all_that_compute(place: Place, now: list[float]) -> None:
     trainer, one, gateway = place(0), place(1), place(2)
     trainer.begin()
     with gateway.reading(), trainer.reading():
@@ -80,6 +89,9 @@ def test_a_reader_of_a_large_body_takes_a_core_from_all_that_compute(place: Plac
         trainer.begin()
         assert (trainer.threads, one.threads) == (4, 2)
     one.end()
+    trainer.begin()
+    assert trainer.threads == 6  # the next service may be about to read the body
+    now[0] += 0.3
     trainer.begin()
     assert trainer.threads == 8
 
@@ -92,11 +104,14 @@ def test_readers_leave_one_thread(place: Place, page: Path) -> None:
         assert trainer.threads == 1
 
 
-def test_a_reader_that_has_ended_takes_nothing(page: Path, place: Place) -> None:
+def test_a_reader_that_was_killed_takes_nothing_in_the_end(page: Path, place: Place, now: list[float]) -> None:
     code = "import sys, os; from tinsmith.cores import Cores; "
     code += "Cores(sys.argv[1], most=1, set_threads=lambda _: None).reading().__enter__(); os._exit(0)"
     subprocess.run([sys.executable, "-c", code, f"{page}:2"], check=True)
     trainer = place(0)
+    trainer.begin()
+    assert trainer.threads == 7
+    now[0] += 60
     trainer.begin()
     assert trainer.threads == 8
 
