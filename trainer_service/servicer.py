@@ -122,6 +122,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             num_threads=pace.num_threads,
             micro_batch_tokens=pace.micro_batch_tokens,
             tokens_per_second=pace.tokens_per_s,
+            one_by_one=engine.base.one_by_one,
         )
 
     async def CreateModel(self, request: pb.CreateModelRequest, context: Context) -> pb.CreateModelResponse:

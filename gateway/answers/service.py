@@ -38,6 +38,7 @@ class SupportedModel(TypedDict):
     max_context_length: int
     trainable: bool
     sampleable: bool
+    one_by_one: NotRequired[str]
 
 
 class Capabilities(TypedDict):

@@ -148,6 +148,8 @@ class TorchEngine:
         base = await in_thread(
             lambda: BaseModel.load(config.base_model, device=device, dtype=dtype, prepack=config.prepack)
         )
+        if base.why_not_cached:
+            raise UnsupportedModel(f"{base.architecture}: the torch engine cannot draw from it: {base.why_not_cached}")
         cores.tokens_per_thread = base.tokens_per_thread
         sizes = Sizes.of(base, config)
         limits = Limits(

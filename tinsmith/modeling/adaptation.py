@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace as with_values
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -10,6 +12,7 @@ from transformers import PreTrainedModel
 from tinsmith.modeling.adapter import Group, Target
 from tinsmith.modeling.experts import LoraExperts, is_fused_experts
 from tinsmith.modeling.lora import ActiveRuns, LoraLinear
+from tinsmith.modeling.padded import carries_state
 
 
 def decoder_layers(decoder: nn.Module, count: int) -> Sequence[nn.Module]:
@@ -20,6 +23,14 @@ def decoder_layers(decoder: nn.Module, count: int) -> Sequence[nn.Module]:
     return []
 
 
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The decoder of a causal LM. transformers' own get_decoder returns the whole model for some, such as Llama 4."""
+    decoder = model.get_decoder()
+    return decoder if decoder.get_output_embeddings() is None else decoder.model
+
+
+_PEFT_WITHOUT_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+"""Types of models whose out_proj PEFT adapts in no adapter."""
 _TIED_HEAD = "model.unembed_tokens"
 """Name of the output layer in the files of the hosted service, if it shares the embedding's weight."""
 
@@ -32,8 +43,9 @@ def adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple
     """
     output = model.get_output_embeddings()
     is_tied = output is not None and output.weight is model.get_input_embeddings().weight
-    of_text = set(model.get_decoder().modules())  # other parts, such as an encoder of images, are not run here
+    of_text = set(decoder_of(model).modules())  # other parts, such as an encoder of images, are not run here
     targets: list[Target] = []
+    groups_of: dict[str, set[Group | None]] = {}
     unknown: set[str] = set()
     foreign: dict[Group, set[str]] = {}
     for name, module in list(model.named_modules()):
@@ -42,6 +54,7 @@ def adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple
         # Subclasses of Linear (quantised ones) have a forward of their own, so they stay as they are.
         if type(module) is nn.Linear:
             group = "unembed" if module is output else _group(model, name)
+            groups_of.setdefault(_end(name), set()).add(group)
             if group is not None:
                 tinker_name = _TIED_HEAD if module is output and is_tied else None
                 targets.append(Target(name, group, module.in_features, module.out_features, tinker_name=tinker_name))
@@ -57,6 +70,7 @@ def adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple
                 foreign.setdefault(group, set()).add(type(module).__name__)
         elif "Expert" in type(module).__name__ and any(True for _ in module.parameters(recurse=False)):
             unknown.add(type(module).__name__)
+    targets = [with_values(one, ambiguous=len(groups_of.get(_end(one.name), ())) > 1) for one in targets]
     refused: dict[Group, str] = {
         group: f"this base model has {', '.join(sorted(names))} layers there, and only nn.Linear can be adapted"
         for group, names in foreign.items()
@@ -70,14 +84,28 @@ def adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple
 
 
 def _group(model: PreTrainedModel, name: str) -> Group | None:
-    parents = [model.get_submodule(name.rsplit(".", n)[0]) for n in range(1, name.count(".") + 1)]
-    names = [type(parent).__name__ for parent in parents]
-    if any("Attention" in parent for parent in names):
-        return "attn"
-    if any(hasattr(parent, "experts") for parent in parents[:1]) or any("Router" in parent for parent in names):
-        return None  # the router, which chooses the experts, is never adapted
-    if any("MLP" in parent or "Mlp" in parent or "FeedForward" in parent for parent in names):
-        return "mlp"
-    if name.endswith((".fc1", ".fc2")):  # as in OPT, where these layers have no parent module of their own
+    path = name.rpartition(".")[0]
+    parents = [path.rsplit(".", n)[0] for n in range(path.count(".") + 1)] if path else []
+    for n, parent in enumerate(map(model.get_submodule, parents)):  # the nearest first
+        kind = type(parent).__name__
+        if (n == 0 and hasattr(parent, "experts")) or "Router" in kind or "Indexer" in kind:
+            return None  # a choice, of experts or of tokens to attend to, has no gradient
+        if carries_state(parent):  # such layers take the place of attention
+            return None if _end(name) in _read_by_weight(model) else "attn"
+        if "Attention" in kind and "Layer" not in kind:
+            return "attn"
+        if "MLP" in kind or "Mlp" in kind or "FeedForward" in kind:
+            return "mlp"
+    if _end(name) in ("fc1", "fc2"):  # as in OPT, where these layers have no parent module of their own
         return "mlp"
     return None
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _read_by_weight(model: PreTrainedModel) -> set[str]:
+    """Layers of a recurrent layer whose weights it may read without calling them, so that an adapter would be lost.
+    PEFT refuses out_proj for the models that do so with it."""
+    return {"dt_proj", "out_proj"} if model.config.model_type in _PEFT_WITHOUT_OUT_PROJ else {"dt_proj"}

@@ -64,6 +64,8 @@ class Target:
     """The one of A and B that all experts share. The other has an expert dimension in front."""
     peft_name: str | None = None
     """Module in the names of PEFT's tensors, if it is not `name`."""
+    ambiguous: bool = False
+    """Whether a layer of another group, or of none, has the same last part of its name."""
     tinker_name: str | None = None
     """Name of the module in the hosted service's files, for an output layer that shares the embedding's weight. Tools
     that merge such files look for this name, because the base model's file has no weight under PEFT's name."""
@@ -272,13 +274,19 @@ class Adapter:
 
 
 def _modules(layers: Sequence[Target]) -> list[str] | str:
-    """PEFT's target_modules for these layers: the last part of each name, or a regular expression for whole names."""
-    last = sorted({_last(target.name, 1) for target in layers})
-    nested = sorted({outer for target in layers if "." in (outer := target.name.partition(".layers.")[0])})
+    """PEFT's target_modules for these layers: the ends of their names, or a regular expression for whole names."""
+    ends = sorted({_last(target.name, 2 if target.ambiguous else 1) for target in layers})
+    nested = sorted({outer for target in layers if "." in (outer := _around_layers(target.name))})
     if not nested:
-        return last
+        return ends
     # The model has other parts, such as an encoder of images, whose layers may end with the same names.
-    return rf"((?:{'|'.join(map(re.escape, nested))})\..*\.|)(?:{'|'.join(last)})"
+    return rf"((?:{'|'.join(map(re.escape, nested))})\..*\.|)(?:{'|'.join(map(re.escape, ends))})"
+
+
+def _around_layers(name: str) -> str:
+    """Name of the module that holds the list of layers to which a layer belongs; empty if it belongs to none."""
+    found = re.match(r"(.+?)\.[^.]+\.\d+\.", name)
+    return found[1] if found else ""
 
 
 def _last(name: str, count: int) -> str:

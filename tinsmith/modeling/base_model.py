@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from tinsmith.errors import Unsupported
 from tinsmith.modeling import attention
-from tinsmith.modeling.adaptation import adapt, decoder_layers
+from tinsmith.modeling.adaptation import adapt, decoder_layers, decoder_of
 from tinsmith.modeling.adapter import GROUPS, Group, Target
 from tinsmith.modeling.attention import Layout, Packed
 from tinsmith.modeling.base_weights import sum_of
@@ -34,12 +36,13 @@ from tinsmith.modeling.kernels.install import install
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.logprobs import Head, target_logprobs
 from tinsmith.modeling.lora import ActiveRuns, Call, LoraLinear, Run, join_readers, listening, prepack
+from tinsmith.modeling.padded import pad_recurrent, padded_batches, runs_within
 from tinsmith.modeling.parallel import Division
 from tinsmith.modeling.parallel_base import ShardedLayers
-from tinsmith.modeling.parallel_tensor import TensorParallel
+from tinsmith.modeling.parallel_tensor import CannotDivide, TensorParallel
 from tinsmith.modeling.pretrained import listed, load_causal_lm, persistent_buffers
-from tinsmith.modeling.self_check import TOLERANCE, Probe
-from tinsmith.modeling.whole_layers import take_over
+from tinsmith.modeling.self_check import TOLERANCE, Gaps, Probe
+from tinsmith.modeling.whole_layers import give_back, take_over
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,15 @@ _WORK_OF_THREAD = 25_000_000
 the threads synchronise at each. Measured in training with `small` (1.6 M weights in a layer), two threads in relation
 to one: on two idle cores 0.92 of the time with 16 tokens and 0.7 with 64 tokens. Beside a process that took one core:
 3 and 2 times as long."""
+
+
+NO_LIMIT = 2**20
+"""Context length, in tokens, of a model that has no position embeddings, and so no limit of its own."""
+_PACKABLE = {
+    "full_attention", "sliding_attention", "linear_attention", "attention", "mamba", "conv", "hybrid", "moe", "mlp",
+}  # fmt: skip
+"""Kinds of layers, as in `layer_types` of a configuration, that compute packed sequences if the check on short ones
+passes. Other kinds do something else from a certain length on, such as attention in chunks."""
 
 
 class UnsupportedModel(Exception):
@@ -84,6 +96,10 @@ class BaseModel:
     """Division of the layers' features among ranks; None if they are not divided."""
     sharded: ShardedLayers | None = None
     """Division of the layers' memory among ranks; None if it is not divided."""
+    recurrent: Sequence[str] = ()
+    """Classes of the layers that carry a state from token to token (padded.py)."""
+    one_by_one: str = ""
+    """The reason for which the model runs one sequence at a time, with its own attention; empty if it packs them."""
 
     @classmethod
     def load(
@@ -104,10 +120,12 @@ class BaseModel:
         `prepack`: passes without gradient use a second copy of the matrices, in the layout of the CPU's products
         (kernels/prepacked.py). None makes the copy if there is enough memory.
 
-        Raises UnsupportedModel if the packed forward pass disagrees with the model's own, if the files lack parameters
-        or hold broken ones, or if the output layer is not a plain linear layer. Raises OSError if there is no such
-        model or a file is damaged. Raises ValueError for kernels that do not work here, and CannotDivide, a ValueError,
-        for a division that the model does not support.
+        A model whose packed forward pass disagrees with its own runs one sequence at a time (`one_by_one`).
+
+        Raises UnsupportedModel if the files lack parameters or hold broken ones, if the output layer is not a plain
+        linear layer, or if the adapted layers compute something else than the model's own. Raises OSError if there is
+        no such model or a file is damaged. Raises ValueError for kernels that do not work here, and CannotDivide, a
+        ValueError, for a division that the model does not support.
         """
         transformers_logging.disable_progress_bar()  # it would break up the service's log lines
         config = load_config(path)
@@ -182,20 +200,21 @@ class BaseModel:
                 probe.run_groups(model, targets)
         model.set_attn_implementation(attention.NAME)
         tensor_parallel = sharded = None
+        decoder = decoder_of(model)
         if division is not None:
-            layers = decoder_layers(model.get_decoder(), model.config.get_text_config().num_hidden_layers)
+            layers = decoder_layers(decoder, model.config.get_text_config().num_hidden_layers)
             tensor_parallel, sharded = division.apply(model, layers, active, device)
         if not trainable:
             join_readers(model, calls)
+        recurrent = pad_recurrent(decoder, active)
         if chosen.elementwise is CPU and not trainable and tensor_parallel is None and sharded is None:
-            decoder = model.get_decoder()
             take_over(decoder, decoder_layers(decoder, model.config.get_text_config().num_hidden_layers), active)
         head = _head(model)
         if not trainable and prepacks is not False and _prepack(model, head, device, path=path, always=prepacks):
             head = head.with_prepacked()
         base = cls(
             path=path,
-            decoder=model.get_decoder(),
+            decoder=decoder,
             head=head,
             targets=targets,
             config=model.config.get_text_config(),
@@ -208,6 +227,7 @@ class BaseModel:
             refused_groups=refused,
             tensor_parallel=tensor_parallel,
             sharded=sharded,
+            recurrent=recurrent,
         )
         return base, probe
 
@@ -220,23 +240,57 @@ class BaseModel:
                 f"{self.architecture}: the model's own logprobs are not finite (nan or inf) in {self.dtype}, even "
                 "in its own forward: its weights are broken; fetch them again"
             )
+        base, limit = self, TOLERANCE[self.dtype]
+        reason = _unpackable(self.config)
+        gaps = None if reason else self._gaps(probe)
+        if isinstance(gaps, Exception):  # a layer was not given what it needs, or met what it does not know
+            reason = f"its layers do not take packed sequences ({type(gaps).__name__}: {gaps})"
+        elif gaps is not None and not gaps.base <= limit:
+            reason = (
+                f"packed, its logprobs differ by {gaps.base:.3g} (limit {limit:g}) from those of its own forward; "
+                "sequences probably see each other through a layer that is no attention"
+            )
+        if reason:
+            base = self._one_by_one(reason)
+            gaps = base._gaps(probe)
+            if isinstance(gaps, Exception):
+                raise gaps
+        assert isinstance(gaps, Gaps)
+        logger.info("self-check of %s: this and the plain forward differ by %s at most", self.path, gaps)
+        if not gaps.base <= limit:
+            raise UnsupportedModel(
+                f"{self.architecture}: with layers that can take adapters, its logprobs differ by {gaps.base:.3g} "
+                f"(limit {limit:g}) from those of its own forward"
+            )
+        refused = {**base.refused_groups, **gaps.refused(limit)}
+        targets = [target for target in base.targets if target.group not in refused]
+        return replace(base, targets=targets, refused_groups=refused)
+
+    def _gaps(self, probe: Probe) -> Gaps | Exception:
+        """The gaps between this model and the probe, or the error of a layer that was called in a way that it does not
+        support."""
         try:
-            gaps = probe.gaps(self)
-        except (TypeError, AttributeError) as error:  # its modules do not pass on the arguments of attention
-            raise UnsupportedModel(f"{self.architecture} cannot be packed: {error}") from error
+            return probe.gaps(self)
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, AttributeError, LookupError, ValueError, RuntimeError) as error:
+            return error
         finally:
             if self.sharded is not None:
                 self.sharded.reset()
-        logger.info("self-check of %s: packed and plain forward differ by %s at most", self.path, gaps)
-        limit = TOLERANCE[self.dtype]
-        if not gaps.base <= limit:
-            raise UnsupportedModel(
-                f"{self.architecture} cannot be packed: its logprobs differ by {gaps.base:.3g} (limit {limit:g}) from "
-                "its own forward. Sequences probably see each other through a layer that is no attention"
+
+    def _one_by_one(self, reason: str) -> BaseModel:
+        """This model, computing one sequence at a time with its own attention. Raises CannotDivide if it is divided
+        among ranks."""
+        if self.tensor_parallel is not None or self.sharded is not None:
+            raise CannotDivide(
+                f"{self.architecture} runs one sequence at a time, and cannot be divided among ranks then; set "
+                f"tensor_parallel_size to 1 and shard_base to false. The reason: {reason}"
             )
-        refused = {**self.refused_groups, **gaps.refused(limit)}
-        targets = [target for target in self.targets if target.group not in refused]
-        return replace(self, targets=targets, refused_groups=refused)
+        logger.warning("%s (%s) runs one sequence at a time, which is slow: %s", self.path, self.architecture, reason)
+        give_back(self.decoder, self.layers)
+        self.decoder.set_attn_implementation("eager")  # type: ignore[operator]  # every decoder of transformers has it
+        return replace(self, one_by_one=reason)
 
     @property
     def device(self) -> torch.device:
@@ -257,7 +311,7 @@ class BaseModel:
 
     @property
     def max_context_length(self) -> int:
-        return self.config.max_position_embeddings
+        return getattr(self.config, "max_position_embeddings", None) or NO_LIMIT
 
     @property
     def architecture(self) -> str:
@@ -271,6 +325,14 @@ class BaseModel:
             return 1
         weights = sum(parameter.numel() for layer in self.layers for parameter in layer.parameters())
         return max(1, _WORK_OF_THREAD * len(self.layers) // max(1, weights))
+
+    @property
+    def why_not_cached(self) -> str:
+        """The reason for which tokens cannot be computed one after the other from a key/value cache; empty if they
+        can."""
+        if self.recurrent and not self.one_by_one:
+            return f"its layers {', '.join(self.recurrent)} carry a state, which the cache does not hold"
+        return self.one_by_one
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -299,17 +361,32 @@ class BaseModel:
         without a run get the base model.
         """
         if isinstance(layout, Packed):
+            if self.one_by_one:
+                return self._hidden_states_apart(tokens_T, layout, runs)
             layout = layout.with_kernel(self.kernels.attention, self.device)
+        elif why := self.why_not_cached:
+            raise Unsupported(f"{self.architecture} cannot be continued from a key/value cache: {why}")
         if self.tensor_parallel is not None:
             runs = self.tensor_parallel.runs(runs)
+        if self.recurrent and isinstance(layout, Packed) and len(layout.lengths) > 1:
+            self.active.padded = padded_batches(layout.lengths, runs, self.kernels, self.device)
+        return self._decode(tokens_T, runs, {"position_ids": positions_T[None], "layout": layout})
+
+    def _hidden_states_apart(self, tokens_T: Tensor, layout: Packed, runs: Sequence[Run]) -> Tensor:
+        """hidden_states of one sequence after the other, computed as by the plain model."""
+        outputs = []
+        for start, stop in pairwise([0, *accumulate(layout.lengths)]):
+            outputs.append(self._decode(tokens_T[start:stop], runs_within(runs, start, stop), {}))
+        return torch.cat(outputs)
+
+    def _decode(self, tokens_T: Tensor, runs: Sequence[Run], options: Mapping[str, Any]) -> Tensor:
+        """One call of the decoder, with the runs' adapters. [T, H]"""
         self.active.runs = runs
         self.active.groups = self.kernels.groups(runs, tokens_T.shape[0], self.device)
         try:
-            output = self.decoder(
-                input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, layout=layout
-            )
+            output = self.decoder(input_ids=tokens_T[None], use_cache=False, **options)
         finally:
-            self.active.runs, self.active.groups, self.active.waiting = (), None, None
+            self.active.runs, self.active.groups, self.active.waiting, self.active.padded = (), None, None, ()
             if self.tensor_parallel is not None:
                 self.tensor_parallel.forget()
         return output.last_hidden_state[0]
@@ -324,6 +401,14 @@ class BaseModel:
 def positions_of(lengths: Sequence[int], device: torch.device) -> Tensor:
     """int64 [T]: 0, 1, 2, ... for each sequence, end to end."""
     return on_device(torch.cat([torch.arange(length) for length in lengths]), device)
+
+
+def _unpackable(config: PretrainedConfig) -> str:
+    """The reason for which the check on short sequences would not suffice for this model; empty if it does."""
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _PACKABLE)
+    if not kinds:
+        return ""
+    return f"it has layers of the kinds {', '.join(kinds)}, which are not known to take packed sequences"
 
 
 def _prepack(model: PreTrainedModel, head: Head, device: torch.device, *, path: str, always: bool | None) -> bool:
@@ -349,12 +434,14 @@ def _head(model: PreTrainedModel) -> Head:
     scale = 1.0
     if config.get("logit_scale") is not None:  # Cohere
         scale = float(config["logit_scale"])
+    elif config.get("lm_head_multiplier") is not None:  # Falcon-H1
+        scale = float(config["lm_head_multiplier"])
     elif config.get("logits_scaling") is not None:  # Granite
         scale = 1.0 / float(config["logits_scaling"])
     return Head(
         name=names[id(output)],
         weight_V_H=output.weight,
         bias_V=output.bias,
-        softcap=config.get("final_logit_softcapping"),
+        softcap=config.get("final_logit_softcapping") or config.get("logits_soft_cap"),  # RecurrentGemma has the second
         scale=scale,
     )

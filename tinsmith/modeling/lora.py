@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from tinsmith.modeling.kernels.prepacked import Prepacked
 from tinsmith.modeling.pass_gradient import PassGradient
 from tinsmith.modeling.projections import Frozen, Layers, project
 from tinsmith.modeling.shares import Share, add_rows
+
+if TYPE_CHECKING:
+    from tinsmith.modeling.padded import Padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,20 @@ class ActiveRuns:
     """Outputs that are computed already, for layers that are called next."""
     calls: list[Call] | None = None
     """Calls of adapted layers, recorded while `listening`."""
+    padded: Sequence[Padded] = ()
+    """The packed sequences as padded batches, for layers that carry a state from token to token."""
+
+    @contextmanager
+    def replaced_by(self, other: ActiveRuns) -> Iterator[None]:
+        """Within the block, this holds the values of `other`."""
+        before = {one.name: getattr(self, one.name) for one in fields(self)}
+        for one in fields(self):
+            setattr(self, one.name, getattr(other, one.name))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
 
 
 @dataclass(frozen=True, slots=True)

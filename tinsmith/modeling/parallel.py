@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from tinsmith.modeling.adaptation import decoder_of
 from tinsmith.modeling.lora import ActiveRuns
 from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.modeling.parallel_ops import Peers
@@ -56,4 +57,4 @@ class Division:
         for name, buffer in list(model.named_buffers()):
             owner, _, own_name = name.rpartition(".")
             setattr(model.get_submodule(owner), own_name, buffer.to(device))
-        return tensor, ShardedLayers(model.get_decoder(), layers, self.mesh)
+        return tensor, ShardedLayers(decoder_of(model), layers, self.mesh)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tinsmith.modeling.adaptation import decoder_of
 from tinsmith.modeling.adapter import Adapter, LoraWeights
 from tinsmith.modeling.logprobs import Head, target_logprobs
 from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run
@@ -182,7 +183,7 @@ def _styles(model: PreTrainedModel, size: int) -> dict[str, str]:
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:
     """The plan of the decoder, without the embedding and the output layer, which are not divided."""
-    decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
+    decoder = next(name for name, module in model.named_modules() if module is decoder_of(model))
     outside = {id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
     kept = {_pattern(name) for name, module in model.named_modules() if id(module) in outside}
     plan = {

@@ -197,6 +197,12 @@ def take_over(decoder: nn.Module, layers: Sequence[nn.Module], active: ActiveRun
     return count
 
 
+def give_back(decoder: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Undoes take_over."""
+    for module in (decoder, *layers):
+        module.__dict__.pop("forward", None)
+
+
 def _decode(own: Any, decoder: Any, *, input_ids: Tensor, position_ids: Tensor, layout: Any, **kwargs: Any) -> Any:
     if type(layout) is not Packed and torch.is_grad_enabled():
         return own(input_ids=input_ids, position_ids=position_ids, layout=layout, **kwargs)

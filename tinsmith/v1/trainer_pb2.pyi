@@ -15,7 +15,7 @@ class GetTrainerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTrainerInfoResponse(_message.Message):
-    __slots__ = ("base_models", "max_context_length", "max_lora_rank", "vocab_size", "architecture", "loss_fns", "device", "boot_id", "optimizers", "full_training", "trainable", "trainable_groups", "refused_groups", "base_weights", "num_threads", "micro_batch_tokens", "tokens_per_second")
+    __slots__ = ("base_models", "max_context_length", "max_lora_rank", "vocab_size", "architecture", "loss_fns", "device", "boot_id", "optimizers", "full_training", "trainable", "trainable_groups", "refused_groups", "base_weights", "num_threads", "micro_batch_tokens", "tokens_per_second", "one_by_one")
     BASE_MODELS_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class GetTrainerInfoResponse(_message.Message):
     NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
     MICRO_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    ONE_BY_ONE_FIELD_NUMBER: _ClassVar[int]
     base_models: _containers.RepeatedScalarFieldContainer[str]
     max_context_length: int
     max_lora_rank: int
@@ -50,7 +51,8 @@ class GetTrainerInfoResponse(_message.Message):
     num_threads: int
     micro_batch_tokens: int
     tokens_per_second: float
-    def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., loss_fns: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., optimizers: _Optional[_Iterable[_Union[_types_pb2.Optimizer, str]]] = ..., full_training: _Optional[bool] = ..., trainable: _Optional[bool] = ..., trainable_groups: _Optional[_Iterable[_Union[_types_pb2.AdapterGroup, str]]] = ..., refused_groups: _Optional[_Iterable[_Union[RefusedGroup, _Mapping]]] = ..., base_weights: _Optional[str] = ..., num_threads: _Optional[int] = ..., micro_batch_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ...) -> None: ...
+    one_by_one: str
+    def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., loss_fns: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., optimizers: _Optional[_Iterable[_Union[_types_pb2.Optimizer, str]]] = ..., full_training: _Optional[bool] = ..., trainable: _Optional[bool] = ..., trainable_groups: _Optional[_Iterable[_Union[_types_pb2.AdapterGroup, str]]] = ..., refused_groups: _Optional[_Iterable[_Union[RefusedGroup, _Mapping]]] = ..., base_weights: _Optional[str] = ..., num_threads: _Optional[int] = ..., micro_batch_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., one_by_one: _Optional[str] = ...) -> None: ...
 
 class RefusedGroup(_message.Message):
     __slots__ = ("group", "reason")

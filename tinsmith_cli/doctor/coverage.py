@@ -79,6 +79,10 @@ def _is_foreign(module: nn.Module) -> bool:
 def _notes(base: BaseModel, subject: Subject) -> list[str]:
     config = subject.text_config.to_dict()
     notes = []
+    if base.one_by_one:
+        notes.append(f"training runs one sequence at a time, which is slow: {base.one_by_one}")
+    elif base.recurrent:
+        notes.append(f"{', '.join(base.recurrent)} carry a state from token to token: handled")
     if config.get("tie_word_embeddings"):
         notes.append("input and output embeddings are one tensor: an adapter on unembed changes the output only")
     if config.get("attn_logit_softcapping"):

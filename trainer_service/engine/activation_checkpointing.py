@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,24 +38,11 @@ def _forward(inner: Any, active: ActiveRuns, *args: Any, **kwargs: Any) -> Any:
 
     The state of the random generator is not saved: the model is in evaluation mode and draws no random numbers.
     """
-    then = _values(active)
+    then = replace(active)
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         # Backward runs after the forward pass has removed its adapters from the layers: they are put back meanwhile.
-        now = _values(active)
-        _set(active, then)
-        try:
+        with active.replaced_by(then):
             return inner(*args, **kwargs)
-        finally:
-            _set(active, now)
 
     return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-def _values(active: ActiveRuns) -> dict[str, Any]:
-    return {field.name: getattr(active, field.name) for field in fields(active)}
-
-
-def _set(active: ActiveRuns, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(active, name, value)

@@ -64,18 +64,21 @@ def _supported(
     trainers: Sequence[trainer_pb2.GetTrainerInfoResponse],
     samplers: Sequence[sampler_pb2.GetSamplerInfoResponse],
 ) -> dict[str, object]:
-    """Limits that hold for every service to which a request for this base model may go."""
+    """Limits that hold for every service to which a request for this base model may go. `one_by_one` is there only for
+    a base model that is trained one sequence at a time, and says why."""
     trainer = next((info for info in trainers if name in info.base_models), None)  # `Clients.find_trainer`'s choice
     trainable = trainer is not None and trainer.trainable
     limits = [info.max_context_length for info in samplers if name in info.base_models]
     sampleable = bool(limits)
     if trainer is not None and (trainable or not sampleable):
         limits.append(trainer.max_context_length)
+    slow = {"one_by_one": trainer.one_by_one} if trainer is not None and trainer.one_by_one else {}
     return {
         "model_name": name,
         "max_context_length": min(limits),
         "trainable": trainable,
         "sampleable": sampleable,
+        **slow,
     }
 
 

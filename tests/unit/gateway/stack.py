@@ -110,6 +110,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.forgotten: set[int] = set()
         """seq_ids whose results have expired."""
         self.trainable_groups = types_pb2.AdapterGroup.values()[1:]
+        self.one_by_one = ""
 
     async def GetTrainerInfo(self, request: Any, context: Any) -> Any:
         return trainer_pb2.GetTrainerInfoResponse(
@@ -123,6 +124,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             boot_id=str(id(context)),
             trainable=bool(self.trainable_groups),
             trainable_groups=self.trainable_groups,
+            one_by_one=self.one_by_one,
         )
 
     async def _run(self, request: Any, context: Any, work: Any, *, seq_id: int) -> Any:

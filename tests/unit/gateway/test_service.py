@@ -176,6 +176,13 @@ async def test_a_model_that_its_trainer_cannot_train_is_sampled_only(stack: Stac
     assert model == {"model_name": BASE_MODEL, "max_context_length": 2048, "trainable": False, "sampleable": True}
 
 
+async def test_a_model_that_is_trained_one_sequence_at_a_time_says_why(stack: Stack, client: Client) -> None:
+    assert "one_by_one" not in (await supported(client))[BASE_MODEL]
+    stack.trainer.one_by_one = "a layer of it does not pack"
+    await stack.restart_gateway()
+    assert (await supported(client))[BASE_MODEL]["one_by_one"] == "a layer of it does not pack"
+
+
 async def test_capabilities_stay_while_a_service_is_down_and_follow_it_when_it_is_back(
     stack: Stack, client: Client
 ) -> None:

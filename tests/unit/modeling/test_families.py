@@ -1,5 +1,6 @@
 """Any Hugging Face causal LM: each family made tiny from its config, held against its own forward and stock PEFT."""
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tests.models import TINY_CONFIG
 from tests.oracle import Oracle
 from tinsmith.errors import Unsupported
 from tinsmith.modeling import adaptation
-from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.adapter import GROUPS, Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel, positions_of
 from tinsmith.modeling.kv_cache import Cached, KVCache, Prefill
@@ -64,7 +65,67 @@ SPARSE: dict[str, dict[str, Any]] = {
         "v_head_dim": 16, "num_key_value_heads": 4,
     },
 }  # fmt: skip
-RECURRENT: dict[str, dict[str, Any]] = {"Mamba": {}}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+MAMBA2 = {
+    "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 8,
+    "mamba_expand": 2,
+}  # fmt: skip
+SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 32}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "Qwen3_5Text": DELTA,
+    "Qwen3_5MoeText": {**DELTA, **SHARED_EXPERT},
+    "Qwen3_5": {
+        "text_config": {**COMMON, **DELTA},
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
+            "num_position_embeddings": 16, "patch_size": 14,
+        },
+        "image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8,
+    },
+    "Qwen3Next": {**DELTA, **SHARED_EXPERT},
+    "KimiLinear": {
+        **ROUTED, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+        "num_key_value_heads": 4, "linear_num_heads": 2, "linear_head_dim": 16, "layer_types": DELTA["layer_types"],
+    },
+    "OlmoHybrid": {**DELTA, "linear_num_key_heads": 4},
+    "NemotronH": {
+        "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 8,
+        "num_hidden_layers": 3, "layers_block_type": ["mamba", "attention", "mlp"],
+    },
+    "GraniteMoeHybrid": {**MAMBA2, **EXPERTS, "shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]},
+    "FalconH1": {**MAMBA2, "mamba_d_ssm": 128, "lm_head_multiplier": 0.5},
+    "Bamba": {**MAMBA2, "attn_layer_indices": [1]},
+    "Jamba": {
+        **EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "mamba_d_state": 16, "use_mamba_kernels": False,
+    },
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "Mamba": {},
+    "Mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 16, "chunk_size": 8, "expand": 2},
+    "MiniMax": EXPERTS,
+}  # fmt: skip
+SPARSE_ATTENTION = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "num_key_value_heads": 4, "index_topk": 4, "index_head_dim": 16, "index_n_heads": 2,
+}  # fmt: skip
+ONE_BY_ONE: dict[str, tuple[dict[str, Any], str]] = {
+    "GlmMoeDsa": ({**ROUTED, **SPARSE_ATTENTION}, "layers of the kinds indexed_attention"),
+    "DeepseekV4": (
+        {**ROUTED, "layer_types": ["compressed_sparse_attention", "sliding_attention"]},
+        "layers of the kinds compressed_sparse_attention",
+    ),
+    "Llama4Text": (
+        {"attention_chunk_size": 4, "moe_layers": [], "intermediate_size_mlp": 96},
+        "layers of the kinds chunked_attention",
+    ),
+    "StableLm": ({}, "do not take packed sequences .*layout"),
+    "Bloom": ({"n_layer": 2, "n_head": 4}, "its logprobs differ"),
+}
+"""Families that do not pack, each with the reason."""
+FAMILIES = {**DENSE, **SPARSE, **RECURRENT, **{family: settings for family, (settings, _) in ONE_BY_ONE.items()}}
 
 
 def make(folder: Path, family: str, settings: dict[str, Any]) -> Path:
@@ -76,7 +137,7 @@ def make(folder: Path, family: str, settings: dict[str, Any]) -> Path:
 
 
 def load(folder: Path, family: str) -> BaseModel:
-    return BaseModel.load(make(folder, family, {**DENSE, **SPARSE}[family]), device=CPU, dtype=torch.float32)
+    return BaseModel.load(make(folder, family, FAMILIES[family]), device=CPU, dtype=torch.float32)
 
 
 def random_adapter(base: BaseModel, seed: int, **config: Any) -> Adapter:
@@ -96,10 +157,11 @@ def packed_logprobs(base: BaseModel, tokens: torch.Tensor, lengths: list[int], r
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize("family", [*DENSE, *SPARSE])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_family_equals_stock_peft_gradients_included(family: str, tmp_path: Path) -> None:
     base = load(tmp_path / "model", family)
-    adapter = random_adapter(base, 1, rank=3)  # of all layers
+    adapter = random_adapter(base, 1, rank=3, train_mlp="mlp" in base.groups)  # of all layers
+    assert set(base.groups) == {"attn", "unembed"} if family in ("Mamba", "Mamba2") else set(GROUPS)
     lengths = [7, 9]
     torch.manual_seed(1)
     tokens, factors = torch.randint(256, (16,)), torch.randn(16)
@@ -120,6 +182,9 @@ def test_family_equals_stock_peft_gradients_included(family: str, tmp_path: Path
         assert (grad - expected).norm() <= 2e-5 * expected.norm()
     assert torch.equal(Adapter.load_peft(tmp_path / "adapter", adapter.config, base.targets).flat, adapter.flat)
 
+    if base.why_not_cached:
+        assert family in RECURRENT or family in ONE_BY_ONE
+        return
     with torch.no_grad():  # and one token at a time, from the cache, beside a lane of the base model
         cache = KVCache()
         cache.reserve(2, 16)
@@ -186,16 +251,56 @@ def test_unknown_experts_are_refused_and_not_left_out(tmp_path: Path, monkeypatc
     Adapter.create(AdapterConfig(rank=4, train_mlp=False), base.targets, CPU)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", RECURRENT)
-def test_a_recurrent_family_is_refused_at_load(family: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="cannot be packed"):
-        BaseModel.load(make(tmp_path, family, RECURRENT[family]), device=CPU, dtype=torch.float32)
+@pytest.mark.parametrize("family", ONE_BY_ONE)
+def test_a_family_that_does_not_pack_runs_one_sequence_at_a_time_and_says_why(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = load(tmp_path, family)
+    assert re.search(ONE_BY_ONE[family][1], base.one_by_one)
+    assert base.groups == ["attn", "mlp", "unembed"]
+    assert "runs one sequence at a time, which is slow" in caplog.text
+    tokens = torch.arange(5)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    with torch.no_grad():
+        ours = base.hidden_states(tokens.repeat(2), positions_of([5, 5], CPU), Packed([5, 5]), [])
+        theirs = plain(tokens[None], output_hidden_states=True).hidden_states[-1][0]
+    torch.testing.assert_close(ours, theirs.repeat(2, 1), rtol=1e-5, atol=1e-5)
 
 
-def test_attention_that_does_not_hand_on_the_layout_is_refused_at_load(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=r"NemotronForCausalLM cannot be packed: .*layout"):
-        BaseModel.load(make(tmp_path, "Nemotron", {}), device=CPU, dtype=torch.float32)
+@pytest.mark.parametrize("family", ["Lfm2", "StableLm"])
+def test_a_family_without_a_cache_here_is_not_continued_from_one(family: str, tmp_path: Path) -> None:
+    base = load(tmp_path, family)
+    cache = KVCache()
+    cache.reserve(1, 16)
+    layout = Cached(cache, torch.empty(0, dtype=torch.int64), [Prefill(0, 0, 6)])
+    with pytest.raises(Unsupported, match="cannot be continued from a key/value cache: "):
+        base.hidden_states(torch.arange(6), torch.arange(6), layout, [])
+
+
+@pytest.mark.parametrize("family", ["Qwen3Next", "Bamba", "Lfm2", "StableLm"])
+def test_sequences_of_any_lengths_and_tenants_are_computed_as_if_alone(family: str, tmp_path: Path) -> None:
+    base = load(tmp_path, family)
+    adapters = [random_adapter(base, 1, rank=3), random_adapter(base, 2, rank=5)]
+    lengths = [6, 7, 7, 1, 70, 64, 9]  # some of which share a padded batch, and one goes through two chunks
+    starts = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+    torch.manual_seed(1)
+    tokens, factors = torch.randint(256, (starts[-1],)), torch.randn(starts[-1])
+    runs = [
+        Run(adapters[0], slice(0, starts[2])),
+        Run(adapters[1], slice(starts[2], starts[6])),
+    ]  # the last: the base's
+    wanted = [tensor for adapter in adapters for tensor in adapter.tensors()]
+    together = packed_logprobs(base, tokens, lengths, runs)
+    grads = torch.autograd.grad((together * factors).sum(), wanted)
+    loss = torch.zeros(())
+    for n, length in enumerate(lengths):
+        rows = slice(starts[n], starts[n + 1])
+        own = [Run(adapters[n >= 2], slice(0, length))] if n < 6 else []
+        alone = packed_logprobs(base, tokens[rows], [length], own)
+        torch.testing.assert_close(together[rows], alone, rtol=1e-5, atol=2e-5)
+        loss = loss + (alone * factors[rows]).sum()
+    for grad, expected in zip(grads, torch.autograd.grad(loss, wanted), strict=True):
+        assert (grad - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_a_model_that_is_no_causal_lm_is_refused_at_load(tmp_path: Path) -> None:

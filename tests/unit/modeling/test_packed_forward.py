@@ -1,5 +1,6 @@
 """The packed, chunked, many-adapter forward against plain transformers + PEFT."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from tests.models import VOCAB_SIZE, make_model
 from tests.oracle import Oracle
 from tinsmith.errors import InvalidRequest, Unsupported
-from tinsmith.modeling import logprobs
+from tinsmith.modeling import base_model, logprobs
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel, positions_of
@@ -227,11 +228,28 @@ def test_peft_files_load_back_bit_for_bit_and_refuse_another_layout(base: BaseMo
         Adapter.load_peft(tmp_path, AdapterConfig(rank=8), base.targets)
 
 
-def test_a_model_whose_packed_forward_differs_is_refused(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_packed_forward_differs_runs_one_sequence_at_a_time(
+    base: BaseModel, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Sequences that see each other, as they would through a recurrent layer.
     attend = Packed.attend
     monkeypatch.setattr(Packed, "attend", lambda self, *args: attend(Packed([sum(self.lengths)]), *args))
-    with pytest.raises(UnsupportedModel, match="cannot be packed"):
+    alone = BaseModel.load(model_folder, device=CPU, dtype=torch.float32)
+    assert "sequences probably see each other" in alone.one_by_one
+    monkeypatch.undo()
+    tokens, lengths = random_tokens(9), [4, 5]
+    adapter = random_adapter(base, 1, rank=4)
+    runs = [Run(adapter, slice(4, 9))]
+    ours, theirs = (packed_logprobs(one, tokens, tokens, lengths, runs) for one in (alone, base))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_whose_adapted_layers_compute_something_else_is_refused(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = base_model._head
+    monkeypatch.setattr(base_model, "_head", lambda model: replace(head(model), scale=2.0))
+    with pytest.raises(UnsupportedModel, match="with layers that can take adapters, its logprobs differ by"):
         BaseModel.load(model_folder, device=CPU, dtype=torch.float32)
 
 

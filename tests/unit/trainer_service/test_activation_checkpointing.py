@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.models import VOCAB_SIZE
-from tests.unit.modeling.test_families import DENSE, SPARSE, make
+from tests.unit.modeling.test_families import DENSE, FAMILIES, SPARSE, make
 from tests.unit.trainer_service.engines import assert_near, batch, create, gradient, run
 from tinsmith.modeling.base_model import BaseModel
 from trainer_service.engine.batch import Batch
@@ -33,9 +33,9 @@ def losses_and_gradients(base: BaseModel, mode: str, one: Batch) -> tuple[dict[s
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize("family", [*DENSE, *SPARSE])
+@pytest.mark.parametrize("family", [*DENSE, *SPARSE, "Qwen3_5Text", "FalconH1", "Jamba", "StableLm"])
 def test_losses_and_gradients_of_every_family_are_the_same(family: str, tmp_path: Path) -> None:
-    folder = make(tmp_path, family, {**DENSE, **SPARSE}[family])
+    folder = make(tmp_path, family, FAMILIES[family])
     base = BaseModel.load(folder, device=torch.device("cpu"), dtype=torch.float32)
     engine = engine_of(base)
     one = batch(engine, LENGTHS, vocab_size=base.vocab_size)

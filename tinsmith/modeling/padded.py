@@ -1,0 +1,165 @@
+"""Sequences of a packed batch as the rows of a padded one, for layers that carry a state from token to token.
+
+Such a layer (a recurrence, or a convolution over time) does not know where the sequences of a packed batch begin. It
+computes them side by side instead. Padding is at the end, where no token sees it.
+
+Shapes: T packed tokens, n tokens of some consecutive sequences, B sequences, L tokens of the longest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tinsmith.modeling.kernels.choice import Kernels
+from tinsmith.modeling.kernels.transfer import on_device
+from tinsmith.modeling.lora import ActiveRuns, Run
+
+_MOST_PADDING = 1.25
+"""Rows of a padded batch in relation to its tokens, at most. Sequences of more different lengths become several
+batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """Consecutive sequences, in rows of one length."""
+
+    start: int
+    """Number of their first token in the packed batch."""
+    lengths: Sequence[int]
+    places_n: Tensor | None
+    """Place of each token among the B * L; None if there is no padding."""
+    active: ActiveRuns
+    """The adapters' runs, in the padded batch's own rows."""
+
+    @classmethod
+    def of(
+        cls, start: int, lengths: Sequence[int], runs: Sequence[Run], kernels: Kernels, device: torch.device
+    ) -> Padded:
+        places_n = None
+        longest = max(lengths)
+        if min(lengths) < longest:
+            places = [torch.arange(length) + row * longest for row, length in enumerate(lengths)]
+            places_n = on_device(torch.cat(places), device)
+        padded = cls(start, lengths, places_n, ActiveRuns())
+        own = [replace(run, rows=padded._rows(run.rows)) for run in runs_within(runs, start, start + sum(lengths))]
+        padded.active.runs = own
+        padded.active.groups = kernels.groups(own, longest * len(lengths), device)
+        return padded
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    def pad(self, x_n: Tensor) -> Tensor:
+        """[B, L, ...] of [n, ...], the tokens in the packed order."""
+        shape = (len(self.lengths), max(self.lengths))
+        if self.places_n is None:
+            return x_n.unflatten(0, shape)
+        return x_n.new_zeros(shape[0] * shape[1], *x_n.shape[1:]).index_copy(0, self.places_n, x_n).unflatten(0, shape)
+
+    def unpad(self, y_B_L: Tensor) -> Tensor:
+        """[n, ...]: the tokens in the packed order."""
+        y = y_B_L.flatten(0, 1)
+        return y if self.places_n is None else y.index_select(0, self.places_n)
+
+    def _rows(self, rows: slice | Tensor) -> slice | Tensor:
+        """The places of some of the n tokens."""
+        if self.places_n is None:
+            return rows
+        borders = [0, *accumulate(self.lengths)]
+        if isinstance(rows, slice) and rows.start in borders and rows.stop in borders:
+            longest = max(self.lengths)  # padding may join the run: it is zero, and so is its gradient
+            return slice(borders.index(rows.start) * longest, borders.index(rows.stop) * longest)
+        return self.places_n[rows]
+
+
+def runs_within(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
+    """The runs of the rows from `start` to `stop`, numbered from 0."""
+    found = []
+    for run in runs:
+        if isinstance(run.rows, Tensor):
+            rows = run.rows[(run.rows >= start) & (run.rows < stop)] - start
+            if rows.numel():
+                found.append(replace(run, rows=rows))
+        elif max(run.rows.start, start) < min(run.rows.stop, stop):
+            rows = slice(max(run.rows.start, start) - start, min(run.rows.stop, stop) - start)
+            found.append(replace(run, rows=rows))
+    return found
+
+
+def padded_batches(lengths: Sequence[int], runs: Sequence[Run], kernels: Kernels, device: torch.device) -> list[Padded]:
+    """All sequences of a packed batch, in order, in as few padded batches as the bound on padding allows."""
+    starts = [0, *accumulate(lengths)]
+    return [
+        Padded.of(starts[first], lengths[first:last], runs, kernels, device)
+        for first, last in pairwise([*_cuts(lengths), len(lengths)])
+    ]
+
+
+def _cuts(lengths: Sequence[int]) -> Iterator[int]:
+    """Numbers of the sequences with which a padded batch begins."""
+    longest = tokens = count = 0
+    for n, length in enumerate(lengths):
+        longest, tokens, count = max(longest, length), tokens + length, count + 1
+        if n == 0 or longest * count > _MOST_PADDING * tokens:
+            yield n
+            longest, tokens, count = length, length, 1
+
+
+def carries_state(layer: nn.Module) -> bool:
+    """Whether the layer mixes tokens in another way than by attention: a convolution over time, or a recurrence."""
+    return any(isinstance(child, nn.Conv1d) for child in layer.children()) or "Lightning" in type(layer).__name__
+
+
+def pad_recurrent(decoder: nn.Module, active: ActiveRuns) -> list[str]:
+    """Makes every layer that carries a state compute the batches in `active.padded`, if there are any. Returns the
+    names of these layers' classes."""
+    layers = [module for module in decoder.modules() if carries_state(module)]
+    for layer in layers:
+        layer.forward = _Apart(layer.forward, active)
+    return sorted({type(layer).__name__ for layer in layers})
+
+
+@dataclass(frozen=True, slots=True)
+class _Apart:
+    """The forward of a layer, over packed sequences."""
+
+    inner: Any
+    active: ActiveRuns
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        batches = self.active.padded
+        if not batches:
+            return self.inner(*args, **kwargs)
+        kwargs.pop("layout", None)  # kernels of the layer would not know it
+        parts_of_args = [_parts(value, batches) for value in args]
+        parts_by_name = {name: _parts(value, batches) for name, value in kwargs.items()}
+        outputs = []
+        for n, batch in enumerate(batches):
+            with self.active.replaced_by(batch.active):
+                named = {name: parts[n] for name, parts in parts_by_name.items()}
+                outputs.append(self.inner(*(parts[n] for parts in parts_of_args), **named))
+        if isinstance(outputs[0], Tensor):
+            return _joined(outputs, batches)
+        return _joined([one for one, *_ in outputs], batches), *(None for _ in outputs[0][1:])
+
+
+def _parts(value: Any, batches: Sequence[Padded]) -> Sequence[Any]:
+    """An argument for each batch. A tensor with a row for each token of the packed batch is divided."""
+    sizes = [batch.num_tokens for batch in batches]
+    if isinstance(value, Tensor) and value.shape[:2] == (1, sum(sizes)):
+        return [batch.pad(part) for batch, part in zip(batches, value[0].split(sizes), strict=True)]
+    if isinstance(value, tuple):
+        return list(zip(*(_parts(one, batches) for one in value), strict=True)) or [()] * len(batches)
+    return [value] * len(batches)
+
+
+def _joined(outputs: Sequence[Tensor], batches: Sequence[Padded]) -> Tensor:
+    parts = [batch.unpad(output) for output, batch in zip(outputs, batches, strict=True)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
