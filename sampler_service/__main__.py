@@ -17,7 +17,7 @@ from sampler_service.servicer import SamplerServicer
 from sampler_service.tokenizer import TokenizerSlot
 from sampler_service.vllm.processes import kill_all_below
 from sampler_service.weights.weight_sync import WeightSyncServicer
-from tinsmith.allocator import keep_freed_memory
+from tinsmith.allocator import exempt_from_collections, keep_freed_memory
 from tinsmith.cores import SWITCH_S
 from tinsmith.modeling.base_model import UnsupportedModel
 from tinsmith.rpc import logs, tracing
@@ -100,6 +100,7 @@ async def serve(config: SamplerConfig) -> int:
             return 1
         slot.engine = engine
         engine.requests.on_death = partial(server.set_serving, False)
+        exempt_from_collections()
         await server.set_serving(True)
         logger.info("serving %s on port %d", ", ".join(config.model_names), server.port)
         died = asyncio.create_task(engine.requests.died.wait())

@@ -1,8 +1,9 @@
-"""Settings of the C library's allocator for freed memory."""
+"""Settings of the memory of a process: the C library's allocator and Python's garbage collector."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import platform
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -26,6 +27,17 @@ def keep_freed_memory() -> bool:
     settings = ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, _NEVER), (_M_TRIM_THRESHOLD, _NEVER))
     done = [mallopt(name, value) for name, value in settings]
     return all(done)
+
+
+def exempt_from_collections() -> None:
+    """Exempts all objects that exist now from Python's garbage collector.
+
+    A full collection visits all objects and holds the interpreter's lock meanwhile. The modules that a service has
+    loaded are 150,000 objects (gateway) to 390,000 (with torch), and visiting them takes 0.08 to 0.2 s. In that time
+    neither the event loop nor the compute thread runs.
+    """
+    gc.collect()  # garbage would stay for ever
+    gc.freeze()
 
 
 def give_back_freed_memory() -> None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from tinsmith.allocator import keep_freed_memory
+from tinsmith.allocator import exempt_from_collections, keep_freed_memory
 from tinsmith.cores import SWITCH_S, Cores, usable_cores
 from tinsmith.memory import host_bytes
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
@@ -228,6 +228,7 @@ async def start(
         scheduler.parking.make_room,
     )
     importer = Importer(base, checkpoints, max_rank=config.max_lora_rank, max_bytes=config.max_import_bytes)
+    exempt_from_collections()  # before there are models, which may be deleted
     try:
         await Restorer(journal, snapshots, operations, scheduler, metrics).run()
     except (OSError, ValueError) as error:
@@ -241,6 +242,7 @@ def follow(config: TrainerConfig, group: RankGroup, cores: Cores) -> None:
         base = load(config, group)
     except (UnsupportedModel, OSError, ValueError) as error:
         group.end(f"cannot load the base model {config.base_model}: {error}")
+    exempt_from_collections()
     Follower(base, group, cores, **engine_settings(config)).work()
 
 

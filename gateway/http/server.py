@@ -15,6 +15,7 @@ from gateway.config import GatewayConfig
 from gateway.gateway import StartError
 from gateway.http import connections
 from gateway.http.app import create_app
+from tinsmith.allocator import exempt_from_collections
 from tinsmith.rpc.tls import warn_of_clear_text
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ async def serve(config: GatewayConfig, *, stop: asyncio.Event) -> None:
         await gateway.start()
     except StartError as error:
         raise SystemExit(str(error)) from None
+    exempt_from_collections()
     try:
         await _serve(server, stop=stop)
     finally:

@@ -44,6 +44,13 @@ def test_blocks_that_are_freed_are_used_again_without_page_faults() -> None:
     assert page_faults("give back") > 20_000
 
 
+def test_collections_pass_over_what_was_there_before() -> None:
+    code = "import gc; from tinsmith.allocator import exempt_from_collections as exempt; a = []; a.append(a); del a; "
+    code += "exempt(); print(len(gc.get_objects()) < 10, gc.collect())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "0"]
+
+
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.libc_ver", lambda: ("", ""))
     assert not allocator.keep_freed_memory()
