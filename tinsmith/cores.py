@@ -59,7 +59,8 @@ def usable_cores() -> int:
 def yield_to_event_loops() -> None:
     """Lowers the priority of this thread, and of the threads that it starts, below that of every service's event loop.
     An event loop that is ready then gets a core at once; it needs it only for a moment. Does nothing on systems whose
-    threads have no priority of their own."""
+    threads have no priority of their own. Where Linux divides the cores among sessions (sched_autogroup_enabled),
+    priorities count among the threads of one service only."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
