@@ -9,8 +9,8 @@ import torch
 from xdist.scheduler.loadfile import LoadFileScheduling
 
 from tests.models import make_model
-from tests.stack import make_base_model
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.toy.model import Recipe, make
 
 gc.disable()  # until the tests run: little of what imports make becomes garbage
 torch.set_num_threads(1)  # the models are tiny, and several processes of one test share the cores
@@ -56,7 +56,7 @@ def base(model_folder: Path) -> BaseModel:
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny base model that has learnt a little, so that its distributions are not flat.
 
-    All processes of a run share it, because making it takes twelve seconds of a core. Nobody may write in it.
+    All processes of a run share it, because making it takes eight seconds of a core. Nobody may write in it.
     """
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -64,6 +64,5 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "toy.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "toy").exists():
-            made = make_base_model(tmp_path_factory.mktemp("toy") / "tiny", pretrain_steps=20)
-            made.rename(folder / "toy")
+            make(Recipe("tiny", pretrain_steps=20), folder / "toy", report=print)
     return folder / "toy"

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,12 @@ import tinker
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.integration.conftest import KEY
 from tests.integration.examples import ADAM, BASE_MODEL, PROMPT, batch, new_model
 from tests.stack import Stack
 
 EXAMPLE = Path(__file__).parents[2] / "examples/grpc_client.py"
 BUF = Path(sys.executable).parent / "buf"
-KEY = "tml-grpc"
 
 
 @dataclass(frozen=True)
@@ -37,19 +36,11 @@ class Target:
     key: str
 
 
-@pytest.fixture(scope="module")
-def keyed_stack(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """One whose services all want a key. Its user is not the only one on the machine."""
-    settings = {"GATEWAY_API_KEYS": json.dumps([{"key": KEY, "name": "tests"}])}
-    with Stack(tmp_path_factory.mktemp("keyed"), base_models=[f"{BASE_MODEL}={toy}"], env=settings) as stack:
-        yield stack
-
-
 @pytest.fixture(params=["without keys", "with keys"])
 def target(request: pytest.FixtureRequest) -> Target:
     if request.param == "without keys":
         return Target(request.getfixturevalue("stack"), "")
-    return Target(request.getfixturevalue("keyed_stack"), KEY)
+    return Target(request.getfixturevalue("second_stack"), KEY)
 
 
 def run_example(stack: Stack, *, key: str) -> subprocess.CompletedProcess[str]:
@@ -83,8 +74,8 @@ def test_the_example_learns_a_sentence_and_streams_it(target: Target) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "tml-wrong"])
-def test_the_example_explains_a_refusal(keyed_stack: Stack, key: str) -> None:
-    done = run_example(keyed_stack, key=key)
+def test_the_example_explains_a_refusal(second_stack: Stack, key: str) -> None:
+    done = run_example(second_stack, key=key)
     assert done.returncode == 1
     assert done.stderr.startswith("UNAUTHENTICATED UNAUTHENTICATED: the metadata x-api-key")
     assert "Traceback" not in done.stderr
@@ -107,7 +98,7 @@ def test_methods_can_be_called_with_what_reflection_says_alone(target: Target) -
     trainer, sampler = target.stack.trainers[0], target.stack.samplers[0]
     status, output = curl(trainer, method="tinsmith.v1.TrainerService/GetTrainerInfo", key=target.key)
     assert status == 0, output
-    assert json.loads(output)["baseModels"] == [BASE_MODEL]
+    assert BASE_MODEL in json.loads(output)["baseModels"]
 
     tokens = base64.b64encode(np.array([5, 6, 7], "<i4").tobytes()).decode()
     params = {"maxTokens": 3, "seed": "1", "stop": {}}
@@ -134,11 +125,11 @@ def test_an_error_shows_its_reason_to_a_client_without_our_code(target: Target) 
     assert (info.reason, info.domain) == ("MODEL_NOT_FOUND", "tinsmith")
 
 
-def test_without_the_key_nothing_but_health_answers(keyed_stack: Stack) -> None:
+def test_without_the_key_nothing_but_health_answers(second_stack: Stack) -> None:
     methods = {"trainers": "TrainerService/GetTrainerInfo", "samplers": "SamplerService/GetSamplerInfo"}
     schema = str(EXAMPLE.parents[1] / "proto")
     for addresses, method in methods.items():
-        address = getattr(keyed_stack, addresses)[0]
+        address = getattr(second_stack, addresses)[0]
         assert curl(address, "--list-services", key="")[0] != 0
         for key in ("", "tml-wrong"):
             status, output = curl(address, "--schema", schema, method=f"tinsmith.v1.{method}", key=key)
@@ -150,9 +141,9 @@ def test_without_the_key_nothing_but_health_answers(keyed_stack: Stack) -> None:
         assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_the_key_of_a_client_reaches_no_admin_service(keyed_stack: Stack) -> None:
+def test_the_key_of_a_client_reaches_no_admin_service(second_stack: Stack) -> None:
     """Neither the journal of all runs, nor weights on probation, nor the weights themselves."""
-    trainer, sampler = keyed_stack.trainers[0], keyed_stack.samplers[0]
+    trainer, sampler = second_stack.trainers[0], second_stack.samplers[0]
     calls = [(trainer, "TrainerAdminService/ListJournal"), (trainer, "TrainerAdminService/PruneJournal")]
     calls += [(sampler, f"WeightSyncService/{name}") for name in ("SampleOnProbation", "ConfirmVersion")]
     for address, method in calls:
@@ -161,9 +152,9 @@ def test_the_key_of_a_client_reaches_no_admin_service(keyed_stack: Stack) -> Non
         assert "holds an ordinary key" in output
 
 
-def test_gateway_and_weight_channel_work_with_keys_and_so_does_the_sdk(keyed_stack: Stack) -> None:
+def test_gateway_and_weight_channel_work_with_keys_and_so_does_the_sdk(second_stack: Stack) -> None:
     """The gateway's calls and the trainer's publishing carry the key that `tinsmith up` has made."""
-    with tinker.ServiceClient(base_url=keyed_stack.base_url, api_key=KEY) as service:
+    with tinker.ServiceClient(base_url=second_stack.base_url, api_key=KEY) as service:
         training = new_model(service, rank=4)
         training.forward_backward(batch(1), "cross_entropy").result()
         training.optim_step(ADAM).result()
@@ -171,14 +162,14 @@ def test_gateway_and_weight_channel_work_with_keys_and_so_does_the_sdk(keyed_sta
         params = tinker.SamplingParams(max_tokens=2)
         assert len(sampler.sample(tinker.ModelInput.from_ints(PROMPT), 1, params).result().sequences) == 1
     with pytest.raises(tinker.AuthenticationError, match="holds no key of this server"):
-        tinker.RestClient(base_url=keyed_stack.base_url, api_key="tml-wrong").get_server_capabilities().result()
+        tinker.RestClient(base_url=second_stack.base_url, api_key="tml-wrong").get_server_capabilities().result()
 
 
-def test_no_key_is_in_a_command_line_or_a_log(keyed_stack: Stack) -> None:
-    commands = [" ".join(process.cmdline()) for process in keyed_stack.processes()]
-    logs = [log.read_text() for log in keyed_stack.logs.glob("*.log")]
+def test_no_key_is_in_a_command_line_or_a_log(second_stack: Stack) -> None:
+    commands = [" ".join(process.cmdline()) for process in second_stack.processes()]
+    logs = [log.read_text() for log in second_stack.logs.glob("*.log")]
     assert len(logs) == 3
-    environments = [process.environ() for process in keyed_stack.processes()]
+    environments = [process.environ() for process in second_stack.processes()]
     secrets = {env["GATEWAY_SERVICE_KEY"] for env in environments if "GATEWAY_SERVICE_KEY" in env} | {KEY}
     assert len(secrets) == 2
     assert not any(secret in text for secret in secrets for text in (*commands, *logs))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.integration.conftest import KEY
 from tests.stack import Stack
 
 _NO_WARNINGS = [f"-Werror::{kind}:__main__" for kind in ("DeprecationWarning", "FutureWarning")]
@@ -15,19 +16,12 @@ _NO_WARNINGS = [f"-Werror::{kind}:__main__" for kind in ("DeprecationWarning", "
 README = Path(__file__).parents[2] / "README.md"
 
 
-def test_the_readmes_example_trains_samples_and_saves(toy: Path, tmp_path: Path) -> None:
+def test_the_readmes_example_trains_samples_and_saves(second_stack: Stack, tmp_path: Path) -> None:
     """Its text is run whole and unchanged; only the model behind the default name is smaller."""
     (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    with Stack(tmp_path / "state", base_models=[f"tinsmith/small-qwen3={toy}"]) as stack:
-        env = {**os.environ, "TINKER_BASE_URL": stack.base_url, "TINKER_API_KEY": "tml-anything"}
-        done = subprocess.run(
-            [sys.executable, *_NO_WARNINGS, "-c", program],
-            env=env,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+    env = {**os.environ, "TINKER_BASE_URL": second_stack.base_url, "TINKER_API_KEY": KEY}
+    command = [sys.executable, *_NO_WARNINGS, "-c", program]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     # A model of random weights may answer with several lines.
     steps, answer, path = re.fullmatch(r"((?:step [^\n]*\n){3})(.+\n)(.*)\n", done.stdout, re.DOTALL).groups()  # type: ignore[union-attr]

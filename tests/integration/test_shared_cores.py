@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import time
 from itertools import count
-from pathlib import Path
 
+from tests.integration.conftest import KEY
 from tests.integration.examples import BASE_MODEL
 from tests.integration.wire import Wire, next_token_datum
 from tests.stack import Stack
@@ -14,17 +14,17 @@ from tinsmith.cores import usable_cores
 from tinsmith_cli.stack import Threads, divide_cores
 
 
-def test_one_that_computes_alone_has_all_cores_and_two_have_their_shares(toy: Path, tmp_path: Path) -> None:
+def test_one_that_computes_alone_has_all_cores_and_two_have_their_shares(second_stack: Stack) -> None:
     cores = usable_cores()
     shares = divide_cores(cores, groups=1, samplers=1, most=Threads(0, 0))
-    with Stack(tmp_path, base_models=[f"{BASE_MODEL}={toy}"], threads=None) as stack, Wire(stack.base_url) as wire:
+    with Wire(second_stack.base_url, api_key=KEY) as wire:
         seq_ids = count(1)
 
         def threads_of_a_batch(*, num_datums: int = 3 * cores) -> float:
             """Threads of a forward_backward of datums of 99 tokens; three of them are enough work for a thread."""
             data = [next_token_datum([1, 2, 3] * 33)] * num_datums
             wire.output(wire.forward_backward(model_id, next(seq_ids), data))
-            return wire.metrics(stack.metrics_url("trainer"))["trainer_threads"]
+            return wire.metrics(second_stack.metrics_url("trainer"))["trainer_threads"]
 
         def sampling(seq_id: int, prompt: list[int], *, num_samples: int, max_tokens: int) -> str:
             return wire.request_id(
@@ -45,11 +45,11 @@ def test_one_that_computes_alone_has_all_cores_and_two_have_their_shares(toy: Pa
         ids = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
         sampling_session_id = wire.post("create_sampling_session", **ids).json()["sampling_session_id"]
         sample = sampling(0, [1, 2, 3], num_samples=8, max_tokens=500)
-        while wire.metrics(stack.metrics_url("sampler"))["sampler_threads"] == 0:
+        while wire.metrics(second_stack.metrics_url("sampler"))["sampler_threads"] == 0:
             time.sleep(0.01)
         assert threads_of_a_batch() == shares.trainer
         wire.json_result(sample)
-        assert wire.metrics(stack.metrics_url("sampler"))["sampler_threads"] == 1
+        assert wire.metrics(second_stack.metrics_url("sampler"))["sampler_threads"] == 1
         wire.json_result(sampling(1, [1, 2, 3] * 100, num_samples=1, max_tokens=1))
-        assert wire.metrics(stack.metrics_url("sampler"))["sampler_threads"] >= min(2, cores)
+        assert wire.metrics(second_stack.metrics_url("sampler"))["sampler_threads"] >= min(2, cores)
         assert threads_of_a_batch() == cores

@@ -55,10 +55,10 @@ class Failed(Exception):
 
 
 class Wire:
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, base_url: str, *, api_key: str = "tml-test") -> None:
         self.base_url = base_url
         self.http = httpx.Client(
-            base_url=f"{base_url}/api/v1", timeout=60.0, headers={"X-API-Key": "tml-test"}, trust_env=False
+            base_url=f"{base_url}/api/v1", timeout=60.0, headers={"X-API-Key": api_key}, trust_env=False
         )
 
     def __enter__(self) -> Self:
