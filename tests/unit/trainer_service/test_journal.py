@@ -92,6 +92,7 @@ async def test_a_lost_model_says_why_and_so_do_its_unfinished_operations(tmp_pat
         await journal.append(MODEL, 0, created())
         await journal.finish(MODEL, 0, done(1.0))
         await journal.append(MODEL, 1, batch(1))
+        await journal.check_not_lost(MODEL)
         await journal.lose(MODEL, "its snapshot is damaged")
     async with opened(tmp_path) as journal:
         assert await journal.live_models() == []
@@ -103,6 +104,80 @@ async def test_a_lost_model_says_why_and_so_do_its_unfinished_operations(tmp_pat
         with pytest.raises(ModelLost, match="its snapshot is damaged; resume from a checkpoint"):
             await journal.check_not_lost(MODEL)
         await journal.check_not_lost("another")
+
+
+async def test_a_model_whose_creation_fails_is_not_live(tmp_path: Path) -> None:
+    async with opened(tmp_path) as journal:
+        for model_id in (MODEL, "s:train:1"):
+            await journal.append(model_id, 0, created())
+        await journal.finish(MODEL, 0, InvalidRequest("rank: 0 is wrong"))
+        await journal.finish("s:train:1", 0, done(1.0))
+        await journal.append("s:train:1", 1, batch(1))
+        await journal.finish("s:train:1", 1, InvalidRequest("data: is empty"))
+        assert [model.model_id for model in await journal.live_models()] == ["s:train:1"]
+        assert (await journal.live_model(MODEL), await journal.live_model("unknown")) == (None, None)
+        assert {model.model_id: model.state for model in await journal.summaries()} == {
+            MODEL: "failed",
+            "s:train:1": "live",
+        }
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "last", "covered"),
+    [(None, None, False), (None, 0, False), (0, None, True), (0, 0, True), (0, 1, False), (2, 1, True), (2, 2, True)],
+)
+def test_a_model_is_covered_by_a_snapshot_of_its_newest_operation(
+    snapshot: int | None, last: int | None, covered: bool
+) -> None:
+    assert LiveModel(MODEL, cut_seq_id=-1, snapshot_seq_id=snapshot, last_seq_id=last).is_covered is covered
+
+
+async def test_counted_bytes_are_those_of_the_file_after_every_call(tmp_path: Path) -> None:
+    """The journal counts its bytes instead of asking the database, and refuses and cuts by these counts."""
+    registry = CollectorRegistry()
+    journal = Journal(tmp_path / "j", max_bytes=1 << 16, result_retention_s=60, metrics=Metrics(registry))
+
+    async def check() -> None:
+        with pytest.raises(OutOfCapacity) as refused:  # its body is larger than the bound
+            await journal.append("large", 0, batch(1, length=40_000))
+        entries = [entry for model_id in await journal.model_ids() for entry in await journal.history(model_id)]
+        waiting = sum(entry.num_bytes for entry in entries if entry.state is State.ACCEPTED)
+        held = sum(model.request_bytes + model.result_bytes for model in await journal.summaries())
+        assert f"holds {waiting} bytes of operations that have not run" in str(refused.value)
+        assert registry.get_sample_value("trainer_journal_bytes") == held
+
+    for model_id in (MODEL, "other"):
+        await journal.append(model_id, 0, created())
+        for seq_id in range(1, 7):
+            await journal.append(model_id, seq_id, batch(seq_id))
+    await check()
+    await journal.finish(MODEL, 0, done(1.0))
+    await journal.finish(MODEL, 1, done(1.0))
+    await check()
+    await journal.finish(MODEL, 2, InvalidRequest("rank: 0 is wrong"), keep_body=False)
+    await check()
+    await journal.finish(MODEL, 3, None)
+    await check()
+    assert await journal.add_snapshot(MODEL, 1, num_bytes=10) == -1
+    assert await journal.add_snapshot(MODEL, 3, num_bytes=10) == 1  # cuts the bodies up to 1
+    await check()
+    await journal.lose(MODEL, "its snapshot is damaged")
+    await check()
+    await journal.delete_model("other")
+    await check()
+    await journal.prune(dry_run=False)
+    await check()
+    journal.close()
+
+
+async def test_results_that_have_not_expired_survive_a_deletion_on_demand(tmp_path: Path) -> None:
+    async with opened(tmp_path) as journal:
+        await journal.append(MODEL, 0, created())
+        await journal.finish(MODEL, 0, done(1.0))
+        assert (await journal.prune(dry_run=False)).num_results == 0
+        found = await journal.find(MODEL, 0)
+        assert found is not None
+        assert found.outcome == done(1.0)
 
 
 async def test_waiting_appends_share_one_transaction(tmp_path: Path) -> None:
