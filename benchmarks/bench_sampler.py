@@ -242,8 +242,21 @@ def step(bench: Bench) -> Iterator[Figure]:
                 yield Figure(f"of it {name}", "CPU-ms", values, party.name, theirs["step"])
 
 
+def structured(bench: Bench) -> Iterator[Figure]:
+    """64 sequences of which 1, 8 or 64 have to be JSON, against 64 that need not."""
+    bare = next(party for party in bench.others if isinstance(party, InLoop) and party.name == BARE)
+    shape = {"prompts": 64, "samples": 1, "prompt_tokens": 64, "new_tokens": 64}
+    counts = (0, 1, 8, 64)
+    runs = [lambda count=count: bare.generate(**shape, structured=count) for count in counts]
+    free, *others = alternate(runs, repeats=bench.repeats, budget_s=bench.budget_s)
+    for count, works in zip(counts[1:], others, strict=True):
+        for unit, kind in (("s", "seconds"), ("CPU-s", "cpu_seconds")):
+            values, base = ([getattr(work, kind) for work in each] for each in (works, free))
+            yield Figure(f"64 x (64+64), {count} as JSON", unit, values, "none as JSON", base)
+
+
 FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
-    measure.__name__: measure for measure in (groups, one_request, mixed, first_token, step)
+    measure.__name__: measure for measure in (groups, one_request, mixed, first_token, step, structured)
 }
 
 

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from step_parts import step_parts
 
 from sampler_service.config import SamplerConfig
-from sampler_service.core.request import Params, Request, StopCondition
+from sampler_service.core.request import Grammar, Params, Request, StopCondition
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.engine import TorchEngine
 from tinsmith.allocator import keep_freed_memory
@@ -29,17 +29,25 @@ from tinsmith.allocator import keep_freed_memory
 random = np.random.default_rng(0)
 
 
-async def sample(engine: TorchEngine, *, prompt_tokens: int, new_tokens: int, samples: int) -> None:
+JSON_TEXT = Grammar("json_schema", '{"type": "string", "minLength": 4096}')
+"""A text that does not end before `max_tokens`."""
+
+
+async def sample(
+    engine: TorchEngine, *, prompt_tokens: int, new_tokens: int, samples: int, grammar: Grammar | None = None
+) -> None:
     prompt = random.integers(engine.base.vocab_size, size=prompt_tokens).astype(np.int32)
     params = Params(max_tokens=new_tokens, stop=StopCondition())
-    await (await engine.submit(Request(prompt, num_samples=samples, params=params))).result()
+    await (await engine.submit(Request(prompt, num_samples=samples, params=params, grammar=grammar))).result()
 
 
 async def generate(
-    engine: TorchEngine, *, prompts: int, samples: int, prompt_tokens: int, new_tokens: int
+    engine: TorchEngine, *, prompts: int, samples: int, prompt_tokens: int, new_tokens: int, structured: int = 0
 ) -> list[float]:
+    """`structured`: number of the prompts whose outputs have a grammar."""
     shape = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "samples": samples}
-    await asyncio.gather(*(sample(engine, **shape) for _ in range(prompts)))
+    grammars = [JSON_TEXT if n < structured else None for n in range(prompts)]
+    await asyncio.gather(*(sample(engine, **shape, grammar=grammar) for grammar in grammars))
     return []
 
 
