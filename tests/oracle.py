@@ -8,9 +8,10 @@ from pathlib import Path
 import peft
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from tinsmith.modeling.adapter import Adapter, Target
+from tinsmith.modeling.config import load_config
+from tinsmith.modeling.pretrained import auto_class
 
 
 class Oracle:
@@ -19,7 +20,8 @@ class Oracle:
     def __init__(self, model_folder: Path, adapter: Adapter, scratch: Path) -> None:
         scratch.mkdir(parents=True, exist_ok=True)
         adapter.save_peft(scratch, base_model=str(model_folder))
-        model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager")
+        kind = auto_class(load_config(model_folder))
+        model = kind.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager")
         self.model = peft.PeftModel.from_pretrained(model, scratch, is_trainable=True)
         self.targets = adapter.targets
 

@@ -14,11 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from tinsmith.errors import Unsupported
@@ -40,7 +36,7 @@ from tinsmith.modeling.padded import pad_recurrent, padded_batches, runs_within
 from tinsmith.modeling.parallel import Division
 from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.modeling.parallel_tensor import CannotDivide, TensorParallel
-from tinsmith.modeling.pretrained import listed, load_causal_lm, persistent_buffers
+from tinsmith.modeling.pretrained import auto_class, listed, load_causal_lm, persistent_buffers
 from tinsmith.modeling.self_check import TOLERANCE, Gaps, Probe
 from tinsmith.modeling.whole_layers import give_back, take_over
 
@@ -129,7 +125,7 @@ class BaseModel:
         """
         transformers_logging.disable_progress_bar()  # it would break up the service's log lines
         config = load_config(path)
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if auto_class(config) is None:
             raise UnsupportedModel(f"transformers has no causal language model for {type(config).__name__}")
 
         def prepare() -> tuple[BaseModel, Probe]:

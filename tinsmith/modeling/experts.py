@@ -1,9 +1,9 @@
 """Mixture-of-experts layers whose experts are one fused tensor, with the adapters of many runs.
 
-transformers 5 keeps all experts of a layer in `gate_up_proj` and `down_proj`. They are computed here as grouped matrix
-products over pairs of a row and one of its experts, sorted by expert. An adapter's share is a low-rank grouped product
-over the pairs of the adapter's own rows. `gate_up_proj` has one A for all experts and a B for each; `down_proj` has an
-A for each and one B for all.
+transformers 5 keeps all experts of a layer in `gate_up_proj` (`up_proj` if they have no gate) and `down_proj`. They are
+computed here as grouped matrix products over pairs of a row and one of its experts, sorted by expert. An adapter's
+share is a low-rank grouped product over the pairs of the adapter's own rows. `gate_up_proj` has one A for all experts
+and a B for each; `down_proj` has an A for each and one B for all.
 
 Shapes: T packed tokens, K experts of a token, S = T K pairs, E experts, H hidden, I inputs, O outputs, R rank.
 """
@@ -34,16 +34,18 @@ class LoraExperts(nn.Module):
             delattr(base, key)
             self.register_parameter(key, parameter)
         self.transposed: bool = base.is_transposed  # type: ignore[assignment]
-        self.gate: Any = base._apply_gate  # a method of the replaced module, which holds its activation and limits
+        # _apply_gate is a method of the replaced module, which holds its activation and limits
+        self.gate: Any = base._apply_gate if base.has_gate else base.act_fn
+        self.up_name, down_name = _NAMES if base.has_gate else _UNGATED
         self.active = active
-        up_O_I, down_O_I = (self._weight_E_O_I(key).shape for key in _NAMES)
+        up_O_I, down_O_I = (self._weight_E_O_I(key).shape for key in (self.up_name, down_name))
         self.num_experts = up_O_I[0]
         self.up = Target(
-            f"{name}.gate_up_proj", "mlp", up_O_I[2], up_O_I[1],
+            f"{name}.{self.up_name}", "mlp", up_O_I[2], up_O_I[1],
             num_experts=self.num_experts, shared="A", peft_name=f"{name}.base_layer",
         )  # fmt: skip
         self.down = Target(
-            f"{name}.down_proj", "mlp", down_O_I[2], down_O_I[1],
+            f"{name}.{down_name}", "mlp", down_O_I[2], down_O_I[1],
             num_experts=self.num_experts, shared="B", peft_name=name,
         )  # fmt: skip
 
@@ -51,7 +53,7 @@ class LoraExperts(nn.Module):
         """The layer's output [T, H]; the signature is that of transformers. Rows without a run get the base model."""
         pairs = _Pairs.of(expert_T_K, self.num_experts)
         shares = _shares(self.active.runs, self.up.name, expert_T_K, pairs)
-        up_S_O = self._product(pairs.spread(x_T_H), "gate_up_proj", pairs)
+        up_S_O = self._product(pairs.spread(x_T_H), self.up_name, pairs)
         if shares:
             up_S_O = self._add_up(up_S_O, x_T_H, shares)
         hidden_S_I = self.gate(up_S_O)
@@ -89,19 +91,24 @@ class LoraExperts(nn.Module):
 
 
 _NAMES = ("gate_up_proj", "down_proj")
+_UNGATED = ("up_proj", "down_proj")
 
 
 def is_fused_experts(module: nn.Module) -> bool:
     """Whether LoraExperts can replace this module: it has the form that transformers' experts interface prescribes."""
-    tensors = dict(module.named_parameters(recurse=False))
-    known = {name for name in tensors if name.removesuffix("_bias") in _NAMES}
+    gated = getattr(module, "has_gate", None)
+    if (
+        gated is None
+        or not hasattr(module, "is_transposed")
+        or not hasattr(module, "_apply_gate" if gated else "act_fn")
+    ):
+        return False
+    tensors, names = dict(module.named_parameters(recurse=False)), _NAMES if gated else _UNGATED
+    known = {name for name in tensors if name.removesuffix("_bias") in names}
     return (
-        getattr(module, "has_gate", False) is True
-        and hasattr(module, "_apply_gate")
-        and hasattr(module, "is_transposed")
-        and known == set(tensors)
-        and [name for name in tensors if name in _NAMES] == list(_NAMES)  # PEFT nests its wrappers in this order
-        and all(tensors[name].ndim == 3 and _is_aligned(tensors[name]) for name in _NAMES)
+        known == set(tensors)
+        and [name for name in tensors if name in names] == list(names)  # PEFT nests its wrappers in this order
+        and all(tensors[name].ndim == 3 and _is_aligned(tensors[name]) for name in names)
     )
 
 

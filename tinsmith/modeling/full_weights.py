@@ -15,13 +15,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.utils import cached_file
 
 from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, LoraWeights
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.modeling.pretrained import load_causal_lm, persistent_buffers
+from tinsmith.modeling.config import load_config
+from tinsmith.modeling.pretrained import auto_class, load_causal_lm, persistent_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class FullWeights:
         path = self.base.path
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config)
+            skeleton = auto_class(config).from_config(config)
         names = [name for name, _ in self.specs()]
         if names != [name for name, _ in skeleton.named_parameters()]:
             raise Unsupported(f"a model made from the configuration of {path} has other parameters than the loaded one")
@@ -112,7 +113,7 @@ class FullWeights:
 
         Raises InvalidRequest if the folder's model has other parameters than the base model, or other buffers.
         """
-        model, missing = load_causal_lm(folder, dtype=torch.float32)
+        model, missing = load_causal_lm(folder, config=load_config(folder), dtype=torch.float32)
         found = dict(model.named_parameters())
         weights = cls(base, torch.empty(sum(parameter.numel() for parameter in base.parameters.values())))
         shapes = {name: tuple(parameter.shape) for name, parameter in found.items()}
@@ -194,7 +195,7 @@ Weights = Adapter | FullWeights
 @torch.no_grad()
 def reload(base: BaseModel) -> None:
     """Restores the parameters from the model's files. Raises OSError if the files are gone."""
-    model = AutoModelForCausalLM.from_pretrained(base.path, dtype=base.dtype, local_files_only=True)
+    model = auto_class(load_config(base.path)).from_pretrained(base.path, dtype=base.dtype, local_files_only=True)
     stored = dict(model.named_parameters())
     for name, parameter in base.parameters.items():
         parameter.copy_(stored[name])

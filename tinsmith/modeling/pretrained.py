@@ -10,14 +10,32 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 logger = logging.getLogger(__name__)
 
 _SHOWN = 4
 
 
-def load_causal_lm(path: str | Path, *, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, list[str]]:
+def auto_class(config: PretrainedConfig) -> Any:
+    """The class of transformers that makes a causal language model with this configuration; None if there is none. A
+    model that also sees pictures counts as one: transformers has its language model alone for some, and all of it for
+    the others."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
+
+
+def load_causal_lm(
+    path: str | Path, *, config: PretrainedConfig, dtype: torch.dtype, **options: Any
+) -> tuple[PreTrainedModel, list[str]]:
     """The model in host memory, and the names of parameters that its files lack, which transformers fills at random.
 
     A tied parameter does not count as missing if the files hold its partner, nor does one that transformers expects to
@@ -26,8 +44,9 @@ def load_causal_lm(path: str | Path, *, dtype: torch.dtype, **options: Any) -> t
     """
     try:
         # transformers reports the names of mismatched tensors only if it is told to ignore them.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             path,
+            config=config,
             dtype=dtype,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,

@@ -91,7 +91,8 @@ def gradient_sequences(sequences: Sequence[Example]) -> list[Example]:
 
 def _load(subject: Subject) -> tuple[PreTrainedModel, Sequence[str]]:
     model, missing = loading(
-        subject.path, lambda: load_causal_lm(subject.path, dtype=subject.dtype, attn_implementation="eager")
+        subject.path,
+        lambda: load_causal_lm(subject.path, config=subject.config, dtype=subject.dtype, attn_implementation="eager"),
     )
     model.to(subject.device)  # type: ignore[arg-type]  # transformers' decorated signature
     return model.eval().requires_grad_(False), missing

@@ -16,13 +16,13 @@ import numpy.typing as npt
 import torch
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from tinsmith.errors import ServiceError
 from tinsmith.modeling.adapter import GROUPS, AdapterConfig, Group
 from tinsmith.modeling.base_model import UnsupportedModel
 from tinsmith.modeling.config import load_config
+from tinsmith.modeling.pretrained import auto_class
 from tinsmith.modeling.self_check import only
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ def read_config(path: str) -> PretrainedConfig:
     except ValueError as error:
         line = first_line(error)
         raise Unloadable(line if line.startswith(path) else f"{path}: {line}") from None
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if auto_class(config) is None:
         raise Unloadable(f"{path}: {type(config).__name__} is no causal language model that transformers knows")
     return config
 

@@ -20,6 +20,7 @@ from tinsmith.modeling.base_model import BaseModel, UnsupportedModel, positions_
 from tinsmith.modeling.kv_cache import Cached, KVCache, Prefill
 from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.lora import Run
+from tinsmith.modeling.pretrained import auto_class
 
 CPU = torch.device("cpu")
 COMMON = {**TINY_CONFIG, "bos_token_id": 1, "eos_token_id": 2}
@@ -28,6 +29,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+IMAGE_TOKENS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
 GEMMA = {"sliding_window": 4, "query_pre_attn_scalar": 16}
 DENSE: dict[str, dict[str, Any]] = {
     "Qwen3": {},
@@ -48,6 +50,14 @@ DENSE: dict[str, dict[str, Any]] = {
     "Granite": {"logits_scaling": 4.0},
     "Cohere": {"logit_scale": 0.25},
     "Olmo2": {},
+    "Qwen3VL": {
+        "text_config": COMMON,
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
+            "num_position_embeddings": 16, "patch_size": 14, "deepstack_visual_indexes": [0],
+        },
+        **IMAGE_TOKENS,
+    },
     "OPT": {"ffn_dim": 96, "word_embed_proj_dim": 64},
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -83,7 +93,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
             "hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
             "num_position_embeddings": 16, "patch_size": 14,
         },
-        "image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8,
+        **IMAGE_TOKENS,
     },
     "Qwen3Next": {**DELTA, **SHARED_EXPERT},
     "KimiLinear": {
@@ -93,7 +103,8 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "OlmoHybrid": {**DELTA, "linear_num_key_heads": 4},
     "NemotronH": {
         "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 8,
-        "num_hidden_layers": 3, "layers_block_type": ["mamba", "attention", "mlp"],
+        "num_hidden_layers": 4, "layers_block_type": ["mamba", "attention", "moe", "mlp"], **ROUTED,
+        "moe_shared_expert_intermediate_size": 32,
     },
     "GraniteMoeHybrid": {**MAMBA2, **EXPERTS, "shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]},
     "FalconH1": {**MAMBA2, "mamba_d_ssm": 128, "lm_head_multiplier": 0.5},
@@ -132,7 +143,7 @@ def make(folder: Path, family: str, settings: dict[str, Any]) -> Path:
     shared = {} if "text_config" in settings else COMMON
     config = getattr(transformers, f"{family}Config")(**{**shared, **settings})
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    auto_class(config).from_config(config).save_pretrained(folder)
     return folder
 
 
@@ -304,6 +315,6 @@ def test_sequences_of_any_lengths_and_tenants_are_computed_as_if_alone(family: s
 
 
 def test_a_model_that_is_no_causal_lm_is_refused_at_load(tmp_path: Path) -> None:
-    transformers.Qwen3VLConfig().save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="no causal language model for Qwen3VLConfig"):
+    transformers.ViTConfig().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="no causal language model for ViTConfig"):
         BaseModel.load(tmp_path, device=CPU, dtype=torch.float32)
