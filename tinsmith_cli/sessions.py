@@ -32,7 +32,9 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     listing.add_argument("--all", action="store_true", help="include sessions that have ended")
     listing.add_argument(
-        "--everyone", action="store_true", help="list the sessions of all owners; needs a key with admin"
+        "--everyone",
+        action="store_true",
+        help="list the sessions of all owners, for a key with admin; for others, their own",
     )
     listing.add_argument("--json", action="store_true", help="print the server's JSON")
     client.add_arguments(listing)
