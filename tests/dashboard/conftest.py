@@ -17,8 +17,8 @@ import tinker
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
 
 from tests.integration.examples import BASE_MODEL
-from tests.left_sockets import allow_left_sockets, close_left_sockets  # noqa: F401 - a fixture
 from tests.stack import Stack
+from tests.support.left_sockets import allow_left_sockets, close_left_sockets  # noqa: F401 - a fixture
 
 KEY, OTHER_KEY = "tml-dashboard-mine", "tml-dashboard-other"
 FLAGS = [

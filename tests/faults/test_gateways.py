@@ -17,9 +17,9 @@ from tests.faults import runs
 from tests.faults.cluster import Cluster
 from tests.faults.moments import repeated
 from tests.integration.examples import PROMPT, new_model
-from tests.postgres import Postgres
-from tests.postgres import running as running_postgres
-from tests.round_robin import RoundRobin, balanced
+from tests.support.postgres import Postgres
+from tests.support.postgres import running as running_postgres
+from tests.support.round_robin import RoundRobin, balanced
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow

@@ -21,8 +21,8 @@ from tests.faults import runs
 from tests.faults.cables import Cable, cable
 from tests.faults.cluster import Cluster
 from tests.faults.moments import repeated
-from tests.postgres import Postgres
-from tests.postgres import running as running_postgres
+from tests.support.postgres import Postgres
+from tests.support.postgres import running as running_postgres
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

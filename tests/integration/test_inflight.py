@@ -31,7 +31,7 @@ from tests.integration.examples import (
 )
 from tests.integration.wire import Wire, next_token_datum
 from tests.stack import Stack
-from tests.switching import plain_model, switching_logprobs
+from tests.support.switching import plain_model, switching_logprobs
 from tinsmith.rpc.paths import is_newer, run_of, version_number
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 

@@ -12,7 +12,7 @@ from tinker import ModelInput
 
 from tests.integration.examples import BASE_MODEL, PROMPT, batch, forward, new_model, random_tokens, train
 from tests.stack import Stack
-from tests.stores import BUCKET, file_system, s3
+from tests.support.stores import BUCKET, file_system, s3
 from tinsmith_cli import main
 
 pytestmark = pytest.mark.slow

@@ -39,13 +39,13 @@ import tinker
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from tinker.types.generic_event import GenericEvent
 
-from tests.certificates import Made, make
 from tests.faults.cluster import Cluster
 from tests.integration.examples import BASE_MODEL, PROMPT, batch, new_model, sample, train
-from tests.postgres import running as running_postgres
-from tests.round_robin import balanced
 from tests.stack import Stack
-from tests.stores import BUCKET, file_system, s3
+from tests.support.certificates import Made, make
+from tests.support.postgres import running as running_postgres
+from tests.support.round_robin import balanced
+from tests.support.stores import BUCKET, file_system, s3
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow

@@ -1,6 +1,6 @@
-"""The code for CUDA, from end to end on a device that computes nothing (tests/hollow_cuda.py): the trainer's passes,
-optimizers and moves to the host, and the torch sampler's steps, in bfloat16 with float32 adapters and with the kernels
-that an H100 gets.
+"""The code for CUDA, from end to end on a device that computes nothing (tests/support/hollow_cuda.py): the trainer's
+passes, optimizers and moves to the host, and the torch sampler's steps, in bfloat16 with float32 adapters and with the
+kernels that an H100 gets.
 
 Code that passes here has tensors of the right shape and type in the right place in every operation, forward and
 backward, and makes the host wait where it says below and nowhere else. Only tests/gpu can tell whether numbers are
@@ -25,8 +25,8 @@ from sampler_service.core.sizing import Sizes
 from sampler_service.core.validation import Limits
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.engine import Add, TorchEngine
-from tests.hollow_cuda import DEVICE, HollowCuda, hollow_cuda
 from tests.models import make_model, make_sparse_model
+from tests.support.hollow_cuda import DEVICE, HollowCuda, hollow_cuda
 from tinsmith.cores import Cores
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel

@@ -10,7 +10,7 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from sampler_service.torch_engine.engine import TorchEngine
-from tests.left_sockets import allow_left_sockets, close_left_sockets  # noqa: F401 - a fixture
+from tests.support.left_sockets import allow_left_sockets, close_left_sockets  # noqa: F401 - a fixture
 from tests.unit.sampler_service.serving import serving
 from tests.vllm.cases import publish_adapters
 from tests.vllm.client import Service

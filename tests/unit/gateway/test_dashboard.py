@@ -25,7 +25,7 @@ from gateway.database.tables.samples import RecentSample
 from gateway.database.tables.sessions import Model, Session
 from gateway.gateway import Gateway
 from gateway.http.routes.dashboard import STATIC
-from tests.postgres import Postgres, postgres  # noqa: F401 - a fixture
+from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.unit.gateway.commits import Statements, commits, lost
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.talking import END, TalkingSampler

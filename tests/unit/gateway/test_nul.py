@@ -11,7 +11,7 @@ import pytest
 from starlette.routing import BaseRoute, Mount, Route
 
 from gateway.http.app import ROUTES
-from tests.postgres import Postgres, postgres  # noqa: F401 - a fixture
+from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch
 
 NUL = "a\0b"

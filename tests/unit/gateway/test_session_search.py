@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tinker import types
 
-from tests.postgres import Postgres, postgres  # noqa: F401 - a fixture
+from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.unit.gateway.commits import Statements
 from tests.unit.gateway.stack import Client, Stack
 from tests.unit.gateway.test_runs import get

@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from gateway.config import GatewayConfig
-from tests.certificates import Made, make
+from tests.support.certificates import Made, make
 from tests.unit.gateway.stack import BASE_MODEL, Stack
 from tests.unit.gateway.test_sdk import run_program
 from tinsmith.rpc.tls import pinned

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.models import VOCAB_SIZE
-from tests.oracle import Oracle
+from tests.support.oracle import Oracle
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of

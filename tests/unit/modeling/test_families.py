@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from tests.models import TINY_CONFIG
-from tests.oracle import Oracle
+from tests.support.oracle import Oracle
 from tinsmith.errors import Unsupported
 from tinsmith.modeling import adaptation
 from tinsmith.modeling.adapter import GROUPS, Adapter, AdapterConfig

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.models import VOCAB_SIZE, make_model
-from tests.oracle import Oracle
+from tests.support.oracle import Oracle
 from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.modeling import base_model, logprobs
 from tinsmith.modeling.adapter import Adapter, AdapterConfig

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.models import VOCAB_SIZE
-from tests.oracle import Oracle
+from tests.support.oracle import Oracle
 from tinsmith.errors import Unsupported
 from tinsmith.modeling import base_model, whole_layers
 from tinsmith.modeling.adapter import GROUPS, Group

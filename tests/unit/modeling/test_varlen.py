@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference_varlen import ReferenceVarlen
+from tests.support.reference_varlen import ReferenceVarlen
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.heads import Heads
 from tinsmith.modeling.kernels.flash_attn import FlashAttn

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from gateway.config import GatewayConfig
 from sampler_service.config import SamplerConfig
-from tests.certificates import Made, make
+from tests.support.certificates import Made, make
 from tinsmith.rpc.channel import connect, is_serving
 from tinsmith.rpc.server import Server
 from tinsmith.rpc.tls import Certificates, GrpcTls

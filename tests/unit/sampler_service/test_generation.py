@@ -17,7 +17,7 @@ from sampler_service.core.request import Result, StopCondition
 from sampler_service.torch_engine import scheduler
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.models import make_model
-from tests.oracle import Oracle
+from tests.support.oracle import Oracle
 from tests.support.waiting import until
 from tests.unit.sampler_service.serving import (
     generate,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tests.stores import BUCKET, Place, gs, s3
+from tests.support.stores import BUCKET, Place, gs, s3
 from tests.unit.trainer_service.scheduling import Bench, FakeEngine, MakeBench
 from trainer_service.durability.journal import Journal
 from trainer_service.metrics import Metrics

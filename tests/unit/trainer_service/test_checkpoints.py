@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from tests.models import make_model
-from tests.stores import Place
+from tests.support.stores import Place
 from tinsmith.errors import (
     CheckpointExists,
     CheckpointNotFound,

@@ -8,7 +8,7 @@ import torch
 
 from tests.batches import datum, random_datum, request
 from tests.models import VOCAB_SIZE
-from tests.oracle import Oracle
+from tests.support.oracle import Oracle
 from tinsmith.errors import FailedPrecondition, InvalidRequest
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel

@@ -122,6 +122,10 @@ async def test_a_model_whose_creation_fails_is_not_live(tmp_path: Path) -> None:
         }
 
 
+def test_states_keep_their_numbers_in_the_file() -> None:
+    assert {state.name: state.value for state in State} == {"ACCEPTED": 0, "DONE": 1, "FAILED": 2}
+
+
 @pytest.mark.parametrize(
     ("snapshot", "last", "covered"),
     [(None, None, False), (None, 0, False), (0, None, True), (0, 0, True), (0, 1, False), (2, 1, True), (2, 2, True)],
@@ -191,6 +195,7 @@ async def test_waiting_appends_share_one_transaction(tmp_path: Path) -> None:
     assert commits is not None
     assert new_commits is not None
     assert new_commits - commits < 50
+    assert (registry.get_sample_value("trainer_state_free_bytes") or 0) > 0
     assert len(await requests(journal)) == 101
     journal.close()
 

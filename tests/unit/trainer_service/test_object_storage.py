@@ -13,7 +13,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from tests.stores import BUCKET, Place
+from tests.support.stores import BUCKET, Place
 from tests.unit.trainer_service.test_checkpoints import RUN, at, make_info, make_state
 from tinsmith.errors import CheckpointExists, CheckpointNotFound, NotReady
 from tinsmith.modeling.base_model import BaseModel

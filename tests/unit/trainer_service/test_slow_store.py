@@ -13,7 +13,7 @@ import pytest
 
 from tests.batches import random_datum, request
 from tests.models import VOCAB_SIZE
-from tests.stores import Place
+from tests.support.stores import Place
 from tests.unit.trainer_service.test_checkpoints import at, make_info, make_state
 from tests.unit.trainer_service.test_servicer import (  # noqa: F401 - fixtures
     MODEL,

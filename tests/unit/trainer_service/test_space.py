@@ -14,7 +14,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from tests.stores import Place
+from tests.support.stores import Place
 from tests.unit.trainer_service.test_checkpoints import at, make_info, make_state
 from tests.unit.trainer_service.test_imports import GOOD, tar
 from tinsmith.errors import OutOfCapacity

@@ -32,7 +32,7 @@ DEVICE = torch.device("cuda", 0)
 
 aten = torch.ops.aten
 
-_ROOT = Path(__file__).parent.parent
+_ROOT = Path(__file__).parents[2]
 _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 """By type of device: who changes between devices of it. Autograd asks even for a device that nothing runs on."""
 _CUDA, _META = 1, 14
