@@ -265,6 +265,22 @@ async def test_an_ability_that_the_operator_turns_off_is_not_offered(stack: Stac
     assert await client.call("client/dynamic_config", {}) == {"sample_cancel_enabled": False}
 
 
+async def test_busy_models_are_those_with_operations_in_work(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    model_id, _ = await client.model(session_id), await client.model(session_id, seq=1)
+    sampler_id = await client.sampling_session(session_id)
+    assert stack.gateway.futures.busy_models() == []
+    stack.trainer.go.clear()
+    stack.sampler.go.clear()
+    receipts = [(await client.forward_backward(model_id, 1)).json(), await sample(client, sampler_id, 0)]
+    assert stack.gateway.futures.busy_models() == [model_id]
+    stack.trainer.go.set()
+    stack.sampler.go.set()
+    for receipt in receipts:
+        await client.result(receipt)
+    assert stack.gateway.futures.busy_models() == []
+
+
 # Cancelling
 
 
