@@ -49,7 +49,10 @@ core for reading a large body, in tenths of a second by time.monotonic."""
 _LONGEST_READING_S = 5.0
 """A step of reading a body has its core for at most this long, so that a service which dies meanwhile frees it."""
 _BETWEEN_STEPS_S = 0.2
-"""A core stays free for this long after a step of reading a body."""
+"""A core stays free for this long after a long step of reading a body, because the next step may follow."""
+_LONG_STEP_S = 0.02
+"""A step of at least this many seconds is long. A batch of 1 MB is read in shorter ones, and would give up a core for
+a tenth of its pass."""
 
 
 def usable_cores() -> int:
@@ -174,16 +177,18 @@ class Cores:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Reserves a core for the block, and for a moment after it. All services that compute, this one included, leave
-        it free from their next pass on."""
+        """Reserves a core for the block, and for a moment after a long one. All services that compute, this one
+        included, leave it free from their next pass on."""
         if self._page is None:
             yield
             return
+        began = time.monotonic()
         self._page[self._place + _READER] = _tenths_in(_LONGEST_READING_S)
         try:
             yield
         finally:
-            self._page[self._place + _READER] = _tenths_in(_BETWEEN_STEPS_S)
+            is_long = time.monotonic() - began >= _LONG_STEP_S
+            self._page[self._place + _READER] = _tenths_in(_BETWEEN_STEPS_S) if is_long else 0
 
     def _allowed(self) -> int:
         assert self._page is not None

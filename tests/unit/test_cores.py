@@ -88,10 +88,20 @@ def test_a_reader_of_a_large_body_takes_a_core_from_all_that_compute(place: Plac
         one.begin()
         trainer.begin()
         assert (trainer.threads, one.threads) == (4, 2)
+        now[0] += 0.03
     one.end()
     trainer.begin()
     assert trainer.threads == 6  # the next service may be about to read the body
     now[0] += 0.3
+    trainer.begin()
+    assert trainer.threads == 8
+
+
+def test_a_short_step_of_reading_frees_its_core_at_once(place: Place) -> None:
+    trainer, gateway = place(0), place(2)
+    with gateway.reading():
+        trainer.begin()
+        assert trainer.threads == 7
     trainer.begin()
     assert trainer.threads == 8
 
@@ -106,7 +116,7 @@ def test_readers_leave_one_thread(place: Place, page: Path) -> None:
 
 def test_a_reader_that_was_killed_takes_nothing_in_the_end(page: Path, place: Place, now: list[float]) -> None:
     code = "import sys, os; from tinsmith.cores import Cores; "
-    code += "Cores(sys.argv[1], most=1, set_threads=lambda _: None).reading().__enter__(); os._exit(0)"
+    code += "step = Cores(sys.argv[1], most=1, set_threads=lambda _: None).reading(); step.__enter__(); os._exit(0)"
     subprocess.run([sys.executable, "-c", code, f"{page}:2"], check=True)
     trainer = place(0)
     trainer.begin()
