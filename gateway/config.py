@@ -155,9 +155,9 @@ class GatewayConfig(GrpcTls, BaseSettings):
     max_num_samples: int = Field(default=1024, gt=0)
     """Most sequences in one sample request."""
     max_pending_samples: int = Field(default=4096, gt=0)
-    """Most samples in work; above it asample is answered 429, on which the SDK slows down."""
+    """Most samples in work, of both APIs; above it a sample is answered 429, on which the SDK slows down."""
     max_pending_samples_per_owner: int = Field(default=2048, gt=0)
-    """Most samples of one owner in work, so that no owner takes all places; above it asample is answered 429."""
+    """Most samples of one owner in work, so that no owner takes all places; above it a sample is answered 429."""
     max_pending_operations: int = Field(default=1024, gt=0)
     """Most training operations of one model in work; above it a submission is answered 429."""
     result_cache_bytes: int = Field(default=256 * 2**20, gt=0)

@@ -17,7 +17,7 @@ from gateway.sampling.completions import Completions
 from gateway.sampling.inflight import Inflight
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.records import Records
-from gateway.sampling.samples import Samples
+from gateway.sampling.samples import Places, Samples
 from gateway.sampling.unnamed import Unnamed
 from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.copies import Copies
@@ -112,6 +112,7 @@ class Sampling:
         self.publishing = Publishing(clients, storage.retired)
         self.inflight = Inflight(store, clients, self.publishing)
         self.certificates = PublishCertificates(clients, self.inflight, storage.retired)
+        self.places = Places(config, core.futures)
         self.samples = Samples(
             config,
             clients=clients,

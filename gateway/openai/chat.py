@@ -150,7 +150,7 @@ async def chat(gateway: Gateway, request: Request, body: Chat, *, caller: Caller
     if body.num_choices > limit:
         raise InvalidRequest(f"n: {body.num_choices} is above this server's max_num_samples {limit}", field="n")
     with contextlib.ExitStack() as places:
-        places.enter_context(gateway.sampling.generator.place(caller.owner))
+        places.enter_context(gateway.sampling.places.hold(caller.owner))
         return await _answer(gateway, request, body, caller=caller, places=places, form=form)
 
 

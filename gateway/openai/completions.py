@@ -68,7 +68,7 @@ async def complete(gateway: Gateway, request: Request, body: Completion, *, call
             field="prompt",
         )
     with contextlib.ExitStack() as places:
-        places.enter_context(gateway.sampling.generator.place(caller.owner, num_prompts=len(prompts)))
+        places.enter_context(gateway.sampling.places.hold(caller.owner, num_prompts=len(prompts)))
         return await _answer(gateway, request, body, prompts, caller=caller, places=places)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -31,7 +30,7 @@ from gateway.sampling.drawing import Drawing
 from gateway.sampling.inflight import Inflight
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.replicas import Replica
-from gateway.sampling.samples import check_pending, count_tokens
+from gateway.sampling.samples import count_tokens
 from gateway.tenants.caller import Caller
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold, Limits
@@ -105,8 +104,6 @@ class Generator:
         self._metrics = metrics
         self._sampled: LRUCache[tuple[str, str], None] = LRUCache(_MAX_SAMPLED)
         """Pairs of an owner and a version that the owner has sampled here."""
-        self._running_of: Counter[str] = Counter()
-        """owner -> prompts in work."""
         self._tokenizers: dict[str, asyncio.Task[TokenizerInfo]] = {}
         """boot_id of a known sampler -> its tokenizer."""
         self._vocabularies: WeakValueDictionary[bytes, Vocabulary] = WeakValueDictionary()
@@ -162,25 +159,6 @@ class Generator:
     async def turn(self, source: Source) -> None:
         """Waits for the owner's turn to work on a prompt."""
         await self._turns.take(source.owner)
-
-    @property
-    def num_running(self) -> int:
-        return self._running_of.total()
-
-    @contextlib.contextmanager
-    def place(self, owner: str, *, num_prompts: int = 1) -> Iterator[None]:
-        """Counts prompts as samples in work. Held from before the prompts are rendered to the end of the answer.
-
-        Raises OutOfCapacity when too many samples are in work, of the owner or of all owners.
-        """
-        check_pending(self._config, owner, num_own=self._running_of[owner], num_all=self.num_running)
-        self._running_of[owner] += num_prompts
-        try:
-            yield
-        finally:
-            self._running_of[owner] -= num_prompts
-            if not self._running_of[owner]:
-                del self._running_of[owner]
 
     async def sample(self, source: Source, request: pb.SampleRequest, *, request_id: str) -> pb.SampleResponse:
         drawing = self._drawing(source, request, request_id=request_id)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 
 from gateway import json_forms
@@ -29,14 +32,44 @@ from tinsmith.v1 import sampler_pb2
 KIND = "asample"
 
 
-def check_pending(config: GatewayConfig, owner: str, *, num_own: int, num_all: int) -> None:
-    """Raises OutOfCapacity when the samples in work, of the owner or of all owners, have reached their limit."""
-    for number, limit, name, whose in (
-        (num_own, config.max_pending_samples_per_owner, "max_pending_samples_per_owner", f" of {owner!r}"),
-        (num_all, config.max_pending_samples, "max_pending_samples", ""),
-    ):
-        if number >= limit:
-            raise OutOfCapacity(f"{limit} samples{whose} are in work, which is {name}; try again")
+class Places:
+    """The samples in work, of both APIs, against their limits."""
+
+    def __init__(self, config: GatewayConfig, futures: Futures) -> None:
+        self._config = config
+        self._futures = futures
+        self._prompts: Counter[str] = Counter()
+        """owner -> prompts of the OpenAI API in work."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts of the OpenAI API in work."""
+        return self._prompts.total()
+
+    def check(self, owner: str) -> None:
+        """Raises OutOfCapacity when the samples in work, of the owner or of all owners, have reached their limit. It is
+        cheap, so it is called before a body is read."""
+        config, futures = self._config, self._futures
+        num_own = futures.num_pending(KIND, owner=owner) + self._prompts[owner]
+        for number, limit, name, whose in (
+            (num_own, config.max_pending_samples_per_owner, "max_pending_samples_per_owner", f" of {owner!r}"),
+            (futures.num_pending(KIND) + self.num_prompts, config.max_pending_samples, "max_pending_samples", ""),
+        ):
+            if number >= limit:
+                raise OutOfCapacity(f"{limit} samples{whose} are in work, which is {name}; try again")
+
+    @contextlib.contextmanager
+    def hold(self, owner: str, *, num_prompts: int = 1) -> Iterator[None]:
+        """Counts prompts of the OpenAI API as samples in work, from before they are rendered to the end of the answer.
+        Raises what `check` raises."""
+        self.check(owner)
+        self._prompts[owner] += num_prompts
+        try:
+            yield
+        finally:
+            self._prompts[owner] -= num_prompts
+            if not self._prompts[owner]:
+                del self._prompts[owner]
 
 
 def count_tokens(
@@ -92,12 +125,6 @@ class Samples:
         self._records = records
         self._metrics = metrics
         self._turns = turns
-
-    def check_capacity(self, owner: str) -> None:
-        """Raises OutOfCapacity when too many samples are in work. It is cheap, so it is called before a body is
-        read."""
-        num_own = self._futures.num_pending(KIND, owner=owner)
-        check_pending(self._config, owner, num_own=num_own, num_all=self._futures.num_pending(KIND))
 
     def submit(
         self,

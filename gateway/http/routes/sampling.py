@@ -160,7 +160,7 @@ async def _named(gateway: Gateway, content: dict[str, Any], *, caller: Caller) -
 async def asample(request: Request) -> Response:
     """Submits a sample. Idempotent by sampling_session_id and seq_id if they are given."""
     gateway, caller = gateway_of(request), caller_of(request)
-    gateway.sampling.samples.check_capacity(caller.owner)
+    gateway.sampling.places.check(caller.owner)
     content, raw = await read_json(request, gateway.config)
     content = await _named(gateway, content, caller=caller)
     ids = parse_ids(schemas.SampleIds, content)

@@ -416,8 +416,8 @@ async def test_a_client_that_leaves_stops_the_generation(
         await asyncio.gather(sending, return_exceptions=True)
     await asyncio.wait_for(sampler.stopped.wait(), 5)
     assert stack.server is not None
-    generator = stack.server.app.state.gateway.sampling.generator
-    await until(lambda: generator.num_running == 0)
+    places = stack.server.app.state.gateway.sampling.places
+    await until(lambda: places.num_prompts == 0)
 
 
 async def test_a_failure_in_the_middle_of_a_stream_is_an_event(client: Client, sampler: TalkingSampler) -> None:
@@ -697,7 +697,7 @@ async def test_requests_that_come_at_once_hold_their_places_while_their_prompts_
     await stack.restart_gateway(max_pending_samples=8)
     slow_template(sampler, monkeypatch)
     assert stack.server is not None
-    generator = stack.server.app.state.gateway.sampling.generator
+    places = stack.server.app.state.gateway.sampling.places
     sampler.pauses = stream
     sampler.go.clear()
     limits = httpx.Limits(max_connections=64)
@@ -705,12 +705,27 @@ async def test_requests_that_come_at_once_hold_their_places_while_their_prompts_
         await asyncio.gather(*[client.get("/v1/models") for _ in range(64)])  # the connections are warm
         sent = [asyncio.create_task(client.post(f"/v1/{endpoint}", json=body | {"stream": stream})) for _ in range(64)]
         await until(lambda: sum(each.done() for each in sent) >= 64 - 8 or len(sampler.requests) > 8)
-        assert generator.num_running == 8
+        assert places.num_prompts == 8
         sampler.go.set()
         replies = await asyncio.gather(*sent)
         assert sorted({reply.status_code for reply in replies}) == [200, 429]
         assert sum(reply.status_code == 200 for reply in replies) == len(sampler.requests) == 8
-        await until(lambda: generator.num_running == 0)
+        await until(lambda: places.num_prompts == 0)
+
+
+async def test_both_apis_share_the_places(stack: Stack, sampler: TalkingSampler) -> None:
+    await stack.restart_gateway(max_pending_samples=2)
+    sampler.go.clear()
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+    sample = {"base_model": BASE_MODEL, "prompt": prompt, "sampling_params": {"max_tokens": 3}}
+    async with httpx.AsyncClient(base_url=stack.url, timeout=20) as client:
+        assert (await client.post("/api/v1/asample", json=sample)).status_code == 200
+        sent = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
+        await until(lambda: len(sampler.requests) == 2)
+        assert (await client.post("/v1/completions", json=COMPLETION)).status_code == 429
+        assert (await client.post("/api/v1/asample", json=sample)).status_code == 429
+        sampler.go.set()
+        assert (await sent).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -803,7 +818,7 @@ async def test_tokens_are_counted_also_for_clients_that_leave(
     await asyncio.wait_for(sampler.stopped.wait(), 5)
     assert stack.server is not None
     gateway = stack.server.app.state.gateway
-    await until(lambda: gateway.sampling.generator.num_running == 0)
+    await until(lambda: gateway.sampling.places.num_prompts == 0)
     num_sampled = len(sampler.tokenizer.encode(SAYS).ids) + 1
     assert gateway.metrics.submissions.sampled_tokens._value.get() >= num_sampled + 1
     assert gateway.metrics.submissions.prompt_tokens._value.get() == 6
