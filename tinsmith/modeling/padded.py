@@ -134,10 +134,10 @@ class _Apart:
     active: ActiveRuns
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("layout", None)  # the layer hands what is left to its kernels, which would not know it
         batches = self.active.padded
         if not batches:
             return self.inner(*args, **kwargs)
-        kwargs.pop("layout", None)  # kernels of the layer would not know it
         parts_of_args = [_parts(value, batches) for value in args]
         parts_by_name = {name: _parts(value, batches) for name, value in kwargs.items()}
         outputs = []

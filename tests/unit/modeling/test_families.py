@@ -17,6 +17,7 @@ from tinsmith.modeling import adaptation
 from tinsmith.modeling.adapter import GROUPS, Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel, positions_of
+from tinsmith.modeling.full_logprobs import full_target_logprobs
 from tinsmith.modeling.kv_cache import Cached, KVCache, Prefill
 from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.lora import Run
@@ -136,6 +137,27 @@ ONE_BY_ONE: dict[str, tuple[dict[str, Any], str]] = {
     "Bloom": ({"n_layer": 2, "n_head": 4}, "its logprobs differ"),
 }
 """Families that do not pack, each with the reason."""
+PLAIN = (
+    "Apertus", "Arcee", "Ernie4_5", "Exaone4", "GPTNeoX", "Gemma", "Helium", "HunYuanDenseV1", "Ministral", "Nemotron",
+    "Olmo", "Phi", "SeedOss", "SmolLM3", "Starcoder2", "FalconMamba",
+)  # fmt: skip
+MORE: dict[str, dict[str, Any]] = {
+    **{family: {} for family in PLAIN},
+    **{family: {"sliding_window": 4} for family in ("Cohere2", "Olmo3")},
+    **{family: {"partial_rotary_factor": 0.5} for family in ("Glm", "Glm4")},
+    **dict.fromkeys(("FlexOlmo", "MiniMaxM2", "Olmoe", "Phimoe"), EXPERTS),
+    "Gemma4Text": {
+        "global_head_dim": 16, "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "Ernie4_5_Moe": {**EXPERTS, "moe_num_experts": 4, "moe_k": 2},
+    "GraniteMoeShared": {**EXPERTS, "shared_intermediate_size": 32},
+    "Lfm2Moe": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "DeepseekV2": {**ROUTED, **SPARSE_ATTENTION},
+    "DeepseekV32": {**ROUTED, **SPARSE_ATTENTION},
+    "RecurrentGemma": {"lru_width": 64, "attention_window_size": 16, "num_hidden_layers": 3},
+}  # fmt: skip
+"""Families that only the slow tests hold against stock PEFT."""
 FAMILIES = {**DENSE, **SPARSE, **RECURRENT, **{family: settings for family, (settings, _) in ONE_BY_ONE.items()}}
 
 
@@ -148,7 +170,7 @@ def make(folder: Path, family: str, settings: dict[str, Any]) -> Path:
 
 
 def load(folder: Path, family: str) -> BaseModel:
-    return BaseModel.load(make(folder, family, FAMILIES[family]), device=CPU, dtype=torch.float32)
+    return BaseModel.load(make(folder, family, {**FAMILIES, **MORE}[family]), device=CPU, dtype=torch.float32)
 
 
 def random_adapter(base: BaseModel, seed: int, **config: Any) -> Adapter:
@@ -168,11 +190,11 @@ def packed_logprobs(base: BaseModel, tokens: torch.Tensor, lengths: list[int], r
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_family_equals_stock_peft_gradients_included(family: str, tmp_path: Path) -> None:
     base = load(tmp_path / "model", family)
     adapter = random_adapter(base, 1, rank=3, train_mlp="mlp" in base.groups)  # of all layers
-    assert set(base.groups) == {"attn", "unembed"} if family in ("Mamba", "Mamba2") else set(GROUPS)
+    assert set(base.groups) == {"attn", "unembed"} if "Mamba" in family else set(GROUPS)
     lengths = [7, 9]
     torch.manual_seed(1)
     tokens, factors = torch.randint(256, (16,)), torch.randn(16)
@@ -194,7 +216,8 @@ def test_family_equals_stock_peft_gradients_included(family: str, tmp_path: Path
     assert torch.equal(Adapter.load_peft(tmp_path / "adapter", adapter.config, base.targets).flat, adapter.flat)
 
     if base.why_not_cached:
-        assert family in RECURRENT or family in ONE_BY_ONE
+        assert family not in DENSE
+        assert family not in SPARSE
         return
     with torch.no_grad():  # and one token at a time, from the cache, beside a lane of the base model
         cache = KVCache()
@@ -276,6 +299,24 @@ def test_a_family_that_does_not_pack_runs_one_sequence_at_a_time_and_says_why(
         ours = base.hidden_states(tokens.repeat(2), positions_of([5, 5], CPU), Packed([5, 5]), [])
         theirs = plain(tokens[None], output_hidden_states=True).hidden_states[-1][0]
     torch.testing.assert_close(ours, theirs.repeat(2, 1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "StableLm"])
+def test_all_parameters_of_a_family_can_be_trained(family: str, tmp_path: Path) -> None:
+    base = BaseModel.load(make(tmp_path, family, FAMILIES[family]), device=CPU, dtype=torch.float32, trainable=True)
+    tokens = torch.arange(9)
+    hidden = base.hidden_states(tokens, positions_of([4, 5], CPU), Packed([4, 5]), [])
+    ours = full_target_logprobs(base.head, hidden, tokens, tokens)
+    grads = torch.autograd.grad(ours.sum(), list(base.parameters.values()))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    theirs = [plain(part[None]).logits[0].log_softmax(-1).gather(1, part[:, None]) for part in tokens.split([4, 5])]
+    torch.testing.assert_close(ours.detach(), torch.cat(theirs)[:, 0].detach(), rtol=1e-5, atol=1e-5)
+    torch.cat(theirs).sum().backward()
+    expected = dict(plain.named_parameters())
+    for name, grad in zip(base.parameters, grads, strict=True):
+        theirs_grad = expected[name].grad
+        assert theirs_grad is not None
+        assert (grad - theirs_grad).norm() <= 1e-5 * theirs_grad.norm()
 
 
 @pytest.mark.parametrize("family", ["Lfm2", "StableLm"])
