@@ -17,6 +17,7 @@ import httpx
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
 from gateway.http.server import GatewayServer
+from tests import batches
 from tests.support.databases import lay_migrated_database
 from tinsmith.errors import (
     BudgetExceeded,
@@ -623,9 +624,7 @@ class Client(httpx.AsyncClient):
 
 
 def batch(model_id: str, seq_id: int, *, loss_fn: str = "cross_entropy") -> trainer_pb2.ForwardBackwardRequest:
-    text = types_pb2.EncodedText(tokens=struct.pack("<3i", 1, 2, 3))
-    datum = types_pb2.Datum(model_input=[types_pb2.Chunk(encoded_text=text)])
-    return trainer_pb2.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, data=[datum], loss_fn=loss_fn)
+    return batches.request([batches.datum([1, 2, 3])], loss_fn, model_id=model_id, seq_id=seq_id)
 
 
 def sample_body(sampling_session_id: str, seq_id: int, **fields: Any) -> dict[str, Any]:

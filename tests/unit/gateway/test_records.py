@@ -13,6 +13,7 @@ from sqlalchemy import update
 
 from gateway.database.tables.samples import SequenceRecord
 from gateway.training import provenance
+from tests import batches
 from tests.batches import sparse
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith.errors import InvalidRequest, Unsupported
@@ -45,12 +46,6 @@ WHOLE: tuple[list[Span], list[Span]] = (
 """Spans of the whole of sequence a, each token predicted from those before it."""
 
 
-def tensor(values: Sequence[float], dtype: str = "<f4") -> types_pb2.Tensor:
-    number = types_pb2.DTYPE_FLOAT32 if dtype == "<f4" else types_pb2.DTYPE_INT64
-    array = np.array(values, dtype)
-    return types_pb2.Tensor(dense=array.tobytes(), dtype=number, shape=array.shape)
-
-
 def datum(
     tokens: Sequence[int],
     targets: Sequence[int],
@@ -63,12 +58,12 @@ def datum(
             for kind, name, offset, length in runs
         ]
 
-    return types_pb2.Datum(
-        model_input=[types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=int32(tokens)))],
-        loss_fn_inputs={"target_tokens": tensor(targets, "<i8")} | {k: tensor(v) for k, v in inputs.items()},
-        model_input_spans=proto(spans[0]),
-        loss_fn_input_spans=proto(spans[1]),
+    made = batches.datum(
+        tokens, target_tokens=targets, **{name: np.array(given, "<f4") for name, given in inputs.items()}
     )
+    made.model_input_spans.extend(proto(spans[0]))
+    made.loss_fn_input_spans.extend(proto(spans[1]))
+    return made
 
 
 def resolved(*data: types_pb2.Datum) -> list[tuple[list[float], list[float]]]:
