@@ -1,7 +1,7 @@
-"""HTTP answers and requests, for all routes.
+"""HTTP requests and answers, for all routes.
 
-Errors are a status and {"detail": ...}; results have the form that the client's headers ask for. The headers also tell
-the version of the client. Large bodies are parsed and made on a thread.
+Bodies are bounded, counted and parsed here. Errors are a status and {"detail": ...}; results have the form that the
+client's headers ask for. The headers also tell the version of the client. Large bodies are parsed and made on a thread.
 
 409 is never used, because the SDK would repeat the request for five minutes.
 """
@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import orjson
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.config import GatewayConfig
-from gateway.database.outages import TRY_AGAIN
 from gateway.futures import JSON, PROTOBUF, Answer
+from gateway.held import Share
 from gateway.shown import shown, shown_name
 from gateway.tenants.caller import Caller
 from tinsmith.cores import Cores
@@ -38,12 +38,9 @@ from tinsmith.errors import (
     OutOfCapacity,
     ServiceError,
 )
-from tinsmith.rpc import logs
 
 if TYPE_CHECKING:
     from gateway.gateway import Gateway
-
-logger = logging.getLogger(__name__)
 
 _LONGEST = 200
 """Most characters of a message that may repeat what a client sent."""
@@ -56,11 +53,17 @@ _KEEPS_CANCELS = (3, 12)
 """First Python whose `asyncio.wait_for` keeps a cancellation that arrives together with the answer
 (python/cpython#86296)."""
 
+IDS_BYTES = 4096
+"""Bytes at either end of a forward_backward in which its ids lie: first in protobuf, last in JSON."""
+_MAX_DRAINED_BYTES = 2**30
+_MAX_KEY_CHARACTERS = 300
+
 _PARSER = ThreadPoolExecutor(1, "bodies")
 """One thread, which parses one body at a time. A parser holds the interpreter's lock, so with several threads the event
 loop would wait for several parsers in turn."""
 
 T = TypeVar("T")
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def json_response(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -99,32 +102,6 @@ async def service_error(request: Request, error: Exception) -> Response:
     return detail(status, error.message, headers=retry_after(error))
 
 
-async def database_unusable(request: Request, error: Exception) -> Response:
-    logger.error("%s %s: the database cannot be used: %s", request.method, request.url.path, error)
-    return await service_error(request, NotReady(TRY_AGAIN))
-
-
-async def http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    text = error.detail
-    if error.status_code == 404 and text == "Not Found":
-        text = f"this server has no {request.method} {request.url.path}"
-    elif error.status_code == 405:
-        text = f"{request.url.path} does not answer {request.method}"
-    return detail(error.status_code, text, headers=dict(error.headers or {}))
-
-
-async def gone(request: Request, error: Exception) -> Response:
-    """The answer to a client that left in the middle of its body; it appears in metrics only."""
-    return detail(400, "the body ended before it was complete")
-
-
-async def internal_error(request: Request, error: Exception) -> Response:
-    # This answer bypasses the middleware that adds the request id to all others.
-    headers = {logs.REQUEST_ID_METADATA: logs.request_id.get()}
-    return detail(500, "internal error of the gateway; its log has the cause", headers=headers)
-
-
 def invalid(error: ValidationError, body: Any) -> InvalidRequest:
     """The error for the first wrong field of a body: it names the field, its value, and what would be right."""
     first = error.errors(include_url=False)[0]
@@ -161,6 +138,212 @@ def name_of(place: Iterable[str | int]) -> str:
     """The path of a field in a body, such as "messages[0].role". Long keys are cut."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{shown_name(part)}" for part in place)
     return "".join(parts).removeprefix(".")
+
+
+# Reading a body
+
+
+def too_many_bytes(size: str, limit: int) -> str:
+    return f"the body has {size} bytes; this server's max_body_bytes is {limit}"
+
+
+class TooLarge(HTTPException):
+    """HTTPException 413 for a body. `start` and `end`: its beginning and its end, at most `IDS_BYTES` each."""
+
+    def __init__(self, detail: str, *, start: bytes = b"", end: bytes = b"") -> None:
+        super().__init__(413, detail)
+        self.start = start
+        self.end = end
+
+
+async def read(request: Request, config: GatewayConfig) -> bytes:
+    """The body as it was sent.
+
+    Raises TooLarge above max_body_bytes, and OutOfCapacity when max_held_body_bytes leaves no room for it. The rest of
+    a refused body is still read, up to a bound, because a client that is sending would miss the answer.
+    """
+    limit = config.max_body_bytes
+    held = cast(Share, request.state.held)
+    chunks: list[bytes] = []
+    num_bytes, start, end = 0, b"", b""
+    full: OutOfCapacity | None = None
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if full is not None:
+            if num_bytes > limit:
+                break
+        elif num_bytes <= limit:
+            try:
+                held.take(len(chunk))
+                chunks.append(chunk)
+            except OutOfCapacity as error:
+                full = error
+                chunks.clear()
+        elif num_bytes > _MAX_DRAINED_BYTES:
+            end = b""
+            break
+        else:
+            if not start:
+                start = b"".join([*chunks, chunk])[:IDS_BYTES]
+                chunks.clear()
+            end = (end + chunk)[-IDS_BYTES:]
+    if full is not None:
+        raise full
+    if num_bytes > limit:
+        declared = request.headers.get("content-length", "")
+        raise TooLarge(too_many_bytes(declared or f"more than {limit}", limit), start=start, end=end)
+    return b"".join(chunks)
+
+
+def idempotency_key(request: Request) -> str | None:
+    """The client's key for this request and its repeats; None when it sent none.
+
+    Raises InvalidRequest for a key that is too long for the database's index.
+    """
+    key = request.headers.get("x-idempotency-key")
+    if key is not None and len(key) > _MAX_KEY_CHARACTERS:
+        raise InvalidRequest(
+            f"x-idempotency-key: has {len(key)} characters, and may have at most {_MAX_KEY_CHARACTERS}",
+            field="x-idempotency-key",
+        )
+    return key
+
+
+async def read_json(request: Request, config: GatewayConfig) -> tuple[dict[str, Any], bytes]:
+    """The JSON object in the body, and the body itself. Integers of any size stay exact.
+
+    Raises what `read` raises, HTTPException 400 when the body is no JSON object, and TooLarge when it holds more than
+    max_body_values.
+    """
+    body = await read(request, config)
+    return await off_loop(lambda: json_object(body, config), num_bytes=len(body), config=config), body
+
+
+def check_values(number: int, body: bytes, config: GatewayConfig) -> None:
+    """Raises TooLarge when the body holds more values than max_body_values."""
+    if number > config.max_body_values:
+        raise TooLarge(
+            f"the body holds more values than this server's max_body_values, {config.max_body_values}; a list or an "
+            "object counts as 10 of them, and each member of an object as 3 more",
+            start=body[:IDS_BYTES],
+            end=body[-IDS_BYTES:],
+        )
+
+
+def json_object(body: bytes, config: GatewayConfig) -> dict[str, Any]:
+    check_values(json_values(body, limit=config.max_body_values), body, config)
+    try:
+        parsed = from_json(body)
+    except ValueError as error:
+        raise HTTPException(400, f"the body is not JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise HTTPException(400, f"the body must be a JSON object, not {type(parsed).__name__}")
+    return parsed
+
+
+def parse(schema: type[Schema], content: dict[str, Any]) -> Schema:
+    """Validates a body. Raises InvalidRequest, naming field and value; also for an unknown field that is set."""
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        raise invalid(error, content) from None
+
+
+def parse_ids(schema: type[Schema], content: dict[str, Any]) -> Schema:
+    """Validates only the schema's fields of a body, whose other fields have another schema. Raises InvalidRequest."""
+    return parse(schema, {name: content[name] for name in schema.model_fields if name in content})
+
+
+# Counting the values of a body
+#
+# A parser holds the interpreter's lock until it is done, so the event loop waits, whichever thread parses. The parsed
+# objects may also take a hundred times the memory of the body. Counting is cheap, and other threads can run meanwhile.
+# So a body is counted first, and one with too many values is not parsed.
+
+_CONTAINER_COST = 10
+_MEMBER_COST = 3
+"""Count of a list or an object, and of each member of an object beside its value; a number counts 1."""
+_PIECE_BYTES = 2**16
+"""Bytes of a body that are counted in one go. The event loop can run between two pieces."""
+_VARINT, _FIXED64, _SIZED, _FIXED32 = 0, 1, 2, 5
+
+
+def json_values(body: bytes, *, limit: int) -> int:
+    """An upper bound of the values in a JSON text, by its punctuation. Stops counting above `limit`.
+
+    A list or an object counts as 10, and a member of an object as 3 more than its value.
+    """
+    if (at_most := 1 + _punctuation(body)) <= limit:
+        return at_most
+    # The quick count includes punctuation inside texts, which may make it too high. Count again without that.
+    count, is_text, rest = 1, False, b""
+    for start in range(0, len(body), _PIECE_BYTES):
+        piece = rest + body[start : start + _PIECE_BYTES]
+        num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
+        rest = piece[len(piece) - num_backslashes % 2 :]  # a backslash that escapes the next byte
+        piece = piece[: len(piece) - len(rest)].replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = piece.split(b'"')
+        count += _punctuation(b"".join(parts[is_text::2]))
+        is_text ^= len(parts) % 2 == 0
+        if count > limit:
+            break
+    return count
+
+
+def _punctuation(text: bytes) -> int:
+    num_containers = text.count(b"[") + text.count(b"{")
+    return text.count(b",") + _MEMBER_COST * text.count(b":") + _CONTAINER_COST * num_containers
+
+
+@functools.cache
+def _inside(kind: Descriptor) -> dict[int, Descriptor | None]:
+    """Field number -> type of the message in a field with a size; None for packed numbers. Texts are left out."""
+    texts = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
+    return {field.number: field.message_type for field in kind.fields if field.type not in texts}
+
+
+def protobuf_values(body: bytes, kind: Descriptor, *, limit: int) -> int:
+    """Number of fields of a message and the messages in it, plus bytes of packed numbers. Stops counting above `limit`.
+
+    In a broken message, only what comes before the break is counted.
+    """
+    count = 0
+    messages = [(kind, 0, len(body))]
+    try:
+        while messages and count <= limit:
+            kind, at, end = messages.pop()
+            inside = _inside(kind)
+            while at < end and count <= limit:
+                count += 1
+                tag, at = _varint(body, at) if body[at] >= 0x80 else (body[at], at + 1)
+                wire = tag & 7
+                if wire == _SIZED:
+                    size, at = _varint(body, at) if body[at] >= 0x80 else (body[at], at + 1)
+                    if (number := tag >> 3) in inside:
+                        if (found := inside[number]) is None:
+                            count += size
+                        else:
+                            messages.append((found, at, min(at + size, end)))
+                    at += size
+                elif wire == _VARINT:
+                    _, at = _varint(body, at)
+                else:
+                    at += 8 if wire == _FIXED64 else 4 if wire == _FIXED32 else 0
+    except IndexError:
+        pass  # the message is broken, which the parser will report
+    return count
+
+
+def _varint(body: bytes, at: int) -> tuple[int, int]:
+    """The varint at this place, and the place after it. Raises IndexError when it is cut off."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = body[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise IndexError
 
 
 # Large bodies

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
 import re
 import secrets
 import time
@@ -20,11 +21,11 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import codec, schemas
+from gateway.codec import parse
 from gateway.config import GatewayConfig
-from gateway.database.outages import DatabaseUnusable
+from gateway.database.outages import TRY_AGAIN, DatabaseUnusable
 from gateway.gateway import Gateway
 from gateway.held import Bodies, Share
-from gateway.http.body import parse
 from gateway.http.browsers import OwnHost, SecurityHeaders
 from gateway.http.openapi.document import document
 from gateway.http.openapi.operations import OPERATIONS
@@ -52,8 +53,10 @@ from gateway.http.tracing import Traces
 from gateway.metrics import Metrics
 from gateway.tenants.auth import Authentication
 from gateway.turns import Turns
-from tinsmith.errors import ServiceError
+from tinsmith.errors import NotReady, ServiceError
 from tinsmith.rpc import logs
+
+logger = logging.getLogger(__name__)
 
 GROUPS = (
     service,
@@ -239,6 +242,35 @@ class HostedPaths:
         await self._app(scope, receive, send)
 
 
+# Errors that no route has handled
+
+
+async def _database_unusable(request: Request, error: Exception) -> Response:
+    logger.error("%s %s: the database cannot be used: %s", request.method, request.url.path, error)
+    return await codec.service_error(request, NotReady(TRY_AGAIN))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = error.detail
+    if error.status_code == 404 and text == "Not Found":
+        text = f"this server has no {request.method} {request.url.path}"
+    elif error.status_code == 405:
+        text = f"{request.url.path} does not answer {request.method}"
+    return codec.detail(error.status_code, text, headers=dict(error.headers or {}))
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    """The answer to a client that left in the middle of its body; it appears in metrics only."""
+    return codec.detail(400, "the body ended before it was complete")
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    # This answer bypasses the middleware that adds the request id to all others.
+    headers = {logs.REQUEST_ID_METADATA: logs.request_id.get()}
+    return codec.detail(500, "internal error of the gateway; its log has the cause", headers=headers)
+
+
 def create_app(config: GatewayConfig) -> Starlette:
     """The application. The server that runs it must start and stop `app.state.gateway`."""
     gateway = Gateway(config)
@@ -260,11 +292,11 @@ def create_app(config: GatewayConfig) -> Starlette:
             Middleware(HoldBodies, bodies=gateway.bodies),
         ],
         exception_handlers={
-            HTTPException: codec.http_error,
+            HTTPException: _http_error,
             ServiceError: codec.service_error,
-            DatabaseUnusable: codec.database_unusable,
-            ClientDisconnect: codec.gone,
-            Exception: codec.internal_error,
+            DatabaseUnusable: _database_unusable,
+            ClientDisconnect: _gone,
+            Exception: _internal_error,
         },
     )
     app.router.redirect_slashes = False

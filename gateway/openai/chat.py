@@ -13,7 +13,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway import counting
+from gateway import codec
 from gateway.codec import json_response
 from gateway.gateway import Gateway
 from gateway.openai.answers import Json, chat_logprobs, chunks_of, extension, head_of, log_begin
@@ -63,7 +63,7 @@ def _check_arguments(messages: Sequence[Message], *, max_values: int) -> None:
     num_values = 0
     for call in (call for message in messages for call in message.tool_calls or ()):
         if isinstance(call.function.arguments, str):
-            num_values += counting.json_values(call.function.arguments.encode(), limit=max_values)
+            num_values += codec.json_values(call.function.arguments.encode(), limit=max_values)
         if num_values > max_values:
             raise InvalidRequest(
                 f"messages: the arguments of tool calls hold more values than this server's max_body_values, "

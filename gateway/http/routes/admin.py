@@ -11,9 +11,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import schemas
-from gateway.codec import caller_of, gateway_of, json_response
+from gateway.codec import caller_of, gateway_of, json_response, parse
 from gateway.database.tables.tenants import AuditEvent
-from gateway.http.body import parse
 from gateway.tenants.billing import GIGABYTE, HOUR_S
 from gateway.views import Json, owner_of_urn, time_text, urn_of
 from tinsmith.errors import InvalidRequest

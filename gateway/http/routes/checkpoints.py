@@ -13,10 +13,9 @@ from starlette.routing import Route
 
 from gateway import schemas
 from gateway.answers import checkpoints as answers
-from gateway.codec import caller_of, gateway_of, json_response, owner_of
+from gateway.codec import caller_of, gateway_of, idempotency_key, json_response, owner_of, parse, read_json
 from gateway.convert import check_ttl
 from gateway.database.tables.checkpoints import Checkpoint
-from gateway.http.body import idempotency_key, parse, read_json
 from gateway.views import certificate_view, checkpoint_details, file_view, time_text
 from tinsmith.errors import CheckpointNotFound, DataCorrupted, InvalidRequest
 from tinsmith.rpc.paths import KINDS, SCHEME

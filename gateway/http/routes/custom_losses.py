@@ -7,8 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import schemas
-from gateway.codec import caller_of, gateway_of, json_response
-from gateway.http.body import parse, read_json
+from gateway.codec import caller_of, gateway_of, json_response, parse, read_json
 from gateway.http.routes.models import check_session
 from gateway.ids import custom_loss_id_of
 from gateway.training.custom_losses import to_message

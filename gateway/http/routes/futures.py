@@ -8,10 +8,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import schemas
-from gateway.codec import caller_of, gateway_of, json_response, negotiate
+from gateway.codec import caller_of, gateway_of, json_response, negotiate, parse, read_json
 from gateway.futures import Answer, Gone, Progress, explain, failed
 from gateway.gateway import Gateway
-from gateway.http.body import parse, read_json
 from gateway.ids import UNLOAD, Target, is_custom_loss, target_of
 from gateway.sampling import samples
 from gateway.tenants.access import refusal_in

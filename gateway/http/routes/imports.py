@@ -8,9 +8,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from gateway import schemas
-from gateway.codec import caller_of, gateway_of, json_response
+from gateway.codec import caller_of, gateway_of, json_response, parse
 from gateway.convert import check_ttl
-from gateway.http.body import parse
 from tinsmith.rpc.paths import check_name
 
 

@@ -11,10 +11,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import convert, schemas
-from gateway.codec import caller_of, gateway_of, json_response
+from gateway.codec import caller_of, gateway_of, json_response, parse, parse_ids, read_json
 from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway
-from gateway.http.body import parse, parse_ids, read_json
 from gateway.http.routes.training import failed_receipt, receipt
 from gateway.ids import UNLOAD, fingerprint, model_id_of, request_id_of
 from gateway.tenants.access import refused_id

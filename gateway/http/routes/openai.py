@@ -12,8 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
-from gateway.codec import caller_of, gateway_of, json_response, off_loop, owner_of
-from gateway.http.body import read_json
+from gateway.codec import caller_of, gateway_of, json_response, off_loop, owner_of, read_json
 from gateway.openai import errors, schemas, sources
 from gateway.openai.chat import chat
 from gateway.openai.completions import complete

@@ -10,8 +10,7 @@ from starlette.routing import BaseRoute, Route
 
 from gateway import schemas
 from gateway.answers import checkpoints as answers
-from gateway.codec import caller_of, gateway_of, json_response, owner_of
-from gateway.http.body import parse, read_json
+from gateway.codec import caller_of, gateway_of, json_response, owner_of, parse, read_json
 from gateway.storage.retention_rules import Judged, Policy
 from gateway.views import checkpoint_view
 from tinsmith.errors import NotFound

@@ -10,10 +10,9 @@ from starlette.routing import Route
 
 from gateway import schemas
 from gateway.answers import checkpoints as answers
-from gateway.codec import caller_of, gateway_of, json_response, knows_external_checkpoints, owner_of
+from gateway.codec import caller_of, gateway_of, json_response, knows_external_checkpoints, owner_of, parse
 from gateway.database.catalog import RunWithCheckpoints
 from gateway.gateway import Gateway
-from gateway.http.body import parse
 from gateway.views import checkpoint_view, page_view, run_view, time_text
 from tinsmith.errors import NotFound
 from tinsmith.rpc.paths import KINDS

@@ -11,11 +11,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import convert, schemas
-from gateway.codec import caller_of, gateway_of, json_response, off_loop
+from gateway.codec import caller_of, gateway_of, json_response, off_loop, parse, parse_ids, read_json
 from gateway.database.tables.sessions import SamplingSession
 from gateway.gateway import Gateway
 from gateway.held import Share
-from gateway.http.body import parse, parse_ids, read_json
 from gateway.http.routes.futures import pass_on
 from gateway.http.routes.models import check_session
 from gateway.ids import fingerprint, is_sampling_session, request_id_of, sampling_session_id_of

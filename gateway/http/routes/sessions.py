@@ -8,9 +8,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import schemas
-from gateway.codec import caller_of, gateway_of, json_response, owner_of
+from gateway.codec import caller_of, gateway_of, idempotency_key, json_response, owner_of, parse, read_json
 from gateway.database.tables.sessions import Session
-from gateway.http.body import idempotency_key, parse, read_json
 from gateway.http.routes.runs import owner_in_scope
 from gateway.views import session_view, time_text
 from tinsmith import __version__

@@ -6,28 +6,55 @@ either way, and a 4xx on one of several chunks would leave it waiting for ever.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+import zstandard
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway import convert, schemas
-from gateway.codec import caller_of, gateway_of, json_response, off_loop, sends_parts_at_once
+from gateway import convert, json_forms, schemas
+from gateway.codec import (
+    IDS_BYTES,
+    Schema,
+    TooLarge,
+    caller_of,
+    check_values,
+    gateway_of,
+    json_object,
+    json_response,
+    off_loop,
+    parse,
+    parse_ids,
+    protobuf_values,
+    read,
+    read_json,
+    sends_parts_at_once,
+    too_many_bytes,
+)
+from gateway.config import GatewayConfig
 from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway
-from gateway.http.body import Schema, parse, parse_ids, read_forward_backward, read_json
-from gateway.ids import fingerprint
+from gateway.held import Share
+from gateway.ids import batch_fingerprint, fingerprint
 from gateway.tenants.access import refused_id
 from gateway.tenants.caller import Caller
 from gateway.tenants.limits import Hold, Size
 from gateway.training import provenance
 from gateway.training.operations import Submission
-from tinsmith.errors import BudgetExceeded, ModelNotFound, NotReady, ServiceError
+from tinsmith.errors import BudgetExceeded, InvalidRequest, ModelNotFound, NotReady, ServiceError
 from tinsmith.rpc.paths import TinkerPath
 from tinsmith.v1 import trainer_pb2
+
+_MAX_WINDOW_BYTES = 2**23
+"""Largest window of a zstd frame that is read piece by piece; RFC 8878 asks decoders for this much."""
 
 Convert = Callable[[Submission, Schema], Awaitable[None]]
 """Sets the trainer's RPC of a submission, by its validated body. Raises ServiceError for a mistake in it."""
@@ -46,7 +73,7 @@ async def forward(request: Request) -> Response:
 async def _submit_batch(request: Request, *, forward_only: bool) -> Response:
     gateway, caller = gateway_of(request), caller_of(request)
     with gateway.tenants.limits.reading(caller):
-        batch = await read_forward_backward(request, gateway.config, forward_only=forward_only)
+        batch = await _read_batch(request, gateway.config, forward_only=forward_only)
         given = parse(schemas.GivenIds, {"model_id": batch.model_id, "seq_id": batch.seq_id or None})
     batch.sends_parts_at_once = sends_parts_at_once(request)
     model = await gateway.tenants.access.model(given.model_id, caller)
@@ -98,6 +125,190 @@ async def optim_step(request: Request) -> Response:
         step.calls("OptimStep", convert.optim_step(body))
 
     return await submit_json(request, "optim_step", schemas.OptimStep, to_rpc)
+
+
+# Reading a batch
+
+
+async def _read_batch(request: Request, config: GatewayConfig, *, forward_only: bool = False) -> Submission:
+    """Reads a batch in protobuf or JSON, by its content type. `forward_only`: the endpoint is `forward`.
+
+    A body without seq_id gets seq_id 0. A body that is too large, or whose JSON holds no batch, uses up its seq_id. So
+    it becomes a refused submission with its ids. Raises TooLarge when the ids cannot be read, OutOfCapacity, and
+    HTTPException 400 for another content type or encoding, a broken body, or a JSON body without ids.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type not in ("application/x-protobuf", "application/json"):
+        raise HTTPException(
+            400, f"content-type {content_type!r} is not supported; send application/x-protobuf or application/json"
+        )
+    is_json = content_type == "application/json"
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding not in ("identity", "zstd"):
+        raise HTTPException(400, f"content-encoding {encoding!r} is not supported; use zstd or none")
+    is_compressed = encoding == "zstd"
+    try:
+        body = await read(request, config)
+    except TooLarge as error:
+        return _too_large(error, is_json=is_json, is_compressed=is_compressed, forward_only=forward_only)
+
+    def decode() -> Submission:
+        try:
+            plain = decompress(body, limit=config.max_body_bytes) if is_compressed else body
+        except TooLarge as error:
+            error.start = body
+            return _too_large(error, is_json=is_json, is_compressed=True, forward_only=forward_only)
+        try:
+            return (_from_json if is_json else _from_protobuf)(plain, config, forward_only=forward_only)
+        except TooLarge as error:
+            return _too_large(error, is_json=is_json, is_compressed=False, forward_only=forward_only)
+
+    num_bytes = len(body)
+    if is_compressed:
+        num_bytes = _decompressed_size(body, config)
+        cast(Share, request.state.held).take(min(num_bytes, config.max_body_bytes))
+    return await off_loop(decode, num_bytes=num_bytes, config=config)
+
+
+def _from_protobuf(body: bytes, config: GatewayConfig, *, forward_only: bool) -> Submission:
+    """The batch. Its body stays as the client sent it; nothing in it is computed with here."""
+    message = trainer_pb2.ForwardBackwardRequest()
+    if len(body) > config.max_body_values:  # a smaller body cannot hold that many
+        number = protobuf_values(body, cast(Descriptor, message.DESCRIPTOR), limit=config.max_body_values)
+        check_values(number, body, config)
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise HTTPException(400, f"the body is not a ForwardBackwardRequest in protobuf: {error}") from None
+    if (unknown := _unknown_field(message)) is not None:
+        only = forward_only or message.forward_only
+        return _refused(message.model_id, message.seq_id, unknown, "invalid", body, forward_only=only)
+    if message.HasField("custom_loss"):
+        error = InvalidRequest(
+            "custom_loss: is not part of the public API; name a loss by loss_id", field="custom_loss"
+        )
+        only = forward_only or message.forward_only
+        return _refused(message.model_id, message.seq_id, error, "forward_backward", body, forward_only=only)
+    if forward_only and not message.forward_only:
+        message.forward_only = True
+        body += trainer_pb2.ForwardBackwardRequest(forward_only=True).SerializeToString()  # protobuf merges the two
+    return _batch(message, body)
+
+
+def _batch(message: trainer_pb2.ForwardBackwardRequest, body: bytes) -> Submission:
+    num_tokens = sum(len(chunk.encoded_text.tokens) // 4 for datum in message.data for chunk in datum.model_input)
+    return Submission.of(
+        "forward_backward",
+        message.model_id,
+        message.seq_id,
+        rpc="ForwardBackward",
+        body=body,
+        fingerprint=batch_fingerprint(body),
+        num_tokens=num_tokens,
+        loss_fn=message.loss_fn,
+        is_forward_only=message.forward_only,
+    )
+
+
+def _refused(model_id: str, seq_id: int, error: ServiceError, *parts: bytes | str, forward_only: bool) -> Submission:
+    """A batch that the gateway refuses. `parts`: what tells its repeats from other requests."""
+    # Refusing a forward loses no gradients.
+    submission = Submission.of("forward" if forward_only else "forward_backward", model_id, seq_id)
+    submission.fingerprint = fingerprint(*parts)
+    submission.refuse(error)
+    return submission
+
+
+def _unknown_field(message: trainer_pb2.ForwardBackwardRequest) -> InvalidRequest | None:
+    """The error for a message with an unknown field at any depth; None without one. Removes unknown fields."""
+    outside = sorted(field.field_number for field in UnknownFieldSet(message))
+    # Part by part: protobuf holds the interpreter's lock while it measures a message.
+    parts = [*message.data, *message.loss_fn_config_v2.values(), message.custom_loss]
+    num_bytes = sum(part.ByteSize() for part in parts)
+    message.DiscardUnknownFields()
+    if not outside and sum(part.ByteSize() for part in parts) == num_bytes:
+        return None
+    where = f"field number {outside[0]} of the request" if outside else "a field of data"
+    return InvalidRequest(
+        f"{where}: this server knows no such field and cannot apply it; leave it out",
+        field=str(outside[0]) if outside else "data",
+    )
+
+
+def _from_json(body: bytes, config: GatewayConfig, *, forward_only: bool) -> Submission:
+    content = json_object(body, config)
+    ids = parse_ids(schemas.GivenIds, content)
+    seq_id = ids.seq_id or 0
+    try:
+        message = json_forms.forward_backward(content, model_id=ids.model_id, seq_id=seq_id, forward_only=forward_only)
+    except ServiceError as error:
+        return _refused(ids.model_id, seq_id, error, "invalid", body, forward_only=forward_only)
+    return _batch(message, message.SerializeToString(deterministic=True))
+
+
+def _too_large(error: TooLarge, *, is_json: bool, is_compressed: bool, forward_only: bool) -> Submission:
+    start = error.start
+    if is_compressed:
+        try:
+            decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+            start = decompressor.stream_reader(start).read(IDS_BYTES)
+        except zstandard.ZstdError:
+            raise error from None
+    # The end of a compressed body cannot be decompressed alone.
+    ids = _leading_ids(start) if not is_json else None if is_compressed else _trailing_ids(error.end)
+    if ids is None:
+        raise error
+    refused = InvalidRequest(f"data: {error.detail}; send fewer or shorter datums", field="data")
+    return _refused(*ids, refused, "too large", start, error.end, error.detail, forward_only=forward_only)
+
+
+_TRAILING_IDS = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,300})"\s*,\s*"seq_id"\s*:\s*([0-9]{1,10})\s*\}\s*\Z')
+
+
+def _trailing_ids(end: bytes) -> tuple[str, int] | None:
+    """model_id and seq_id at the end of the JSON of a batch, in the order in which the SDKs write them."""
+    match = _TRAILING_IDS.search(end)
+    return None if match is None else (match[1].decode(errors="replace"), int(match[2]))
+
+
+def _leading_ids(start: bytes) -> tuple[str, int] | None:
+    """model_id and seq_id at the beginning of a ForwardBackwardRequest, whose rest may be cut off."""
+    # Field 1 is a string, field 2 a varint, and a serializer writes them in this order.
+    match = re.match(rb"\x0a([\x00-\x7f])", start)
+    if match is None:
+        return None
+    end = 2 + match[1][0]
+    number = re.match(rb"\x10([\x80-\xff]{0,4}[\x00-\x7f])", start[end:])
+    if number is None:
+        return None
+    message = trainer_pb2.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(start[: end + number.end()])
+    except DecodeError:
+        return None
+    return message.model_id, message.seq_id
+
+
+def _decompressed_size(body: bytes, config: GatewayConfig) -> int:
+    """The decompressed size that a zstd frame declares; max_body_bytes when it declares none."""
+    try:
+        size = zstandard.frame_content_size(body)
+    except zstandard.ZstdError:
+        return 0  # `decompress` will refuse it
+    return config.max_body_bytes if size < 0 else size
+
+
+def decompress(body: bytes, *, limit: int) -> bytes:
+    """Decompresses one zstd frame. Raises TooLarge above `limit` bytes, and HTTPException 400 for a broken frame."""
+    try:
+        size = zstandard.frame_content_size(body)
+        if size > limit:
+            raise TooLarge(too_many_bytes(f"{size} decompressed", limit))
+        return zstandard.ZstdDecompressor().decompress(body, max_output_size=limit, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise HTTPException(
+            400, f"the zstd body is broken, or holds more than max_body_bytes ({limit}): {error}"
+        ) from None
 
 
 # From a body to its receipt

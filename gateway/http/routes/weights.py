@@ -9,9 +9,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import schemas
-from gateway.codec import caller_of, gateway_of, json_response
+from gateway.codec import caller_of, gateway_of, idempotency_key, json_response, parse, read_json
 from gateway.convert import check_ttl, ttl_of
-from gateway.http.body import idempotency_key, parse, read_json
 from gateway.http.routes.models import check_session, create_from_checkpoint
 from gateway.http.routes.training import submit_content, submit_json
 from gateway.ids import model_id_of, sampling_session_id_of, session_of

@@ -17,7 +17,7 @@ import orjson
 import pytest
 import zstandard
 
-from gateway import counting
+from gateway import codec
 from gateway.codec import off_loop
 from gateway.config import GatewayConfig
 from gateway.database.tables.sessions import SamplingSession
@@ -375,7 +375,7 @@ async def test_a_service_that_computes_leaves_a_core_to_the_parser(tmp_path: Pat
 def test_punctuation_within_texts_is_no_value(text: bytes, number: int) -> None:
     """A long prompt of code or of JSON is one value."""
     orjson.loads(text)
-    assert counting.json_values(text, limit=1000) == number
+    assert codec.json_values(text, limit=1000) == number
 
 
 @pytest.mark.parametrize("ahead", range(8))
@@ -383,7 +383,7 @@ def test_a_text_is_told_wherever_its_pieces_end(ahead: int) -> None:
     """Pieces of a body end before, in and behind each escape and quotation mark."""
     text = b"[" + b" " * (2**16 - 5 + ahead) + b'"\\\\\\"[[[[\\\\", "%s"]' % (b"," * 2000)
     assert len(orjson.loads(text)) == 2
-    assert counting.json_values(text, limit=1000) == 12
+    assert codec.json_values(text, limit=1000) == 12
 
 
 async def test_texts_that_are_kept_have_bounds(client: Client) -> None:

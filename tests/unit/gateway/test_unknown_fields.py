@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from tinker.proto import tinker_public_pb2
 
 from gateway import schemas
+from gateway.codec import parse
 from gateway.http.app import ROUTES
-from gateway.http.body import parse
 from gateway.http.openapi.bodies import LoadWeights
 from gateway.openai import schemas as openai_schemas
 from gateway.storage import retention_rules
