@@ -27,7 +27,7 @@ from gateway.config import GatewayConfig
 from gateway.futures import JSON, PROTOBUF, Answer
 from gateway.held import Share
 from gateway.shown import shown, shown_name
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Caller
 from tinsmith.cores import Cores
 from tinsmith.errors import (
     AlreadyExists,

@@ -11,7 +11,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gateway.database import urls
-from gateway.storage.retention_rules import Policy
+from gateway.schemas import Policy
 from tinsmith.memory import total_bytes
 from tinsmith.rpc.auth import AnyKey, ServiceKey
 from tinsmith.rpc.tls import GrpcTls, check_pair

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from datetime import date
-from typing import Annotated, Any, Literal, TypeVar, cast
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import AfterValidator, AwareDatetime, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 from gateway.ids import LAST_CLONE_ID
-from gateway.known import Known
-from gateway.storage.retention_rules import Policy
 from tinsmith.rpc.notes import MAX_CHARACTERS, MAX_ENTRIES, texts_of
 
 
@@ -78,6 +78,36 @@ def _short_stops(stop: str | list[Any]) -> str | list[Any]:
 
 
 ShortStops = AfterValidator(_short_stops)
+
+
+class Known(BaseModel):
+    """Base class of objects that clients send. Each field is applied or refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    HARMLESS: ClassVar[frozenset[str]] = frozenset()
+    """Unknown fields that are ignored, because they ask for nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_what_is_set(cls, content: Any) -> Any:
+        """Leaves out unknown fields that are null or harmless. One of the others stays, and pydantic refuses it.
+
+        An error for each of a hundred thousand unknown fields would block the event loop.
+        """
+        fields = _names(cls)
+        if not isinstance(content, dict) or all(name in fields for name in content):
+            return content
+        known = {name: content[name] for name in fields if name in content}
+        for name, value in content.items():
+            if value is not None and name not in fields and name not in cls.HARMLESS:
+                return {**known, name: value}
+        return known
+
+
+@cache
+def _names(schema: type[Known]) -> Collection[str]:
+    """Names of the schema's fields as clients write them, in the schema's order."""
+    return {field.alias or name: None for name, field in schema.model_fields.items()}
 
 
 class Body(Known):
@@ -332,6 +362,42 @@ class SaveWeightsExternal(OperationIds):
     path: Id
     ttl_seconds: int | None = None
     age_encryption_recipients: Listed[str] | None = Field(default=None, max_length=10)
+
+
+class Rules(Known):
+    """Rules for one kind of checkpoint. A checkpoint that no rule keeps is deleted; without rules all are kept."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    keep_last: int | None = Field(default=None, ge=1, lt=2**31)
+    """Number of the newest checkpoints to keep."""
+    keep_every_steps: int | None = Field(default=None, ge=1, lt=2**31)
+    """Keeps the first checkpoint at or after each multiple of this number of optimizer steps."""
+    keep_within_seconds: int | None = Field(default=None, ge=1, lt=2**31)
+    """Keeps all checkpoints that are younger than this, in seconds."""
+
+    @property
+    def keep_all(self) -> bool:
+        return self.keep_last is None and self.keep_every_steps is None and self.keep_within_seconds is None
+
+
+class Policy(Known):
+    """The retention policy of a training run."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    training: Rules = Rules()
+    """Rules for checkpoints that training resumes from."""
+    sampler: Rules = Rules()
+    """Rules for checkpoints of sampler weights."""
+
+    @property
+    def keep_all(self) -> bool:
+        return self.training.keep_all and self.sampler.keep_all
+
+    def of(self, kind: str) -> Rules:
+        """The rules for a kind of path: "weights" or "sampler_weights"."""
+        return {"weights": self.training, "sampler_weights": self.sampler}[kind]
 
 
 class Prune(Body):

@@ -17,7 +17,7 @@ from gateway.database.catalog import exists_now, in_project
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import Model, SamplingSession, Session
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Caller
 from gateway.views import FINISH_REASONS, owner_of_urn
 
 _SCANNED_ROWS = 500

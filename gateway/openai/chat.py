@@ -26,7 +26,7 @@ from gateway.openai.schemas import Chat, Message, OutputPart, TextPart
 from gateway.openai.sources import find_source
 from gateway.openai.structured import structure_of
 from gateway.openai.text import Vocabulary
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Caller
 from tinsmith.errors import InvalidRequest
 from tinsmith.v1 import sampler_pb2 as pb
 

@@ -22,7 +22,7 @@ from gateway.openai.generator import Source, TokenizerInfo
 from gateway.openai.schemas import DEFAULT_MAX_TOKENS, Completion
 from gateway.openai.sources import find_source
 from gateway.openai.text import Vocabulary
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Caller
 from tinsmith.errors import InvalidRequest
 from tinsmith.rpc.tensors import check_tokens
 from tinsmith.v1 import sampler_pb2 as pb

@@ -31,7 +31,7 @@ from gateway.sampling.inflight import Inflight
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.replicas import Replica
 from gateway.sampling.samples import count_tokens
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Caller
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold, Limits
 from gateway.turns import Turns

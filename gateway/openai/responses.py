@@ -21,7 +21,7 @@ from gateway.openai.answers import Json
 from gateway.openai.chat import chat, put_together
 from gateway.openai.errors import body_of, invalid
 from gateway.openai.schemas import Chat, Respond
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Caller
 from tinsmith.errors import InvalidRequest, ServiceError
 
 LOGPROBS = "message.output_text.logprobs"

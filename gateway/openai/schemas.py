@@ -22,8 +22,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from gateway.known import Known
-from gateway.schemas import Id, Listed, ShortStops, Stops
+from gateway.schemas import Id, Known, Listed, ShortStops, Stops
 
 UNSUPPORTED = "unsupported"
 """Type of validation errors about values that this server does not support."""

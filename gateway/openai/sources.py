@@ -11,7 +11,7 @@ from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import SamplingSession
 from gateway.gateway import Gateway
 from gateway.openai.generator import Source
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Caller
 from tinsmith.errors import InvalidRequest, ModelNotFound
 from tinsmith.rpc.paths import KINDS, SCHEME
 

@@ -15,7 +15,7 @@ from cachetools import LRUCache
 from gateway.database.store import Store
 from gateway.database.tables.sessions import SamplingSession
 from gateway.ids import first_of
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Caller
 
 _MAX_KNOWN = 16_384
 """Most entries of each map below. A forgotten key gets a new session, a forgotten sampling session a new block."""

@@ -20,8 +20,7 @@ from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint, Deletion
 from gateway.database.tables.tenants import AuditEvent
 from gateway.ids import session_of
 from gateway.storage.retired_checkpoints import RetiredCheckpoints
-from gateway.tenants.access import Access
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Access, Caller
 from gateway.tenants.ledger import Ledger, audit_event
 from tinsmith.errors import CheckpointNotFound, InvalidRequest, NotFound, NotReady, ServiceError
 from tinsmith.rpc.paths import TinkerPath

@@ -10,7 +10,7 @@ from gateway.database.tables.checkpoints import Checkpoint
 from gateway.ids import fingerprint, session_of
 from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.transfers import Transfers
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Caller
 from gateway.tenants.limits import Limits
 from tinsmith.errors import AlreadyExists, CheckpointExists, CheckpointNotFound, InvalidRequest, SequenceConflict
 from tinsmith.rpc.paths import TinkerPath

@@ -18,7 +18,7 @@ from gateway.database.operations import IMPORT
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.storage.transfers import Transfers
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Caller
 from gateway.tenants.limits import PATIENCE_S, Hold, Limits
 from tinsmith.errors import RateLimited, ServiceError
 from tinsmith.rpc.paths import TinkerPath

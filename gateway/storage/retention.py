@@ -18,8 +18,9 @@ from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint, RetentionPolicy
 from gateway.database.tables.operations import Operation
 from gateway.metrics import Metrics
+from gateway.schemas import Policy
 from gateway.storage.checkpoints import Checkpoints
-from gateway.storage.retention_rules import KINDS, Judged, Policy, judge
+from gateway.storage.retention_rules import KINDS, Judged, judge
 from gateway.storage.retired_checkpoints import is_sampled
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Retention rules, and which checkpoints of a run they keep. Pure functions."""
+"""Which checkpoints of a run its retention rules keep. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,49 +6,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import ConfigDict, Field
-
 from gateway.database.tables.checkpoints import Checkpoint
-from gateway.known import Known
+from gateway.schemas import Rules
 
 KINDS = {"training": "weights", "sampler": "sampler_weights"}
 """Field of a policy -> kind of a path. Checkpoints for download have no rules."""
-
-
-class Rules(Known):
-    """Rules for one kind of checkpoint. A checkpoint that no rule keeps is deleted; without rules all are kept."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    keep_last: int | None = Field(default=None, ge=1, lt=2**31)
-    """Number of the newest checkpoints to keep."""
-    keep_every_steps: int | None = Field(default=None, ge=1, lt=2**31)
-    """Keeps the first checkpoint at or after each multiple of this number of optimizer steps."""
-    keep_within_seconds: int | None = Field(default=None, ge=1, lt=2**31)
-    """Keeps all checkpoints that are younger than this, in seconds."""
-
-    @property
-    def keep_all(self) -> bool:
-        return self.keep_last is None and self.keep_every_steps is None and self.keep_within_seconds is None
-
-
-class Policy(Known):
-    """The retention policy of a training run."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    training: Rules = Rules()
-    """Rules for checkpoints that training resumes from."""
-    sampler: Rules = Rules()
-    """Rules for checkpoints of sampler weights."""
-
-    @property
-    def keep_all(self) -> bool:
-        return self.training.keep_all and self.sampler.keep_all
-
-    def of(self, kind: str) -> Rules:
-        """The rules for a kind of path: "weights" or "sampler_weights"."""
-        return {"weights": self.training, "sampler_weights": self.sampler}[kind]
 
 
 KeptAs = Literal["no_rules", "last", "every", "within", "pinned", "published", "in_use"]

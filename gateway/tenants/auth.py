@@ -24,7 +24,7 @@ from gateway.database.tables.tenants import StoredKey
 from gateway.database.write_behind import WriteBehind
 from gateway.openai.errors import error_body
 from gateway.openai.errors import service_error as openai_service_error
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Caller
 from gateway.tenants.keys import Keys, hash_of, id_of, is_active
 from gateway.tenants.limits import Limits
 from gateway.tenants.tokens import InvalidToken, Tokens

@@ -29,7 +29,7 @@ from cachetools import LRUCache
 from starlette.exceptions import HTTPException
 
 from gateway.database.tables.tenants import Budget
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Caller
 from gateway.tenants.keys import Keys
 from gateway.tenants.ledger import Ledger
 from tinsmith.errors import BudgetExceeded, RateLimited, ServiceError

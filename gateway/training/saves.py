@@ -8,8 +8,7 @@ from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.futures import Answer, Futures, Gone
 from gateway.storage.checkpoints import Checkpoints
-from gateway.tenants.access import Access
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Access, Caller
 from gateway.training.operations import Operations
 from tinsmith.errors import CheckpointNotFound, NotReady
 from tinsmith.rpc.paths import TinkerPath

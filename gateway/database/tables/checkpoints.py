@@ -66,7 +66,7 @@ class RetentionPolicy(Base):
 
     run_id: Mapped[str] = mapped_column(primary_key=True)
     policy: Mapped[dict[str, Any]] = mapped_column(JSON)
-    """A `Policy` of gateway/storage/retention_rules.py."""
+    """A `Policy` of gateway/schemas.py."""
     changed_at: Mapped[float]
 
 

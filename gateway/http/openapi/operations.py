@@ -30,7 +30,6 @@ from gateway.http.routes import (
     weights,
 )
 from gateway.openai import schemas as openai_schemas
-from gateway.storage import retention_rules
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
@@ -221,7 +220,7 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
     retention.set_retention: Operation(
         "Set the retention policy of a training run",
         answers.checkpoints.Retention,
-        retention_rules.Policy,
+        schemas.Policy,
         errors=(404,),
     ),
     retention.use_default_retention: Operation(

@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.codec import caller_of, detail, gateway_of, json_response
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Caller
 from tinsmith.errors import NotFound
 
 

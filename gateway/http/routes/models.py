@@ -16,8 +16,7 @@ from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway
 from gateway.http.routes.training import failed_receipt, receipt
 from gateway.ids import UNLOAD, fingerprint, model_id_of, request_id_of
-from gateway.tenants.access import refused_id
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Caller, refused_id
 from gateway.training.operations import Submission
 from gateway.views import lora_view
 from tinsmith.errors import (

@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute, Route
 from gateway import schemas
 from gateway.answers import checkpoints as answers
 from gateway.codec import caller_of, gateway_of, json_response, owner_of, parse, read_json
-from gateway.storage.retention_rules import Judged, Policy
+from gateway.storage.retention_rules import Judged
 from gateway.views import checkpoint_view
 from tinsmith.errors import NotFound
 
@@ -53,7 +53,7 @@ async def get_retention(request: Request) -> Response:
 async def set_retention(request: Request) -> Response:
     gateway, run_id = gateway_of(request), await _own_run(request)
     content, _ = await read_json(request, gateway.config)
-    await gateway.storage.retention.set_policy(run_id, parse(Policy, content))
+    await gateway.storage.retention.set_policy(run_id, parse(schemas.Policy, content))
     return await _answer(request, run_id)
 
 

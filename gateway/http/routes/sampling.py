@@ -18,8 +18,7 @@ from gateway.held import Share
 from gateway.http.routes.futures import pass_on
 from gateway.http.routes.models import check_session
 from gateway.ids import fingerprint, is_sampling_session, request_id_of, sampling_session_id_of
-from gateway.tenants.access import refused_id
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Caller, refused_id
 from gateway.views import certificate_view
 from tinsmith.errors import InvalidRequest, NotFound, NotReady, OutOfCapacity, SequenceConflict, ServiceError
 from tinsmith.v1 import sampler_pb2

@@ -44,8 +44,7 @@ from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway
 from gateway.held import Share
 from gateway.ids import batch_fingerprint, fingerprint
-from gateway.tenants.access import refused_id
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Caller, refused_id
 from gateway.tenants.limits import Hold, Size
 from gateway.training import provenance
 from gateway.training.operations import Submission

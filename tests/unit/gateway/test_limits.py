@@ -23,7 +23,7 @@ from gateway.database.tables.tenants import CountedOperation
 from gateway.gateway import Gateway
 from gateway.metrics import Metrics
 from gateway.tenants import limits
-from gateway.tenants.caller import Caller
+from gateway.tenants.access import Caller
 from gateway.tenants.keys import Keys
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Bucket, Limits

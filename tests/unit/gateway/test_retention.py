@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from gateway.config import GatewayConfig
 from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint
-from gateway.storage.retention_rules import Policy, Rules, judge
+from gateway.schemas import Policy, Rules
+from gateway.storage.retention_rules import judge
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tests.unit.gateway.test_checkpoints import ask, events, expire, save_for_sampler
 from tests.unit.gateway.test_runs import get

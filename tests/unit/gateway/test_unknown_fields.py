@@ -16,7 +16,6 @@ from gateway.codec import parse
 from gateway.http.app import ROUTES
 from gateway.http.openapi.bodies import LoadWeights
 from gateway.openai import schemas as openai_schemas
-from gateway.storage import retention_rules
 from tests.unit.gateway.stack import BASE_MODEL, Client, batch, sample_body
 from tests.unit.gateway.test_isolation import walk
 from tinsmith.errors import InvalidRequest
@@ -25,7 +24,7 @@ from tinsmith.v1 import trainer_pb2
 SCHEMAS = sorted(
     {
         schema
-        for module in (schemas, openai_schemas, retention_rules)
+        for module in (schemas, openai_schemas)
         for _, schema in inspect.getmembers(module, inspect.isclass)
         if issubclass(schema, BaseModel) and schema.__module__ == module.__name__
     },
