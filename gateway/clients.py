@@ -21,7 +21,7 @@ from gateway.sampling.replicas import Replica, Replicas
 from tinsmith.errors import InvalidRequest, NotReady, ServiceError
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.rpc.tls import Certificates
-from tinsmith.v1 import sampler_pb2, trainer_pb2, trainer_pb2_grpc
+from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
 
 T = TypeVar("T")
 
@@ -137,19 +137,6 @@ class Clients:
     def trainer_infos(self) -> Iterator[trainer_pb2.GetTrainerInfoResponse]:
         return (trainer.info for trainer in self._trainers if trainer.info is not None)
 
-    def sampler_infos(self) -> Iterator[sampler_pb2.GetSamplerInfoResponse]:
-        return (sampler.info for sampler in self.samplers.all if sampler.info is not None)
-
-    def context_length(self, base_model: str) -> int:
-        """Longest sequence that a sampler of this base model takes, in tokens; 0 while it is not known."""
-        infos = [info for info in self.sampler_infos() if base_model in info.base_models]
-        return max((info.max_context_length for info in infos), default=0)
-
-    def vocab_size(self, base_model: str) -> int:
-        """Vocabulary size of this base model; 0 while no sampler has said so."""
-        infos = [info for info in self.sampler_infos() if base_model in info.base_models]
-        return max((info.vocab_size for info in infos), default=0)
-
     @property
     def unreached(self) -> list[str]:
         """Addresses of the services that have not said yet what they serve.
@@ -158,7 +145,7 @@ class Clients:
         """
         trainers = [trainer.address for trainer in self._trainers if trainer.info is None]
         samplers = [sampler.address for sampler in self.samplers.all if sampler.info is None]
-        sampled = {name for info in self.sampler_infos() for name in info.base_models}
+        sampled = {name for info in self.samplers.infos() for name in info.base_models}
         if not trainers and sampled and all(sampled.issuperset(info.base_models) for info in self.trainer_infos()):
             return []
         return trainers + samplers
@@ -199,25 +186,13 @@ class Clients:
 
     def are_same(self, one: str, other: str) -> bool:
         """Whether both are names of one base model, as far as the services have said."""
-        infos = (*self.trainer_infos(), *self.sampler_infos())
+        infos = (*self.trainer_infos(), *self.samplers.infos())
         return one == other or any(one in info.base_models and other in info.base_models for info in infos)
 
     def names_of(self, base_model: str) -> set[str]:
         """All names of this base model, as far as the services have said."""
-        infos = (*self.trainer_infos(), *self.sampler_infos())
+        infos = (*self.trainer_infos(), *self.samplers.infos())
         return {base_model}.union(*(info.base_models for info in infos if base_model in info.base_models))
-
-    def check_sampled(self, base_model: str) -> None:
-        """Raises InvalidRequest when no sampler serves the base model, and NotReady while that is not known."""
-        if any(base_model in info.base_models for info in self.sampler_infos()):
-            return
-        if any(sampler.info is None for sampler in self.samplers.all):
-            raise NotReady(f"no sampler that serves {base_model!r} has been reached yet")
-        served = sorted({name for info in self.sampler_infos() for name in info.base_models})
-        raise InvalidRequest(
-            f"base_model: {base_model!r} cannot be sampled here; choose one of {', '.join(served) or 'none'}",
-            field="base_model",
-        )
 
     async def settle(self, find: Callable[[], T], *, timeout_s: float | None = None) -> T:
         """Calls `find` until it does not raise NotReady, and returns its result. Raises NotReady after the timeout."""

@@ -25,7 +25,7 @@ from starlette.responses import Response
 
 from gateway.config import GatewayConfig
 from gateway.futures import JSON, PROTOBUF, Answer
-from gateway.held import Share
+from gateway.load import Share
 from gateway.shown import shown, shown_name
 from gateway.tenants.access import Caller
 from tinsmith.cores import Cores

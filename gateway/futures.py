@@ -17,8 +17,8 @@ from typing import Protocol
 import orjson
 
 from gateway.database.tables.history import Span
-from gateway.held import Share
 from gateway.ids import Target, is_model, sample_of, session_of
+from gateway.load import Share
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold

@@ -7,17 +7,16 @@ from gateway.config import GatewayConfig
 from gateway.dashboard.recorder import Dashboard
 from gateway.database.store import Store
 from gateway.futures import Futures
-from gateway.held import Bodies
 from gateway.high_availability.forwarding import Forwarding
 from gateway.high_availability.peers import Peers
+from gateway.load import Bodies, Pacer
 from gateway.metrics import Metrics
 from gateway.openai.generator import Generator
 from gateway.sampling.certificates import PublishCertificates
-from gateway.sampling.completions import Completions
 from gateway.sampling.inflight import Inflight
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.records import Records
-from gateway.sampling.samples import Places, Samples
+from gateway.sampling.samples import Completions, Places, Samples
 from gateway.sampling.unnamed import Unnamed
 from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.copies import Copies
@@ -39,7 +38,6 @@ from gateway.training.operations import Operations
 from gateway.training.refusals import Refusals
 from gateway.training.results import Results
 from gateway.training.saves import Saves
-from gateway.turns import Turns
 from tinsmith.rpc.auth import named
 
 
@@ -49,7 +47,7 @@ class Core:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.metrics = Metrics()
-        self.turns = Turns()
+        self.pacer = Pacer()
         self.bodies = Bodies(config.max_held_body_bytes, self.metrics.http.held_body_bytes)
         self.store = Store(config.resolved_database_url, self.metrics)
         self.store.is_shared = bool(config.peer_url)
@@ -79,7 +77,7 @@ class Tenants:
         self.callers = Callers(named(core.config.api_keys), self.keys)
         self.access = Access(core.store)
         self.billing = Billing(core.config, store=core.store, ledger=core.ledger)
-        self.limits = Limits(self.keys, core.ledger, context_length=core.clients.context_length)
+        self.limits = Limits(self.keys, core.ledger, context_length=core.clients.samplers.context_length)
         self.callers.also_read = self.limits.refresh
 
 
@@ -123,7 +121,7 @@ class Sampling:
             ledger=core.ledger,
             recent=core.dashboard.samples,
             metrics=core.metrics,
-            turns=core.turns,
+            pacer=core.pacer,
         )
         self.generator = Generator(
             config,
@@ -134,7 +132,7 @@ class Sampling:
             limits=tenants.limits,
             recent=core.dashboard.samples,
             metrics=core.metrics,
-            turns=core.turns,
+            pacer=core.pacer,
         )
 
 

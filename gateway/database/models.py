@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import delete, or_, select, update
 
 from gateway.database.connection import Database
-from gateway.database.living import Living
+from gateway.database.sessions import Living
 from gateway.database.tables.operations import Operation
 from gateway.database.tables.sessions import Model, Session
 from gateway.database.tables.tenants import CountedOperation

@@ -10,8 +10,8 @@ from sqlalchemy import func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.database.connection import Database
-from gateway.database.living import Living
 from gateway.database.operations import settle
+from gateway.database.sessions import Living
 from gateway.database.tables.samples import SampleMark
 from gateway.database.tables.sessions import SamplingSession, Session
 

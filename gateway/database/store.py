@@ -9,11 +9,10 @@ from __future__ import annotations
 from gateway.database.checkpoints import CheckpointRows
 from gateway.database.connection import Database
 from gateway.database.custom_losses import CustomLossRows
-from gateway.database.living import Living
 from gateway.database.models import ModelRows
 from gateway.database.operations import OperationRows
 from gateway.database.samplers import SamplerRows
-from gateway.database.sessions import SessionRows
+from gateway.database.sessions import Living, SessionRows
 from gateway.database.settings import SettingRows
 from gateway.database.tables.sessions import Model, SamplingSession
 from gateway.metrics import Metrics

@@ -2,7 +2,7 @@
 
 The first gateway that gets a sample of a client of a sampling session becomes the home of all its samples. Any other
 gateway passes requests about them on to the home, with the client's own credentials. When the home is dead, the next
-gateway that is asked becomes the home, and answers as a restarted gateway does (completions.py): samples that were in
+gateway that is asked becomes the home, and answers as a restarted gateway does (`Completions`): samples that were in
 work are gone, and the client samples again.
 """
 
@@ -27,7 +27,7 @@ from gateway.database.tables.gateways import GatewayRow
 from gateway.database.tables.samples import SampleMark
 from gateway.high_availability.peers import BEAT_S, SILENT_S, Peers, living
 from gateway.ids import Target, first_of, target_of
-from gateway.sampling.completions import Completions
+from gateway.sampling.samples import Completions
 from tinsmith.errors import NotReady
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,6 @@ from gateway.codec import parse
 from gateway.config import GatewayConfig
 from gateway.database.outages import TRY_AGAIN, DatabaseUnusable
 from gateway.gateway import Gateway
-from gateway.held import Bodies, Share
 from gateway.http.browsers import OwnHost, SecurityHeaders
 from gateway.http.openapi.document import document
 from gateway.http.openapi.operations import OPERATIONS
@@ -50,9 +49,9 @@ from gateway.http.routes import (
     weights,
 )
 from gateway.http.tracing import Traces
+from gateway.load import Bodies, Pacer, Share
 from gateway.metrics import Metrics
 from gateway.tenants.auth import Authentication
-from gateway.turns import Turns
 from tinsmith.errors import NotReady, ServiceError
 from tinsmith.rpc import logs
 
@@ -174,15 +173,15 @@ _BY_THE_HUNDRED = ("/api/v1/asample", "/api/v1/retrieve_future", "/api/v1/cancel
 
 class InTurn:
     """ASGI middleware, inside Authentication: lets a few requests for samples begin in each pass of the event loop, by
-    turns among owners (turns.py). All other requests overtake them."""
+    turns among owners (load.py). All other requests overtake them."""
 
-    def __init__(self, app: ASGIApp, *, turns: Turns) -> None:
+    def __init__(self, app: ASGIApp, *, pacer: Pacer) -> None:
         self._app = app
-        self._turns = turns
+        self._pacer = pacer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(_BY_THE_HUNDRED):
-            await self._turns.take(scope["state"]["owner"])
+            await self._pacer.turn(scope["state"]["owner"])
         await self._app(scope, receive, send)
 
 
@@ -288,7 +287,7 @@ def create_app(config: GatewayConfig) -> Starlette:
                 tokens=gateway.tenants.tokens,
                 limits=gateway.tenants.limits,
             ),
-            Middleware(InTurn, turns=gateway.turns),
+            Middleware(InTurn, pacer=gateway.pacer),
             Middleware(HoldBodies, bodies=gateway.bodies),
         ],
         exception_handlers={

@@ -124,7 +124,7 @@ def default_max_tokens(gateway: Gateway, source: Source, prompt: bytes) -> int |
     default = gateway.config.openai_default_max_tokens
     if not default:
         return None
-    room = gateway.clients.context_length(source.base_model) - len(prompt) // 4
+    room = gateway.clients.samplers.context_length(source.base_model) - len(prompt) // 4
     return min(default, room) if room > 0 else None  # the sampler refuses a prompt that fills the context
 
 

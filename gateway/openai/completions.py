@@ -42,11 +42,11 @@ def prompts_of(body: Completion) -> list[Prompt]:
 
 def checked_tokens(gateway: Gateway, source: Source, prompt: Sequence[int], *, field: str) -> bytes:
     """A client's token ids as int32, little endian. Raises InvalidRequest for too many, or an id out of range."""
-    longest = gateway.clients.context_length(source.base_model)
+    longest = gateway.clients.samplers.context_length(source.base_model)
     if len(prompt) > longest > 0:
         raise InvalidRequest(f"{field}: {len(prompt)} tokens are above the context length, {longest}", field=field)
     tokens = int32_bytes(prompt, field=field)
-    if vocab_size := gateway.clients.vocab_size(source.base_model):
+    if vocab_size := gateway.clients.samplers.vocab_size(source.base_model):
         check_tokens(np.frombuffer(tokens, "<i4"), vocab_size, field=field)
     return tokens
 

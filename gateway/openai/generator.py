@@ -22,6 +22,7 @@ from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.dashboard.samples import RecentSamples
 from gateway.database.tables.sessions import SamplingSession
+from gateway.load import Pacer
 from gateway.metrics import Metrics
 from gateway.openai.resumption import resumed, with_seed
 from gateway.openai.text import Vocabulary
@@ -34,7 +35,6 @@ from gateway.sampling.samples import count_tokens
 from gateway.tenants.access import Caller
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold, Limits
-from gateway.turns import Turns
 from tinsmith.errors import NotReady, ServiceError
 from tinsmith.v1 import sampler_pb2 as pb
 
@@ -91,9 +91,9 @@ class Generator:
         limits: Limits,
         recent: RecentSamples,
         metrics: Metrics,
-        turns: Turns,
+        pacer: Pacer,
     ) -> None:
-        self._turns = turns
+        self._pacer = pacer
         self._config = config
         self._clients = clients
         self._publishing = publishing
@@ -158,7 +158,7 @@ class Generator:
 
     async def turn(self, source: Source) -> None:
         """Waits for the owner's turn to work on a prompt."""
-        await self._turns.take(source.owner)
+        await self._pacer.turn(source.owner)
 
     async def sample(self, source: Source, request: pb.SampleRequest, *, request_id: str) -> pb.SampleResponse:
         drawing = self._drawing(source, request, request_id=request_id)

@@ -42,7 +42,8 @@ async def find_source(gateway: Gateway, model: str, *, caller: Caller) -> Source
         )
     try:
         await gateway.clients.settle(
-            lambda: gateway.clients.check_sampled(session.base_model), timeout_s=gateway.config.submit_timeout_s
+            lambda: gateway.clients.samplers.check_sampled(session.base_model),
+            timeout_s=gateway.config.submit_timeout_s,
         )
     except InvalidRequest as error:
         raise ModelNotFound(error.message.replace("base_model:", "model:", 1), field="model") from error
@@ -55,7 +56,7 @@ def _model(name: str, *, created: float, parent: str | None = None) -> dict[str,
 
 async def list_models(gateway: Gateway, *, owner: str) -> list[dict[str, Any]]:
     """The base models, and then the caller's newest checkpoints."""
-    infos = gateway.clients.sampler_infos()
+    infos = gateway.clients.samplers.infos()
     names = sorted({name for info in infos for name in info.base_models})
     mine = (
         select(Checkpoint)

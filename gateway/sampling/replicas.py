@@ -24,7 +24,7 @@ from gateway.channel import DeadlineExceeded, connect
 from gateway.metrics import Metrics
 from gateway.sampling.lives import Life
 from gateway.sampling.routing import Conversations, choose, ranked
-from tinsmith.errors import NotReady, ServiceError
+from tinsmith.errors import InvalidRequest, NotReady, ServiceError
 from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 
@@ -235,6 +235,32 @@ class Replicas:
     def usable(self, base_model: str) -> list[Replica]:
         """The replicas that serve this base model now."""
         return [replica for replica in self.all if replica.serves(base_model)]
+
+    def infos(self) -> Iterator[sampler_pb2.GetSamplerInfoResponse]:
+        """What each sampler serves, as far as they have said."""
+        return (replica.info for replica in self.all if replica.info is not None)
+
+    def context_length(self, base_model: str) -> int:
+        """Longest sequence that a sampler of this base model takes, in tokens; 0 while it is not known."""
+        infos = [info for info in self.infos() if base_model in info.base_models]
+        return max((info.max_context_length for info in infos), default=0)
+
+    def vocab_size(self, base_model: str) -> int:
+        """Vocabulary size of this base model; 0 while no sampler has said so."""
+        infos = [info for info in self.infos() if base_model in info.base_models]
+        return max((info.vocab_size for info in infos), default=0)
+
+    def check_sampled(self, base_model: str) -> None:
+        """Raises InvalidRequest when no sampler serves the base model, and NotReady while that is not known."""
+        if any(base_model in info.base_models for info in self.infos()):
+            return
+        if any(replica.info is None for replica in self.all):
+            raise NotReady(f"no sampler that serves {base_model!r} has been reached yet")
+        served = sorted({name for info in self.infos() for name in info.base_models})
+        raise InvalidRequest(
+            f"base_model: {base_model!r} cannot be sampled here; choose one of {', '.join(served) or 'none'}",
+            field="base_model",
+        )
 
     def lacking(self, base_model: str, version_id: str) -> list[Replica]:
         """The usable replicas that do not hold a version; empty when none holds it."""

@@ -73,7 +73,7 @@ async def overview(request: Request) -> Response:
     """The newest runs with their newest metrics, and facts about the server."""
     gateway = gateway_of(request)
     clients = gateway.clients
-    infos = [*clients.trainer_infos(), *clients.sampler_infos()]
+    infos = [*clients.trainer_infos(), *clients.samplers.infos()]
     return json_response(
         {
             "now": time.time(),

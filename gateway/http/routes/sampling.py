@@ -14,10 +14,10 @@ from gateway import convert, schemas
 from gateway.codec import caller_of, gateway_of, json_response, off_loop, parse, parse_ids, read_json
 from gateway.database.tables.sessions import SamplingSession
 from gateway.gateway import Gateway
-from gateway.held import Share
 from gateway.http.routes.futures import pass_on
 from gateway.http.routes.models import check_session
 from gateway.ids import fingerprint, is_sampling_session, request_id_of, sampling_session_id_of
+from gateway.load import Share
 from gateway.tenants.access import Caller, refused_id
 from gateway.views import certificate_view
 from tinsmith.errors import InvalidRequest, NotFound, NotReady, OutOfCapacity, SequenceConflict, ServiceError
@@ -72,7 +72,7 @@ async def _sampling_session(
             )
     assert base_model is not None
     await gateway.clients.settle(
-        lambda: gateway.clients.check_sampled(base_model), timeout_s=gateway.config.submit_timeout_s
+        lambda: gateway.clients.samplers.check_sampled(base_model), timeout_s=gateway.config.submit_timeout_s
     )
     return SamplingSession(
         sampling_session_id=_id_of(body),

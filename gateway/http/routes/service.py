@@ -54,7 +54,7 @@ async def get_server_capabilities(request: Request) -> Response:
     clients = gateway_of(request).clients
     with contextlib.suppress(NotReady):
         await clients.settle(clients.check_all_known, timeout_s=1.0)
-    trainers, samplers = list(clients.trainer_infos()), list(clients.sampler_infos())
+    trainers, samplers = list(clients.trainer_infos()), list(clients.samplers.infos())
     names = {name for info in (*trainers, *samplers) for name in info.base_models}
     return json_response({"supported_models": [_supported(name, trainers, samplers) for name in sorted(names)]})
 

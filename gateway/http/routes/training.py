@@ -42,8 +42,8 @@ from gateway.codec import (
 from gateway.config import GatewayConfig
 from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway
-from gateway.held import Share
 from gateway.ids import batch_fingerprint, fingerprint
+from gateway.load import Share
 from gateway.tenants.access import Caller, refused_id
 from gateway.tenants.limits import Hold, Size
 from gateway.training import provenance

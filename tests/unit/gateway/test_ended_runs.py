@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from gateway.database import living
+from gateway.database import sessions
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tinsmith_cli import main
 
@@ -130,7 +130,7 @@ async def test_a_run_that_ends_while_its_row_is_read_is_not_taken_for_live(
         return True
 
     with monkeypatch.context() as patch:
-        patch.setattr(living, "is_live", ends_meanwhile)
+        patch.setattr(sessions, "is_live", ends_meanwhile)
         await models.complete(model_id, ended_at=None)  # so that it is read again
         await models.get(model_id)
     seen = await models.get(model_id)

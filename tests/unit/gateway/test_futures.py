@@ -108,7 +108,7 @@ async def test_clients_that_never_sample_leave_nothing(stack: Stack, client: Cli
 async def test_samples_of_more_clients_than_are_kept_in_memory_are_found_again(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.sampling.completions._MAX_TARGETS", 3)
+    monkeypatch.setattr("gateway.sampling.samples._MAX_TARGETS", 3)
     sampler_id = await sampler_of(client)
     receipts = [await sample(client, sampler_id, clone * 10**9) for clone in range(8)]
     for receipt in receipts:
@@ -202,7 +202,7 @@ async def test_a_restart_also_tells_of_what_came_out_of_order(stack: Stack, clie
 
 
 async def test_a_page_of_completions_is_bounded(stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.sampling.completions.MAX_PAGE", 2)
+    monkeypatch.setattr("gateway.sampling.samples.MAX_PAGE", 2)
     sampler_id = await sampler_of(client)
     await asyncio.gather(*[sample(client, sampler_id, seq_id) for seq_id in range(5)])
     cursor, ids = 0, []
@@ -217,8 +217,8 @@ async def test_a_page_of_completions_is_bounded(stack: Stack, client: Client, mo
 async def test_an_answer_that_nobody_reads_is_not_kept_for_ever(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.sampling.completions._MAX_OPEN", 3)
-    monkeypatch.setattr("gateway.sampling.completions._MAX_SETTLED", 2)
+    monkeypatch.setattr("gateway.sampling.samples._MAX_OPEN", 3)
+    monkeypatch.setattr("gateway.sampling.samples._MAX_SETTLED", 2)
     sampler_id = await sampler_of(client)
     await completions(client, sampler_id, 0, timeout=0)
     for seq_id in range(4):

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-from gateway.turns import Turns
+from gateway.load import Pacer
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith.v1 import sampler_pb2
 
@@ -22,10 +22,10 @@ LIMIT_S = 60.0
 
 
 async def test_turns_come_in_order_a_few_in_each_pass() -> None:
-    turns, begun = Turns(per_pass=3), list[int]()
+    pacer, begun = Pacer(per_pass=3), list[int]()
 
     async def one(number: int) -> None:
-        await turns.take()
+        await pacer.turn()
         begun.append(number)
 
     tasks = [asyncio.create_task(one(number)) for number in range(10)]
@@ -38,10 +38,10 @@ async def test_turns_come_in_order_a_few_in_each_pass() -> None:
 
 
 async def test_owners_take_turns_whatever_one_has_waiting() -> None:
-    turns, begun = Turns(per_pass=1), list[str]()
+    pacer, begun = Pacer(per_pass=1), list[str]()
 
     async def one(owner: str) -> None:
-        await turns.take(owner)
+        await pacer.turn(owner)
         begun.append(owner)
 
     owners = ["ada"] * 1000 + ["bob"] * 3 + ["eve"]
@@ -49,28 +49,28 @@ async def test_owners_take_turns_whatever_one_has_waiting() -> None:
         await asyncio.gather(*(one(owner) for owner in owners))
     assert begun[1:8] == ["ada", "bob", "eve", "ada", "bob", "ada", "bob"]
     assert begun[8:] == ["ada"] * 996
-    assert not turns._waiting
+    assert not pacer._waiting
 
 
 async def test_a_waiter_that_gives_up_costs_the_others_no_turn() -> None:
-    turns = Turns(per_pass=1)
-    tasks = [asyncio.create_task(turns.take()) for _ in range(20)]
+    pacer = Pacer(per_pass=1)
+    tasks = [asyncio.create_task(pacer.turn()) for _ in range(20)]
     await asyncio.sleep(0)
     for task in tasks[1:19]:
         task.cancel()
     async with asyncio.timeout(LIMIT_S):
         await tasks[0]
         await tasks[19]
-    await turns.take()  # and later ones begin anew
+    await pacer.turn()  # and later ones begin anew
     assert sum(task.cancelled() for task in tasks) == 18
 
 
 async def test_a_failure_keeps_nobody_from_its_turn() -> None:
-    turns, num_begun = Turns(per_pass=2), 0
+    pacer, num_begun = Pacer(per_pass=2), 0
 
     async def fail() -> None:
         nonlocal num_begun
-        await turns.take()
+        await pacer.turn()
         num_begun += 1
         raise ValueError
 
@@ -151,7 +151,7 @@ async def test_the_end_of_a_sample_overtakes_those_of_another_owner(
         ended.append(request_id.partition(":")[0])
         ends(request_id, *args, **options)
 
-    monkeypatch.setattr(gateway.sampling.samples, "_sample", draw)
+    monkeypatch.setattr("gateway.sampling.drawing.Drawing.run", draw)
     monkeypatch.setattr(gateway.dashboard.samples, "add", note)
     sessions = []
     for key, number in zip(keys, (NUM_SAMPLES, 1), strict=True):

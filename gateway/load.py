@@ -1,0 +1,108 @@
+"""What keeps many or large requests from holding up all others: a bound on the memory of bodies, and a pace at which
+samples begin."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+
+from prometheus_client import Gauge
+
+from tinsmith.errors import OutOfCapacity
+
+SMALL_BYTES = 64 * 2**10
+"""Bytes of a body that do not count."""
+_PER_PASS = 4
+"""Turns in one pass of the event loop: about 10 ms of work. More turns make a pass longer, and no work cheaper."""
+
+
+class Bodies:
+    """Bounds the memory of request bodies, for all clients together.
+
+    A body counts from its first byte until its request is answered. For a training operation that is when the trainer
+    has it in its journal. The body of a sample counts until the sample is done, because it may have to be sent again.
+    Small bodies do not count, so that heartbeats and polls get through when large bodies fill the bound.
+    """
+
+    def __init__(self, max_bytes: int, gauge: Gauge) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._gauge = gauge
+
+    def add(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._gauge.set(self.num_bytes)
+
+
+class Share:
+    """The share of one request in `Bodies`."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._num_bytes = 0
+        self._num_counted = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Adds bytes to the share. Raises OutOfCapacity, and releases the share, when all shares would exceed the
+        bound."""
+        self._num_bytes += num_bytes
+        if self._num_bytes <= SMALL_BYTES:
+            return
+        more = self._num_bytes - self._num_counted
+        if self._bodies.num_bytes + more > self._bodies.max_bytes:
+            self.release()
+            raise OutOfCapacity(
+                f"request bodies of {self._bodies.num_bytes} bytes are in work, and this one would exceed "
+                f"max_held_body_bytes, {self._bodies.max_bytes}; try again"
+            )
+        self._bodies.add(more)
+        self._num_counted = self._num_bytes
+
+    def release(self) -> None:
+        self._bodies.add(-self._num_counted)
+        self._num_bytes = self._num_counted = 0
+
+
+class Pacer:
+    """Gives out turns, a few in each pass of the event loop.
+
+    The event loop runs everything that is ready before it reads new input. A client that submits a thousand samples at
+    once, or a sampler that ends a hundred, would thus keep all heartbeats waiting for seconds. So each sample first
+    takes a turn. A few turns begin in each pass of the loop, and other work waits for those few only. Owners take turns
+    one after the other, and the work of one owner goes in its order of arrival. So a burst of ten thousand delays
+    another owner's work by at most as many turns as there are owners.
+
+    A turn is not held, so work that fails, waits or is cancelled does not block the next turn.
+    """
+
+    def __init__(self, *, per_pass: int = _PER_PASS) -> None:
+        self._per_pass = per_pass
+        self._num_begun = 0
+        """Turns that were given in this pass."""
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        """owner -> waiting turns; the first owner is the next."""
+
+    async def turn(self, owner: str = "") -> None:
+        """Waits for a turn; returns at once while this pass has turns left. "" counts as one owner more."""
+        loop = asyncio.get_running_loop()
+        if self._num_begun < self._per_pass:  # nobody can be waiting then
+            self._num_begun += 1
+            if self._num_begun == 1:
+                loop.call_soon(self._next_pass, loop)
+            return
+        waiting = loop.create_future()
+        self._waiting.setdefault(owner, deque()).append(waiting)
+        await waiting
+
+    def _next_pass(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._num_begun = 0
+        while self._waiting and self._num_begun < self._per_pass:
+            owner, turns = self._waiting.popitem(last=False)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[owner] = turns
+            if not turn.done():  # it is done if the waiting task was cancelled
+                turn.set_result(None)
+                self._num_begun += 1
+        if self._num_begun:
+            loop.call_soon(self._next_pass, loop)
