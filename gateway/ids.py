@@ -7,6 +7,7 @@
     <session>:sample:<n>             a sampling session
     <session>:sample:<n>:<seq_id>    a sample; its sequences have ":<i>" behind it
     <session>:loss:<n>               a custom loss
+    refused:<caller>:<text>          a request that was refused; the text of the refusal is in hexadecimal digits
 
 Tinker paths (tinker://...) and versions of weights are in tinsmith/rpc/paths.py, because all services know them.
 """
@@ -25,8 +26,11 @@ LAST_SEQ_ID = 2**63 - 1
 CLONE_BLOCK = 10**9
 """Number of seq_ids of one client of a sampling session; the first seq_id of client n is n times this."""
 LAST_CLONE_ID = LAST_SEQ_ID // CLONE_BLOCK
-UNLOAD = ":unload"
-"""End of the id of a request that ends a run."""
+
+_UNLOAD = ":unload"
+_REFUSED = "refused"
+_MAX_TOLD = 1000
+"""Characters of a refusal that a request id holds."""
 
 _OPERATION = re.compile(r"(.+:train:[0-9]+):([0-9]{1,10})")
 _SAMPLE = re.compile(r"(.*:sample:.*):([0-9]{1,19})", re.DOTALL)
@@ -63,6 +67,16 @@ def operation_of(request_id: str) -> tuple[str, int] | None:
     return None if match is None or int(match[2]) > MAX_SEQ_ID else (match[1], int(match[2]))
 
 
+def unload_id_of(model_id: str) -> str:
+    """The id of the request that ends a run."""
+    return f"{model_id}{_UNLOAD}"
+
+
+def unloaded_by(request_id: str) -> str | None:
+    """The model whose run a request ends; None when it ends none."""
+    return request_id.removesuffix(_UNLOAD) if request_id.endswith(_UNLOAD) else None
+
+
 def custom_loss_id_of(session_id: str, number: int) -> str:
     return f"{session_id}:loss:{number}"
 
@@ -83,6 +97,11 @@ def is_sampling_session(sampling_session_id: str) -> bool:
     return _SAMPLING_SESSION.fullmatch(sampling_session_id) is not None
 
 
+def is_of_sampler(group: str) -> bool:
+    """Whether the id is a sampling session's, and not one of a session or a model."""
+    return ":sample:" in group
+
+
 def sample_of(request_id: str) -> tuple[Target, int] | None:
     """The client and the seq_id of a sample; None when the id is no sample's."""
     match = _SAMPLE.fullmatch(request_id)
@@ -100,6 +119,26 @@ def target_of(request_id: str) -> Target | None:
 def first_of(clone_id: int) -> int:
     """The first seq_id of a client."""
     return clone_id * CLONE_BLOCK
+
+
+# Refused requests
+
+
+def refused_id_of(caller: str, text: str) -> str:
+    """A request id that holds the beginning of the text of a refusal."""
+    return f"{_REFUSED}:{caller}:{text[:_MAX_TOLD].encode().hex()}"
+
+
+def refusal_of(request_id: str) -> tuple[str, str] | None:
+    """The caller and the text that `refused_id_of` put into this id; None for any other id."""
+    kind, _, rest = request_id.partition(":")
+    caller, _, told = rest.rpartition(":")
+    if kind != _REFUSED:
+        return None
+    try:
+        return caller, bytes.fromhex(told).decode()
+    except ValueError:
+        return None
 
 
 # Fingerprints

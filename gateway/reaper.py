@@ -23,7 +23,6 @@ from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint
 from gateway.database.tables.sessions import Model
 from gateway.futures import Answer, Futures, Gone, Pending
 from gateway.high_availability.peers import BEAT_S, Peers
-from gateway.ids import UNLOAD
 from gateway.metrics import Metrics
 from gateway.sampling.records import Records
 from gateway.storage.checkpoints import Checkpoints
@@ -99,9 +98,8 @@ class Reaper:
         logger.info("run %s was ended", model_id)
         self._wake.set()
 
-    async def attach_end(self, request_id: str) -> None:
+    async def attach_end(self, request_id: str, model_id: str) -> None:
         """Makes a future of an unload_model. Raises Gone when the run was not ended."""
-        model_id = request_id.removesuffix(UNLOAD)
         model = await self._store.models.get(model_id, is_newest=True)
         if model is None or model.ended_at is None:
             raise Gone

@@ -19,6 +19,7 @@ from sqlalchemy import and_, or_, select
 from gateway.database.store import Store
 from gateway.database.tables.history import Span
 from gateway.database.tables.sessions import Session
+from gateway.ids import is_model, is_of_sampler
 
 _PAGE_ROWS = 1000
 _SERVICES = {"gateway": 1, "trainer": 2, "sampler": 3}
@@ -29,9 +30,9 @@ Event = dict[str, Any]
 
 def service_of(track: str) -> str:
     """The service that works for a model, a sampling session or a session, by its id."""
-    if ":sample:" in track:
+    if is_of_sampler(track):
         return "sampler"
-    return "trainer" if ":train:" in track else "gateway"
+    return "trainer" if is_model(track) else "gateway"
 
 
 class _Threads:

@@ -51,9 +51,14 @@ from gateway.http.routes import (
 from gateway.http.tracing import Traces
 from gateway.load import Bodies, Pacer, Share
 from gateway.metrics import Metrics
-from gateway.tenants.auth import Authentication
-from tinsmith.errors import NotReady, ServiceError
+from gateway.openai import errors as openai_errors
+from gateway.tenants.access import Caller
+from gateway.tenants.auth import Callers
+from gateway.tenants.limits import Limits
+from gateway.tenants.tokens import InvalidToken, Tokens
+from tinsmith.errors import NotReady, RateLimited, ServiceError
 from tinsmith.rpc import logs
+from tinsmith.rpc.auth import given_key
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +129,9 @@ def _check_parameters(routes: Iterable[BaseRoute]) -> None:
 
 _check_parameters(ROUTES)
 
+_HEALTH = "/api/v1/healthz"
+_OPENAI = "/v1/"
+_PROTECTED = ("/api/", "/dashboard/api/", _OPENAI)
 _ID_HEADER = logs.REQUEST_ID_METADATA.encode()
 _ID = re.compile(rb"[\w.:-]{1,128}")
 _START, _NUMBERS = secrets.token_hex(4), itertools.count()
@@ -239,6 +247,63 @@ class HostedPaths:
             if path.startswith("/"):
                 scope["path"] = path
         await self._app(scope, receive, send)
+
+
+class Authentication:
+    """ASGI middleware for everything below /api/ and /v1/ except healthz.
+
+    Sets request.state.owner, .caller and .token: the JWT that the request came with, or "".
+    """
+
+    def __init__(self, app: ASGIApp, *, callers: Callers, tokens: Tokens, limits: Limits) -> None:
+        self._app = app
+        self._callers = callers
+        self._tokens = tokens
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(_PROTECTED) or scope["path"] == _HEALTH:
+            return await self._app(scope, receive, send)
+        request = Request(scope)
+        credential = given_key(request.headers)
+        is_token = self._tokens.are_used and credential.startswith("eyJ")  # the SDK tells a JWT from a key in this way
+        try:
+            caller = await self._by_token(credential) if is_token else await self._callers.find(credential)
+        except InvalidToken as error:
+            return await _refusal(scope, str(error), challenge="invalid_token")(scope, receive, send)
+        if caller is None:
+            what = "holds no key of this server (it may be revoked or expired)" if credential else "is missing"
+            if scope["path"].startswith(_OPENAI):
+                text = f"the header Authorization: Bearer KEY (or X-API-Key) {what}; set OPENAI_API_KEY"
+            else:
+                text = f"the header X-API-Key (or Authorization: Bearer KEY) {what}; set TINKER_API_KEY"
+            return await _refusal(scope, text)(scope, receive, send)
+        try:
+            self._limits.request(caller, scope["method"], scope["path"])
+        except RateLimited as error:
+            is_openai = scope["path"].startswith(_OPENAI)
+            reply = openai_errors.service_error(error) if is_openai else await codec.service_error(request, error)
+            return await reply(scope, receive, send)
+        state = scope.setdefault("state", {})
+        state["owner"], state["caller"], state["token"] = caller.owner, caller, credential if is_token else ""
+        logs.owner.set(caller.owner)
+        return await self._app(scope, receive, send)
+
+    async def _by_token(self, token: str) -> Caller:
+        caller = await self._callers.find_id(self._tokens.key_id_of(token))
+        if caller is None:
+            raise InvalidToken("the key that this JWT was issued for is no longer a key of this server")
+        return caller
+
+
+def _refusal(scope: Scope, text: str, *, challenge: str = "") -> Response:
+    """The answer 401. The challenge "invalid_token" (RFC 6750) makes the SDK ask for a new JWT, once."""
+    headers = {"WWW-Authenticate": f'Bearer error="{challenge}"' if challenge else "Bearer"}
+    if scope["path"].startswith(_OPENAI):
+        return codec.json_response(
+            openai_errors.error_body(401, text, code="invalid_api_key"), status=401, headers=headers
+        )
+    return codec.detail(401, text, headers=headers)
 
 
 # Errors that no route has handled

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
-from starlette.exceptions import HTTPException
 
 from gateway.clients import Clients, Trainer
+from gateway.codec import TooLarge
 from gateway.config import GatewayConfig
 from gateway.convert import checkpoint_row, ttl_of
 from gateway.database.operations import IMPORT
@@ -63,7 +63,7 @@ class Imports:
     ) -> Imported:
         """Imports the adapter in an archive. `num_bytes`: size of the archive, or 0 when it is not known.
 
-        Raises HTTPException 413 for an archive that is too large, NotReady, RateLimited, BudgetExceeded, and the
+        Raises TooLarge for an archive that is too large, NotReady, RateLimited, BudgetExceeded, and the
         trainer's errors.
         """
         trainer = await self._clients.settle(
@@ -145,7 +145,7 @@ class Imports:
                 elif piece:
                     await self._write(call, trainer_pb2.ImportCheckpointRequest(archive=piece))
             if num_bytes > limit:
-                raise HTTPException(413, f"the archive has more than {limit} bytes, this server's max_import_bytes")
+                raise TooLarge(f"the archive has more than {limit} bytes, this server's max_import_bytes")
             if not call.done():
                 last = trainer_pb2.ImportCheckpointRequest(complete=True, max_checkpoint_bytes=await room())
                 await self._write(call, last)

@@ -14,11 +14,8 @@ from dataclasses import dataclass, field
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import Model, SamplingSession, Session
+from gateway.ids import refusal_of, refused_id_of, session_of
 from tinsmith.errors import ServiceError
-
-_REFUSED = "refused"
-_MAX_TOLD = 1000
-"""Characters of a refusal that a request id holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +56,9 @@ class Access:
     async def owns(self, thing_id: str, caller: Caller) -> bool:
         """Whether the caller has access to a session, model, sampler, custom loss or future; False for an unknown
         id."""
-        session_id, _, rest = thing_id.partition(":")
-        if session_id == _REFUSED:
-            return caller.admin or rest.startswith(f"{_tag(caller)}:")
-        whose = await self._store.sessions.whose(session_id)
+        if (refused := refusal_of(thing_id)) is not None:
+            return caller.admin or refused[0] == _tag(caller)
+        whose = await self._store.sessions.whose(session_of(thing_id))
         return whose is not None and caller.sees(whose.owner)
 
     async def session(self, session_id: str, caller: Caller) -> Session | None:
@@ -91,18 +87,7 @@ def refused_id(caller: Caller, error: ServiceError) -> str:
 
     The request id holds the text of the refusal. So nothing is stored, and any gateway can answer it at any time.
     """
-    return f"{_REFUSED}:{_tag(caller)}:{error.message[:_MAX_TOLD].encode().hex()}"
-
-
-def refusal_in(request_id: str) -> str | None:
-    """The text of the refusal that `refused_id` put into this id; None for any other id."""
-    begin, _, told = request_id.rpartition(":")
-    if not begin.startswith(f"{_REFUSED}:"):
-        return None
-    try:
-        return bytes.fromhex(told).decode()
-    except ValueError:
-        return None
+    return refused_id_of(_tag(caller), error.message)
 
 
 def _tag(caller: Caller) -> str:

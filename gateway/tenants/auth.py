@@ -1,4 +1,4 @@
-"""Authentication: a caller needs a key, or a JWT that was issued for one (tokens.py).
+"""The callers: each needs a key, or a JWT that was issued for one (tokens.py).
 
 Keys come from the configuration and from the database (keys.py). The keys of the database are held in memory and read
 again every REFRESH_S. So a request costs no query, and every gateway behind the database notices a new or revoked key
@@ -15,22 +15,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from sqlalchemy.exc import SQLAlchemyError
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.codec import detail, json_response, service_error
 from gateway.database.tables.tenants import StoredKey
 from gateway.database.write_behind import WriteBehind
-from gateway.openai.errors import error_body
-from gateway.openai.errors import service_error as openai_service_error
 from gateway.tenants.access import Caller
 from gateway.tenants.keys import Keys, hash_of, id_of, is_active
-from gateway.tenants.limits import Limits
-from gateway.tenants.tokens import InvalidToken, Tokens
-from tinsmith.errors import RateLimited
-from tinsmith.rpc import logs
-from tinsmith.rpc.auth import ApiKey, KeyRing, given_key
+from tinsmith.rpc.auth import ApiKey, KeyRing
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +30,6 @@ REFRESH_S = 2.0
 USED_S = 60.0
 """How often the times at which keys were last used are written."""
 
-_HEALTH = "/api/v1/healthz"
-_OPENAI = "/v1/"
-_PROTECTED = ("/api/", "/dashboard/api/", _OPENAI)
 _MISS_S = 0.25
 """Shortest time between two queries for unknown keys, so that guessing keys does not load the database."""
 
@@ -187,58 +174,3 @@ class Callers:
         except BaseException:
             self._used = used | self._used
             raise
-
-
-class Authentication:
-    """ASGI middleware for everything below /api/ and /v1/ except healthz.
-
-    Sets request.state.owner, .caller and .token: the JWT that the request came with, or "".
-    """
-
-    def __init__(self, app: ASGIApp, *, callers: Callers, tokens: Tokens, limits: Limits) -> None:
-        self._app = app
-        self._callers = callers
-        self._tokens = tokens
-        self._limits = limits
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(_PROTECTED) or scope["path"] == _HEALTH:
-            return await self._app(scope, receive, send)
-        request = Request(scope)
-        credential = given_key(request.headers)
-        is_token = self._tokens.are_used and credential.startswith("eyJ")  # the SDK tells a JWT from a key in this way
-        try:
-            caller = await self._by_token(credential) if is_token else await self._callers.find(credential)
-        except InvalidToken as error:
-            return await _refusal(scope, str(error), challenge="invalid_token")(scope, receive, send)
-        if caller is None:
-            what = "holds no key of this server (it may be revoked or expired)" if credential else "is missing"
-            if scope["path"].startswith(_OPENAI):
-                text = f"the header Authorization: Bearer KEY (or X-API-Key) {what}; set OPENAI_API_KEY"
-            else:
-                text = f"the header X-API-Key (or Authorization: Bearer KEY) {what}; set TINKER_API_KEY"
-            return await _refusal(scope, text)(scope, receive, send)
-        try:
-            self._limits.request(caller, scope["method"], scope["path"])
-        except RateLimited as error:
-            is_openai = scope["path"].startswith(_OPENAI)
-            reply = openai_service_error(error) if is_openai else await service_error(request, error)
-            return await reply(scope, receive, send)
-        state = scope.setdefault("state", {})
-        state["owner"], state["caller"], state["token"] = caller.owner, caller, credential if is_token else ""
-        logs.owner.set(caller.owner)
-        return await self._app(scope, receive, send)
-
-    async def _by_token(self, token: str) -> Caller:
-        caller = await self._callers.find_id(self._tokens.key_id_of(token))
-        if caller is None:
-            raise InvalidToken("the key that this JWT was issued for is no longer a key of this server")
-        return caller
-
-
-def _refusal(scope: Scope, text: str, *, challenge: str = "") -> Response:
-    """The answer 401. The challenge "invalid_token" (RFC 6750) makes the SDK ask for a new JWT, once."""
-    headers = {"WWW-Authenticate": f'Bearer error="{challenge}"' if challenge else "Bearer"}
-    if scope["path"].startswith(_OPENAI):
-        return json_response(error_body(401, text, code="invalid_api_key"), status=401, headers=headers)
-    return detail(401, text, headers=headers)

@@ -20,19 +20,17 @@ import asyncio
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
 from cachetools import LRUCache
-from starlette.exceptions import HTTPException
 
 from gateway.database.tables.tenants import Budget
 from gateway.tenants.access import Caller
 from gateway.tenants.keys import Keys
 from gateway.tenants.ledger import Ledger
-from tinsmith.errors import BudgetExceeded, RateLimited, ServiceError
+from tinsmith.errors import BudgetExceeded, RateLimited
 from tinsmith.v1 import sampler_pb2
 
 Size = int | None | Callable[[], Awaitable[int | None]]
@@ -162,21 +160,6 @@ class Limits:
         """Counts a request, unless it is free or counts later. Raises RateLimited."""
         if not path.startswith(_FREE) and (method, path) not in _LATER:
             self.count(caller)
-
-    @contextmanager
-    def reading(self, caller: Caller) -> Iterator[None]:
-        """Around reading the body of a training operation: counts the request when the block refuses it.
-
-        A request that is not refused counts in `operation`. Raises RateLimited.
-        """
-        try:
-            yield
-        except (ServiceError, HTTPException) as error:
-            try:
-                self.count(caller)
-            except RateLimited as limited:
-                raise limited from error
-            raise
 
     def count(self, caller: Caller) -> None:
         """Counts a request. Raises RateLimited."""

@@ -11,9 +11,8 @@ from gateway import schemas
 from gateway.codec import caller_of, gateway_of, json_response, negotiate, parse, read_json
 from gateway.futures import Answer, Gone, Progress, explain, failed
 from gateway.gateway import Gateway
-from gateway.ids import UNLOAD, Target, is_custom_loss, target_of
+from gateway.ids import Target, is_custom_loss, refusal_of, target_of, unloaded_by
 from gateway.sampling import samples
-from gateway.tenants.access import refusal_in
 from tinsmith.errors import InvalidRequest
 
 
@@ -36,8 +35,8 @@ async def retrieve_future(request: Request) -> Response:
     request_id = body.request_id
     if not await gateway.tenants.access.owns(request_id, caller_of(request)):
         raise _unknown(request_id)
-    if (refusal := refusal_in(request_id)) is not None:
-        return await negotiate(request, failed(InvalidRequest(refusal)), gateway.config)
+    if (refused := refusal_of(request_id)) is not None:
+        return await negotiate(request, failed(InvalidRequest(refused[1])), gateway.config)
     is_sample = target_of(request_id) is not None
     if is_sample:
         if (elsewhere := await pass_on(gateway, request, raw, request_id)) is not None:
@@ -79,8 +78,8 @@ async def _poll(gateway: Gateway, request_id: str) -> Answer | Progress:
     except Gone:
         if await gateway.training.refusals.attach(request_id):
             pass
-        elif request_id.endswith(UNLOAD):
-            await gateway.reaper.attach_end(request_id)
+        elif (model_id := unloaded_by(request_id)) is not None:
+            await gateway.reaper.attach_end(request_id, model_id)
         elif is_custom_loss(request_id):
             await gateway.training.custom_losses.attach(request_id)
         else:
@@ -102,7 +101,7 @@ async def retrieve_futures(request: Request) -> Response:
     target = (sampling_session_id, body.target.cloned_sampler_id)
     if (elsewhere := await pass_on(gateway, request, raw, target)) is not None:
         return elsewhere
-    mine = [each for each in body.retrieved_request_ids if each.rpartition(":")[0] == sampling_session_id]
+    mine = [each for each in body.retrieved_request_ids if (of := target_of(each)) and of[0] == sampling_session_id]
     gateway.sampling.completions.settle(mine)
     for request_id in mine:
         gateway.futures.forget(request_id)

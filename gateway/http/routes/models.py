@@ -15,7 +15,7 @@ from gateway.codec import caller_of, gateway_of, json_response, parse, parse_ids
 from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway
 from gateway.http.routes.training import failed_receipt, receipt
-from gateway.ids import UNLOAD, fingerprint, model_id_of, request_id_of
+from gateway.ids import fingerprint, model_id_of, request_id_of, unload_id_of
 from gateway.tenants.access import Caller, refused_id
 from gateway.training.operations import Submission
 from gateway.views import lora_view
@@ -196,7 +196,7 @@ async def unload_model(request: Request) -> Response:
         error = ModelNotFound(f"model_id: there is no model {model_id!r}", model_id=model_id)
         return receipt(refused_id(caller, error), model_id)
     await gateway.reaper.end_run(model_id)
-    return receipt(f"{model_id}{UNLOAD}", model_id)
+    return receipt(unload_id_of(model_id), model_id)
 
 
 routes = [

@@ -7,7 +7,8 @@ either way, and a 4xx on one of several chunks would leave it waiting for ever.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -48,7 +49,7 @@ from gateway.tenants.access import Caller, refused_id
 from gateway.tenants.limits import Hold, Size
 from gateway.training import provenance
 from gateway.training.operations import Submission
-from tinsmith.errors import BudgetExceeded, InvalidRequest, ModelNotFound, NotReady, ServiceError
+from tinsmith.errors import BudgetExceeded, InvalidRequest, ModelNotFound, NotReady, RateLimited, ServiceError
 from tinsmith.rpc.paths import TinkerPath
 from tinsmith.v1 import trainer_pb2
 
@@ -71,7 +72,7 @@ async def forward(request: Request) -> Response:
 
 async def _submit_batch(request: Request, *, forward_only: bool) -> Response:
     gateway, caller = gateway_of(request), caller_of(request)
-    with gateway.tenants.limits.reading(caller):
+    with counted_if_refused(gateway, caller):
         batch = await _read_batch(request, gateway.config, forward_only=forward_only)
         given = parse(schemas.GivenIds, {"model_id": batch.model_id, "seq_id": batch.seq_id or None})
     batch.sends_parts_at_once = sends_parts_at_once(request)
@@ -313,6 +314,22 @@ def decompress(body: bytes, *, limit: int) -> bytes:
 # From a body to its receipt
 
 
+@contextmanager
+def counted_if_refused(gateway: Gateway, caller: Caller) -> Iterator[None]:
+    """Around reading the body of a training operation: counts the request when the block refuses it.
+
+    A request that is not refused counts in `Limits.operation`. Raises RateLimited.
+    """
+    try:
+        yield
+    except (ServiceError, HTTPException) as error:
+        try:
+            gateway.tenants.limits.count(caller)
+        except RateLimited as limited:
+            raise limited from error
+        raise
+
+
 def receipt(request_id: str, model_id: str) -> Response:
     return json_response({"request_id": request_id, "model_id": model_id})
 
@@ -328,7 +345,7 @@ async def failed_receipt(
 async def submit_json(request: Request, kind: str, schema: type[Schema], convert: Convert[Schema]) -> Response:
     """Reads and submits a JSON body with `model_id`, and numbers it if it has no `seq_id`."""
     gateway, caller = gateway_of(request), caller_of(request)
-    with gateway.tenants.limits.reading(caller):
+    with counted_if_refused(gateway, caller):
         content, body = await read_json(request, gateway.config)
     return await submit_content(gateway, caller, content, body, kind=kind, schema=schema, convert=convert)
 
@@ -344,7 +361,7 @@ async def submit_content(
     convert: Convert[Schema],
 ) -> Response:
     """`submit_json` of a body that is read. `content` is `body`, parsed."""
-    with gateway.tenants.limits.reading(caller):
+    with counted_if_refused(gateway, caller):
         given = parse_ids(schemas.GivenIds, content)
     model = await gateway.tenants.access.model(given.model_id, caller)
     if given.seq_id is None:

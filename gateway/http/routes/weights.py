@@ -12,7 +12,7 @@ from gateway import schemas
 from gateway.codec import caller_of, gateway_of, idempotency_key, json_response, parse, read_json
 from gateway.convert import check_ttl, ttl_of
 from gateway.http.routes.models import check_session, create_from_checkpoint
-from gateway.http.routes.training import submit_content, submit_json
+from gateway.http.routes.training import counted_if_refused, submit_content, submit_json
 from gateway.ids import model_id_of, sampling_session_id_of, session_of
 from gateway.training.operations import Submission
 from gateway.views import lora_view
@@ -93,7 +93,7 @@ class _LoadInto(schemas.LoadWeights, schemas.OperationIds):
 async def load_weights(request: Request) -> Response:
     """With session_id, creates a model from the checkpoint; with model_id, replaces the weights of that model."""
     gateway, caller = gateway_of(request), caller_of(request)
-    with gateway.tenants.limits.reading(caller):
+    with counted_if_refused(gateway, caller):
         content, body = await read_json(request, gateway.config)
     if content.get("session_id") is not None:
         gateway.tenants.limits.count(caller)  # it is no numbered operation of a run
