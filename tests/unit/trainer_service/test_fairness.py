@@ -233,6 +233,15 @@ def test_consecutive_loads_of_one_model_share_a_micro_batch_and_keep_their_order
     assert ring.next_micro_batch(50) == []
 
 
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_alone_the_model_that_has_had_least_with_its_next_datum_goes_first(order: str) -> None:
+    loads = {"a": load_of("a", [30]), "b": load_of("b", [20])}
+    ring = DeficitRoundRobin(alone=True)
+    for name in order:
+        ring.add(loads[name])
+    assert [ring.next_micro_batch(100) for _ in range(2)] == [[(loads["b"], range(1))], [(loads["a"], range(1))]]
+
+
 def test_a_load_that_is_taken_back_is_not_computed_and_no_other_is_touched() -> None:
     ring = DeficitRoundRobin()
     loads = {name: load_of(name, [10] * 9) for name in ("a", "b", "c")}
