@@ -71,14 +71,14 @@ class Trainer:
                 timeout_s=TIMEOUT_S,
             )
         )
-        _, self.weight_group = await asyncio.gather(self._call("InitWeightTransfer", self.group()), form)
+        _, self.weight_group = await asyncio.gather(self.call("InitWeightTransfer", self.group()), form)
 
     async def probe(self) -> socket.socket:
         """The connection that the sampler has made."""
         self.epoch += 1
         with RingListener() as listener:
             probe = pb.ProbeWeightTransferRequest(trainer_id=self.trainer_id, epoch=self.epoch, socket=listener.name)
-            reply = await self._call("ProbeWeightTransfer", probe)
+            reply = await self.call("ProbeWeightTransfer", probe)
             assert reply == pb.ProbeWeightTransferResponse(connected=True)
             return listener.accept()
 
@@ -86,7 +86,7 @@ class Trainer:
         connection = await self.probe()
         memory = make_host_ring([connection], num_slots=3, slot_bytes=slot_bytes)
         self.weight_group = RingOutlet(memory, [connection])
-        await self._call("InitWeightTransfer", self.ring(slot_bytes=slot_bytes))
+        await self.call("InitWeightTransfer", self.ring(slot_bytes=slot_bytes))
 
     def ring(self, *, slot_bytes: int, **fields: Any) -> pb.InitWeightTransferRequest:
         ring = pb.SharedRing(num_slots=3, slot_bytes=slot_bytes)
@@ -121,14 +121,14 @@ class Trainer:
         )
 
     async def start(self, version_id: str, adapter: Weights, **fields: Any) -> None:
-        await self._call("StartWeightUpdate", self.announcement(version_id, adapter, **fields))
+        await self.call("StartWeightUpdate", self.announcement(version_id, adapter, **fields))
 
     async def send(
         self, version_id: str, adapter: Weights, *, dtype: torch.dtype = torch.float32, bucket_bytes: int = 0
     ) -> str:
         """Returns the checksum."""
         request = pb.UpdateWeightsRequest(trainer_id=self.trainer_id, version_id=version_id, epoch=self.epoch)
-        received = asyncio.create_task(self._call("UpdateWeights", request))
+        received = asyncio.create_task(self.call("UpdateWeights", request))
         sum_ = await asyncio.to_thread(
             lambda: send([self.weight_group], adapter.flat, dtype=dtype, bucket_bytes=bucket_bytes)
         )
@@ -139,17 +139,17 @@ class Trainer:
         request = pb.FinishWeightUpdateRequest(
             trainer_id=self.trainer_id, version_id=version_id, epoch=self.epoch, checksum=sum_
         )
-        await self._call("FinishWeightUpdate", request)
+        await self.call("FinishWeightUpdate", request)
 
     async def confirm(self, version_id: str) -> None:
-        await self._call("ConfirmVersion", pb.ConfirmVersionRequest(version_id=version_id))
+        await self.call("ConfirmVersion", pb.ConfirmVersionRequest(version_id=version_id))
 
     async def publish(self, version_id: str, adapter: Weights) -> None:
         await self.start(version_id, adapter)
         await self.finish(version_id, await self.send(version_id, adapter))
         await self.confirm(version_id)
 
-    async def _call(self, method: str, request: Any) -> Any:
+    async def call(self, method: str, request: Any) -> Any:
         try:
             return await getattr(self.stub, method)(request)
         except grpc.aio.AioRpcError as error:
@@ -258,7 +258,7 @@ async def test_a_lost_trainer_breaks_the_group_and_the_next_epoch_works(setup: S
     adapter = setup.adapter(1)
     await setup.trainer.start("v1", adapter)
     request = pb.UpdateWeightsRequest(trainer_id="t", version_id="v1", epoch=setup.trainer.epoch)
-    receiving = asyncio.create_task(setup.trainer._call("UpdateWeights", request))
+    receiving = asyncio.create_task(setup.trainer.call("UpdateWeights", request))
     await asyncio.sleep(0.1)
     del setup.trainer.weight_group  # its sockets close
     with pytest.raises(FailedPrecondition, match=r"group 1 of trainer 't' broke .* form the next epoch"):
@@ -328,7 +328,7 @@ async def test_an_announcement_that_does_not_fit_is_refused(
     await setup.engine.install("resident", setup.adapter(0))
     await setup.trainer.form()
     with pytest.raises(error, match=message):
-        await setup.trainer._call("StartWeightUpdate", setup.trainer.announcement("v1", setup.adapter(1), **fields))
+        await setup.trainer.call("StartWeightUpdate", setup.trainer.announcement("v1", setup.adapter(1), **fields))
     await setup.trainer.publish("v1", setup.adapter(1))
 
 
@@ -347,7 +347,7 @@ async def test_an_announcement_that_does_not_fit_is_refused(
 )
 async def test_a_group_that_cannot_be_is_refused(setup: Setup, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        await setup.trainer._call("InitWeightTransfer", setup.trainer.group(**fields))
+        await setup.trainer.call("InitWeightTransfer", setup.trainer.group(**fields))
 
 
 async def test_an_engine_on_a_gpu_that_takes_versions_on_the_host_says_nothing_of_its_gpu(
@@ -358,9 +358,9 @@ async def test_an_engine_on_a_gpu_that_takes_versions_on_the_host_says_nothing_o
     monkeypatch.setattr(type(setup.engine), "weights_device", "cpu")
     await setup.trainer.form()
     await setup.trainer.publish("v1", setup.adapter(1))
-    assert (await setup.trainer._call("ProbeWeightTransfer", PROBE)).gpu_uuid == ""
+    assert (await setup.trainer.call("ProbeWeightTransfer", PROBE)).gpu_uuid == ""
     with pytest.raises(InvalidRequest, match="this sampler takes versions on cpu"):
-        await setup.trainer._call("InitWeightTransfer", setup.trainer.group(backend="nccl"))
+        await setup.trainer.call("InitWeightTransfer", setup.trainer.group(backend="nccl"))
 
 
 async def test_a_version_that_never_fits_is_refused_before_it_is_sent(setup: Setup) -> None:
@@ -407,7 +407,7 @@ async def test_a_trainer_lost_between_two_buckets_leaves_nothing_and_the_next_ep
     await setup.trainer.form()
     await setup.trainer.start("v1", full, bucket_bytes=100_000)
     request = pb.UpdateWeightsRequest(trainer_id="t", version_id="v1", epoch=setup.trainer.epoch)
-    receiving = asyncio.create_task(setup.trainer._call("UpdateWeights", request))
+    receiving = asyncio.create_task(setup.trainer.call("UpdateWeights", request))
     await asyncio.to_thread(setup.trainer.weight_group.send(full.flat[:25_000]))
     del setup.trainer.weight_group  # its sockets close
     with pytest.raises(FailedPrecondition, match=r"group 1 of trainer 't' broke while version 'v1' was received"):
@@ -449,7 +449,7 @@ async def test_the_memory_of_a_version_whose_trainer_is_lost_is_free_at_once(
     await setup.trainer.form_ring()
     await setup.trainer.start("v1", full, bucket_bytes=4096)
     request = pb.UpdateWeightsRequest(trainer_id="t", version_id="v1", epoch=setup.trainer.epoch)
-    receiving = asyncio.create_task(setup.trainer._call("UpdateWeights", request))
+    receiving = asyncio.create_task(setup.trainer.call("UpdateWeights", request))
     await asyncio.to_thread(setup.trainer.weight_group.send(full.flat[:1024]))
     gc.disable()  # it may not run for long where nothing else happens
     try:
@@ -502,13 +502,13 @@ async def test_calls_of_an_older_epoch_are_refused(setup: Setup) -> None:
     update = pb.UpdateWeightsRequest(trainer_id="t", version_id="v1", epoch=0)
     for call in (
         setup.trainer.start("v2", adapter),
-        setup.trainer._call("UpdateWeights", update),
+        setup.trainer.call("UpdateWeights", update),
         setup.trainer.finish("v1", sum_),
     ):
         with pytest.raises(FailedPrecondition, match=r"epoch: 0 is not the group that this sampler is in \(1\)"):
             await call
     with pytest.raises(FailedPrecondition, match="epoch: 0 is not above that of the present group, 1") as error:
-        await setup.trainer._call("InitWeightTransfer", setup.trainer.group())
+        await setup.trainer.call("InitWeightTransfer", setup.trainer.group())
     assert error.value.metadata == {"epoch": "1"}
     assert setup.engine.store.versions() == []
     setup.trainer.epoch = 1
@@ -519,18 +519,18 @@ async def test_calls_of_an_older_epoch_are_refused(setup: Setup) -> None:
 async def test_a_ring_needs_the_connection_of_its_own_probe_and_memory_of_the_size_that_was_said(setup: Setup) -> None:
     trainer = setup.trainer
     with pytest.raises(FailedPrecondition, match="needs the connection of a ProbeWeightTransfer of epoch 0"):
-        await trainer._call("InitWeightTransfer", trainer.ring(slot_bytes=4096))
+        await trainer.call("InitWeightTransfer", trainer.ring(slot_bytes=4096))
     with (
         await trainer.probe(),
         pytest.raises(FailedPrecondition, match="needs the connection of a ProbeWeightTransfer of epoch 9"),
     ):
-        await trainer._call("InitWeightTransfer", trainer.ring(slot_bytes=4096, epoch=9))
+        await trainer.call("InitWeightTransfer", trainer.ring(slot_bytes=4096, epoch=9))
     with await trainer.probe() as connection:
         make_host_ring([connection], num_slots=3, slot_bytes=4096)
         with pytest.raises(FailedPrecondition, match="the ring's memory has 12288 bytes, not 3 x 5000"):
-            await trainer._call("InitWeightTransfer", trainer.ring(slot_bytes=5000))
+            await trainer.call("InitWeightTransfer", trainer.ring(slot_bytes=5000))
     elsewhere = pb.ProbeWeightTransferRequest(trainer_id="t", epoch=5, socket="tinsmith-weights-elsewhere")
-    assert await trainer._call("ProbeWeightTransfer", elsewhere) == pb.ProbeWeightTransferResponse()
+    assert await trainer.call("ProbeWeightTransfer", elsewhere) == pb.ProbeWeightTransferResponse()
 
 
 async def test_the_next_adapter_of_a_size_finds_memory_that_has_been_used(
