@@ -101,10 +101,11 @@ def test_files_of_another_trainer_are_no_leftovers_until_they_are_old(
     left = objects.objects()
     objects.open(state_dir=tmp_path / "other")
     assert objects.objects() == left
-    metrics = Metrics(CollectorRegistry())
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
     ObjectStorage(objects.root, metrics, scratch=tmp_path / "third", writer="third", abandoned_s=-5)
     assert objects.objects() == []
-    assert metrics.storage.swept_leftovers._value.get() == 1
+    assert registry.get_sample_value("trainer_swept_leftovers_total") == 1
 
 
 def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(
