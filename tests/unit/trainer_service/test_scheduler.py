@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
@@ -278,6 +279,37 @@ async def test_the_work_after_a_turn_does_not_hold_up_the_model(bench: Bench) ->
     assert not saving.outcome.done()
     written.set()
     assert (await saving.wait()).save_checkpoint.num_samplers == 7
+
+
+async def test_a_turn_waits_until_the_results_are_in_the_journal(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    await bench.create("a")
+    finish, may_finish = bench.journal.finish, {seq_id: asyncio.Event() for seq_id in (1, 2)}
+    turns: list[Turn] = []
+
+    async def held(model_id: str, seq_id: int, *outcome: Any, **options: Any) -> None:
+        await may_finish[seq_id].wait()
+        await finish(model_id, seq_id, *outcome, **options)
+
+    async def save(turn: Turn) -> Answer:
+        turns.append(turn)
+        await turn.run(lambda: None)
+        return Answer()
+
+    monkeypatch.setattr(bench.journal, "finish", held)
+    for operation in [await bench.accept("a", seq_id, "save_checkpoint", save) for seq_id in (1, 2)]:
+        await operation.wait()
+    earlier, all_of_it = asyncio.create_task(turns[1].earlier_stored()), asyncio.create_task(turns[1].stored())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not earlier.done()
+    may_finish[1].set()
+    await earlier
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not all_of_it.done()
+    may_finish[2].set()
+    await all_of_it
+    assert [entry.state for entry in await bench.journal.history("a")] == [State.DONE] * 3
 
 
 async def test_an_operation_can_wait_for_the_results_before_it(bench: Bench) -> None:
