@@ -31,7 +31,7 @@ from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
-from trainer_service.operation import Operation, Work
+from trainer_service.operation import Operation
 from trainer_service.operations.models import LiveModels
 from trainer_service.operations.operations import Operations
 from trainer_service.operations.restore import Restorer
@@ -92,13 +92,12 @@ class Trainer:
     async def _submit(
         self, kind: str, message: pb.CreateModelRequest | pb.ForwardBackwardRequest | pb.OptimStepRequest
     ) -> Operation:
-        async def build() -> Work:
-            return self._operations.work_of(kind, message.SerializeToString())
-
         seq_id, self._seq_id = self._seq_id, self._seq_id + 1
         if not isinstance(message, pb.CreateModelRequest):
             message.seq_id = seq_id
-        return await self.scheduler.accept(MODEL, seq_id, Body.pack(kind, message), build)
+        operation, _ = await self.scheduler.accept(MODEL, seq_id, Body.pack(kind, message))
+        await self.scheduler.begin(operation, self._operations.work_of(message))
+        return operation
 
     async def restore(self) -> None:
         await self._restorer.run()

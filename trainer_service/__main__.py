@@ -129,7 +129,7 @@ async def serve(config: TrainerConfig, group: RankGroup | None, cores: Cores) ->
         background: set[asyncio.Task[None]] = set()
         if config.missing_operation_timeout_s:
             lost = LostOperations(
-                trainer.scheduler, trainer.operations.skip, timeout_s=config.missing_operation_timeout_s
+                trainer.scheduler, trainer.operations.work_of, timeout_s=config.missing_operation_timeout_s
             )
             background.add(asyncio.create_task(lost.run()))
         if config.park_after_s:

@@ -10,7 +10,6 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -19,7 +18,6 @@ from weakref import WeakValueDictionary
 import grpc.aio
 from google.protobuf.message import Message
 
-from tinsmith.cores import Cores
 from tinsmith.errors import InvalidRequest, ModelNotFound, NotReady, ServiceError
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc import tensors
@@ -35,7 +33,7 @@ from trainer_service.durability.journal import Body, Journal
 from trainer_service.engine.batch import LOSS_FN_NAMES, Batch
 from trainer_service.engine.optimizers import OPTIMIZERS
 from trainer_service.operation import Answer, Operation, Work
-from trainer_service.operations.operations import Operations
+from trainer_service.operations.operations import Operations, Request
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.imports import Importer
@@ -140,9 +138,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             request.lora_config.seed = secrets.randbits(31)
         request.base_weights = request.base_weights or operations.models.base_weights
         body = replace(body, compressed=Body.pack("create_model", request).compressed)
-        work = operations.create_model(request)
+        operations.create_model(request)  # a request with errors of its own makes no operation
         await operations.check_servable(request)
-        answer = await self._accept(request, request.model_id, 0, "create_model", body, lambda: work, context)
+        answer = await self._operate(request, 0, body, context)
         return answer.create_model
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
@@ -160,14 +158,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.DeleteModelResponse()
 
     async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
-        operations, max_bytes = self._ready.operations, self._ready.scheduler.max_operation_bytes
-        answer = await self._submit(
-            "forward_backward", request, partial(operations.forward_backward, request, max_bytes=max_bytes), context
-        )
+        answer = await self._submit("forward_backward", request, context)
         return answer.forward_backward
 
     async def OptimStep(self, request: pb.OptimStepRequest, context: Context) -> pb.OptimStepResponse:
-        operations = self._ready.operations
         _check_seq_id(request.seq_id)
         told = self._told.get(request.model_id)
         failure_seen = 0 if told is None else told.step(request.seq_id)
@@ -179,23 +173,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if failure_seen:  # stored for a replay, but not in the digest: a repeat may have another value
             request.failure_seen = failure_seen
             body = replace(body, compressed=Body.pack("optim_step", request).compressed)
-        build = partial(operations.optim_step, request)
-        answer = await self._accept(request, request.model_id, request.seq_id, "optim_step", body, build, context)
+        answer = await self._operate(request, request.seq_id, body, context)
         return answer.optim_step
 
     async def SkipOperation(self, request: pb.SkipOperationRequest, context: Context) -> pb.SkipOperationResponse:
-        operations = self._ready.operations
-        await self._submit("skip", request, lambda: operations.skip(request), context)
+        await self._submit("skip", request, context)
         return pb.SkipOperationResponse()
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
-        operations = self._ready.operations
-        answer = await self._submit("save_checkpoint", request, lambda: operations.save_checkpoint(request), context)
+        answer = await self._submit("save_checkpoint", request, context)
         return answer.save_checkpoint
 
     async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Context) -> pb.LoadCheckpointResponse:
-        operations = self._ready.operations
-        answer = await self._submit("load_checkpoint", request, lambda: operations.load_checkpoint(request), context)
+        answer = await self._submit("load_checkpoint", request, context)
         return answer.load_checkpoint
 
     async def PublishCheckpoint(
@@ -313,80 +303,81 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         | pb.SkipOperationRequest
         | pb.SaveCheckpointRequest
         | pb.LoadCheckpointRequest,
-        build: Callable[..., Work],
         context: Context,
     ) -> Answer:
         _check_seq_id(request.seq_id)
         if _adds_gradients(request):
             self._told.setdefault(request.model_id, Told()).sent(request.seq_id)
-        return await self._operate(request.model_id, request.seq_id, kind, request, build, context)
+        on_thread = _is_large(request)
+        body = await self._run(lambda: Body.pack(kind, request), on_thread=on_thread)
+        return await self._operate(request, request.seq_id, body, context, on_thread=on_thread)
 
     async def _operate(
-        self, model_id: str, seq_id: int, kind: str, request: Message, build: Callable[..., Work], context: Context
+        self, request: Request, seq_id: int, body: Body, context: Context, *, on_thread: bool = False
     ) -> Answer:
-        # Checking a custom loss may take long even for a small message.
-        custom = isinstance(request, pb.ForwardBackwardRequest) and request.HasField("custom_loss")
-        large = _is_large(request)
-        body = await _run(lambda: Body.pack(kind, request), on_thread=large, cores=self._ready.scheduler.cores)
-        held_bytes = None
-        if isinstance(request, pb.ForwardBackwardRequest):
-            needed = await _run(
-                lambda: Batch.bytes_of(request, body.num_bytes), on_thread=large, cores=self._ready.scheduler.cores
-            )
-            if needed <= self._ready.scheduler.max_operation_bytes:  # a larger one is refused, and holds only its body
-                held_bytes = needed
-            build = partial(build, held_bytes=needed)
-        return await self._accept(
-            request, model_id, seq_id, kind, body, build, context, held_bytes=held_bytes, on_thread=large, custom=custom
-        )
-
-    async def _accept(
-        self,
-        request: Message,
-        model_id: str,
-        seq_id: int,
-        kind: str,
-        body: Body,
-        build: Callable[[], Work],
-        context: Context,
-        *,
-        held_bytes: int | None = None,
-        on_thread: bool = False,
-        custom: bool = False,
-    ) -> Answer:
-        """Has the scheduler accept an operation, acknowledges it, and waits for its answer. `build`: makes the work, on
-        a thread if `on_thread`. `custom`: the request has a custom loss."""
-        trainer = self._ready
-
-        async def work() -> Work:
-            try:
-                trainer.scheduler.executing.check(model_id, seq_id)
-                # The lock comes before the stage: a suspect within its stage makes all others wait, so it must not wait
-                # for a lock that one of them holds.
-                turn = self._check_turns.setdefault(model_id, asyncio.Lock()) if custom else nullcontext()
-                async with turn, trainer.scheduler.executing.stage(model_id, seq_id):
-                    if custom and not trainer.scheduler.is_queued(model_id, seq_id):
-                        raise ModelNotFound(f"model_id: {model_id!r} was deleted", model_id=model_id)
-                    if custom:
-                        checks = trainer.operations.loss_checks
-                        return await asyncio.get_running_loop().run_in_executor(checks, build)
-                    return await _run(build, on_thread=on_thread, cores=trainer.scheduler.cores)
-            except ServiceError as error:
-                return trainer.operations.refuse(request, error)
-            except Exception:
-                logger.exception("%s of %s, seq_id %d, cannot be read", kind, model_id, seq_id)
-                error = ServiceError("internal error; the trainer's log has the cause")
-                return trainer.operations.refuse(request, error)
-
+        """Has an operation accepted, acknowledges it, and waits for its answer."""
+        accepting = self._ready.scheduler.spawn(self._accept(request, seq_id, body, on_thread=on_thread))
         try:
-            operation = await trainer.scheduler.accept(model_id, seq_id, body, work, held_bytes=held_bytes)
+            operation = await asyncio.shield(accepting)  # a call that is cancelled leaves no operation without work
         except ServiceError:
-            if (told := self._told.get(model_id)) is not None:
+            if (told := self._told.get(request.model_id)) is not None:
                 told.unsent(seq_id)
-                self._drop_idle(model_id)
+                self._drop_idle(request.model_id)
             raise
         await context.send_initial_metadata((ACCEPTED,))
         return await self._answer(operation, context)
+
+    async def _accept(self, request: Request, seq_id: int, body: Body, *, on_thread: bool) -> Operation:
+        """Has the scheduler accept an operation, and makes its work while the journal writes."""
+        scheduler = self._ready.scheduler
+        held_bytes = needed = None
+        if isinstance(request, pb.ForwardBackwardRequest):
+            needed = await self._run(lambda: Batch.bytes_of(request), on_thread=on_thread)
+            if needed <= scheduler.max_operation_bytes:  # a larger one is refused, and holds only its body
+                held_bytes = needed
+        operation, is_new = await scheduler.accept(request.model_id, seq_id, body, held_bytes=held_bytes)
+        if is_new:
+            work = await self._work_of(operation, request, held_bytes=needed, on_thread=on_thread)
+            await scheduler.begin(operation, work)
+        return operation
+
+    async def _work_of(
+        self, operation: Operation, request: Request, *, held_bytes: int | None, on_thread: bool
+    ) -> Work:
+        """The work of a new operation. A request that cannot be read gets work that fails, too."""
+        trainer, model_id, seq_id = self._ready, operation.model_id, operation.seq_id
+        custom = isinstance(request, pb.ForwardBackwardRequest) and request.HasField("custom_loss")
+        max_bytes = trainer.scheduler.max_operation_bytes
+        work_of = partial(trainer.operations.work_of, request, held_bytes=held_bytes, max_bytes=max_bytes)
+        try:
+            trainer.scheduler.executing.check(model_id, seq_id)
+            if not custom:
+                async with trainer.scheduler.executing.stage(model_id, seq_id):
+                    return await self._run(work_of, on_thread=on_thread)
+            # Checking a custom loss may take long even for a small message. The lock comes before the stage: a suspect
+            # within its stage makes all others wait, so it must not wait for a lock that one of them holds.
+            turn = self._check_turns.setdefault(model_id, asyncio.Lock())
+            async with turn, trainer.scheduler.executing.stage(model_id, seq_id):
+                if not trainer.scheduler.is_queued(model_id, seq_id):
+                    raise ModelNotFound(f"model_id: {model_id!r} was deleted", model_id=model_id)
+                return await asyncio.get_running_loop().run_in_executor(trainer.operations.loss_checks, work_of)
+        except ServiceError as error:
+            return trainer.operations.refuse(request, error)
+        except Exception:
+            logger.exception("%s of %s, seq_id %d, cannot be read", operation.kind, model_id, seq_id)
+            error = ServiceError("internal error; the trainer's log has the cause")
+            return trainer.operations.refuse(request, error)
+
+    async def _run(self, call: Callable[[], T], *, on_thread: bool) -> T:
+        if not on_thread:
+            return call()
+        cores = self._ready.scheduler.cores
+
+        def announced() -> T:
+            with cores.reading():
+                return call()
+
+        return await asyncio.get_running_loop().run_in_executor(_READER, announced)
 
     async def _answer(self, operation: Operation, context: Context) -> Answer:
         """The operation's answer. Records for the model's next optim_step that the caller is told of it."""
@@ -447,14 +438,3 @@ async def _answer(operation: Operation, context: Context) -> Answer:
     finally:
         if operation.ran is not None:
             context.set_trailing_metadata(((RAN, "{:.6f}:{:.6f}".format(*operation.ran)),))
-
-
-async def _run(call: Callable[[], T], *, on_thread: bool, cores: Cores) -> T:
-    if not on_thread:
-        return call()
-
-    def announced() -> T:
-        with cores.reading():
-            return call()
-
-    return await asyncio.get_running_loop().run_in_executor(_READER, announced)

@@ -29,12 +29,12 @@ class LostOperations:
     """Puts a SkipOperation in the place of a lost operation, as the gateway does for requests that it refuses."""
 
     def __init__(
-        self, scheduler: Scheduler, skip: Callable[[pb.SkipOperationRequest], Work], *, timeout_s: float
+        self, scheduler: Scheduler, work_of: Callable[[pb.SkipOperationRequest], Work], *, timeout_s: float
     ) -> None:
-        """`timeout_s`: time after the arrival of the newest waiting operation, after which the missing one is given up;
-        above 0, in seconds."""
+        """`work_of`: Operations.work_of. `timeout_s`: time after the arrival of the newest waiting operation, after
+        which the missing one is given up; above 0, in seconds."""
         self._scheduler = scheduler
-        self._skip = skip
+        self._work_of = work_of
         self._timeout_s = timeout_s
         self._since_s: dict[Gap, float] = {}
 
@@ -60,12 +60,10 @@ class LostOperations:
         request = pb.SkipOperationRequest(
             model_id=gap.model_id, seq_id=gap.seq_id, reason=reason, gradients_missing=True
         )
-
-        async def build() -> Work:
-            return self._skip(request)
-
         try:
-            await self._scheduler.accept(gap.model_id, gap.seq_id, Body.pack("skip", request), build)
+            operation, is_new = await self._scheduler.accept(gap.model_id, gap.seq_id, Body.pack("skip", request))
+            if is_new:
+                await self._scheduler.begin(operation, self._work_of(request))
         except ServiceError as error:
             logger.info("%s: seq_id %d is not given up: %s", gap.model_id, gap.seq_id, error)
         except Exception:  # for example, the journal's disk is full; the next look tries again

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from google.protobuf.message import Message
-
 from tinsmith.errors import InvalidRequest, ServiceError, about
 from tinsmith.lora_config import config_from_proto
 from tinsmith.modeling.adapter import AdapterConfig
@@ -41,6 +39,32 @@ _MAX_LOSS_CHECKS = 16
 MakeRoom = Callable[[Callable[[], bool]], Awaitable[None]]
 
 
+Request = (
+    pb.CreateModelRequest
+    | pb.ForwardBackwardRequest
+    | pb.OptimStepRequest
+    | pb.SkipOperationRequest
+    | pb.SaveCheckpointRequest
+    | pb.LoadCheckpointRequest
+)
+_REQUESTS: Mapping[str, type[Request]] = {
+    "create_model": pb.CreateModelRequest,
+    "forward_backward": pb.ForwardBackwardRequest,
+    "optim_step": pb.OptimStepRequest,
+    "skip": pb.SkipOperationRequest,
+    "save_checkpoint": pb.SaveCheckpointRequest,
+    "load_checkpoint": pb.LoadCheckpointRequest,
+}
+"""The requests that become operations, by kind."""
+
+
+def parsed(kind: str, data: bytes) -> Request:
+    """A serialized request of the journal. Raises ServiceError for a kind of a later version."""
+    if kind not in _REQUESTS:
+        raise ServiceError(f"an operation of kind {kind!r} is of a later version")
+    return carried_over(_REQUESTS[kind].FromString(data))
+
+
 class Operations:
     """Validates requests and makes their work. The work runs later, when the scheduler calls it."""
 
@@ -66,6 +90,41 @@ class Operations:
         self._saves = Saves(engine, checkpoints, self.models, self.publishing)
         self.loss_checks = ThreadPoolExecutor(_MAX_LOSS_CHECKS, thread_name_prefix="custom-loss")
         """Threads that check custom losses, which may take long."""
+
+    def work_of(
+        self,
+        request: Request,
+        *,
+        again: bool = False,
+        held_bytes: int | None = None,
+        max_bytes: int | None = None,
+    ) -> Work:
+        """The work of a request; of an invalid one, work that fails.
+
+        `again`: the request was accepted before a restart. Then the files of a save may exist, and a custom loss is not
+        checked (see `with_loss_checked`). For the other arguments see Batch.from_proto.
+        """
+        try:
+            match request:
+                case pb.ForwardBackwardRequest():
+                    limits = self.engine.limits
+                    return Batch.from_proto(
+                        request, limits, held_bytes=held_bytes, max_bytes=max_bytes, check_loss=not again
+                    )
+                case pb.CreateModelRequest():
+                    return self.create_model(request)
+                case pb.OptimStepRequest():
+                    return self._optim_step(request)
+                case pb.SkipOperationRequest():
+                    return self._skip(request)
+                case pb.SaveCheckpointRequest():
+                    if not again:
+                        check_notes(request.user_metadata, field="user_metadata")
+                    return self._saves.save_checkpoint(request, again=again)
+                case pb.LoadCheckpointRequest():
+                    return self.loads.load_checkpoint(request)
+        except ServiceError as error:
+            return self.refuse(request, error)
 
     def create_model(self, request: pb.CreateModelRequest) -> Work:
         """The work of a create_model. Raises InvalidRequest for errors in the request itself. The work checks the
@@ -149,25 +208,6 @@ class Operations:
             await self.loads.keep(turn, model, 0, state, with_optimizer=request.load_optimizer)
         return pb.WaitResultResponse(create_model=pb.CreateModelResponse(model=model.to_proto(next_seq_id=1)))
 
-    def forward_backward(
-        self,
-        request: pb.ForwardBackwardRequest,
-        *,
-        held_bytes: int | None = None,
-        max_bytes: int | None = None,
-        check_loss: bool = True,
-    ) -> Work:
-        """The work of a forward_backward. An invalid request gives a work that fails.
-
-        For the arguments see Batch.from_proto. `max_bytes` is None after a restart: the request was within the limit
-        when it was accepted.
-        """
-        limits = self.engine.limits
-        try:
-            return Batch.from_proto(request, limits, held_bytes=held_bytes, max_bytes=max_bytes, check_loss=check_loss)
-        except ServiceError as error:
-            return self.refuse(request, error)
-
     def with_loss_checked(self, work: Work) -> Work:
         """The work with its custom loss checked (Batch.with_loss_checked); a work that fails if the check fails."""
         if not isinstance(work, Batch):
@@ -178,40 +218,18 @@ class Operations:
             assert work.request is not None
             return self.refuse(work.request, error)
 
-    def refuse(self, request: Message, error: ServiceError) -> Work:
+    def refuse(self, request: Request, error: ServiceError) -> Work:
         """The work of a request that is not run. It fails in its turn; if it would have added gradients, the next step
         fails, too."""
         if isinstance(request, pb.ForwardBackwardRequest) and not request.forward_only:
             return self._taint(request, error)
         return refused(error)
 
-    def work_of(self, kind: str, data: bytes) -> Work:
-        """The work of a serialized request that was accepted before a restart. A custom loss is not checked; see
-        `with_loss_checked`. Raises ServiceError for a kind of a later version."""
-        try:
-            match kind:
-                case "create_model":
-                    return self.create_model(carried_over(pb.CreateModelRequest.FromString(data)))
-                case "forward_backward":
-                    return self.forward_backward(pb.ForwardBackwardRequest.FromString(data), check_loss=False)
-                case "optim_step":
-                    return self.optim_step(pb.OptimStepRequest.FromString(data))
-                case "skip":
-                    return self.skip(pb.SkipOperationRequest.FromString(data))
-                case "save_checkpoint":
-                    return self.save_checkpoint(carried_over(pb.SaveCheckpointRequest.FromString(data)), again=True)
-                case "load_checkpoint":
-                    return self.load_checkpoint(pb.LoadCheckpointRequest.FromString(data))
-                case _:
-                    raise ServiceError(f"an operation of kind {kind!r} is of a later version")
-        except InvalidRequest as error:
-            return refused(error)
-
     def check_custom_loss(self, request: pb.CheckCustomLossRequest) -> None:
         """Raises InvalidRequest for errors of a custom loss that can be found without data."""
         CustomLoss.from_proto(request.custom_loss)
 
-    def skip(self, request: pb.SkipOperationRequest) -> Work:
+    def _skip(self, request: pb.SkipOperationRequest) -> Work:
         if not request.reason:
             raise InvalidRequest("reason: is empty; it becomes the error of the operation", field="reason")
         error = InvalidRequest(request.reason)
@@ -224,7 +242,7 @@ class Operations:
 
         return refuse
 
-    def optim_step(self, request: pb.OptimStepRequest) -> Work:
+    def _optim_step(self, request: pb.OptimStepRequest) -> Work:
         params = params_from_proto(request)
         if not 0 <= request.failure_seen < request.seq_id:
             raise InvalidRequest(
@@ -258,15 +276,6 @@ class Operations:
                 raise
             self.snapshots.skip(model_id, error)
             return None
-
-    def save_checkpoint(self, request: pb.SaveCheckpointRequest, *, again: bool = False) -> Work:
-        """The work of a save. `again`: the request was accepted before a restart, and its files may exist."""
-        if not again:
-            check_notes(request.user_metadata, field="user_metadata")
-        return self._saves.save_checkpoint(request, again=again)
-
-    def load_checkpoint(self, request: pb.LoadCheckpointRequest) -> Work:
-        return self.loads.load_checkpoint(request)
 
     async def delete_files(self, model_id: str) -> None:
         """Removes a deleted model's data outside the engine: its snapshots, hidden checkpoints and published

@@ -38,7 +38,7 @@ from trainer_service.metrics import Metrics
 from trainer_service.older_forms import carried_over
 from trainer_service.operation import Answer, Turn, Work
 from trainer_service.operations.models import Model
-from trainer_service.operations.operations import Operations, refused
+from trainer_service.operations.operations import Operations, parsed, refused
 from trainer_service.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -249,7 +249,7 @@ class Restorer:
                 try:
                     self.scheduler.executing.check(model_id, entry.seq_id)
                 except ServiceError as error:
-                    return self._refused(entry.kind, data, error)
+                    return self.operations.refuse(parsed(entry.kind, data), error)
                 return await self._work(model_id, entry, data)
             case State.FAILED:
                 return await self._failed_again(model_id, entry, data)
@@ -260,7 +260,7 @@ class Restorer:
 
     async def _work(self, model_id: str, entry: Entry, data: bytes) -> Work:
         async with self.scheduler.executing.stage(model_id, entry.seq_id):
-            return await asyncio.to_thread(self.operations.work_of, entry.kind, data)
+            return await asyncio.to_thread(lambda: self.operations.work_of(parsed(entry.kind, data), again=True))
 
     async def _checked(self, model_id: str, entry: Entry, work: Work) -> Work:
         """Checks a custom loss of an operation without an answer. One with an answer was checked before, and has
@@ -271,11 +271,6 @@ class Restorer:
             return await asyncio.get_running_loop().run_in_executor(
                 self.operations.loss_checks, self.operations.with_loss_checked, work
             )
-
-    def _refused(self, kind: str, data: bytes, error: ServiceError) -> Work:
-        if kind != "forward_backward":
-            return refused(error)
-        return self.operations.refuse(pb.ForwardBackwardRequest.FromString(data), error)
 
     def _loads_again(self, model_id: str, entry: Entry, work: Work) -> Work:
         """Makes `work`, which reads a checkpoint, fail if it now reads another one than before."""

@@ -144,24 +144,31 @@ class Scheduler:
         return self._held.max_operation_bytes
 
     async def accept(
-        self,
-        model_id: str,
-        seq_id: int,
-        body: Body,
-        build: Callable[[], Awaitable[Work]],
-        *,
-        held_bytes: int | None = None,
-    ) -> Operation:
-        """Accepts an operation. Returns once it is in the journal; a repeat returns the first operation. Operation 0
-        makes the model.
+        self, model_id: str, seq_id: int, body: Body, *, held_bytes: int | None = None
+    ) -> tuple[Operation, bool]:
+        """Accepts an operation, which is then being appended to the journal. Operation 0 makes the model.
 
-        `build`: makes the work while the journal writes. For a request that it refuses it must return work that fails.
-        `held_bytes`: memory that the operation will hold, in bytes; None means that of its body. Raises ModelNotFound,
-        ModelLost, SequenceConflict, OutOfCapacity, InvalidRequest for a seq_id that is too far ahead, and
-        ResultNotFound for a repeat whose result has expired.
+        Returns the operation, and True when it is new: the caller must then give its work to `begin`. A repeat returns
+        the first operation, once it is in the journal. `held_bytes`: memory that the operation will hold, in bytes;
+        None means that of its body.
+
+        Raises ModelNotFound, ModelLost, SequenceConflict, OutOfCapacity, InvalidRequest for a seq_id that is too far
+        ahead, and ResultNotFound for a repeat whose result has expired.
         """
         held_bytes = min(body.num_bytes, self.max_operation_bytes) if held_bytes is None else held_bytes
-        return await asyncio.shield(self.spawn(self._accept(model_id, seq_id, body, build, held_bytes=held_bytes)))
+        with self._models.wanted(model_id):
+            return await self._accept(model_id, seq_id, body, held_bytes=held_bytes)
+
+    async def begin(self, operation: Operation, work: Work) -> None:
+        """Lets a new operation run, once it is in the journal. `work`: for a refused request, work that fails. Raises
+        the error that kept the operation out of the journal."""
+        await _accepted(operation)
+        if not isinstance(work, Batch) and operation.held_bytes:  # a refused batch has no arrays
+            self._held.hold(operation, operation.num_bytes)
+        if not operation.outcome.done():  # the model may have been deleted meanwhile
+            self._metrics.operations.queue_length.labels(operation.kind).inc()
+            operation.work = work
+            self.advance(self._models[operation.model_id])
 
     async def find(self, model_id: str, seq_id: int) -> Operation:
         """An accepted operation. Raises ResultNotFound when there is none, or its result has expired."""
@@ -318,26 +325,18 @@ class Scheduler:
 
     # Acceptance
 
-    async def _accept(
-        self, model_id: str, seq_id: int, body: Body, build: Callable[[], Awaitable[Work]], *, held_bytes: int
-    ) -> Operation:
-        with self._models.wanted(model_id):
-            return await self._admit(model_id, seq_id, body, build, held_bytes=held_bytes)
-
-    async def _admit(
-        self, model_id: str, seq_id: int, body: Body, build: Callable[[], Awaitable[Work]], *, held_bytes: int
-    ) -> Operation:
-        """Checks a new operation against the limits and earlier ones, and appends it to the journal."""
+    async def _accept(self, model_id: str, seq_id: int, body: Body, *, held_bytes: int) -> tuple[Operation, bool]:
+        """Checks a new operation against the limits and earlier ones, and starts to append it to the journal."""
         if self._models.is_away(model_id):
             await self.parking.have(model_id)
         model = self._models.get(model_id)
         held = None if model is None else model.operations.get(seq_id)
         if held is not None and not held.replayed:
-            return await _accepted(_same(held, body))
+            return await _accepted(_same(held, body)), False
         if model is None or held is not None or seq_id < model.next_to_enter:
             stored = await self._stored(model_id, seq_id)
             if stored is not None:
-                return _same(stored, body)
+                return _same(stored, body), False
             if model is not None:
                 raise ResultNotFound(f"{model_id}: seq_id {seq_id} was executed long ago; its result has expired")
             if model_id in self._models.unrestored:
@@ -350,7 +349,7 @@ class Scheduler:
                 if model_id not in self._models:
                     model = self._models.open(model_id)
             if model is None:  # a repeat of this creation was accepted meanwhile
-                return await self._admit(model_id, seq_id, body, build, held_bytes=held_bytes)
+                return await self._accept(model_id, seq_id, body, held_bytes=held_bytes)
         if model.gone is not None:
             raise model.gone
         # An operation that closes a gap is always taken: others wait for it.
@@ -364,7 +363,22 @@ class Scheduler:
         if seq_id:  # a creation was checked before it got its place in memory
             check = self._held.check_next if is_next else self._held.check
             check(model_id, held_bytes)
-        return await self._append(model, seq_id, body, build, held_bytes=held_bytes, is_next=is_next)
+        loop = asyncio.get_running_loop()
+        operation = Operation(
+            model_id,
+            seq_id,
+            body.kind,
+            body.digest,
+            num_bytes=body.num_bytes,
+            accepted=loop.create_future(),
+            outcome=loop.create_future(),
+            makes_model=seq_id == 0,
+        )
+        model.operations[seq_id] = operation
+        model.used_s = time.monotonic()
+        self._held.hold(operation, held_bytes, is_next=is_next)
+        self.spawn(self._append(model, operation, body))
+        return operation, True
 
     def _check_near(self, model: ModelQueue, seq_id: int) -> None:
         """Raises InvalidRequest for a seq_id before which more operations are missing than the queue could hold."""
@@ -377,50 +391,22 @@ class Scheduler:
             field="seq_id",
         )
 
-    async def _append(
-        self,
-        model: ModelQueue,
-        seq_id: int,
-        body: Body,
-        build: Callable[[], Awaitable[Work]],
-        *,
-        held_bytes: int,
-        is_next: bool,
-    ) -> Operation:
-        """Appends a new operation to the journal while `build` makes its work, and lets it run. Raises the errors of
-        both; nothing is accepted then."""
-        loop = asyncio.get_running_loop()
-        operation = Operation(
-            model.model_id,
-            seq_id,
-            body.kind,
-            body.digest,
-            accepted=loop.create_future(),
-            outcome=loop.create_future(),
-            makes_model=seq_id == 0,
-        )
-        model.operations[seq_id] = operation
-        model.used_s = time.monotonic()
-        self._held.hold(operation, held_bytes, is_next=is_next)
+    async def _append(self, model: ModelQueue, operation: Operation, body: Body) -> None:
+        """Appends a new operation to the journal. After an error nothing of it is left."""
+        error: ServiceError | None = None
         try:
-            work, _ = await asyncio.gather(build(), self._journal.append(model.model_id, seq_id, body))
-        except Exception as error:
-            model.operations.pop(seq_id, None)
+            await self._journal.append(model.model_id, operation.seq_id, body)
+        except ServiceError as caught:
+            error = caught
+        except Exception:
+            logger.exception("%s, seq_id %d, cannot be appended to the journal", model.model_id, operation.seq_id)
+            error = internal_error()
+        if error is not None:
+            model.operations.pop(operation.seq_id, None)
             self._held.release(operation)
-            if seq_id == 0:
+            if operation.seq_id == 0:
                 self._models.remove(model.model_id)
-            operation.accepted.set_result(
-                error if isinstance(error, ServiceError) else ServiceError("internal error; the log has the cause")
-            )
-            raise
-        operation.accepted.set_result(None)
-        if not isinstance(work, Batch) and operation.held_bytes:  # a refused batch has no arrays
-            self._held.hold(operation, body.num_bytes)
-        if not operation.outcome.done():  # the model may have been deleted meanwhile
-            self._metrics.operations.queue_length.labels(operation.kind).inc()
-            operation.work = work
-            self.advance(model)
-        return operation
+        operation.accepted.set_result(error)
 
     async def _stored(self, model_id: str, seq_id: int) -> Operation | None:
         """A finished operation from the journal; None when the journal does not have it.

@@ -19,9 +19,9 @@ from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
-from trainer_service.operation import Answer, Operation, Work
+from trainer_service.operation import Answer, Operation
 from trainer_service.operations.models import LiveModels
-from trainer_service.operations.operations import Operations, refused
+from trainer_service.operations.operations import Operations
 from trainer_service.operations.restore import Restorer
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.storage.checkpoints import CheckpointStore
@@ -99,14 +99,10 @@ class Process:
         """Returns once it is in the journal."""
         seq_id = getattr(request, "seq_id", 0)
         kind = KINDS[type(request).__name__]
-
-        async def build() -> Work:
-            try:
-                return self.operations.work_of(kind, request.SerializeToString())
-            except ServiceError as error:
-                return refused(error)
-
-        return await self.scheduler.accept(request.model_id, seq_id, Body.pack(kind, request), build)
+        operation, is_new = await self.scheduler.accept(request.model_id, seq_id, Body.pack(kind, request))
+        if is_new:
+            await self.scheduler.begin(operation, self.operations.work_of(request))
+        return operation
 
     async def outcome(self, model_id: str, seq_id: int) -> Answer | str:
         """The answer, or the error's message."""

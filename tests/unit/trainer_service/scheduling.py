@@ -184,12 +184,12 @@ class Bench:
         return await self.accept(model_id, seq_id, "optim_step", work, text=text)
 
     async def accept(self, model_id: str, seq_id: int, kind: str, work: Work, *, text: str = "") -> Operation:
-        async def build() -> Work:
-            return work
-
         body = Body.pack(kind, pb.GetModelRequest(model_id=f"{model_id}/{seq_id}/{text}"))
         held_bytes = work.held_bytes if isinstance(work, Batch) else 0
-        return await self.scheduler.accept(model_id, seq_id, body, build, held_bytes=held_bytes)
+        operation, is_new = await self.scheduler.accept(model_id, seq_id, body, held_bytes=held_bytes)
+        if is_new:
+            await self.scheduler.begin(operation, work)
+        return operation
 
     def queue_length(self) -> float:
         kinds = ("optim_step", "forward_backward")

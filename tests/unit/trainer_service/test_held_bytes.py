@@ -145,11 +145,10 @@ async def test_a_refused_batch_holds_its_body_alone_and_one_that_the_journal_ref
     async def fail(turn: Turn) -> Answer:
         raise InvalidRequest("no")
 
-    async def build() -> Work:
-        return fail
-
     body = Body.pack("forward_backward", pb.GetModelRequest(model_id="x" * 500))
-    await bench.scheduler.accept("a", 2, body, build, held_bytes=40_000)  # waits for 1
+    operation, _ = await bench.scheduler.accept("a", 2, body, held_bytes=40_000)
+    assert held(bench) == 40_000
+    await bench.scheduler.begin(operation, fail)  # waits for 1
     assert held(bench) == body.num_bytes == 503
 
     async def full(*_: object) -> None:
