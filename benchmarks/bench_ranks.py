@@ -30,7 +30,7 @@ from tinsmith.v1 import trainer_pb2, types_pb2
 from tinsmith_cli.ports import free_ports
 from tinsmith_cli.stack import torchrun
 from trainer_service.config import TrainerConfig
-from trainer_service.engine.batch import Batch, Output
+from trainer_service.engine.batch import Output
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.optimizers import AdamParams
 from trainer_service.ranks import process
@@ -38,6 +38,7 @@ from trainer_service.ranks.follower import Follower
 from trainer_service.ranks.group import RankGroup
 from trainer_service.ranks.leader import LeadingEngine
 from trainer_service.ranks.place import Place
+from trainer_service.requests import batch_of
 
 MODEL = "bench:train:0"
 ADAM = AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=1.0)
@@ -110,7 +111,7 @@ def one_rank(arguments: argparse.Namespace) -> None:
 
 
 def step(engine: TrainingEngine, lengths: Sequence[int]) -> dict[str, float]:
-    batch = Batch.from_proto(request(lengths, engine.limits.vocab_size), engine.limits)
+    batch = batch_of(request(lengths, engine.limits.vocab_size), engine.limits)
     begin = time.perf_counter()
     (output,) = engine.forward_backward([(MODEL, batch)])
     between = time.perf_counter()

@@ -30,10 +30,11 @@ from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc, types_pb2
 from trainer_service.durability.journal import Body, Journal
-from trainer_service.engine.batch import LOSS_FN_NAMES, Batch
+from trainer_service.engine.batch import LOSS_FN_NAMES
 from trainer_service.engine.optimizers import OPTIMIZERS
 from trainer_service.operation import Answer, Operation, Work
 from trainer_service.operations.operations import Operations, Request
+from trainer_service.requests import batch_bytes
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.imports import Importer
@@ -332,7 +333,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         scheduler = self._ready.scheduler
         held_bytes = needed = None
         if isinstance(request, pb.ForwardBackwardRequest):
-            needed = await self._run(lambda: Batch.bytes_of(request), on_thread=on_thread)
+            needed = await self._run(lambda: batch_bytes(request), on_thread=on_thread)
             if needed <= scheduler.max_operation_bytes:  # a larger one is refused, and holds only its body
                 held_bytes = needed
         operation, is_new = await scheduler.accept(request.model_id, seq_id, body, held_bytes=held_bytes)

@@ -24,6 +24,7 @@ from trainer_service.engine.batch import Batch, Output
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.optimizers import AdamParams, DimuonParams, Params
 from trainer_service.metrics import Metrics
+from trainer_service.requests import batch_of
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.locations import Location
 from trainer_service.weight_sync.canary import canary
@@ -54,7 +55,7 @@ class Script:
             self.engine.create_model(model_id, *CONFIGS[model_id])
 
     def batch(self, data: Sequence[types_pb2.Datum], loss_fn: str = "cross_entropy", **settings: Any) -> Batch:
-        return Batch.from_proto(request(data, loss_fn, **settings), self.engine.limits)
+        return batch_of(request(data, loss_fn, **settings), self.engine.limits)
 
     def forward_backward(self, name: str, works: Sequence[tuple[str, Batch]]) -> None:
         for n, output in enumerate(self.engine.forward_backward(works)):
@@ -122,7 +123,7 @@ def custom(script: Script) -> None:
     for one in asked.data:
         del one.loss_fn_inputs["weights"]
     asked.custom_loss.CopyFrom(loss)
-    script.forward_backward("custom", [("all:train:0", Batch.from_proto(asked, script.engine.limits))])
+    script.forward_backward("custom", [("all:train:0", batch_of(asked, script.engine.limits))])
     script.optim_step("custom", "all:train:0")
     script.weights("custom", "all:train:0")
 

@@ -14,29 +14,10 @@ from torch.optim.adamw import adamw
 
 from tinsmith.errors import InvalidRequest, NotFinite
 from tinsmith.modeling.full_weights import Weights
-from tinsmith.v1 import trainer_pb2
 from trainer_service.engine.newton_schulz import frobenius, orthogonalize
 
-_LARGEST = 3.4e38
+LARGEST = 3.4e38
 """Largest number of float32, rounded down."""
-_NOT_NEGATIVE = (0.0, _LARGEST)
-_DECAY = (0.0, 1.0)
-_ANY = (-_LARGEST, _LARGEST)
-_ABOVE_ZERO = (1.2e-38, _LARGEST)
-"""A smaller eps is 0 in float32. AdamW would then compute 0 / 0 for parameters that have had no gradient yet, such as
-every A at the first step."""
-
-_ADAM_DEFAULTS = {
-    "learning_rate": 1e-4,
-    "beta1": 0.9,
-    "beta2": 0.95,
-    "eps": 1e-12,
-    "weight_decay": 0.0,
-    "grad_clip_norm": 0.0,
-}
-"""The SDK's defaults. docs/grpc.md repeats them."""
-_DIMUON_DEFAULTS = {"beta1": 0.9, "grad_clip_norm": 0.0}
-
 VANISHING = 1e-22
 """The squares of smaller numbers underflow to 0 in float32, so a Euclidean norm may miss them."""
 _ROUNDED = 1.001
@@ -62,19 +43,6 @@ class AdamParams:
     grad_clip_norm: float
     """Largest global L2 norm of the gradients; 0 or less means no limit."""
 
-    @classmethod
-    def from_proto(cls, params: trainer_pb2.AdamParams) -> AdamParams:
-        """Raises InvalidRequest, naming the field and the value."""
-        ranges = {
-            "learning_rate": _NOT_NEGATIVE,
-            "beta1": _DECAY,
-            "beta2": _DECAY,
-            "eps": _ABOVE_ZERO,
-            "weight_decay": _NOT_NEGATIVE,
-            "grad_clip_norm": _ANY,
-        }
-        return cls(**_checked(params, ranges, _ADAM_DEFAULTS, field=cls.field))
-
 
 @dataclass(frozen=True, slots=True)
 class DimuonParams:
@@ -88,50 +56,8 @@ class DimuonParams:
     grad_clip_norm: float
     """Largest global L2 norm of the gradients; 0 or less means no limit."""
 
-    @classmethod
-    def from_proto(cls, params: trainer_pb2.DimuonParams) -> DimuonParams:
-        """Raises InvalidRequest, naming the field and the value."""
-        ranges = {"learning_rate": _NOT_NEGATIVE, "beta1": _DECAY, "grad_clip_norm": _ANY}
-        return cls(**_checked(params, ranges, _DIMUON_DEFAULTS, field=cls.field))
-
 
 Params = AdamParams | DimuonParams
-
-
-def params_from_proto(request: trainer_pb2.OptimStepRequest) -> Params:
-    """The settings of a step. Raises InvalidRequest when they are missing or out of range."""
-    match request.WhichOneof("params"):
-        case "adam_params":
-            return AdamParams.from_proto(request.adam_params)
-        case "dimuon_params":
-            return DimuonParams.from_proto(request.dimuon_params)
-        case _:
-            raise InvalidRequest(
-                "params: missing; a model with optimizer 'adamw' needs adam_params, one with 'dimuon' dimuon_params",
-                field="params",
-            )
-
-
-def _checked(
-    params: trainer_pb2.AdamParams | trainer_pb2.DimuonParams,
-    ranges: Mapping[str, tuple[float, float]],
-    defaults: Mapping[str, float],
-    *,
-    field: str,
-) -> dict[str, float]:
-    """The fields in `ranges`, absent ones with their default.
-
-    Raises InvalidRequest for a field that is out of its range, or that is absent and has no default.
-    """
-    given = {descriptor.name: value for descriptor, value in params.ListFields()}
-    values: dict[str, float] = {}
-    for name, (low, high) in ranges.items():
-        if name not in given and name not in defaults:
-            raise InvalidRequest(f"{field}.{name}: is missing", field=f"{field}.{name}")
-        values[name] = value = given.get(name, defaults.get(name, 0.0))
-        if not (math.isfinite(value) and low <= value < high):
-            raise InvalidRequest(f"{field}.{name}: {value} is outside [{low}, {high})", field=f"{field}.{name}")
-    return values
 
 
 class Optimizer(Protocol):
@@ -205,7 +131,7 @@ class AdamW:
     def moved(self, parameter: float, moment: float, params: AdamParams) -> float:
         rate = params.learning_rate / (1 - params.beta1 ** (self.num_steps.item() + 1))
         decay = abs(1 - params.learning_rate * params.weight_decay)
-        if max(rate, decay) >= _LARGEST:  # infinite in the kernel's float32: infinity times 0 would be NaN
+        if max(rate, decay) >= LARGEST:  # infinite in the kernel's float32: infinity times 0 would be NaN
             return math.inf
         return _ROUNDED * (decay * parameter + rate * moment / params.eps)
 

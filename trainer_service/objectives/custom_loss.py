@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import InvalidRequest
-from tinsmith.v1 import trainer_pb2
 from trainer_service.faults import is_out_of_memory
 from trainer_service.objectives.custom_loss_cost import CostLimit, Pace
 from trainer_service.objectives.custom_loss_graph import Graph, Node, check_result, parse
@@ -66,11 +65,6 @@ class CustomLoss:
     graph: Graph
     _seconds: dict[Any, float] = field(default_factory=dict, repr=False, compare=False)
     """Expected time of the loss for each combination of shapes and dtypes that check_shapes has seen, in seconds."""
-
-    @classmethod
-    def from_proto(cls, loss: trainer_pb2.CustomLoss) -> CustomLoss:
-        """Parses a custom loss. Raises InvalidRequest for errors that can be found without data."""
-        return _build(loss.name[:100], tuple(Input(one.name, one.rank) for one in loss.inputs), loss.graph)
 
     def check_shapes(self, datums: Sequence[tuple[Shape, Arrays]]) -> list[float]:
         """Runs the graph without data, once for each combination of shapes and dtypes among the datums.
@@ -197,8 +191,10 @@ def _paced() -> Iterator[Callable[[], None]]:
 
 
 @lru_cache(maxsize=32)
-def _build(name: str, inputs: tuple[Input, ...], graph: str) -> CustomLoss:
-    """Makes a loss. Cached: a run sends the same loss with thousands of requests, and each loss caches its checks."""
+def build_loss(name: str, inputs: tuple[Input, ...], graph: str) -> CustomLoss:
+    """Makes a loss. Raises InvalidRequest for errors that can be found without data.
+
+    Cached: a run sends the same loss with thousands of requests, and each loss caches its checks."""
     _check_inputs(name, inputs)
     return CustomLoss(name, inputs, parse(name, [one.name for one in inputs], graph))
 

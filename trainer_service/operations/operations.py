@@ -20,15 +20,15 @@ from tinsmith.v1 import types_pb2
 from trainer_service.durability.snapshots import Snapshots
 from trainer_service.engine.batch import Batch
 from trainer_service.engine.engine import State, TrainingEngine
-from trainer_service.engine.optimizers import DEFAULT_OPTIMIZER, params_from_proto
+from trainer_service.engine.optimizers import DEFAULT_OPTIMIZER
 from trainer_service.faults import is_device_fault
-from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.older_forms import carried_over
 from trainer_service.operation import Turn, Work
 from trainer_service.operations.loads import Loads
 from trainer_service.operations.models import LiveModels, Model
 from trainer_service.operations.publishing import Publishing, RunAlone
 from trainer_service.operations.saves import Saves
+from trainer_service.requests import batch_of, loss_of, params_of
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.locations import Location
 from trainer_service.weight_sync.certificate import Publisher
@@ -102,15 +102,13 @@ class Operations:
         """The work of a request; of an invalid one, work that fails.
 
         `again`: the request was accepted before a restart. Then the files of a save may exist, and a custom loss is not
-        checked (see `with_loss_checked`). For the other arguments see Batch.from_proto.
+        checked (see `with_loss_checked`). For the other arguments see requests.batch_of.
         """
         try:
             match request:
                 case pb.ForwardBackwardRequest():
                     limits = self.engine.limits
-                    return Batch.from_proto(
-                        request, limits, held_bytes=held_bytes, max_bytes=max_bytes, check_loss=not again
-                    )
+                    return batch_of(request, limits, held_bytes=held_bytes, max_bytes=max_bytes, check_loss=not again)
                 case pb.CreateModelRequest():
                     return self.create_model(request)
                 case pb.OptimStepRequest():
@@ -227,7 +225,7 @@ class Operations:
 
     def check_custom_loss(self, request: pb.CheckCustomLossRequest) -> None:
         """Raises InvalidRequest for errors of a custom loss that can be found without data."""
-        CustomLoss.from_proto(request.custom_loss)
+        loss_of(request.custom_loss)
 
     def _skip(self, request: pb.SkipOperationRequest) -> Work:
         if not request.reason:
@@ -243,7 +241,7 @@ class Operations:
         return refuse
 
     def _optim_step(self, request: pb.OptimStepRequest) -> Work:
-        params = params_from_proto(request)
+        params = params_of(request)
         if not 0 <= request.failure_seen < request.seq_id:
             raise InvalidRequest(
                 f"failure_seen: {request.failure_seen} is no seq_id before this step's, {request.seq_id}; 0 means none",

@@ -33,12 +33,12 @@ from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Snapshots
 from trainer_service.engine.batch import Batch
 from trainer_service.engine.engine import State as EngineState
-from trainer_service.engine.optimizers import params_from_proto
 from trainer_service.metrics import Metrics
 from trainer_service.older_forms import carried_over
 from trainer_service.operation import Answer, Turn, Work
 from trainer_service.operations.models import Model
 from trainer_service.operations.operations import Operations, parsed, refused
+from trainer_service.requests import params_of
 from trainer_service.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -314,7 +314,7 @@ class Restorer:
                 return _runs(taint)
             case "optim_step":
                 try:
-                    params = params_from_proto(pb.OptimStepRequest.FromString(data))
+                    params = params_of(pb.OptimStepRequest.FromString(data))
                 except InvalidRequest:
                     return _nothing
                 return _runs(clear)

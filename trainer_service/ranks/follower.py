@@ -18,6 +18,7 @@ from trainer_service.ranks.calls import make
 from trainer_service.ranks.group import RankGroup
 from trainer_service.ranks.team import RankTeam
 from trainer_service.ranks.wire import Message
+from trainer_service.requests import batch_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class Follower:
             self._batches.pop(number, None)
         for (number, model_id), request in zip(message.fields["new"], message.tensors, strict=True):
             parsed = trainer_pb2.ForwardBackwardRequest.FromString(request.numpy().tobytes())
-            batch = Batch.from_proto(parsed, self._engine.limits, check_loss=False)  # the leader has checked it
+            batch = batch_of(parsed, self._engine.limits, check_loss=False)  # the leader has checked it
             self._batches[number] = replace(batch, request=None, model_id=model_id)
         batches = {number: replace(self._batches[number]) for number, _ in message.fields["micro_batch"]}
         return [(batches[number], indices) for number, indices in message.fields["micro_batch"]]

@@ -34,6 +34,7 @@ from trainer_service.durability.journal_writer import Unstorable
 from trainer_service.engine.batch import Batch, Output
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Answer, Call, Operation, Outcome, Turn, Work
+from trainer_service.requests import answer_of
 from trainer_service.scheduling.compute import BatchEngine, ComputeThread, Pace, internal_error
 from trainer_service.scheduling.model_queue import HeldBytes, ModelQueue, ModelQueues
 from trainer_service.scheduling.parking import Parking
@@ -619,4 +620,4 @@ def _leave_head(model: ModelQueue) -> None:
 
 
 def _answer(output: Output) -> Answer:
-    return Answer(forward_backward=output.to_proto())
+    return Answer(forward_backward=answer_of(output))

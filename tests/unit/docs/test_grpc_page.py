@@ -14,8 +14,8 @@ import torch
 from tinsmith.rpc import channel, errors, server
 from tinsmith.v1 import metrics_pb2, sampler_pb2, trainer_admin_pb2, trainer_pb2, weight_sync_pb2
 from trainer_service.config import TrainerConfig
-from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.objectives.losses import LOSS_FNS
+from trainer_service.requests import loss_of
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "grpc.md").read_text()
@@ -67,7 +67,7 @@ def test_every_service_is_in_the_table() -> None:
 def test_the_graph_of_the_page_is_minus_the_sum_of_the_logprobs() -> None:
     text = PAGE[PAGE.index('    {"format": 1, "nodes": [\n') :].partition("\n\n")[0]
     inputs = [trainer_pb2.CustomLossInput(name="logprobs", rank=1)]
-    loss = CustomLoss.from_proto(trainer_pb2.CustomLoss(name="page", inputs=inputs, graph=json.dumps(json.loads(text))))
+    loss = loss_of(trainer_pb2.CustomLoss(name="page", inputs=inputs, graph=json.dumps(json.loads(text))))
     value, metrics = loss.graph.run([torch.tensor([-1.0, -2.5])], before=lambda node: None, after=lambda result: None)
     assert (float(value), metrics) == (3.5, {})
 

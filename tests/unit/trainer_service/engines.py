@@ -12,6 +12,7 @@ from tinsmith.modeling.adapter import AdapterConfig
 from trainer_service.engine.batch import Batch, Output
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.optimizers import AdamParams
+from trainer_service.requests import batch_of
 
 ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.0)
 
@@ -29,7 +30,7 @@ def batch(
     engine: TrainingEngine, lengths: Sequence[int], *, forward_only: bool = False, vocab_size: int = VOCAB_SIZE
 ) -> Batch:
     data = [random_datum(length, seed, vocab_size=vocab_size) for seed, length in enumerate(lengths)]
-    return Batch.from_proto(request(data, forward_only=forward_only), engine.limits)
+    return batch_of(request(data, forward_only=forward_only), engine.limits)
 
 
 def run(engine: TrainingEngine, model_id: str, one: Batch) -> Output:

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from tinsmith.errors import InvalidRequest, ServiceError
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability.journal import Body, Journal
-from trainer_service.engine.batch import Batch, Datum, MicroBatch
+from trainer_service.engine.batch import Batch, Datum, MicroBatch, Output
 from trainer_service.faults import is_device_fault
 from trainer_service.objectives.losses import LOSS_FNS
 from trainer_service.operation import Answer, Operation, Turn, Work
@@ -38,14 +38,6 @@ def fake_batch(
     """
     datums = [Datum(np.zeros(n, np.int32), np.zeros(n, np.int64), {}, loss_s) for n in lengths or [num_tokens]]
     return Batch(name, LOSS_FNS["cross_entropy"], {}, forward_only, datums, held_bytes, model_id=model_id)
-
-
-@dataclass(frozen=True)
-class FakeOutput:
-    name: str
-
-    def to_proto(self) -> pb.ForwardBackwardResponse:
-        return pb.ForwardBackwardResponse(loss_fn_output_type=self.name)
 
 
 @dataclass
@@ -116,11 +108,11 @@ class FakeEngine:
             if batch.loss_fn in ("bad", "refused"):
                 batch.error = InvalidRequest("not finite" if batch.loss_fn == "bad" else "never fits")
 
-    def finish(self, batch: Batch) -> FakeOutput | ServiceError:
+    def finish(self, batch: Batch) -> Output | ServiceError:
         self.num_finished += 1
         if batch.error is None:
             assert sorted(self._ran[batch]) == list(range(len(batch.datums)))
-            return FakeOutput(batch.loss_fn)
+            return Output([], {batch.loss_fn: 1.0})
         if not batch.forward_only:
             self.taint(batch.model_id, batch.error.message, seq_id=0)
         return batch.error

@@ -8,7 +8,8 @@ import pytest
 from tests.batches import datum, request
 from tinsmith.errors import InvalidRequest, UnknownLossFn
 from tinsmith.v1 import trainer_pb2, types_pb2
-from trainer_service.engine.batch import Batch, Limits, Output
+from trainer_service.engine.batch import Limits, Output
+from trainer_service.requests import answer_of, batch_of
 
 LIMITS = Limits(vocab_size=100, max_context_length=8, max_datums=4)
 GOOD = {"target_tokens": [2, 3], "weights": np.float32([0, 1])}
@@ -108,7 +109,7 @@ def clip(low: list[float], high: list[float]) -> dict[str, object]:
 )
 def test_bad_input_is_named(data, loss_fn, config, message) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        Batch.from_proto(request(data, loss_fn, config=config), LIMITS)
+        batch_of(request(data, loss_fn, config=config), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -128,60 +129,60 @@ def test_bad_input_is_named(data, loss_fn, config, message) -> None:
 def test_a_bad_value_among_many_datums_is_named(bad: types_pb2.Datum, message: str) -> None:
     good = datum([1, 2], **GOOD)
     with pytest.raises(InvalidRequest, match=message):
-        Batch.from_proto(request([good, good, bad, bad]), LIMITS)
+        batch_of(request([good, good, bad, bad]), LIMITS)
 
 
 def test_two_dimensional_targets_are_for_cross_entropy_only() -> None:
     two = np.array([[1, 2], [3, 4]])
-    Batch.from_proto(request([datum([1, 2], target_tokens=two)]), LIMITS)
+    batch_of(request([datum([1, 2], target_tokens=two)]), LIMITS)
     policy = {"logprobs": np.zeros((2, 2), np.float32), "advantages": np.zeros((2, 2), np.float32)}
     with pytest.raises(InvalidRequest, match=r"shape \[2, 2\] must be \[2\], one row"):
-        Batch.from_proto(request([datum([1, 2], target_tokens=two, **policy)], "ppo"), LIMITS)
+        batch_of(request([datum([1, 2], target_tokens=two, **policy)], "ppo"), LIMITS)
 
 
 def test_pictures_are_refused_by_kind() -> None:
     picture = types_pb2.Datum(model_input=[types_pb2.Chunk(image=types_pb2.Image(data=b"x", format="png"))])
     with pytest.raises(InvalidRequest, match="chunk kind 'image' is not supported") as refused:
-        Batch.from_proto(request([picture]), LIMITS)
+        batch_of(request([picture]), LIMITS)
     assert refused.value.metadata["field"] == "data[0].model_input[0]"
 
 
 def test_an_unknown_loss_has_its_own_reason() -> None:
     with pytest.raises(UnknownLossFn):
-        Batch.from_proto(request([datum([1, 2], **GOOD)], "nope"), LIMITS)
+        batch_of(request([datum([1, 2], **GOOD)], "nope"), LIMITS)
 
 
 def test_missing_weights_are_ones_and_missing_settings_the_published_defaults() -> None:
-    batch = Batch.from_proto(request([datum([1, 2], target_tokens=[2, 3])]), LIMITS)
+    batch = batch_of(request([datum([1, 2], target_tokens=[2, 3])]), LIMITS)
     assert batch.datums[0].inputs["weights"].tolist() == [1.0, 1.0]
-    ppo = Batch.from_proto(request([datum([1, 2], **POLICY)], "ppo", config={"clip_high_threshold": 1.5}), LIMITS)
+    ppo = batch_of(request([datum([1, 2], **POLICY)], "ppo", config={"clip_high_threshold": 1.5}), LIMITS)
     assert ppo.loss_config == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.5}
 
 
 def test_settings_on_their_bounds_are_accepted() -> None:
     bounds = {"kl_coeff": 0.0, "ratio_cap": 1.0}
-    assert Batch.from_proto(request([datum([1, 2], **STABLE)], "stable_reinforce", config=bounds), LIMITS)
+    assert batch_of(request([datum([1, 2], **STABLE)], "stable_reinforce", config=bounds), LIMITS)
     equal = {"clip_low_threshold": 1.2, "clip_high_threshold": 1.2}
-    assert Batch.from_proto(request([datum([1, 2], **POLICY)], "ppo", config=equal), LIMITS)
-    assert Batch.from_proto(request([datum([1, 2], **POLICY, **clip([1, 1], [1, 2]))], "ppo"), LIMITS)
+    assert batch_of(request([datum([1, 2], **POLICY)], "ppo", config=equal), LIMITS)
+    assert batch_of(request([datum([1, 2], **POLICY, **clip([1, 1], [1, 2]))], "ppo"), LIMITS)
 
 
 def test_the_second_config_map_wins_and_refuses_words() -> None:
     one = request([datum([1, 2], **POLICY)], "ppo", config={"clip_low_threshold": 0.5})
     one.loss_fn_config_v2["clip_low_threshold"].number = 0.6
-    assert Batch.from_proto(one, LIMITS).loss_config["clip_low_threshold"] == 0.6
+    assert batch_of(one, LIMITS).loss_config["clip_low_threshold"] == 0.6
     one.loss_fn_config_v2["clip_low_threshold"].text = "low"
     with pytest.raises(InvalidRequest, match="'low' is not a number"):
-        Batch.from_proto(one, LIMITS)
+        batch_of(one, LIMITS)
     stable = request([datum([1, 2], **STABLE)], "stable_reinforce", config={"kl_coeff": 0.01})
     stable.loss_fn_config_v2["mode"].text = "x"
     with pytest.raises(InvalidRequest, match=r"loss_fn_config_v2\.mode: 'x' is not a number"):
-        Batch.from_proto(stable, LIMITS)
+        batch_of(stable, LIMITS)
 
 
 def test_thresholds_of_a_target_default_to_the_settings() -> None:
     data = [datum([1, 2], **POLICY, clip_high_threshold=np.float32([2, 3])), datum([1, 2], **POLICY)]
-    first, second = Batch.from_proto(request(data, "ppo", config={"clip_low_threshold": 0.5}), LIMITS).datums
+    first, second = batch_of(request(data, "ppo", config={"clip_low_threshold": 0.5}), LIMITS).datums
     assert first.inputs["clip_high_threshold"].tolist() == [2, 3]
     assert second.inputs["clip_high_threshold"].tolist() == pytest.approx([1.2, 1.2])
     assert first.inputs["clip_low_threshold"].tolist() == [0.5, 0.5]
@@ -204,12 +205,12 @@ def test_sparse_inputs_are_densified_each_on_its_own() -> None:
     # Row 0: targets 5, 0 (lost), 7; row 1: target 9 at column 1. The zero-weight cell keeps its target.
     one.loss_fn_inputs["target_tokens"].CopyFrom(csr(np.array([5, 7, 9]), [0, 2, 3], [0, 2, 1], types_pb2.DTYPE_INT64))
     one.loss_fn_inputs["weights"].CopyFrom(csr(np.float32([0.5, 0.25]), [0, 2, 2], [0, 1], types_pb2.DTYPE_FLOAT32))
-    (got,) = Batch.from_proto(request([one]), LIMITS).datums
+    (got,) = batch_of(request([one]), LIMITS).datums
     assert got.targets.tolist() == [[5, 0, 7], [0, 9, 0]]
     assert got.inputs["weights"].tolist() == [[0.5, 0.25, 0.0], [0.0, 0.0, 0.0]]
     del one.loss_fn_inputs["weights"]  # ones would train the absent cells towards token 0
     with pytest.raises(InvalidRequest, match=r"\.weights: missing; sparse target_tokens"):
-        Batch.from_proto(request([one]), LIMITS)
+        batch_of(request([one]), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -234,19 +235,19 @@ def test_broken_sparse_indices_are_refused(crow: list[int], col: list[int], mess
         )
     )
     with pytest.raises(InvalidRequest, match=message):
-        Batch.from_proto(request([one]), LIMITS)
+        batch_of(request([one]), LIMITS)
 
 
 def test_half_a_number_is_refused() -> None:
     one = datum([1, 2], **GOOD)
     one.loss_fn_inputs["weights"].dense = b"\0" * 7
     with pytest.raises(InvalidRequest, match=r"\.weights: 7 bytes are not whole float32 values"):
-        Batch.from_proto(request([one]), LIMITS)
+        batch_of(request([one]), LIMITS)
 
 
 def test_outputs_of_one_shape_share_a_record_and_keep_their_order() -> None:
     arrays = [np.float32([1, 2]), np.float32([3]), np.float32([[4, 5]]), np.float32([6])]
-    proto = Output(logprobs=arrays, metrics={"loss:sum": 1.0}).to_proto()
+    proto = answer_of(Output(logprobs=arrays, metrics={"loss:sum": 1.0}))
     assert isinstance(proto, trainer_pb2.ForwardBackwardResponse)
     assert [record.num_datums for record in proto.loss_fn_outputs] == [2, 1, 1]
     first = proto.loss_fn_outputs[0].fields["logprobs"]

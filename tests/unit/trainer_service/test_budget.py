@@ -14,11 +14,11 @@ from tinsmith.errors import InvalidRequest, OutOfCapacity
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from trainer_service.config import TrainerConfig
-from trainer_service.engine.batch import Batch
 from trainer_service.engine.budget import Footprint, Plan
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.measure import Bounds, measure
 from trainer_service.engine.memory import peak_bytes
+from trainer_service.requests import batch_of
 
 _SMALL = 3_000_000
 """Bytes that do not hold a whole context."""
@@ -81,10 +81,10 @@ def test_a_datum_that_can_never_fit_is_refused_with_the_largest_size_that_would(
     engine.follow(measure(engine, Bounds(512, max_lora_rank=16, token_budget=200, memory_bytes=_SMALL)))
     longest = engine.limits.max_context_length
     assert 16 < longest < CONTEXT
-    Batch.from_proto(request([random_datum(longest, 0, vocab_size=VOCAB_SIZE)]), engine.limits)
+    batch_of(request([random_datum(longest, 0, vocab_size=VOCAB_SIZE)]), engine.limits)
     data = [random_datum(9, 0, vocab_size=VOCAB_SIZE), random_datum(longest + 1, 0, vocab_size=VOCAB_SIZE)]
     with pytest.raises(InvalidRequest) as caught:
-        Batch.from_proto(request(data), engine.limits)
+        batch_of(request(data), engine.limits)
     assert str(caught.value) == (
         f"data[1].model_input: {longest + 1} tokens are outside 1..{longest}, what fits into this trainer's memory"
     )

@@ -15,8 +15,8 @@ from tests.unit.trainer_service.engines import create, run
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, LoraWeights
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FULL, FullWeights
-from trainer_service.engine.batch import Batch
 from trainer_service.engine.engine import TrainingEngine
+from trainer_service.requests import batch_of
 from trainer_service.weight_sync.canary import Tokens, _in_place, canary, canary_of, score
 from trainer_service.weight_sync.certificate import GAP_LIMITS
 
@@ -29,7 +29,7 @@ def trained(engine: TrainingEngine, model_id: str, sequences: Sequence[Tokens]) 
         datum(one.tolist(), target_tokens=np.roll(one, -1).astype(np.int64), weights=np.ones(one.size, np.float32))
         for one in sequences
     ]
-    output = run(engine, model_id, Batch.from_proto(request(data), engine.limits))
+    output = run(engine, model_id, batch_of(request(data), engine.limits))
     return np.concatenate([logprobs[:-1] for logprobs in output.logprobs])
 
 

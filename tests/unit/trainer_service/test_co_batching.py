@@ -22,6 +22,7 @@ from trainer_service.engine.batch import CUSTOM, Batch, Output
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.optimizers import AdamParams, DimuonParams
 from trainer_service.objectives.losses import LOSS_FNS
+from trainer_service.requests import batch_of
 from trainer_service.scheduling.packing import DeficitRoundRobin
 
 GROUPS = ({}, {"train_mlp": False}, {"train_attn": False}, {"train_unembed": False})
@@ -46,7 +47,7 @@ def tenants(engine: TrainingEngine) -> Sequence[Tenant]:
         with torch.no_grad():
             for weights in engine._models[model_id].adapter.weights.values():
                 weights.b_O_R.normal_(0, 0.05)  # so that every gradient lives
-        made.append(Tenant(model_id, Batch.from_proto(message(loss_fn, n, forward_only=n % 4 == 3), engine.limits)))
+        made.append(Tenant(model_id, batch_of(message(loss_fn, n, forward_only=n % 4 == 3), engine.limits)))
     return made
 
 

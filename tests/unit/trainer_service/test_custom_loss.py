@@ -24,10 +24,11 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.tensors import to_numpy
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-from trainer_service.engine.batch import Batch, Limits, Output
+from trainer_service.engine.batch import Limits, Output
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.objectives.custom_loss_ops import FUNCTIONS, METHODS
+from trainer_service.requests import batch_of
 
 LENGTHS = (9, 4, 17, 4)
 Result = tuple[Tensor, dict[str, Tensor]]
@@ -117,7 +118,7 @@ def engine(base: BaseModel) -> TrainingEngine:
 
 def run(engine: TrainingEngine, message: pb.ForwardBackwardRequest) -> tuple[Output, Tensor]:
     """The output and the gradient, which is cleared."""
-    (output,) = engine.forward_backward([("m", Batch.from_proto(message, engine.limits))])
+    (output,) = engine.forward_backward([("m", batch_of(message, engine.limits))])
     assert isinstance(output, Output), output
     gradient = engine._models["m"].need_gradient().flat.clone()
     engine._models["m"].clear_gradient()
@@ -171,7 +172,7 @@ def test_forward_only_gives_loss_and_metrics_without_a_gradient(engine: Training
 
 def test_several_requests_in_one_call_keep_their_metrics_apart(engine: TrainingEngine) -> None:
     handle, data = CASES["dpo"]
-    works = [("m", Batch.from_proto(custom(half, sent(handle)), engine.limits)) for half in (data[:1], data[1:])]
+    works = [("m", batch_of(custom(half, sent(handle)), engine.limits)) for half in (data[:1], data[1:])]
     outputs = engine.forward_backward(works)
     alone = [run(engine, custom(half, sent(handle)))[0] for half in (data[:1], data[1:])]
     for output, expected in zip(outputs, alone, strict=True):
@@ -189,7 +190,7 @@ def test_arrays_that_the_loss_does_not_name_are_not_read(engine: TrainingEngine)
 
 def test_a_loss_that_is_not_finite_adds_nothing(engine: TrainingEngine) -> None:
     loss = sent(traced(lambda logprobs: ((logprobs * 1e30).square().sum(), {})))
-    batch = Batch.from_proto(custom(policy_data(), loss), engine.limits)
+    batch = batch_of(custom(policy_data(), loss), engine.limits)
     (refused,) = engine.forward_backward([("m", batch)])
     assert isinstance(refused, InvalidRequest)
     assert "custom: the loss (inf)" in str(refused)
@@ -199,8 +200,7 @@ def test_a_loss_that_is_not_finite_adds_nothing(engine: TrainingEngine) -> None:
 def test_an_error_that_only_values_show_fails_its_own_request_only(engine: TrainingEngine) -> None:
     handle = traced(lambda logprobs, where: (logprobs[where].sum(), {}), where=1)
     good, bad = (
-        Batch.from_proto(custom([datum([1, 2], target_tokens=[2, 3], where=[n])], sent(handle)), engine.limits)
-        for n in (1, 2)
+        batch_of(custom([datum([1, 2], target_tokens=[2, 3], where=[n])], sent(handle)), engine.limits) for n in (1, 2)
     )
     refused, fine = engine.forward_backward([("m", bad), ("m", good)])
     assert isinstance(refused, InvalidRequest)
@@ -226,20 +226,20 @@ def test_an_error_that_only_values_show_fails_its_own_request_only(engine: Train
 def test_a_datum_that_does_not_fit_the_loss_is_named(engine: TrainingEngine, inputs, message) -> None:
     loss = sent(CASES["dpo"][0])
     with pytest.raises(InvalidRequest, match=message):
-        Batch.from_proto(custom([datum([1, 2], **inputs)], loss), engine.limits)
+        batch_of(custom([datum([1, 2], **inputs)], loss), engine.limits)
 
 
 def test_the_loss_and_its_graph_go_together(engine: TrainingEngine) -> None:
     data = [datum([1, 2], target_tokens=[2, 3])]
     with pytest.raises(InvalidRequest, match="custom_loss: missing; loss_fn 'custom' needs it"):
-        Batch.from_proto(request(data, "custom"), engine.limits)
+        batch_of(request(data, "custom"), engine.limits)
     loss = sent(traced(lambda logprobs: (-logprobs.sum(), {})))
     message = custom(data, loss)
     message.loss_fn = "cross_entropy"
     with pytest.raises(InvalidRequest, match="custom_loss: goes with loss_fn 'custom' only"):
-        Batch.from_proto(message, engine.limits)
+        batch_of(message, engine.limits)
     with pytest.raises(InvalidRequest, match=r"loss_fn_config\.beta: a custom loss takes no settings"):
-        Batch.from_proto(custom(data, loss, config={"beta": 1.0}), engine.limits)
+        batch_of(custom(data, loss, config={"beta": 1.0}), engine.limits)
 
 
 def test_every_allowed_function_is_known_under_the_name_that_the_sdk_sends() -> None:
@@ -272,8 +272,8 @@ def test_the_time_of_a_custom_loss_counts_also_where_it_fails_and_that_of_anothe
     evaluate = CustomLoss.evaluate
     handle, data = CASES["clipped"]
     message = custom(data, sent(handle))
-    own = Batch.from_proto(message, engine.limits)
-    plain = Batch.from_proto(request([random_datum(5, 1, vocab_size=VOCAB_SIZE)]), engine.limits)
+    own = batch_of(message, engine.limits)
+    plain = batch_of(request([random_datum(5, 1, vocab_size=VOCAB_SIZE)]), engine.limits)
     for behaviour in (slow, fail):
         monkeypatch.setattr(CustomLoss, "evaluate", behaviour)
         batches = [replace(one, model_id="m") for one in (own, plain)]
@@ -296,7 +296,7 @@ def test_the_time_that_a_loss_will_take_is_foreseen_from_its_graph() -> None:
             datum([1, 2], target_tokens=np.array([1, 2]), matrix=np.ones((size, size), np.float32)) for _ in range(2)
         ]
         message = custom(data, sent(traced(many_matrices, matrix=2)))
-        first, second = Batch.from_proto(message, Limits(VOCAB_SIZE, 64)).datums
+        first, second = batch_of(message, Limits(VOCAB_SIZE, 64)).datums
         assert first.loss_s == second.loss_s  # the second one's shapes were known
         return first.loss_s
 

@@ -16,6 +16,7 @@ from trainer_service.objectives import custom_loss as module
 from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.objectives.custom_loss_graph import MAX_JSON_BYTES, MAX_NODES, check_result
 from trainer_service.objectives.custom_loss_ops import FUNCTIONS, METHODS
+from trainer_service.requests import loss_of
 
 LOGPROBS = ref("logprobs")
 
@@ -34,7 +35,7 @@ def method(target: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def run(graph: Any, *, size: int = 8) -> float:
-    loss = CustomLoss.from_proto(custom_loss(graph, {"logprobs": 1}))
+    loss = loss_of(custom_loss(graph, {"logprobs": 1}))
     loss.check_shapes([((size,), {})])
     return loss.evaluate([torch.full((size,), -1.0, requires_grad=True)], [{}], {}).value
 
@@ -276,9 +277,9 @@ def test_the_work_of_many_nodes_with_small_results_is_counted_with_their_gradien
         return graph(*calls, loss=f"t{number - 1}")
 
     with pytest.raises(InvalidRequest, match=r"node 'a16' \(torch.logsumexp\): the graph works on \d+ elements"):
-        CustomLoss.from_proto(custom_loss(sums(40), {"logprobs": 1})).check_shapes([((4000,), {})])
+        loss_of(custom_loss(sums(40), {"logprobs": 1})).check_shapes([((4000,), {})])
     with pytest.raises(InvalidRequest, match=r"'mine': its gradient: the graph works on \d+ elements"):
-        CustomLoss.from_proto(custom_loss(sums(10), {"logprobs": 1})).check_shapes([((4000,), {})])
+        loss_of(custom_loss(sums(10), {"logprobs": 1})).check_shapes([((4000,), {})])
 
 
 def test_many_results_are_counted_together() -> None:
@@ -293,7 +294,7 @@ def test_a_graph_that_takes_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> 
         node("call_method", "b", "sum", LOGPROBS),
         loss="b",
     )
-    loss = CustomLoss.from_proto(custom_loss(long, {"logprobs": 1}))
+    loss = loss_of(custom_loss(long, {"logprobs": 1}))
     loss.check_shapes([((8,), {})])
     monkeypatch.setattr(module, "TIME_LIMIT_S", 1e-3)
     started = time.monotonic()
@@ -303,7 +304,7 @@ def test_a_graph_that_takes_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_last_node_and_the_gradient_count_in_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    loss = CustomLoss.from_proto(custom_loss(call("torch.exp", LOGPROBS), {"logprobs": 1}))
+    loss = loss_of(custom_loss(call("torch.exp", LOGPROBS), {"logprobs": 1}))
     loss.check_shapes([((8,), {})])
     gradient = CustomLoss._gradient
 
@@ -329,7 +330,7 @@ def test_the_last_node_and_the_gradient_count_in_the_time(monkeypatch: pytest.Mo
 def test_a_comparison_as_an_index_is_refused_when_the_loss_is_made(calls: list[dict[str, Any]], index: Any) -> None:
     sent = graph(*calls, node("call_function", "b", "operator.getitem", LOGPROBS, index), loss="b")
     with pytest.raises(InvalidRequest, match=r"node 'b' \(operator.getitem\): a boolean mask .*torch.where"):
-        CustomLoss.from_proto(custom_loss(sent, {"logprobs": 1}))
+        loss_of(custom_loss(sent, {"logprobs": 1}))
 
 
 @pytest.mark.parametrize(
@@ -345,7 +346,7 @@ def test_a_comparison_as_an_index_is_refused_when_the_loss_is_made(calls: list[d
 )
 def test_wrong_inputs_are_named(inputs: dict[str, int], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        CustomLoss.from_proto(custom_loss(graph(loss="logprobs"), inputs))
+        loss_of(custom_loss(graph(loss="logprobs"), inputs))
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -399,7 +400,7 @@ def sizes(loss: CustomLoss, x: torch.Tensor, *, device: str) -> list[int]:
 def test_calls_with_any_arguments_are_run_or_refused_and_need_what_was_foreseen(sent: dict[str, Any]) -> None:
     x = np.array([[1, 2], [3, -(2**63)]])
     try:
-        loss = CustomLoss.from_proto(custom_loss(sent, {"logprobs": 1, "x": 2}))
+        loss = loss_of(custom_loss(sent, {"logprobs": 1, "x": 2}))
         loss.check_shapes([((4,), {"x": x})])
         loss.evaluate([torch.full((4,), -1.0, requires_grad=True)], [{"x": x}], {})
     except InvalidRequest:
@@ -416,4 +417,4 @@ JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dict
 )
 def test_any_text_is_read_or_refused(text: str) -> None:
     with pytest.raises(InvalidRequest):
-        CustomLoss.from_proto(custom_loss(text, {"logprobs": 1}))
+        loss_of(custom_loss(text, {"logprobs": 1}))

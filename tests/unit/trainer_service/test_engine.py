@@ -18,6 +18,7 @@ from trainer_service.engine.batch import Batch, Output
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.optimizers import AdamParams, DimuonParams
 from trainer_service.objectives.losses import LOSS_FNS, Targets
+from trainer_service.requests import batch_of
 
 ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=0.0)
 LENGTHS = (9, 4, 4, 17)
@@ -40,7 +41,7 @@ def create(engine: TrainingEngine, model_id: str, **config: object) -> None:
 def batch(
     engine: TrainingEngine, data: list[types_pb2.Datum], loss_fn: str = "cross_entropy", **kwargs: object
 ) -> Batch:
-    return Batch.from_proto(request(data, loss_fn, **kwargs), engine.limits)  # type: ignore[arg-type]
+    return batch_of(request(data, loss_fn, **kwargs), engine.limits)  # type: ignore[arg-type]
 
 
 def run(engine: TrainingEngine, model_id: str, one: Batch) -> Output:

@@ -19,8 +19,8 @@ from tinsmith.rpc.errors import to_proto
 from tinsmith.rpc.paths import check_run_id
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-from trainer_service.engine.batch import Batch, Limits
-from trainer_service.engine.optimizers import params_from_proto
+from trainer_service.engine.batch import Limits
+from trainer_service.requests import batch_of, params_of
 
 LIMITS = Limits(vocab_size=100, max_context_length=64)
 SAMPLING = SamplingLimits(100, max_context_length=64, max_kv_tokens=64, max_num_samples=8, max_topk_logprobs=4)
@@ -31,23 +31,23 @@ NUMBER = types_pb2.LossConfigValue(number=1)
 def batch(change: Callable[[types_pb2.Datum], Any]) -> None:
     message = request([datum([1, 2, 3], target_tokens=[2, 3, 4], weights=np.ones(3, np.float32)) for _ in range(2)])
     change(message.data[1])
-    Batch.from_proto(message, LIMITS)
+    batch_of(message, LIMITS)
 
 
 def loss(name: str, **inputs: np.ndarray) -> None:
     one = datum([1, 2, 3], target_tokens=[2, 3, 4], logprobs=-ONES, advantages=ONES, **inputs)
-    Batch.from_proto(request([one], name), LIMITS)
+    batch_of(request([one], name), LIMITS)
 
 
 def setting(**fields: Any) -> None:
     one = datum([1, 2, 3], target_tokens=[2, 3, 4])
     message = request([one])
     message.MergeFrom(pb.ForwardBackwardRequest(**fields))
-    Batch.from_proto(message, LIMITS)
+    batch_of(message, LIMITS)
 
 
 def step(**fields: float) -> None:
-    params_from_proto(pb.OptimStepRequest(adam_params=pb.AdamParams(**fields)))  # type: ignore[arg-type]
+    params_of(pb.OptimStepRequest(adam_params=pb.AdamParams(**fields)))  # type: ignore[arg-type]
 
 
 def sample(**fields: Any) -> None:
@@ -62,8 +62,8 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("adam_params.eps", lambda: step(eps=0)),
     ("adam_params.beta1", lambda: step(beta1=1)),
     ("adam_params.learning_rate", lambda: step(learning_rate=-1)),
-    ("data", lambda: Batch.from_proto(pb.ForwardBackwardRequest(loss_fn="cross_entropy"), LIMITS)),
-    ("loss_fn", lambda: Batch.from_proto(pb.ForwardBackwardRequest(loss_fn="none"), LIMITS)),
+    ("data", lambda: batch_of(pb.ForwardBackwardRequest(loss_fn="cross_entropy"), LIMITS)),
+    ("loss_fn", lambda: batch_of(pb.ForwardBackwardRequest(loss_fn="none"), LIMITS)),
     ("data[1].model_input", lambda: batch(lambda one: one.ClearField("model_input"))),
     ("data[1].loss_fn_inputs.target_tokens", lambda: batch(lambda one: one.loss_fn_inputs.pop("target_tokens"))),
     (

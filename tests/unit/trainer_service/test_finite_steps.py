@@ -24,7 +24,8 @@ from tinsmith.v1 import trainer_pb2, types_pb2
 from trainer_service.engine.batch import Batch
 from trainer_service.engine.engine import State, TrainingEngine
 from trainer_service.engine.model_state import ModelState
-from trainer_service.engine.optimizers import AdamParams, DimuonParams, Params, clip_gradient, params_from_proto
+from trainer_service.engine.optimizers import AdamParams, DimuonParams, Params, clip_gradient
+from trainer_service.requests import batch_of, params_of
 
 DIMUON = DimuonParams(learning_rate=1e-2, beta1=0.9, grad_clip_norm=0.0)
 KINDS: dict[str, Params] = {"adamw": ADAM, "dimuon": DIMUON}
@@ -38,11 +39,11 @@ def engine(request: pytest.FixtureRequest, model_folder: Path) -> TrainingEngine
     engine = TrainingEngine(base, max_tokens_per_microbatch=64)
     engine.create_model("m", AdapterConfig(rank=0 if full else 4, seed=1), "adamw" if full else request.param)
     run(engine, "m", batch(engine))
-    engine.optim_step("m", params_of(engine))
+    engine.optim_step("m", params_for(engine))
     return engine
 
 
-def params_of(engine: TrainingEngine, **changed: float) -> Params:
+def params_for(engine: TrainingEngine, **changed: float) -> Params:
     return dataclasses.replace(KINDS[engine._models["m"].optimizer_kind], **changed)  # type: ignore[arg-type]
 
 
@@ -51,7 +52,7 @@ def batch(engine: TrainingEngine, *, seed: int = 0, scale: float = 1.0) -> Batch
     for one in data:
         weights = one.loss_fn_inputs["weights"]
         weights.dense = (scale * np.ones(len(weights.dense) // 4)).astype("<f4").tobytes()
-    return Batch.from_proto(request(data), engine.limits)
+    return batch_of(request(data), engine.limits)
 
 
 def everything(state: State) -> list[torch.Tensor]:
@@ -75,7 +76,7 @@ def assert_refused_and_unchanged(engine: TrainingEngine, params: Params, match: 
 def assert_trains_on(engine: TrainingEngine) -> None:
     before = engine.capture("m", with_optimizer=False)
     run(engine, "m", batch(engine))
-    engine.optim_step("m", params_of(engine))
+    engine.optim_step("m", params_for(engine))
     after = engine.capture("m", with_optimizer=True)
     assert after.step == before.step + 1
     assert not torch.equal(before.adapter.flat, after.adapter.flat)
@@ -85,31 +86,31 @@ def assert_trains_on(engine: TrainingEngine) -> None:
 @pytest.mark.parametrize("eps", [0.0, 1e-50])
 def test_an_eps_of_zero_in_float32_is_refused_by_its_name(eps: float) -> None:
     with pytest.raises(errors.InvalidRequest, match=rf"adam_params\.eps: {eps} is outside \[1\.2e-38, 3\.4e\+38\)"):
-        params_from_proto(trainer_pb2.OptimStepRequest(adam_params=trainer_pb2.AdamParams(eps=eps)))
+        params_of(trainer_pb2.OptimStepRequest(adam_params=trainer_pb2.AdamParams(eps=eps)))
 
 
 def test_absent_settings_are_the_defaults_of_the_sdk_and_zero_is_zero() -> None:
-    adam = params_from_proto(trainer_pb2.OptimStepRequest(adam_params=trainer_pb2.AdamParams()))
+    adam = params_of(trainer_pb2.OptimStepRequest(adam_params=trainer_pb2.AdamParams()))
     assert adam == AdamParams(1e-4, 0.9, 0.95, 1e-12, 0.0, 0.0)
     asked = trainer_pb2.AdamParams(learning_rate=0.0, beta1=0.0, beta2=0.0)
-    assert params_from_proto(trainer_pb2.OptimStepRequest(adam_params=asked)) == AdamParams(0, 0, 0, 1e-12, 0, 0)
+    assert params_of(trainer_pb2.OptimStepRequest(adam_params=asked)) == AdamParams(0, 0, 0, 1e-12, 0, 0)
     dimuon = trainer_pb2.DimuonParams(learning_rate=0.1)
-    assert params_from_proto(trainer_pb2.OptimStepRequest(dimuon_params=dimuon)) == DimuonParams(0.1, 0.9, 0.0)
+    assert params_of(trainer_pb2.OptimStepRequest(dimuon_params=dimuon)) == DimuonParams(0.1, 0.9, 0.0)
     with pytest.raises(errors.InvalidRequest, match=r"dimuon_params\.learning_rate: is missing"):
-        params_from_proto(trainer_pb2.OptimStepRequest(dimuon_params=trainer_pb2.DimuonParams(beta1=0.5)))
+        params_of(trainer_pb2.OptimStepRequest(dimuon_params=trainer_pb2.DimuonParams(beta1=0.5)))
 
 
 def test_a_step_that_would_lead_out_of_float32_is_refused_and_changes_nothing(engine: TrainingEngine) -> None:
     run(engine, "m", batch(engine))
     assert_refused_and_unchanged(
-        engine, params_of(engine, learning_rate=1e30), r"parameters as large as .*e\+.* a learning rate \(1e\+30\)"
+        engine, params_for(engine, learning_rate=1e30), r"parameters as large as .*e\+.* a learning rate \(1e\+30\)"
     )
     assert_trains_on(engine)
 
 
 def test_a_gradient_of_infinite_norm_touches_no_moment(engine: TrainingEngine) -> None:
     run(engine, "m", batch(engine, scale=1e21))
-    assert_refused_and_unchanged(engine, params_of(engine), r"the gradient has a norm of .*e\+2\d.*Set grad_clip_norm")
+    assert_refused_and_unchanged(engine, params_for(engine), r"the gradient has a norm of .*e\+2\d.*Set grad_clip_norm")
     assert_trains_on(engine)
 
 
@@ -117,12 +118,12 @@ def test_sums_of_gradients_that_overflow_are_refused(engine: TrainingEngine) -> 
     for _ in range(3):
         model = engine._models["m"]
         model.need_gradient().flat.add_(2e38)
-    assert_refused_and_unchanged(engine, params_of(engine, grad_clip_norm=1.0), "the gradient is not finite")
+    assert_refused_and_unchanged(engine, params_for(engine, grad_clip_norm=1.0), "the gradient is not finite")
 
 
 def test_clipping_makes_a_norm_that_overflows_finite(engine: TrainingEngine) -> None:
     run(engine, "m", batch(engine, scale=1e21))
-    norm = engine.optim_step("m", params_of(engine, grad_clip_norm=1.0))["grad_norm:mean"]
+    norm = engine.optim_step("m", params_for(engine, grad_clip_norm=1.0))["grad_norm:mean"]
     assert 1e18 < norm < math.inf
     assert_trains_on(engine)
 
@@ -170,10 +171,10 @@ def test_a_model_whose_parameters_have_diverged_says_how_to_get_out(engine: Trai
     assert isinstance(result, errors.NotFinite)
     assert "Load a checkpoint" in result.message
     with pytest.raises(errors.FailedPrecondition, match="a forward_backward before it failed"):
-        engine.optim_step("m", params_of(engine))
+        engine.optim_step("m", params_for(engine))
     engine._models["m"].farthest = math.inf  # nobody has looked, as after a restart
     with pytest.raises(errors.NotFinite, match=r"before it\. Load a checkpoint"):
-        engine.optim_step("m", params_of(engine))
+        engine.optim_step("m", params_for(engine))
     engine.restore("m", good, with_optimizer=True)
     assert_trains_on(engine)
 
@@ -275,7 +276,7 @@ def policy(logprob: float) -> Callable[[TrainingEngine], Batch]:
         logprobs=np.full(4, logprob, np.float32),
         advantages=np.ones(4, np.float32),
     )
-    return lambda engine: Batch.from_proto(request([one], "importance_sampling"), engine.limits)
+    return lambda engine: batch_of(request([one], "importance_sampling"), engine.limits)
 
 
 def test_the_datum_with_the_largest_ratio_is_named(base: BaseModel) -> None:
@@ -285,7 +286,7 @@ def test_the_datum_with_the_largest_ratio_is_named(base: BaseModel) -> None:
 
     def sampled(seq_id: int, *logprobs: float) -> Batch:
         data = [policy(logprob)(engine).request.data[0] for logprob in logprobs]  # type: ignore[union-attr]
-        return Batch.from_proto(request(data, "importance_sampling", seq_id=seq_id), engine.limits)
+        return batch_of(request(data, "importance_sampling", seq_id=seq_id), engine.limits)
 
     run(engine, "m", sampled(3, -4.0, -60.0))
     run(engine, "m", sampled(4, -5.0, -5.0, -80.0, -70.0))
@@ -298,7 +299,7 @@ def test_the_datum_with_the_largest_ratio_is_named(base: BaseModel) -> None:
     with pytest.raises(errors.FailedPrecondition, match="failed, seq_id 7"):
         engine.optim_step("m", ADAM)
     weighted = [datum([1, 2, 3, 4], target_tokens=[2, 3, 4, 5], weights=np.full(4, 1e30, np.float32))]
-    run(engine, "m", Batch.from_proto(request(weighted), engine.limits))
+    run(engine, "m", batch_of(request(weighted), engine.limits))
     with pytest.raises(errors.NotFinite, match=r"forward_backward\)$"):
         engine.optim_step("m", ADAM)
 

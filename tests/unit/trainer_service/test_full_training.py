@@ -26,6 +26,7 @@ from tinsmith.rpc.tensors import from_numpy
 from trainer_service.engine.batch import Batch, Output
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.optimizers import AdamParams
+from trainer_service.requests import batch_of
 
 LENGTHS = (9, 4, 4, 17)
 ADAM = AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1, grad_clip_norm=0.0)
@@ -76,7 +77,7 @@ def engine(model_folder: Path) -> TrainingEngine:
 
 def batch(engine: TrainingEngine, *, seed: int = 0) -> Batch:
     data = [random_datum(n, seed + i, vocab_size=VOCAB_SIZE) for i, n in enumerate(LENGTHS)]
-    return Batch.from_proto(request(data), engine.limits)
+    return batch_of(request(data), engine.limits)
 
 
 def run(engine: TrainingEngine, one: Batch, model_id: str = "m") -> Output:
@@ -161,10 +162,10 @@ def test_a_model_in_bfloat16_follows_its_float32_master_copy(model_folder: Path)
 def test_a_failed_batch_adds_nothing_and_forward_only_neither(engine: TrainingEngine) -> None:
     engine.create_model("m", FULL, "adamw")
     data = [random_datum(5, 1, vocab_size=VOCAB_SIZE)]
-    output = run(engine, Batch.from_proto(request(data, forward_only=True), engine.limits))
+    output = run(engine, batch_of(request(data, forward_only=True), engine.limits))
     assert np.isfinite(output.metrics["loss:sum"])
     data[0].loss_fn_inputs["weights"].CopyFrom(from_numpy(np.full(5, 1e38, np.float32)))
-    (error,) = engine.forward_backward([("m", Batch.from_proto(request(data), engine.limits))])
+    (error,) = engine.forward_backward([("m", batch_of(request(data), engine.limits))])
     assert isinstance(error, InvalidRequest)
     assert not any(gradient.any() for gradient in named_gradients(engine).values())
 

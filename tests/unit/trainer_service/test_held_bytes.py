@@ -14,8 +14,9 @@ from tinsmith.errors import InvalidRequest, OutOfCapacity
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.journal import Body, Entry
-from trainer_service.engine.batch import Batch, Limits
+from trainer_service.engine.batch import Limits
 from trainer_service.operation import Answer, Turn, Work
+from trainer_service.requests import batch_bytes, batch_of
 
 LIMITS = Limits(vocab_size=100, max_context_length=64)
 
@@ -249,20 +250,20 @@ def plain(num_datums: int, **more: object) -> Sequence[types_pb2.Datum]:
     ],
 )
 def test_counted_bytes_are_no_less_than_those_of_a_batch(message: pb.ForwardBackwardRequest) -> None:
-    batch = Batch.from_proto(message, LIMITS)
+    batch = batch_of(message, LIMITS)
     held = message.ByteSize()
     for one in batch.datums:
         held += one.tokens_N.nbytes + one.targets.nbytes + sum(values.nbytes for values in one.inputs.values())
         held += 2 * 4 * one.targets.size  # the logprobs, as an array and in the answer
-    assert held <= batch.held_bytes == Batch.bytes_of(message) <= 2 * held + 2048 * len(batch.datums)
+    assert held <= batch.held_bytes == batch_bytes(message) <= 2 * held + 2048 * len(batch.datums)
 
 
 def test_a_request_that_needs_more_memory_than_one_may_ever_have_is_refused_by_name() -> None:
     message = request(plain(50))
-    needed = Batch.bytes_of(message)
-    Batch.from_proto(message, LIMITS, max_bytes=needed)
+    needed = batch_bytes(message)
+    batch_of(message, LIMITS, max_bytes=needed)
     with pytest.raises(
         InvalidRequest,
         match=rf"data: the batch and its answer take {needed} bytes of memory.*{needed - 1}.*max_queued_bytes",
     ):
-        Batch.from_proto(message, LIMITS, max_bytes=needed - 1)
+        batch_of(message, LIMITS, max_bytes=needed - 1)

@@ -23,6 +23,7 @@ from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.objectives.losses import LOSS_FNS
 from trainer_service.objectives.mismatch import Mismatch
+from trainer_service.requests import batch_of
 
 KEYS = {"sampler_kl:mean", "ess:mean", "ratio:max"}
 MODEL = "m"
@@ -68,7 +69,7 @@ def rl_datum(length: int, seed: int, loss_fn: str) -> types_pb2.Datum:
 
 
 def rl_batch(engine: TrainingEngine, loss_fn: str, data: list[types_pb2.Datum], *, forward_only: bool = False) -> Batch:
-    return Batch.from_proto(request(data, loss_fn, forward_only=forward_only), engine.limits)
+    return batch_of(request(data, loss_fn, forward_only=forward_only), engine.limits)
 
 
 def expected(data: list[types_pb2.Datum], output: Output) -> dict[str, float]:

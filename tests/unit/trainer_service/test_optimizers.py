@@ -6,12 +6,15 @@ import torch
 from tinsmith.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2
 from trainer_service.engine.newton_schulz import orthogonalize
-from trainer_service.engine.optimizers import AdamParams, AdamW, Dimuon, DimuonParams, clip_gradient, params_from_proto
+from trainer_service.engine.optimizers import AdamParams, AdamW, Dimuon, DimuonParams, clip_gradient
+from trainer_service.requests import params_of
 
 
 def params(**fields: float) -> AdamParams:
     defaults = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0}
-    return AdamParams.from_proto(trainer_pb2.AdamParams(**{**defaults, **fields}))
+    one = params_of(trainer_pb2.OptimStepRequest(adam_params=trainer_pb2.AdamParams(**{**defaults, **fields})))
+    assert isinstance(one, AdamParams)
+    return one
 
 
 def test_adamw_equals_torch_s_fused_one_bit_for_bit_with_every_field_changing() -> None:
@@ -103,7 +106,10 @@ SHAPES = ((4, 10), (12, 4), (4, 4), (4, 12), (3, 4))
 
 
 def dimuon_params(**fields: float) -> DimuonParams:
-    return DimuonParams.from_proto(trainer_pb2.DimuonParams(**{"learning_rate": 0.1, "beta1": 0.9, **fields}))
+    given = trainer_pb2.DimuonParams(**{"learning_rate": 0.1, "beta1": 0.9, **fields})
+    one = params_of(trainer_pb2.OptimStepRequest(dimuon_params=given))
+    assert isinstance(one, DimuonParams)
+    return one
 
 
 def matrices(flat: torch.Tensor) -> list[torch.Tensor]:
@@ -191,6 +197,6 @@ def test_a_dimuon_field_out_of_range_is_named(field: str, value: float) -> None:
 
 def test_a_step_needs_parameters() -> None:
     request = trainer_pb2.OptimStepRequest(dimuon_params=trainer_pb2.DimuonParams(learning_rate=0.5, beta1=0.1))
-    assert params_from_proto(request) == DimuonParams(0.5, 0.1, 0.0)
+    assert params_of(request) == DimuonParams(0.5, 0.1, 0.0)
     with pytest.raises(InvalidRequest, match="params: missing"):
-        params_from_proto(trainer_pb2.OptimStepRequest())
+        params_of(trainer_pb2.OptimStepRequest())

@@ -19,12 +19,13 @@ from tinsmith.errors import OutOfCapacity
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.tensors import from_numpy
 from trainer_service.engine import budget as budget_module
-from trainer_service.engine.batch import Batch, Example, Output
+from trainer_service.engine.batch import Example, Output
 from trainer_service.engine.budget import Footprint, Plan
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.passes import halves
 from trainer_service.metrics import Metrics
 from trainer_service.objectives import custom_loss_graph
+from trainer_service.requests import batch_of
 
 LENGTHS = (9, 30, 4, 17, 12, 25)
 
@@ -135,7 +136,7 @@ def test_a_loss_that_is_not_finite_costs_its_neighbours_one_more_pass(base: Base
     values = np.full(9, -1e30, np.float32)
     bad.data[0].loss_fn_inputs["logprobs"].CopyFrom(from_numpy(values))
     create(engine, "bad")
-    works.insert(3, ("bad", Batch.from_proto(bad, engine.limits)))
+    works.insert(3, ("bad", batch_of(bad, engine.limits)))
     outputs = engine.forward_backward(works)
     assert [n for n, output in enumerate(outputs) if not isinstance(output, Output)] == [3]
     assert len(memory.passes) == 3
@@ -267,7 +268,7 @@ def test_a_custom_loss_that_finds_no_memory_is_tried_smaller_and_not_blamed(
     message = request([random_datum(length, 0, vocab_size=VOCAB_SIZE) for length in (9, 20)], "custom")
     total = graph(node("call_method", "total", "sum", ref("logprobs")), loss="total")
     message.custom_loss.CopyFrom(custom_loss(total, {"logprobs": 1}))
-    one = Batch.from_proto(message, engine.limits)
+    one = batch_of(message, engine.limits)
     expected = run(engine, "m", one)
     fails = [True]
 

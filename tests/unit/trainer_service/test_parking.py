@@ -31,11 +31,10 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.snapshots import Policy
-from trainer_service.engine.batch import Batch
 from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import State, TrainingEngine
-from trainer_service.engine.optimizers import params_from_proto
 from trainer_service.operation import Answer
+from trainer_service.requests import batch_of, params_of
 from trainer_service.scheduling import parking
 from trainer_service.storage.locations import Location
 
@@ -116,9 +115,9 @@ def alone(engine: TrainingEngine, requests: Sequence[Any], *, seed: int) -> dict
     engine.create_model("alone", config, "adamw")
     for one in requests:
         if isinstance(one, pb.ForwardBackwardRequest):
-            engine.forward_backward([("alone", Batch.from_proto(one, engine.limits))])
+            engine.forward_backward([("alone", batch_of(one, engine.limits))])
         elif isinstance(one, pb.OptimStepRequest):
-            engine.optim_step("alone", params_from_proto(one))
+            engine.optim_step("alone", params_of(one))
     state = engine.capture("alone", with_optimizer=True)
     engine.delete_model("alone")
     return tensors_of(state)

@@ -253,7 +253,7 @@ async def test_a_failed_batch_taints_its_model_and_spares_its_neighbours(bench: 
         await bad.wait()
     with pytest.raises(InvalidRequest, match="not finite"):
         await harmless.wait()
-    assert (await good.wait()).forward_backward.loss_fn_output_type == "c1"
+    assert (await good.wait()).forward_backward.metrics == {"c1": 1.0}
     assert bench.engine.tainted == [("b", "not finite")]
 
 

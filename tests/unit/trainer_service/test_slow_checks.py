@@ -28,6 +28,7 @@ from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.objectives import custom_loss as module
 from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.objectives.custom_loss_cost import Pace
+from trainer_service.requests import loss_of
 
 AT_ONCE_S = 30.0
 """Far more than anything takes that does not wait for a check, which ends when the test says so."""
@@ -120,7 +121,7 @@ def long_loss(name: str) -> CustomLoss:
     """A loss of 900 nodes that work on few elements."""
     calls = [node("call_method", f"n{number}", "exp", ref("logprobs")) for number in range(900)]
     total = node("call_method", "total", "sum", ref("n0"))
-    return CustomLoss.from_proto(custom_loss(graph(*calls, total, loss="total"), {"logprobs": 1}, name=name))
+    return loss_of(custom_loss(graph(*calls, total, loss="total"), {"logprobs": 1}, name=name))
 
 
 def test_all_checks_together_take_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,10 @@ from tests.models import make_model
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.v1.trainer_pb2 import ForwardBackwardRequest
-from trainer_service.engine.batch import Batch, Output
+from trainer_service.engine.batch import Output
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.optimizers import AdamParams
+from trainer_service.requests import batch_of
 
 VOCABULARY = 64
 PROMPTS = [[3, 1], [4, 1], [5, 9], [2, 6]]
@@ -35,7 +36,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> TrainingEngine:
 
 
 def forward_backward(engine: TrainingEngine, message: ForwardBackwardRequest) -> Output:
-    (output,) = engine.forward_backward([("m", Batch.from_proto(message, engine.limits))])
+    (output,) = engine.forward_backward([("m", batch_of(message, engine.limits))])
     assert isinstance(output, Output), output
     return output
 

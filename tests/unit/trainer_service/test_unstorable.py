@@ -30,7 +30,7 @@ async def test_an_answer_that_is_too_large_for_the_journal_is_given_once_and_not
     await bench.create("a")
     bench.journal._writer._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4000)
     operation = await bench.batch("a", 1, "x" * 5000)
-    assert (await operation.wait()).forward_backward.loss_fn_output_type == "x" * 5000
+    assert (await operation.wait()).forward_backward.metrics == {"x" * 5000: 1.0}
     async with asyncio.timeout(5):
         await operation.stored.wait()
     assert [record.message for record in caplog.records if "its answer is not kept" in record.message]
