@@ -194,11 +194,12 @@ def _run(engine: TrainingEngine, works: Sequence[tuple[str, Batch]]) -> list[Log
 
 
 def _gradient(engine: TrainingEngine, name: str, adapter: Adapter) -> Tensor:
-    """The gradient that reaches an optimizer step. AdamW with betas of 0 subtracts lr g / (|g| + eps), which is g if lr
-    and eps are equal and huge."""
+    """The gradient that reaches an optimizer step. AdamW with betas of 0 subtracts lr g / (|g| + eps), from which g
+    follows; with lr and eps equal and huge it is nearly g."""
     engine.optim_step(name, AdamParams(_HUGE, beta1=0.0, beta2=0.0, eps=_HUGE, weight_decay=0.0, grad_clip_norm=0.0))
     after = engine.capture(name, with_optimizer=False).adapter
-    return adapter.flat - after.flat.float()
+    step = adapter.flat - after.flat.float()
+    return step / (1.0 - step.abs() / _HUGE)
 
 
 def _save_and_reload(
