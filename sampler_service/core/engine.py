@@ -8,7 +8,8 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections import abc
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,9 +22,7 @@ from sampler_service.config import SamplerConfig
 from sampler_service.core.request import Generation, QueueStatus, Request, Result
 from sampler_service.core.sampling import stream_keys
 from sampler_service.core.scoring import PromptScorer
-from sampler_service.core.sequence import Sequence as RunningSequence
-from sampler_service.core.stops import StopRules
-from sampler_service.core.task import Task
+from sampler_service.core.sequence import Sequence, SequenceGroup, StopRules
 from sampler_service.core.validation import Limits
 from sampler_service.core.versions import VersionStore
 from sampler_service.grammars import Grammars
@@ -78,7 +77,7 @@ class SamplingEngine(Protocol):
         ...
 
     @property
-    def targets(self) -> Sequence[Target]:
+    def targets(self) -> abc.Sequence[Target]:
         """Layers that a version may change."""
         ...
 
@@ -101,7 +100,7 @@ class SamplingEngine(Protocol):
         """
         ...
 
-    def make_room(self, version_id: str, num_bytes: int) -> Sequence[Weights]:
+    def make_room(self, version_id: str, num_bytes: int) -> list[Weights]:
         """Evicts what must leave for a version that is to come, and returns it: its buffers may be used again.
 
         Raises AlreadyExists or OutOfCapacity when install would.
@@ -142,8 +141,8 @@ class OpenRequests:
         store: VersionStore,
         metrics: Requests,
         *,
-        cancel: Callable[[Task], None],
-        release: Callable[[Task], None],
+        cancel: Callable[[SequenceGroup], None],
+        release: Callable[[SequenceGroup], None],
     ) -> None:
         """`cancel` is to end a request whose caller has left. `release` is to let go of what an ended request holds of
         the engine, its versions among it."""
@@ -162,9 +161,9 @@ class OpenRequests:
         self._metrics = metrics
         self._cancel = cancel
         self._release = release
-        self._open: dict[Task, None] = {}
+        self._open: dict[SequenceGroup, None] = {}
         """In the order of their arrival."""
-        self._waiting: dict[Task, None] = {}
+        self._waiting: dict[SequenceGroup, None] = {}
         """Those of which nothing is computed yet, in the same order."""
         self._futures: set[asyncio.Future[Any]] = set()
         """Futures that fail with the engine."""
@@ -174,10 +173,10 @@ class OpenRequests:
         metrics.queue_limit.set(config.max_waiting)
         metrics.queue_oldest.set_function(self._oldest_s)
 
-    def __contains__(self, task: Task) -> bool:
-        return task in self._open
+    def __contains__(self, group: SequenceGroup) -> bool:
+        return group in self._open
 
-    def __iter__(self) -> Iterator[Task]:
+    def __iter__(self) -> Iterator[SequenceGroup]:
         """In the order of their arrival."""
         return iter(self._open)
 
@@ -185,11 +184,11 @@ class OpenRequests:
         return len(self._open)
 
     @property
-    def waiting(self) -> Collection[Task]:
+    def waiting(self) -> Collection[SequenceGroup]:
         """Those of which nothing is computed yet, in the order of their arrival."""
         return self._waiting.keys()
 
-    async def accept(self, request: Request, *, stream: bool, request_id: str) -> Task:
+    async def accept(self, request: Request, *, stream: bool, request_id: str) -> SequenceGroup:
         """Checks a request, and counts it as waiting. Raises what SamplingEngine.submit does."""
         check = partial(self.limits.check, request)
         await large.run(check) if request.targets is not None else check()
@@ -210,9 +209,9 @@ class OpenRequests:
         scorer = PromptScorer(request, seed=seed) if request.wants_scores else None
         version_id = self._store.first_version(request)
         version = self._store.acquire(version_id, on_probation=request.on_probation) if version_id else None
-        task = Task(
+        group = SequenceGroup(
             request=request,
-            generation=Generation(stream=stream, on_cancel=lambda: self._cancel(task)),
+            generation=Generation(stream=stream, on_cancel=lambda: self._cancel(group)),
             version=version,
             stop=stop,
             keys=stream_keys(seed, SAMPLE_STREAM, request.num_samples),
@@ -221,9 +220,9 @@ class OpenRequests:
             request_id=request_id,
         )
         length, max_tokens, order = len(request.prompt), request.params.max_tokens, next(self._orders)
-        task.sequences = [
-            RunningSequence(
-                owner=task,
+        group.sequences = [
+            Sequence(
+                group=group,
                 index=index,
                 prompt_length=length,
                 max_length=self.limits.max_length if max_tokens is None else length + max_tokens,
@@ -232,59 +231,58 @@ class OpenRequests:
             )
             for index in range(request.num_samples)
         ]
-        self._open[task] = self._waiting[task] = None
+        self._open[group] = self._waiting[group] = None
         self.held_bytes += num_bytes
         self._metrics.waiting.set(len(self._waiting))
-        return task
+        return group
 
-    def admit(self, task: Task, started_at: float) -> None:
+    def admit(self, group: SequenceGroup, started_at: float) -> None:
         """Its computation has begun, at this time in seconds since 1970."""
-        if task in self._waiting:
-            del self._waiting[task]
-            task.generation.started_at = started_at
+        if group in self._waiting:
+            del self._waiting[group]
+            group.generation.started_at = started_at
             self._metrics.waiting.set(len(self._waiting))
 
-    def end(self, task: Task, outcome: Result | ServiceError) -> None:
+    def end(self, group: SequenceGroup, outcome: Result | ServiceError) -> None:
         """The one end of a request; a later call for the same request does nothing, for a cancel may cross with a
         result."""
-        if task not in self._open:
+        if group not in self._open:
             return
-        del self._open[task]
-        self._waiting.pop(task, None)
+        del self._open[group]
+        self._waiting.pop(group, None)
         self._metrics.waiting.set(len(self._waiting))
-        self.held_bytes -= task.request.num_bytes
+        self.held_bytes -= group.request.num_bytes
         self._metrics.ended.labels(outcome.reason if isinstance(outcome, ServiceError) else "ok").inc()
         try:
-            self._release(task)
-            task.forget_versions()
+            self._release(group)
+            group.forget_versions()
         finally:
-            task.generation.finish(outcome)
+            group.generation.finish(outcome)
 
-    def behind(self, run_id: str, version_id: str) -> list[Task]:
+    def behind(self, run_id: str, version_id: str) -> list[SequenceGroup]:
         """Requests that are to move to a version, which they hold now. Raises what SamplingEngine.move does."""
         self.check_alive()
         if not self._store.move(run_id, version_id):
             return []
         behind = [
-            task
-            for task in self._open
-            if task.request.follow_run == run_id
-            and is_newer(version_id, task.held[-1].version_id if task.held else "", run_id=run_id)
+            group
+            for group in self._open
+            if group.request.follow_run == run_id
+            and is_newer(version_id, group.held[-1].version_id if group.held else "", run_id=run_id)
         ]
-        for task in behind:
-            task.held.append(self._store.acquire(version_id))
+        for group in behind:
+            group.held.append(self._store.acquire(version_id))
         return behind
 
     @contextmanager
-    def lost_without(self, task: Task) -> Iterator[None]:
+    def lost_without(self, group: SequenceGroup) -> Iterator[None]:
         """Ends the accepted request when the block raises. Otherwise its caller would wait for ever."""
         try:
             yield
         except Exception as error:
-            task.fail(error)
-            assert task.failure is not None
-            self.end(task, task.failure)
-            raise task.failure from error
+            failure = group.fail(error)
+            self.end(group, failure)
+            raise failure from error
 
     @contextmanager
     def dying_of_errors(self) -> Iterator[None]:
@@ -327,22 +325,22 @@ class OpenRequests:
             if self.on_death is not None:
                 await self.on_death()
         finally:
-            for task in list(self._open):
-                computing = "no" if task in self._waiting else "yes"
-                self.end(task, EngineDead(f"the engine has died: {error}", computing=computing))
+            for group in list(self._open):
+                computing = "no" if group in self._waiting else "yes"
+                self.end(group, EngineDead(f"the engine has died: {error}", computing=computing))
             self._end_all(EngineDead(f"the engine has died: {error}"))
 
     def _end_all(self, error: ServiceError) -> None:
-        for task in list(self._open):
-            self.end(task, error)
+        for group in list(self._open):
+            self.end(group, error)
         for future in list(self._futures):
             if not future.done():
                 future.set_exception(error)
 
     def _oldest_s(self) -> float:
         """Seconds that the oldest waiting request has waited. The thread that serves the metrics calls this."""
-        for task in list(self._waiting):
-            return time.perf_counter() - task.submitted
+        for group in list(self._waiting):
+            return time.perf_counter() - group.submitted
         return 0.0
 
 

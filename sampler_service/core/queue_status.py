@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from sampler_service.core.request import QueueStatus
-from sampler_service.core.sequence import Sequence
-from sampler_service.core.task import Task
+from sampler_service.core.sequence import Sequence, SequenceGroup
 
 _SHARE = 0.1
 """Weight of the newest step."""
@@ -62,19 +61,19 @@ class RequestProgress:
     """Most tokens that one of its sequences may still draw."""
 
     @classmethod
-    def of_new(cls, task: Task) -> RequestProgress:
+    def of_new(cls, group: SequenceGroup) -> RequestProgress:
         """Progress of a request of which nothing is computed yet."""
-        left = task.sequences[0].expected  # all alike, and there may be a thousand in each of thousands of requests
-        return cls(left=left * len(task.sequences), longest_left=left)
+        left = group.sequences[0].expected  # all alike, and there may be a thousand in each of thousands of requests
+        return cls(left=left * len(group.sequences), longest_left=left)
 
     @classmethod
-    def of(cls, task: Task, num_running: int) -> RequestProgress:
-        if not (task.begun or task.finished):
-            return replace(cls.of_new(task), prompt_done=task.prompt_done)
-        left = [sequence.expected_left for sequence in task.sequences if sequence.index not in task.finished]
+    def of(cls, group: SequenceGroup, num_running: int) -> RequestProgress:
+        if not (group.begun or group.num_finished):
+            return replace(cls.of_new(group), prompt_done=group.prompt_done)
+        left = [sequence.expected_left for sequence in group.unfinished]
         return cls(
-            prompt_done=task.prompt_done,
-            num_drawn=sum(len(sequence.tokens) for sequence in task.sequences),
+            prompt_done=group.prompt_done,
+            num_drawn=sum(len(sequence.tokens) for sequence in group.sequences),
             num_running=num_running,
             left=sum(left),
             longest_left=max(left, default=0),
@@ -87,42 +86,42 @@ class Progress:
 
     num_running: int = 0
     """Sequences that are in the batch."""
-    requests: Mapping[Task, RequestProgress] = field(default_factory=dict)
+    requests: Mapping[SequenceGroup, RequestProgress] = field(default_factory=dict)
     """Progress of the requests whose computation has begun."""
     speed: Speed = field(default_factory=Speed)
 
     @classmethod
-    def of(cls, begun: Iterable[Task], running: Iterable[Sequence[Task]], speed: Speed) -> Progress:
+    def of(cls, begun: Iterable[SequenceGroup], running: Iterable[Sequence], speed: Speed) -> Progress:
         """A copy of what belongs to the thread that computes."""
-        counts: dict[Task, int] = {}
+        counts: dict[SequenceGroup, int] = {}
         for sequence in running:
-            counts[sequence.owner] = counts.get(sequence.owner, 0) + 1
-        requests = {task: RequestProgress.of(task, counts.get(task, 0)) for task in begun}
+            counts[sequence.group] = counts.get(sequence.group, 0) + 1
+        requests = {group: RequestProgress.of(group, counts.get(group, 0)) for group in begun}
         return cls(sum(counts.values()), requests, replace(speed))
 
 
 def status_of(
-    request_id: str, tasks: Iterable[Task], waiting: Collection[Task], progress: Progress
+    request_id: str, groups: Iterable[SequenceGroup], waiting: Collection[SequenceGroup], progress: Progress
 ) -> QueueStatus | None:
     """Progress of the youngest request with this id; None when there is none.
 
-    `tasks`: the requests that have not ended, in the order of their arrival. `waiting`: those of them that no step has
+    `groups`: the requests that have not ended, in the order of their arrival. `waiting`: those of them that no step has
     computed anything of.
     """
-    tasks = list(tasks)
-    place = max((n for n, task in enumerate(tasks) if task.request_id == request_id), default=None)
+    groups = list(groups)
+    place = max((n for n, group in enumerate(groups) if group.request_id == request_id), default=None)
     if place is None:
         return None
-    task, ahead = tasks[place], [(one, _progress_of(one, progress)) for one in tasks[:place]]
-    own = _progress_of(task, progress)
+    group, ahead = groups[place], [(one, _progress_of(one, progress)) for one in groups[:place]]
+    own = _progress_of(group, progress)
     beside = progress.num_running - own.num_running
-    if task not in waiting:
-        expected = progress.speed.seconds(prompt_tokens=_prompt_left(task, own), steps=own.longest_left)
-        return QueueStatus(True, 0, 0, expected, f"{_in_words(task, own)}, {beside} sequences run beside it")
+    if group not in waiting:
+        expected = progress.speed.seconds(prompt_tokens=_prompt_left(group, own), steps=own.longest_left)
+        return QueueStatus(True, 0, 0, expected, f"{_in_words(group, own)}, {beside} sequences run beside it")
     prompts = sum(_prompt_left(one, done) for one, done in ahead)
     outputs = sum(done.left for _, done in ahead)
     expected = progress.speed.seconds(
-        prompt_tokens=prompts + _prompt_left(task, own),
+        prompt_tokens=prompts + _prompt_left(group, own),
         # A step gives a token to each running sequence; when it waits, as many run as can.
         steps=outputs / max(1, progress.num_running) + own.longest_left,
     )
@@ -134,18 +133,18 @@ def status_of(
     return QueueStatus(False, len(ahead), prompts + outputs, expected, reason)
 
 
-def _progress_of(task: Task, progress: Progress) -> RequestProgress:
-    return progress.requests.get(task) or RequestProgress.of_new(task)
+def _progress_of(group: SequenceGroup, progress: Progress) -> RequestProgress:
+    return progress.requests.get(group) or RequestProgress.of_new(group)
 
 
-def _prompt_left(task: Task, done: RequestProgress) -> int:
-    return len(task.request.prompt) - done.prompt_done
+def _prompt_left(group: SequenceGroup, done: RequestProgress) -> int:
+    return len(group.request.prompt) - done.prompt_done
 
 
-def _in_words(task: Task, done: RequestProgress) -> str:
+def _in_words(group: SequenceGroup, done: RequestProgress) -> str:
     if done.num_drawn is None:
-        return f"reading the prompt: {done.prompt_done} of {len(task.request.prompt)} tokens"
-    most = task.request.params.max_tokens
-    of_all = "" if most is None else f" of {most * len(task.sequences)}"
-    sequences = f" in {len(task.sequences)} sequences" if len(task.sequences) > 1 else ""
+        return f"reading the prompt: {done.prompt_done} of {len(group.request.prompt)} tokens"
+    most = group.request.params.max_tokens
+    of_all = "" if most is None else f" of {most * len(group.sequences)}"
+    sequences = f" in {len(group.sequences)} sequences" if len(group.sequences) > 1 else ""
     return f"generating: {done.num_drawn}{of_all} tokens{sequences}"

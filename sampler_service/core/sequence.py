@@ -1,11 +1,46 @@
-"""One sequence that is generated."""
+"""The sequences of a request while they are drawn, and what ends them.
+
+Shapes: k columns of a top-k table, V vocabulary.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, cast
 
-Owner = TypeVar("Owner")
+import numpy as np
+import torch
+
+from sampler_service.core.penalties import History
+from sampler_service.core.request import (
+    Delta,
+    Floats,
+    Generation,
+    Int64s,
+    Ints,
+    PromptScores,
+    Request,
+    Result,
+    SampledSequence,
+    StopCondition,
+    StopReason,
+    TopkTable,
+    VersionSpan,
+)
+from sampler_service.core.sampling import Rule, UInt64s
+from sampler_service.core.scoring import PromptScorer
+from sampler_service.core.versions import Version
+from sampler_service.grammars import Compiled, Matcher
+from sampler_service.threads import in_thread
+from sampler_service.tokenizer import load_tokenizer
+from tinsmith.errors import ServiceError, Unsupported
+from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.full_weights import FullWeights
+
+logger = logging.getLogger(__name__)
 
 HEADROOM = 256
 """Output tokens that a sequence without max_tokens reserves at first."""
@@ -13,12 +48,89 @@ HEADROOM = 256
 PASSING = 4
 """Sequences that may run beyond max_running, for prompts that stay for one step."""
 
+_MARGIN = 4
+"""Tokens before the longest match of a stop string: the first ones of a window may decode differently for want of the
+tokens before them."""
+
+Decode = Callable[[Iterable[int]], str]
+TopkRow = tuple[Ints, Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """Stop tokens, and strings that the decoded output may not contain without ending there."""
+
+    token_ids: frozenset[int] = frozenset()
+    strings: tuple[str, ...] = ()
+    decode: Decode | None = None
+    window: int = 0
+    """Newest tokens that are decoded: each holds a byte or more, so a match that ends now began within them."""
+
+    @classmethod
+    def of_strings(cls, strings: Iterable[str], token_ids: frozenset[int], decode: Decode) -> StopRule:
+        strings = tuple(strings)
+        return cls(token_ids, strings, decode, max(len(string.encode()) for string in strings) + _MARGIN)
+
+    def met(self, tokens: list[int]) -> bool:
+        """True when the newest token completes a stop."""
+        if tokens[-1] in self.token_ids:
+            return True
+        if self.decode is None:
+            return False
+        text = self.decode(tokens[-self.window :])
+        return any(string in text for string in self.strings)
+
+
+class StopRules:
+    """Makes the rules of one model's requests; its tokenizer is loaded when a request has a stop string."""
+
+    def __init__(self, path: str, eos_token_ids: frozenset[int]) -> None:
+        self.path = path
+        self.eos_token_ids = eos_token_ids
+        self._decode: Decode | None = None
+
+    async def rule(self, stop: StopCondition | None) -> StopRule:
+        """Raises Unsupported for strings without a tokenizer."""
+        if stop is None:
+            return StopRule(self.eos_token_ids)
+        token_ids = frozenset(stop.token_ids)
+        if not stop.strings:
+            return StopRule(token_ids)
+        if self._decode is None:
+            self._decode = await in_thread(lambda: load_decode(self.path))
+        return StopRule.of_strings(stop.strings, token_ids, self._decode)
+
+
+def load_decode(path: str) -> Decode:
+    """The tokenizer's decoder, special tokens included. Raises Unsupported when the model has none that is fast."""
+    try:
+        backend = cast(Any, load_tokenizer(path)).backend_tokenizer
+    except Unsupported as error:
+        raise Unsupported(
+            f"sampling_params.stop: stop strings need a tokenizer, and {error}; use stop token ids"
+        ) from error
+
+    def decode(tokens: Iterable[int]) -> str:
+        return backend.decode(list(tokens), skip_special_tokens=False)
+
+    return decode
+
+
+@dataclass(slots=True)
+class Stretch:
+    """A part of a sequence that one version draws."""
+
+    version: Version | None
+    """None: the base model."""
+    start: int
+    """Tokens of the output before it."""
+
 
 @dataclass(slots=True, eq=False)
-class Sequence(Generic[Owner]):
-    """One of the num_samples of a request."""
+class Sequence:
+    """One of the num_samples of a request. Belongs to what computes, from its submission to its end."""
 
-    owner: Owner
+    group: SequenceGroup
     index: int
     prompt_length: int
     max_length: int
@@ -30,15 +142,28 @@ class Sequence(Generic[Owner]):
     reserved: int = 0
     """Cached tokens that it may use without asking."""
     size: int = 0
-    """Which cache has its lane (planner.py), once tokens are reserved for it."""
+    """Number of the cache that has its lane (scheduler.py), once tokens are reserved for it."""
     lane: int = 0
     """Lane of that cache, while it runs."""
     origin: object = None
     """Identity of the prompt that its cached tokens began with. Sequences of one origin share it."""
     shared_length: int = 0
     """Tokens of that prompt."""
+    mixed: bool = False
+    """Whether its lane holds keys and values of more than one version."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    finished: SampledSequence | None = None
+    """Its part of the answer, once it has ended."""
+    stretches: list[Stretch] = field(init=False)
+    """The versions that have drawn it, in order, and the one that draws it next; never empty while it runs."""
+    _table: list[TopkRow] = field(default_factory=list)
+    """Rows of topk_sample_logprobs."""
+    _matcher: Matcher | None = None
+    """Its position in the request's grammar, once it has one."""
+
+    def __post_init__(self) -> None:
+        self.stretches = [Stretch(self.group.version, 0)]
 
     @property
     def length(self) -> int:
@@ -69,3 +194,212 @@ class Sequence(Generic[Owner]):
     def expected_left(self) -> int:
         """Most tokens that it may still draw; never more than `expected`."""
         return min(self.max_length - self.length, self.expected)
+
+    @property
+    def version(self) -> Version | None:
+        """The version that draws the next token; None for the base model."""
+        return self.stretches[-1].version
+
+    @property
+    def version_id(self) -> str:
+        return _id_of(self.version)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """None for the base model, and for a version that replaces all its parameters."""
+        version = self.version
+        weights = None if version is None else version.weights
+        return weights if isinstance(weights, Adapter) else None
+
+    @property
+    def parameters(self) -> FullWeights | None:
+        """The parameters that the version has in place of the base model's; None for an adapter."""
+        version = self.version
+        weights = None if version is None else version.weights
+        return weights if isinstance(weights, FullWeights) else None
+
+    @property
+    def namespace(self) -> int:
+        """Namespace of its keys and values in the prefix cache."""
+        version = self.version
+        return 0 if version is None else version.namespace
+
+    def follow(self, *, has_lane: bool) -> None:
+        """From its next token on, the version of its group draws it. `has_lane`: from the keys and values that it has;
+        otherwise they are computed anew."""
+        if self.version is self.group.version:
+            return
+        self.mixed = self.mixed or has_lane
+        if self.stretches[-1].start == len(self.tokens):
+            self.stretches.pop()  # it has drawn nothing
+        self.stretches.append(Stretch(self.group.version, len(self.tokens)))
+
+    def history(self, *, vocab_size: int, device: torch.device) -> History:
+        return History.of(self.group.request.prompt, self.tokens, vocab_size=vocab_size, device=device)
+
+    def all_tokens(self) -> Ints:
+        """Prompt and output."""
+        prompt = self.group.request.prompt
+        return np.concatenate([prompt, np.array(self.tokens, prompt.dtype)])
+
+    def tokens_between(self, start: int, stop: int) -> Int64s:
+        """Tokens start .. stop - 1 of prompt and output."""
+        prompt = self.group.request.prompt
+        return (prompt if stop <= len(prompt) else self.all_tokens())[start:stop].astype(np.int64)
+
+    def matcher(self) -> Matcher:
+        """Its position in the request's grammar. Raises ServiceError when the grammar fails."""
+        if self._matcher is None:
+            assert self.group.grammar is not None
+            self._matcher = self.group.grammar.matcher()
+        self._matcher.take(self.tokens[self._matcher.num_taken :])
+        return self._matcher
+
+    def take_row(self, token_ids: Ints, logprobs: Floats) -> None:
+        """Adds a row of its top-k table, before the row's token is taken."""
+        self._table.append((token_ids, logprobs))
+
+    def delta(self, token: int, logprob: float) -> Delta:
+        """A token for the reader of a stream, before the sequence takes it."""
+        return Delta(self.index, (token,), (logprob,), self._topk_table(self._table[-1:]))
+
+    def take(self, token: int, logprob: float) -> bool:
+        """Adds a token. True when the sequence has ended."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.group.stop.met(self.tokens):
+            self._finish("stop")
+        elif self.length >= self.max_length:
+            self._finish("length")
+        return self.finished is not None
+
+    def _finish(self, reason: StopReason) -> None:
+        table, spans = self._topk_table(self._table), self._spans() if self.group.request.follow_run else ()
+        self._table, self._matcher = [], None
+        self.finished = SampledSequence(self.tokens, self.logprobs, reason, table, spans)
+        self.group.num_finished += 1
+
+    def _topk_table(self, rows: list[TopkRow]) -> TopkTable | None:
+        """[rows, k]; None when the request did not ask for it."""
+        k = self.group.request.topk_sample_logprobs
+        if not k:
+            return None
+        table = TopkTable.empty(len(rows), k)
+        for n, (token_ids, logprobs) in enumerate(rows):
+            table.token_ids[n, : len(token_ids)] = token_ids
+            table.logprobs[n, : len(logprobs)] = logprobs
+        return table
+
+    def _spans(self) -> list[VersionSpan]:
+        ends = [*(stretch.start for stretch in self.stretches[1:]), len(self.tokens)]
+        return [
+            VersionSpan(_id_of(stretch.version), end - stretch.start)
+            for stretch, end in zip(self.stretches, ends, strict=True)
+        ]
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """A request and its sequences. Belongs to what computes, from its submission to its end, but for what is said to
+    belong to the event loop, and for what never changes."""
+
+    request: Request
+    generation: Generation
+    """Belongs to the event loop."""
+    version: Version | None
+    """The version that its sequences begin with. A move changes it, and the sequences follow one by one."""
+    stop: StopRule
+    keys: UInt64s
+    """Keys of the sequences' random streams, by index."""
+    scorer: PromptScorer | None
+    grammar: Compiled | None = None
+    """Grammar that the sequences have to follow; None means any text."""
+    request_id: str = ""
+    sequences: list[Sequence] = field(default_factory=list)
+    """All num_samples, by index."""
+    submitted: float = field(default_factory=time.perf_counter)
+    begun: bool = False
+    """Whether it has a first token."""
+    prompt_done: int = 0
+    """Prompt tokens in the cache, computed or reused."""
+    cache_hit_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    num_finished: int = 0
+    """Sequences that have ended."""
+    failure: ServiceError | None = None
+    """An error of this request alone, with which it ends after the step."""
+    held: list[Version] = field(default_factory=list)
+    """Versions that it keeps resident, the newest last. Belongs to the event loop."""
+    prompt_digests: dict[int, list[bytes]] = field(default_factory=dict)
+    """Digests of the prompt's full blocks, for the prefix cache, by namespace."""
+    _in_use: list[Version] = field(default_factory=list)
+    """Versions that its sequences use or will use."""
+
+    def __post_init__(self) -> None:
+        if self.version is not None:
+            self.held.append(self.version)
+            self._in_use.append(self.version)
+
+    @property
+    def rule(self) -> Rule:
+        params = self.request.params
+        return Rule(params.temperature, params.top_k, params.top_p, params.min_p)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if sequence.finished is None]
+
+    @property
+    def complete(self) -> bool:
+        return self.num_finished == len(self.sequences)
+
+    def move(self, version: Version) -> None:
+        """Lets its sequences go on with this version."""
+        self.version = version
+        self._in_use.append(version)
+
+    def take_unused(self) -> list[Version]:
+        """Versions that all its sequences have left since the last call."""
+        if len(self._in_use) < 2:
+            return []
+        used = [self.version, *(sequence.version for sequence in self.unfinished)]
+        unused = [version for version in self._in_use if version not in used]
+        self._in_use = [version for version in self._in_use if version in used]
+        return unused
+
+    def forget_versions(self) -> None:
+        """Lets go of the versions when the request ends. Requests, sequences and jobs refer to each other, so they stay
+        in memory until Python's next full collection, and versions are too large for that."""
+        self.version = None
+        self._in_use.clear()
+        for sequence in self.sequences:
+            sequence.stretches.clear()
+
+    def fail(self, error: Exception) -> ServiceError:
+        """Notes an error that concerns no other request, and returns the request's own; it ends with it after the
+        step."""
+        logger.error("a request failed in the engine", exc_info=error)
+        self.failure = self.failure or ServiceError(
+            f"the engine failed in this request: {error}; the log has the cause"
+        )
+        return self.failure
+
+    def outcome(self) -> Result | ServiceError:
+        """The answer, once all sequences have ended; an error when a prompt score is no number."""
+        try:
+            return self.result()
+        except ServiceError as error:
+            return error
+        except Exception as error:
+            return self.fail(error)
+
+    def result(self) -> Result:
+        """Raises ServiceError when a prompt score is no number."""
+        sequences = [sequence.finished for sequence in self.sequences if sequence.finished is not None]
+        computed_by = self.sequences[0].stretches[0].version
+        prompt = PromptScores() if self.scorer is None else self.scorer.result(_id_of(computed_by))
+        return Result(sequences, prompt, self.cache_hit_tokens)
+
+
+def _id_of(version: Version | None) -> str:
+    return "" if version is None else version.version_id

@@ -4,9 +4,9 @@ One compute thread repeats: take commands, one step of the batch, deliver its ou
 next step and leaves it at its last token. The event loop checks requests, owns the versions and receives results. The
 two threads share nothing but the queue of commands, and what they hand over in commands and outputs.
 
-An error that concerns one request fails that request (Task.fail). A step that finds no memory fails what it computed
-with OUT_OF_CAPACITY, which callers send again. After any other error the state is unknown: the engine dies, and
-the process with it, and the gateway sends its requests to another sampler.
+An error that concerns one request fails that request (SequenceGroup.fail). A step that finds no memory fails the
+requests that it computed with OUT_OF_CAPACITY, and callers send them again. After any other error the state is unknown:
+the engine dies, and the process with it, and the gateway sends its requests to another sampler.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -27,9 +27,8 @@ from sampler_service.core.engine import OpenRequests
 from sampler_service.core.queue_status import Progress, status_of
 from sampler_service.core.request import Generation, Params, QueueStatus, Request, StopCondition
 from sampler_service.core.self_check import Comparison
+from sampler_service.core.sequence import SequenceGroup, StopRules
 from sampler_service.core.sizing import Sizes, resolve_device, resolve_dtype
-from sampler_service.core.stops import StopRules
-from sampler_service.core.task import Task
 from sampler_service.core.validation import Limits
 from sampler_service.core.versions import Version, VersionStore
 from sampler_service.eos import eos_token_ids
@@ -54,14 +53,14 @@ logger = logging.getLogger(__name__)
 class Add:
     """Computes the jobs of one request."""
 
-    jobs: Sequence[Job[Task]]
+    jobs: list[Job]
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
     """Ends a request with an error."""
 
-    task: Task
+    group: SequenceGroup
     error: ServiceError
 
 
@@ -69,7 +68,7 @@ class Cancel:
 class Move:
     """Lets the sequences of some requests go on with another version."""
 
-    tasks: Sequence[Task]
+    groups: list[SequenceGroup]
     version: Version
     future: asyncio.Future[int]
     """Comes back in the StepOutput with the number of sequences that have moved."""
@@ -178,15 +177,15 @@ class TorchEngine:
         return self.base.device.type
 
     @property
-    def targets(self) -> Sequence[Target]:
+    def targets(self) -> abc.Sequence[Target]:
         return self.base.targets
 
     async def submit(self, request: Request, *, stream: bool = False, request_id: str = "") -> Generation:
-        task = await self.requests.accept(request, stream=stream, request_id=request_id)
-        with self.requests.lost_without(task):
-            jobs = self._jobs(task)
+        group = await self.requests.accept(request, stream=stream, request_id=request_id)
+        with self.requests.lost_without(group):
+            jobs = self._jobs(group)
         self._commands.put(Add(jobs))
-        return task.generation
+        return group.generation
 
     def describe(self, request_id: str) -> QueueStatus | None:
         return status_of(request_id, self.requests, self.requests.waiting, self._progress)
@@ -197,7 +196,7 @@ class TorchEngine:
     def memory_for(self, layout: Weights) -> None:
         """Any will do: install() moves what lies elsewhere."""
 
-    def make_room(self, version_id: str, num_bytes: int) -> Sequence[Weights]:
+    def make_room(self, version_id: str, num_bytes: int) -> list[Weights]:
         return self.store.make_room(version_id, num_bytes)
 
     async def install(
@@ -224,15 +223,15 @@ class TorchEngine:
         await in_thread(self._thread.join)
         self.requests.end_stop()
 
-    def _jobs(self, task: Task) -> list[Job[Task]]:
+    def _jobs(self, group: SequenceGroup) -> list[Job]:
         """One job, or several when the samples cannot all run at once. Only the first scores the prompt."""
-        sequences = task.sequences
+        sequences = group.sequences
         planner = self._scheduler.planner
         together = min(planner.max_running, planner.max_kv_tokens // sequences[0].need)
-        groups = [sequences[n : n + together] for n in range(0, len(sequences), together)]
-        length, request = len(task.request.prompt), task.request
+        parts = [sequences[n : n + together] for n in range(0, len(sequences), together)]
+        length, request = len(group.request.prompt), group.request
         run = f"{run_of(request.version_id)} {request.cache_salt}"
-        return [Job(task, length, group, scored=n == 0, run=run) for n, group in enumerate(groups)]
+        return [Job(group, length, part, scored=n == 0, run=run) for n, part in enumerate(parts)]
 
     async def _warm_up(self) -> None:
         """Short requests on the base model and on an adapter, so that no user meets a first-time pause.
@@ -257,16 +256,16 @@ class TorchEngine:
         self.store.remove("warm-up")
         self._commands.put(ForgetWarmUp())
 
-    def _cancel(self, task: Task) -> None:
-        self._commands.put(Cancel(task, Cancelled("the caller has left")))
+    def _cancel(self, group: SequenceGroup) -> None:
+        self._commands.put(Cancel(group, Cancelled("the caller has left")))
 
     def _forget(self, version: Version) -> None:
         self._commands.put(ForgetVersion(version.namespace, version.weights))
 
-    def _release(self, task: Task) -> None:
-        for version in task.held:
+    def _release(self, group: SequenceGroup) -> None:
+        for version in group.held:
             self.store.release(version)
-        task.held.clear()
+        group.held.clear()
 
     # The compute thread.
 
@@ -303,9 +302,9 @@ class TorchEngine:
             case Add():
                 scheduler.add(command.jobs)
             case Cancel():
-                scheduler.cancel(command.task, command.error)
+                scheduler.cancel(command.group, command.error)
             case Move():
-                scheduler.move(command.tasks, command.version, command.future)
+                scheduler.move(command.groups, command.version, command.future)
             case ForgetVersion():
                 scheduler.forget_version(command.namespace)
                 self._runner.parameters.forget(command.weights)
@@ -334,22 +333,22 @@ class TorchEngine:
 
     def _hand_over(self, output: StepOutput) -> None:
         self._progress = output.progress or self._progress
-        for task, started_at in output.admitted:
-            self.requests.admit(task, started_at)
-        for task, version in output.left:
-            if version in task.held:  # it may have ended meanwhile
-                task.held.remove(version)
+        for group, started_at in output.admitted:
+            self.requests.admit(group, started_at)
+        for group, version in output.left:
+            if version in group.held:  # it may have ended meanwhile
+                group.held.remove(version)
                 self.store.release(version)
         for moved, num_sequences in output.moved:
             if not moved.done():  # its caller may have left
                 moved.set_result(num_sequences)
-        for task, delta in output.deltas:
-            task.generation.push(delta)
-        for task, outcome in output.ended:
-            self.requests.end(task, outcome)
+        for group, delta in output.deltas:
+            group.generation.push(delta)
+        for group, outcome in output.ended:
+            self.requests.end(group, outcome)
 
     def _died(self, error: BaseException, output: StepOutput) -> None:
         """`output`: of the step that has failed, which may have begun requests."""
-        for task, started_at in output.admitted:
-            self.requests.admit(task, started_at)
+        for group, started_at in output.admitted:
+            self.requests.admit(group, started_at)
         self.requests.die(error)

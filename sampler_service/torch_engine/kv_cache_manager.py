@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sampler_service.core.sequence import Sequence
-from sampler_service.core.task import Task
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.planner import Job, Piece
 from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS, PrefixCache, digests_of
@@ -71,7 +70,7 @@ class KVCacheManager:
         for size, (lanes, tokens) in sorted(grown.items(), key=lambda item: item[1][0] * item[1][1]):
             self.caches[size].resize(lanes, tokens)
 
-    def place(self, job: Job[Task], first: int, count: int) -> None:
+    def place(self, job: Job, first: int, count: int) -> None:
         """Copies a prompt to `count` lanes from `first` on, which lies at its own lane or below."""
         below = slice(first, min(job.lane, first + count))
         above = slice(job.lane + 1, first + count)
@@ -99,15 +98,15 @@ class KVCacheManager:
         if idle and self._num_bytes() > IDLE_CACHE_BYTES:
             self._clear_caches()
 
-    def reuse(self, job: Job[Task]) -> int:
+    def reuse(self, job: Job) -> int:
         """How many of a job's tokens the prefix cache spares it: up to the first row that it scores, and never all, for
         the last one gives the first draw."""
         if not self.prefixes.enabled:
             return 0
-        task = job.owner
+        group = job.group
         most = job.length - 1
-        if job.scored and task.scorer is not None:
-            most = min(most, task.scorer.first_row)
+        if job.scored and group.scorer is not None:
+            most = min(most, group.scorer.first_row)
         num_blocks = -(-most // BLOCK_TOKENS)
         job.blocks = self.prefixes.match(_digests(job.sequences[0])[:num_blocks]) if most else []
         tokens = min(most, len(job.blocks) * BLOCK_TOKENS)
@@ -116,33 +115,32 @@ class KVCacheManager:
         self._metrics.cache.prefix_hit_tokens.inc(tokens)
         return tokens
 
-    def load(self, piece: Piece[Task]) -> None:
+    def load(self, piece: Piece) -> None:
         """Brings a job's reused tokens to its lane, before its first piece is computed."""
         job = piece.job
         if job.blocks:
             self.prefixes.load(self.caches[job.size], job.lane, job.blocks, piece.start)
             job.blocks = []
 
-    def remember(self, sequence: Sequence[Task], lane: int) -> None:
+    def remember(self, sequence: Sequence, lane: int) -> None:
         """Keeps the computed tokens of a sequence, which lie in this lane of its size, before that is given away or
         shared; unless they are of more than one version, for then no request may find them."""
-        task = sequence.owner
-        if self.prefixes.enabled and sequence.index not in task.mixed:
+        if self.prefixes.enabled and not sequence.mixed:
             cache = self.caches[sequence.size]
-            self.prefixes.put(task.namespace_of(sequence), _digests(sequence), cache, lane)
+            self.prefixes.put(sequence.namespace, _digests(sequence), cache, lane)
 
 
 def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _digests(sequence: Sequence[Task]) -> list[bytes]:
+def _digests(sequence: Sequence) -> list[bytes]:
     """Digests of the full blocks of a sequence's tokens, without the newest, whose keys and values are not computed."""
-    task = sequence.owner
-    namespace, salt = task.namespace_of(sequence), task.request.cache_salt
-    prompt = task.prompt_digests.get(namespace)
+    group = sequence.group
+    namespace, salt = sequence.namespace, group.request.cache_salt
+    prompt = group.prompt_digests.get(namespace)
     if prompt is None:
-        prompt = task.prompt_digests[namespace] = digests_of(namespace, task.request.prompt, salt=salt)
+        prompt = group.prompt_digests[namespace] = digests_of(namespace, group.request.prompt, salt=salt)
     if not sequence.tokens:
         return prompt
-    return digests_of(namespace, task.all_tokens(sequence)[:-1], prompt, salt=salt)
+    return digests_of(namespace, sequence.all_tokens()[:-1], prompt, salt=salt)

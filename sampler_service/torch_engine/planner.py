@@ -25,11 +25,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, count
-from typing import Any, Generic, TypeVar
 
-from sampler_service.core.sequence import PASSING, Sequence
-
-Owner = TypeVar("Owner")
+from sampler_service.core.sequence import PASSING, Sequence, SequenceGroup
 
 SHORT_TOKENS = 1024
 """Most tokens of a sequence of size 0; each size is for 4 times as many as the one before it."""
@@ -50,13 +47,13 @@ def size_of(tokens: int) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Job(Generic[Owner]):
+class Job:
     """A prompt to compute once, and the sequences that go on from it. A sequence that was interrupted is a job too: its
     prompt includes what it has generated."""
 
-    owner: Owner
+    group: SequenceGroup
     length: int
-    sequences: list[Sequence[Owner]]
+    sequences: list[Sequence]
     scored: bool
     """The prompt's own logprobs are wanted from this job."""
     done: int = 0
@@ -65,7 +62,7 @@ class Job(Generic[Owner]):
     blocks: list[int] = field(default_factory=list)
     """Blocks of the prefix cache that its first `done` tokens come from, until they lie in its lane."""
     run: str = ""
-    """The training run whose version computes it, none for the base model, and the owner, by the request's cache_salt.
+    """The training run whose version computes it, none for the base model, and the group, by the request's cache_salt.
     They take turns."""
     place: tuple[int, int] = (0, 0)
     """Its start, in tokens, and its number among those that start there, while it waits."""
@@ -82,10 +79,10 @@ class Job(Generic[Owner]):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece(Generic[Owner]):
+class Piece:
     """Part of a job's prompt, computed in one step."""
 
-    job: Job[Owner]
+    job: Job
     start: int
     length: int
     came_from: int
@@ -99,7 +96,7 @@ class Piece(Generic[Owner]):
 class Reservations:
     """Tokens and lanes that are promised to sequences, over all caches."""
 
-    def __init__(self, sequences: Iterable[Sequence[Owner]] = ()) -> None:
+    def __init__(self, sequences: Iterable[Sequence] = ()) -> None:
         self.lanes = 0
         self.tokens = 0
         self._by_size: dict[int, tuple[int, int]] = {}
@@ -132,7 +129,7 @@ class Reservations:
         return tokens if tokens >= longest else 0
 
 
-class Waiting(Generic[Owner]):
+class Waiting:
     """Jobs that wait for a place. Jobs of one run keep their order, and runs take turns by tokens: start-time fair
     queueing (Goyal, Vin and Cheng, 1996). A job starts where its run's job before it ends, and no earlier than the
     first of all those that wait; the job with the earliest start is the first. So a run that comes with thousands of
@@ -141,89 +138,89 @@ class Waiting(Generic[Owner]):
     def __init__(self, *, short_tokens: int) -> None:
         """`short_tokens`: most tokens of a job that may pass others."""
         self._short_tokens = short_tokens
-        self._jobs: list[Job[Owner]] = []
+        self._jobs: list[Job] = []
         """By their places."""
         self._numbers = count(1)
         self._start = 0
         """Start of the first job when one was last taken, in tokens."""
         self._ends: dict[str, int] = {}
         """Where the last job of each run ends, in tokens; forgotten when nobody waits."""
-        self._of: dict[Owner, list[Job[Owner]]] = {}
-        self._short: list[list[Job[Owner]]] = [[] for _ in range(0, short_tokens + 1, _GROUP)]
+        self._of: dict[SequenceGroup, list[Job]] = {}
+        self._short: list[list[Job]] = [[] for _ in range(0, short_tokens + 1, _GROUP)]
         """Jobs that may pass others, by their places, in groups of nearly the same length."""
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def __iter__(self) -> Iterator[Job[Owner]]:
+    def __iter__(self) -> Iterator[Job]:
         return iter(self._jobs)
 
     @property
-    def first(self) -> Job[Owner]:
+    def first(self) -> Job:
         return self._jobs[0]
 
-    def append(self, job: Job[Owner]) -> None:
+    def append(self, job: Job) -> None:
         """Behind those of its run."""
         first = self.first.place[0] if self._jobs else 0
         start = max(self._start, first, self._ends.get(job.run, 0))
         self._ends[job.run] = start + job.cost
         self._add(job, (start, next(self._numbers)))
 
-    def appendleft(self, job: Job[Owner]) -> None:
+    def appendleft(self, job: Job) -> None:
         """Before all others."""
         start, number = self.first.place if self._jobs else (self._start, 0)
         self._add(job, (start, min(0, number) - 1))
 
-    def take(self, job: Job[Owner]) -> None:
+    def take(self, job: Job) -> None:
         """Removes a job that gets a place."""
         self._start = max(self._start, self.first.place[0])  # one that passes others moves nobody's start
         self._remove(job)
 
-    def drop(self, owner: Owner) -> None:
+    def drop(self, group: SequenceGroup) -> None:
         """Removes the jobs of a request, for which its run pays nothing."""
-        for job in reversed(list(self._of.get(owner, ()))):
+        for job in reversed(list(self._of.get(group, ()))):
             if self._ends.get(job.run) == job.place[0] + job.cost:
                 self._ends[job.run] = job.place[0]
             self._remove(job)
 
-    def first_short(self, fits: Callable[[Job[Owner]], bool]) -> Job[Owner] | None:
+    def first_short(self, fits: Callable[[Job], bool]) -> Job | None:
         """The first job that may pass others and fits. Only the first of each group is asked about, for all others need
         about as much."""
         return min(filter(fits, (group[0] for group in self._short if group)), key=_place, default=None)
 
-    def _add(self, job: Job[Owner], place: tuple[int, int]) -> None:
+    def _add(self, job: Job, place: tuple[int, int]) -> None:
         job.place = place
         insort(self._jobs, job, key=_place)
         if self._may_pass(job):
             insort(self._group(job), job, key=_place)
-        self._of.setdefault(job.owner, []).append(job)
+        self._of.setdefault(job.group, []).append(job)
 
-    def _remove(self, job: Job[Owner]) -> None:
+    def _remove(self, job: Job) -> None:
         _delete(self._jobs, job)
         if self._may_pass(job):
             _delete(self._group(job), job)
-        self._of[job.owner].remove(job)
-        if not self._of[job.owner]:
-            del self._of[job.owner]
+        self._of[job.group].remove(job)
+        if not self._of[job.group]:
+            del self._of[job.group]
         if not self._jobs:
             self._ends.clear()
 
-    def _may_pass(self, job: Job[Owner]) -> bool:
+    def _may_pass(self, job: Job) -> bool:
         return len(job.sequences) == 1 and job.sequences[0].passes and job.length <= self._short_tokens
 
-    def _group(self, job: Job[Owner]) -> list[Job[Owner]]:
+    def _group(self, job: Job) -> list[Job]:
         return self._short[job.length // _GROUP]
 
 
-def _place(job: Job[Any]) -> tuple[int, int]:
+def _place(job: Job) -> tuple[int, int]:
     return job.place
 
 
-def _delete(jobs: list[Job[Owner]], job: Job[Owner]) -> None:
+def _delete(jobs: list[Job], job: Job) -> None:
     del jobs[bisect_left(jobs, job.place, key=_place)]
 
 
-class Planner(Generic[Owner]):
+class Planner:
     """Admits jobs, reserves their tokens in the cache, and cuts their prompts into the pieces of a step."""
 
     def __init__(
@@ -232,27 +229,27 @@ class Planner(Generic[Owner]):
         max_running: int,
         max_kv_tokens: int,
         tokens_per_step: int,
-        reuse: Callable[[Job[Owner]], int] = lambda job: 0,
+        reuse: Callable[[Job], int] = lambda job: 0,
     ) -> None:
         """`reuse` is asked at a job's admission how many of its tokens need not be computed; fewer than all of them."""
         self.max_running = max_running
         self.max_kv_tokens = max_kv_tokens
         self.tokens_per_step = tokens_per_step
         self._reuse = reuse
-        self.waiting: Waiting[Owner] = Waiting(short_tokens=tokens_per_step // SHORT_SHARE)
-        self.partial: Job[Owner] | None = None
+        self.waiting: Waiting = Waiting(short_tokens=tokens_per_step // SHORT_SHARE)
+        self.partial: Job | None = None
         """Admitted, with some pieces computed."""
-        self.running: list[Sequence[Owner]] = []
+        self.running: list[Sequence] = []
         """By size, then by lane."""
 
     @property
     def idle(self) -> bool:
         return not (self.waiting or self.partial or self.running)
 
-    def plan(self, *, rests: bool = False) -> list[Piece[Owner]]:
+    def plan(self, *, rests: bool = False) -> list[Piece]:
         """The pieces of this step, in the order of their lanes; admits jobs while there is room. `rests`: prompts that
         are not short get RESTING_TOKENS."""
-        pieces: list[Piece[Owner]] = []
+        pieces: list[Piece] = []
         lanes = Counter(sequence.size for sequence in self.running)
         partial, self.partial = self.partial, None
         held = [] if partial is None else [partial]
@@ -277,14 +274,14 @@ class Planner(Generic[Owner]):
                 self.partial = job
         return sorted(pieces, key=lambda piece: piece.job.size)
 
-    def _passing(self, room: Reservations) -> list[Job[Owner]]:
+    def _passing(self, room: Reservations) -> list[Job]:
         """Short jobs of one step, admitted although those before them wait for room."""
         if not self.waiting or self._has_room(self.waiting.first, room):
             return []
         budget = self.tokens_per_step // SHORT_SHARE
-        chosen: list[Job[Owner]] = []
+        chosen: list[Job] = []
 
-        def fits(job: Job[Owner]) -> bool:
+        def fits(job: Job) -> bool:
             return job.length <= budget and self._has_room(job, room, more_lanes=PASSING)
 
         while len(chosen) < PASSING and (job := self.waiting.first_short(fits)) is not None:
@@ -294,12 +291,12 @@ class Planner(Generic[Owner]):
             chosen.append(job)
         return chosen
 
-    def _overtaking(self, held: list[Job[Owner]], room: Reservations) -> list[Job[Owner]]:
+    def _overtaking(self, held: list[Job], room: Reservations) -> list[Job]:
         """Short jobs that go before longer ones, admitted; there is room for those ahead of them as well."""
         budget = self.tokens_per_step // SHORT_SHARE
         if not self._more_than_a_step(held):
             return []  # nobody has to wait
-        chosen: list[Job[Owner]] = []
+        chosen: list[Job] = []
         ahead = room.copy()
         for job in self.waiting:
             if budget == 0 or not self._has_room(job, ahead):
@@ -313,11 +310,11 @@ class Planner(Generic[Owner]):
             self._take(job)
         return chosen
 
-    def _take(self, job: Job[Owner]) -> None:
+    def _take(self, job: Job) -> None:
         self.waiting.take(job)
         self._reserve(job)
 
-    def _more_than_a_step(self, held: list[Job[Owner]]) -> bool:
+    def _more_than_a_step(self, held: list[Job]) -> bool:
         pending = 0
         for job in chain(held, self.waiting):
             pending += job.length - job.done
@@ -325,7 +322,7 @@ class Planner(Generic[Owner]):
                 return True
         return False
 
-    def _admit(self, room: Reservations) -> Job[Owner] | None:
+    def _admit(self, room: Reservations) -> Job | None:
         if not self.waiting or not self._has_room(self.waiting.first, room):
             return None
         job = self.waiting.first
@@ -333,25 +330,25 @@ class Planner(Generic[Owner]):
         self._take(job)
         return job
 
-    def _has_room(self, job: Job[Owner], room: Reservations, *, more_lanes: int = 0) -> bool:
+    def _has_room(self, job: Job, room: Reservations, *, more_lanes: int = 0) -> bool:
         """Beside what is promised."""
         lanes = len(job.sequences)
         if room.lanes + lanes > self.max_running + more_lanes:
             return False
         return room.with_more(lanes, job.sequences[0].need) <= self.max_kv_tokens
 
-    def _reserve(self, job: Job[Owner]) -> None:
+    def _reserve(self, job: Job) -> None:
         for sequence in job.sequences:
             sequence.reserved = sequence.need
             sequence.size = size_of(sequence.reserved)
         job.done = self._reuse(job)
 
-    def grow(self) -> list[Sequence[Owner]]:
+    def grow(self) -> list[Sequence]:
         """Renews reservations that are used up. Returns the sequences that have to leave; they are queued. Others may
         have outgrown their lanes (`outgrown`)."""
         if all(sequence.length <= sequence.reserved for sequence in self.running):
             return []
-        leaving: list[Sequence[Owner]] = []
+        leaving: list[Sequence] = []
         for sequence in sorted(self.running, key=lambda sequence: sequence.order):
             while sequence.length > sequence.reserved and sequence not in leaving:
                 if (reserved := self._more_for(sequence, leaving)) >= sequence.length:
@@ -361,10 +358,10 @@ class Planner(Generic[Owner]):
                     leaving.append(max(staying, key=lambda one: one.order))
         for sequence in sorted(leaving, key=lambda sequence: sequence.order, reverse=True):
             sequence.reserved = 0
-            self.waiting.appendleft(Job(sequence.owner, sequence.length, [sequence], scored=False))
+            self.waiting.appendleft(Job(sequence.group, sequence.length, [sequence], scored=False))
         return leaving
 
-    def _more_for(self, sequence: Sequence[Owner], leaving: list[Sequence[Owner]]) -> int:
+    def _more_for(self, sequence: Sequence, leaving: list[Sequence]) -> int:
         """Tokens to reserve for it: twice its length, or as many as are free; 0 when none are."""
         held = self.partial.sequences if self.partial is not None else []
         room = Reservations([*(one for one in self.running if one is not sequence and one not in leaving), *held])
@@ -373,17 +370,17 @@ class Planner(Generic[Owner]):
             return wanted
         return min(wanted, room.longest(size_of(sequence.length), max_tokens=self.max_kv_tokens))
 
-    def outgrown(self) -> list[Sequence[Owner]]:
+    def outgrown(self) -> list[Sequence]:
         """Running sequences whose lanes are too short for what is reserved for them."""
         return [sequence for sequence in self.running if size_of(sequence.reserved) != sequence.size]
 
-    def join(self, sequence: Sequence[Owner], *, size: int) -> None:
+    def join(self, sequence: Sequence, *, size: int) -> None:
         """It runs in the next lane of this size."""
         sequence.size, sequence.lane = size, sum(one.size == size for one in self.running)
         self.running.append(sequence)
         self.running.sort(key=lambda one: (one.size, one.lane))
 
-    def leave(self, sequence: Sequence[Owner]) -> Sequence[Owner] | None:
+    def leave(self, sequence: Sequence) -> Sequence | None:
         """Returns the sequence whose lane moves into its place; None when it had the last one. For several, the last
         lane leaves first."""
         last = max((one for one in self.running if one.size == sequence.size), key=lambda one: one.lane)
@@ -394,9 +391,9 @@ class Planner(Generic[Owner]):
         self.running.sort(key=lambda one: (one.size, one.lane))
         return last
 
-    def drop(self, owner: Owner) -> list[Sequence[Owner]]:
+    def drop(self, group: SequenceGroup) -> list[Sequence]:
         """Forgets a request that waits or is being prefilled. Returns those of its sequences that decode."""
-        self.waiting.drop(owner)
-        if self.partial is not None and self.partial.owner is owner:
+        self.waiting.drop(group)
+        if self.partial is not None and self.partial.group is group:
             self.partial = None
-        return [sequence for sequence in self.running if sequence.owner is owner]
+        return [sequence for sequence in self.running if sequence.group is group]

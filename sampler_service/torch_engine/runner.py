@@ -6,7 +6,7 @@ Shapes: B running sequences, T packed tokens, R rows that sample, M rows with a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -17,8 +17,7 @@ from torch import Tensor
 from sampler_service.core import sampling
 from sampler_service.core.penalties import Penalized
 from sampler_service.core.sampling import Rules, UInt64s, scaled_logprobs, uniforms
-from sampler_service.core.sequence import Sequence as RunningSequence
-from sampler_service.core.task import Task
+from sampler_service.core.sequence import Sequence
 from sampler_service.grammars import Bools
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.planner import Piece
@@ -35,14 +34,6 @@ from tinsmith.modeling.lora import Run
 
 MIN_SHARED_TOKENS = 32
 """Shorter prompts are read as often as they are used: two products cost more."""
-
-TaskSequence = RunningSequence[Task]
-TaskPiece = Piece[Task]
-
-
-def adapter_of(sequence: TaskSequence) -> Adapter | None:
-    """The adapter that a sequence is at; those of one job are at the same until its prompt is computed."""
-    return sequence.owner.adapter_of(sequence)
 
 
 def runs_of(segments: Iterable[tuple[Adapter | None, int]]) -> list[Run]:
@@ -75,7 +66,7 @@ def runs_of(segments: Iterable[tuple[Adapter | None, int]]) -> list[Run]:
 class Rows:
     """How the sampling rows draw: the running sequences in their order, then new ones."""
 
-    sequences: Sequence[TaskSequence]
+    sequences: list[Sequence]
     rules: Rules
     keys: UInt64s
     counters: UInt64s
@@ -88,20 +79,20 @@ class Rows:
     """Indices of the rows that draw only tokens which their grammar allows."""
 
     @classmethod
-    def of(cls, sequences: Sequence[TaskSequence], *, vocab_size: int, device: torch.device) -> Rows:
+    def of(cls, sequences: list[Sequence], *, vocab_size: int, device: torch.device) -> Rows:
         changed = [
-            (n, penalties, sequence.owner.history(sequence, vocab_size=vocab_size, device=device))
+            (n, penalties, sequence.history(vocab_size=vocab_size, device=device))
             for n, sequence in enumerate(sequences)
-            if (penalties := sequence.owner.request.params.penalties)
+            if (penalties := sequence.group.request.params.penalties)
         ]
         return cls(
             sequences=sequences,
-            rules=Rules.of([sequence.owner.rule for sequence in sequences], vocab_size=vocab_size, device=device),
-            keys=np.array([sequence.owner.keys[sequence.index] for sequence in sequences], np.uint64),
+            rules=Rules.of([sequence.group.rule for sequence in sequences], vocab_size=vocab_size, device=device),
+            keys=np.array([sequence.group.keys[sequence.index] for sequence in sequences], np.uint64),
             counters=np.array([len(sequence.tokens) for sequence in sequences], np.uint64),
-            topk=[(n, sequence.owner.topk) for n, sequence in enumerate(sequences) if sequence.owner.topk],
+            topk=[(n, k) for n, sequence in enumerate(sequences) if (k := sequence.group.request.topk_sample_logprobs)],
             penalized=Penalized.of(changed, device=device) if changed else None,
-            with_grammar=[n for n, sequence in enumerate(sequences) if sequence.owner.grammar is not None],
+            with_grammar=[n for n, sequence in enumerate(sequences) if sequence.group.grammar is not None],
         )
 
 
@@ -113,22 +104,22 @@ class Pass:
     """None: the base model's own."""
     rows: list[int] = field(default_factory=list)
     """Indices of running sequences, in order."""
-    pieces: list[TaskPiece] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
 
 
-def passes_of(running: Sequence[TaskSequence], pieces: Sequence[TaskPiece]) -> list[Pass]:
+def passes_of(running: list[Sequence], pieces: list[Piece]) -> list[Pass]:
     """One for each set of parameters; as a rule there is one."""
     passes: dict[int, Pass] = {}
     for row, sequence in enumerate(running):
-        parameters = sequence.owner.parameters_of(sequence)
+        parameters = sequence.parameters
         passes.setdefault(id(parameters), Pass(parameters)).rows.append(row)
     for piece in pieces:
-        parameters = piece.job.owner.parameters_of(piece.job.sequences[0])
+        parameters = piece.job.sequences[0].parameters
         passes.setdefault(id(parameters), Pass(parameters)).pieces.append(piece)
     return list(passes.values())
 
 
-def shared_prompts_of(running: Sequence[TaskSequence], device: torch.device) -> SharedPrompts | None:
+def shared_prompts_of(running: list[Sequence], device: torch.device) -> SharedPrompts | None:
     """None where reading a prompt once for all its sequences would gain nothing."""
     groups: dict[int, list[int]] = {}
     for row, sequence in enumerate(running):
@@ -140,7 +131,7 @@ def shared_prompts_of(running: Sequence[TaskSequence], device: torch.device) -> 
     return SharedPrompts.of(list(groups.values()), length, device)
 
 
-def _size(sequence: TaskSequence) -> int:
+def _size(sequence: Sequence) -> int:
     return sequence.size
 
 
@@ -159,12 +150,12 @@ class Decoding:
     """By the size of sequences."""
 
     @classmethod
-    def of(cls, running: Sequence[TaskSequence], *, vocab_size: int, device: torch.device) -> Decoding:
+    def of(cls, running: list[Sequence], *, vocab_size: int, device: torch.device) -> Decoding:
         return cls(
             rows=Rows.of(list(running), vocab_size=vocab_size, device=device),
             tokens_B=torch.tensor([sequence.tokens[-1] for sequence in running], dtype=torch.int64, device=device),
             positions_B=torch.tensor([sequence.length - 1 for sequence in running], dtype=torch.int64, device=device),
-            runs=runs_of((adapter_of(sequence), 1) for sequence in running),
+            runs=runs_of((sequence.adapter, 1) for sequence in running),
             passes=passes_of(running, []),
             shared={size: shared_prompts_of(list(rows), device) for size, rows in groupby(running, key=_size)},
         )
@@ -181,9 +172,9 @@ class Decoding:
 class Batch:
     """The work of one step, made by Scheduler.schedule()."""
 
-    running: Sequence[TaskSequence]
+    running: list[Sequence]
     """Sequences that get their next token."""
-    pieces: Sequence[TaskPiece]
+    pieces: list[Piece]
     """Pieces of prompts."""
     changed: bool = True
     """Whether the running sequences, their lanes or their versions differ from those of the last batch."""
@@ -191,14 +182,14 @@ class Batch:
     """Whether prompts rest in this step."""
     started: float = 0.0
     """When the step began, by the performance counter."""
-    ending: Sequence[TaskPiece] = field(init=False)
+    ending: list[Piece] = field(init=False)
     """The pieces with which their prompts end."""
 
     def __post_init__(self) -> None:
         self.ending = [piece for piece in self.pieces if piece.ends]
 
     @property
-    def sampling(self) -> list[TaskSequence]:
+    def sampling(self) -> list[Sequence]:
         """Sequences that get a token: the running ones, then those of the prompts that end here."""
         return [*self.running, *(sequence for piece in self.ending for sequence in piece.job.sequences)]
 
@@ -288,16 +279,14 @@ class Runner:
             positions.append(decoding.positions_B[rows])
         for piece in one.pieces:
             stop = piece.start + piece.length
-            tokens.append(
-                torch.from_numpy(piece.job.owner.tokens_of(piece.job.sequences[0], piece.start, stop)).to(device)
-            )
+            tokens.append(torch.from_numpy(piece.job.sequences[0].tokens_between(piece.start, stop)).to(device))
             positions.append(torch.arange(piece.start, stop, device=device))
             self.metrics.steps.prefilled_tokens.inc(piece.length)
         runs = self._kept_runs(one)
         if runs is None:
             running = batch.running
-            segments = [(adapter_of(running[row]), 1) for row in one.rows]
-            runs = runs_of([*segments, *((adapter_of(piece.job.sequences[0]), piece.length) for piece in one.pieces)])
+            segments = [(running[row].adapter, 1) for row in one.rows]
+            runs = runs_of([*segments, *((piece.job.sequences[0].adapter, piece.length) for piece in one.pieces)])
         layouts = list(self._layouts(batch, one))
         layout = layouts[0] if len(layouts) == 1 else CachedTogether(layouts)
         return self.base.hidden_states(_joined(tokens), _joined(positions), layout, runs)
@@ -330,28 +319,28 @@ class Runner:
         for piece in one.pieces:
             rows = slice(first, first + piece.length)
             first = rows.stop
-            task = piece.job.owner
-            if task.scorer is not None and piece.job.scored:
-                adapter = adapter_of(piece.job.sequences[0])
+            group = piece.job.group
+            if group.scorer is not None and piece.job.scored:
+                adapter = piece.job.sequences[0].adapter
                 try:
-                    task.scorer.add(self.base.head, hidden_T_H[rows], start=piece.start, adapter=adapter)
+                    group.scorer.add(self.base.head, hidden_T_H[rows], start=piece.start, adapter=adapter)
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as error:
-                    task.fail(error)
+                    group.fail(error)
 
     def _logits(self, batch: Batch, one: Pass, hidden_T_H: Tensor) -> Tensor:
         running, runs = batch.running, self._kept_runs(one)
         if runs is not None:
             return logits(self.base.head, hidden_T_H, runs)
         wanted = list(range(len(one.rows)))
-        adapters = [adapter_of(running[row]) for row in one.rows]
+        adapters = [running[row].adapter for row in one.rows]
         last = len(one.rows) - 1
         for piece in one.pieces:
             last += piece.length
             if piece.ends:
                 wanted.append(last)
-                adapters.append(adapter_of(piece.job.sequences[0]))
+                adapters.append(piece.job.sequences[0].adapter)
         rows = torch.tensor(wanted, dtype=torch.int64, device=self.base.device)
         return logits(self.base.head, hidden_T_H[rows], runs_of((adapter, 1) for adapter in adapters))
 
@@ -363,7 +352,7 @@ class Runner:
         return decoding.runs
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
@@ -408,10 +397,9 @@ def _masks(rows: Rows, logits_R_V: Tensor) -> tuple[Tensor, Tensor] | None:
     for row in rows.with_grammar:
         sequence = rows.sequences[row]
         try:
-            matcher = sequence.owner.matcher_of(sequence)
-            masks[row] = matcher.allowed(logits_R_V.shape[1])
+            masks[row] = sequence.matcher().allowed(logits_R_V.shape[1])
         except ServiceError as error:
-            sequence.owner.failure = sequence.owner.failure or error
+            sequence.group.failure = sequence.group.failure or error
     if not masks:
         return None
     device = logits_R_V.device
@@ -423,5 +411,4 @@ def _take_tables(rows: Rows, logprobs_R_V: Tensor) -> None:
     wanted = torch.tensor([row for row, _ in rows.topk], device=logprobs_R_V.device)
     values, ids = (x.cpu().numpy() for x in logprobs_R_V[wanted].topk(most))
     for n, (row, k) in enumerate(rows.topk):
-        sequence = rows.sequences[row]
-        sequence.owner.take_table(sequence, ids[n, :k], values[n, :k])
+        rows.sequences[row].take_row(ids[n, :k], values[n, :k])

@@ -10,7 +10,6 @@ import asyncio
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,14 +17,13 @@ import torch
 from sampler_service.core.queue_status import Progress, Speed
 from sampler_service.core.request import Delta, Result
 from sampler_service.core.scoring import not_finite
-from sampler_service.core.sequence import PASSING
+from sampler_service.core.sequence import PASSING, Sequence, SequenceGroup
 from sampler_service.core.sizing import Sizes
-from sampler_service.core.task import Task
 from sampler_service.core.versions import Version
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.kv_cache_manager import KVCacheManager, Wanted
-from sampler_service.torch_engine.planner import Job, Planner, size_of
-from sampler_service.torch_engine.runner import Batch, Drawn, TaskPiece, TaskSequence
+from sampler_service.torch_engine.planner import Job, Piece, Planner, size_of
+from sampler_service.torch_engine.runner import Batch, Drawn
 from tinsmith.errors import ServiceError
 from tinsmith.modeling.kv_cache import KVCache
 
@@ -37,14 +35,14 @@ PROGRESS_S = 0.1
 class StepOutput:
     """Outcome of a step, and of the commands before it, for the event loop."""
 
-    admitted: list[tuple[Task, float]] = field(default_factory=list)
+    admitted: list[tuple[SequenceGroup, float]] = field(default_factory=list)
     """Requests whose computation has begun, and when, in seconds since 1970."""
-    left: list[tuple[Task, Version]] = field(default_factory=list)
+    left: list[tuple[SequenceGroup, Version]] = field(default_factory=list)
     """Versions that a request does not use any more."""
     moved: list[tuple[asyncio.Future[int], int]] = field(default_factory=list)
     """The futures of the moves that were made, and how many sequences go on with the new version."""
-    deltas: list[tuple[Task, Delta]] = field(default_factory=list)
-    ended: list[tuple[Task, Result | ServiceError]] = field(default_factory=list)
+    deltas: list[tuple[SequenceGroup, Delta]] = field(default_factory=list)
+    ended: list[tuple[SequenceGroup, Result | ServiceError]] = field(default_factory=list)
     progress: Progress | None = None
     """None: about as in the output before."""
 
@@ -61,7 +59,7 @@ class Scheduler:
             prefix_bytes=sizes.prefix_cache_bytes,
             metrics=metrics,
         )
-        self.planner: Planner[Task] = Planner(
+        self.planner: Planner = Planner(
             max_running=max_running,
             max_kv_tokens=sizes.max_kv_tokens,
             tokens_per_step=sizes.tokens_per_step,
@@ -69,9 +67,9 @@ class Scheduler:
         )
         self.speed = Speed()
         self.metrics = metrics
-        self._tasks: dict[Task, None] = {}
+        self._groups: dict[SequenceGroup, None] = {}
         """Requests that have not ended, in the order of their arrival."""
-        self._begun: dict[Task, None] = {}
+        self._begun: dict[SequenceGroup, None] = {}
         """Those of them whose computation has begun."""
         self._noted_at = 0.0
         """When the progress was last noted, by the performance counter."""
@@ -87,10 +85,10 @@ class Scheduler:
     def idle(self) -> bool:
         return self.planner.idle
 
-    def add(self, jobs: Sequence[Job[Task]]) -> None:
+    def add(self, jobs: list[Job]) -> None:
         """The jobs of one request."""
-        self._tasks[jobs[0].owner] = None
-        if jobs[0].owner.request.on_probation:  # a publish waits for it
+        self._groups[jobs[0].group] = None
+        if jobs[0].group.request.on_probation:  # a publish waits for it
             for job in reversed(jobs):
                 self.planner.waiting.appendleft(job)
         else:
@@ -98,20 +96,20 @@ class Scheduler:
                 self.planner.waiting.append(job)
 
     @torch.inference_mode()
-    def cancel(self, task: Task, outcome: ServiceError) -> None:
+    def cancel(self, group: SequenceGroup, outcome: ServiceError) -> None:
         """Takes a request out; it leaves nothing behind in the cache. One that has ended already is left alone."""
-        if task not in self._tasks:
+        if group not in self._groups:
             return
         partial = self.planner.partial
-        if partial is not None and partial.owner is task:
+        if partial is not None and partial.group is group:
             self.kv.caches[partial.size].wipe(partial.lane)
-        running = self.planner.drop(task)
+        running = self.planner.drop(group)
         for sequence in running:
             self.kv.caches[sequence.size].wipe(sequence.lane)
         self._leave(running)
-        self._end(task, outcome)
+        self._end(group, outcome)
 
-    def move(self, tasks: Sequence[Task], version: Version, future: asyncio.Future[int]) -> None:
+    def move(self, groups: list[SequenceGroup], version: Version, future: asyncio.Future[int]) -> None:
         """Lets the sequences of these requests go on with another version.
 
         Running ones keep the keys and values that they have. A sequence that is not in a lane is computed anew, by the
@@ -123,34 +121,32 @@ class Scheduler:
         running, partial = set(self.planner.running), self.planner.partial
         half_computed = set() if partial is None else set(partial.sequences)
         num_moved = 0
-        for task in tasks:
-            if task not in self._tasks:
+        for group in groups:
+            if group not in self._groups:
                 continue
-            task.move(version)
-            for sequence in task.sequences:
-                if sequence.index in task.finished:
-                    continue
+            group.move(version)
+            for sequence in group.unfinished:
                 num_moved += 1
                 if sequence not in half_computed:
-                    task.follow(sequence, has_lane=sequence in running)
-            self._let_go(task)
+                    sequence.follow(has_lane=sequence in running)
+            self._let_go(group)
         self._changed = True
         self.metrics.steps.moved.inc(num_moved)
         self._output.moved.append((future, num_moved))
 
-    def _let_go(self, task: Task) -> None:
-        self._output.left += [(task, version) for version in task.take_unused()]
+    def _let_go(self, group: SequenceGroup) -> None:
+        self._output.left += [(group, version) for version in group.take_unused()]
 
     def fail(self, error: ServiceError) -> None:
         """Ends every request that has begun, after a step that broke off anywhere. Requests of which every sequence
         still waits go on waiting."""
-        untouched = Counter[Task]()
+        untouched = Counter[SequenceGroup]()
         for job in self.planner.waiting:
-            untouched[job.owner] += len(job.sequences)
-        for task in list(self._tasks):
-            if task in self._begun or untouched[task] < len(task.sequences):
-                self.planner.drop(task)
-                self._end(task, error)
+            untouched[job.group] += len(job.sequences)
+        for group in list(self._groups):
+            if group in self._begun or untouched[group] < len(group.sequences):
+                self.planner.drop(group)
+                self._end(group, error)
         self.planner.running.clear()
         self.metrics.requests.running.set(0)
         self._changed = True
@@ -194,9 +190,9 @@ class Scheduler:
         if drawn.tokens_R:
             with self.metrics.steps.phases["advance"].time():
                 self._advance(batch, drawn)
-        for task in dict.fromkeys([*(sequence.owner for sequence in running), *(one.job.owner for one in pieces)]):
-            if task.failure is not None:
-                self.cancel(task, task.failure)
+        for group in dict.fromkeys([*(sequence.group for sequence in running), *(one.job.group for one in pieces)]):
+            if group.failure is not None:
+                self.cancel(group, group.failure)
         seconds = time.perf_counter() - batch.started
         self._note(seconds, pieces, rests=batch.rests)
         self.speed.observe(seconds, prefilled=batch.prompt_tokens)
@@ -210,44 +206,44 @@ class Scheduler:
         others get tokens, if they have sequences that run. Prompts of those who run alone never wait."""
         if self._owed_s <= 0:
             return False
-        return any(sequence.owner.request.cache_salt not in self._prefilling for sequence in self.planner.running)
+        return any(sequence.group.request.cache_salt not in self._prefilling for sequence in self.planner.running)
 
-    def _note(self, seconds: float, pieces: Sequence[TaskPiece], *, rests: bool) -> None:
+    def _note(self, seconds: float, pieces: list[Piece], *, rests: bool) -> None:
         """The time of a step."""
         if rests:
             self._owed_s -= seconds
         else:
             self._owed_s = seconds if pieces else 0.0
-            self._prefilling = {piece.job.owner.request.cache_salt for piece in pieces}
+            self._prefilling = {piece.job.group.request.cache_salt for piece in pieces}
 
-    def _reuse(self, job: Job[Task]) -> int:
+    def _reuse(self, job: Job) -> int:
         try:
             return self.kv.reuse(job)
         except Exception as error:
-            job.owner.fail(error)
+            job.group.fail(error)
             return 0
 
-    def _plan(self, *, rests: bool) -> list[TaskPiece]:
+    def _plan(self, *, rests: bool) -> list[Piece]:
         if leaving := self.planner.grow():
             self.metrics.steps.preemptions.inc(len(leaving))
             for sequence in leaving:
                 self.kv.remember(sequence, sequence.lane)
-                sequence.owner.mixed.discard(sequence.index)  # all of it will be computed anew
+                sequence.mixed = False  # all of it will be computed anew
             self._leave(leaving)
         moving = self._move_out(self.planner.outgrown())
         pieces = self.planner.plan(rests=rests)
         for piece in pieces:
-            task = piece.job.owner
+            group = piece.job.group
             if piece.came_from > piece.job.lane:  # before the cache may shrink
                 self.kv.caches[piece.job.size].move(piece.came_from, piece.job.lane, piece.start)
-            if task not in self._begun:
-                self._begun[task] = None
-                task.cache_hit_tokens = piece.start
-                self._output.admitted.append((task, time.time()))
-                self.metrics.requests.queue_time.observe(time.perf_counter() - task.submitted)
-                self.metrics.steps.prompt_tokens.inc(len(task.request.prompt))
-            if not task.begun:
-                task.prompt_done = piece.start + piece.length
+            if group not in self._begun:
+                self._begun[group] = None
+                group.cache_hit_tokens = piece.start
+                self._output.admitted.append((group, time.time()))
+                self.metrics.requests.queue_time.observe(time.perf_counter() - group.submitted)
+                self.metrics.steps.prompt_tokens.inc(len(group.request.prompt))
+            if not group.begun:
+                group.prompt_done = piece.start + piece.length
         wanted: defaultdict[int, Wanted] = defaultdict(Wanted)
         for sequence in self.planner.running:
             wanted[sequence.size].add(1, sequence.length, sequence.reserved)
@@ -264,7 +260,7 @@ class Scheduler:
             self.kv.load(piece)
         return pieces
 
-    def _move_out(self, outgrown: Sequence[TaskSequence]) -> list[tuple[TaskSequence, KVCache]]:
+    def _move_out(self, outgrown: list[Sequence]) -> list[tuple[Sequence, KVCache]]:
         """Gives sequences a lane of the size that they have by now, and what is to be written there."""
         moving = [(one, self.kv.caches[one.size].read(one.lane, one.length - 1)) for one in outgrown]
         self._leave(outgrown)
@@ -277,19 +273,19 @@ class Scheduler:
         sequences = batch.sampling
         ended: set[int] = set()
         for row, (sequence, token, logprob) in enumerate(zip(sequences, drawn.tokens_R, drawn.logprobs_R, strict=True)):
-            task = sequence.owner
-            if task.failure is not None:
+            group = sequence.group
+            if group.failure is not None:
                 continue
             if not math.isfinite(logprob):
-                task.failure = not_finite(task.version_id_of(sequence))
+                group.failure = not_finite(sequence.version_id)
                 continue
             try:
-                if task.generation.stream:
-                    self._output.deltas.append((task, task.delta(sequence, token, logprob)))
-                if task.take(sequence, token, logprob):
+                if group.generation.stream:
+                    self._output.deltas.append((group, sequence.delta(token, logprob)))
+                if sequence.take(token, logprob):
                     ended.add(row)
             except Exception as error:
-                task.fail(error)
+                group.fail(error)
         self.metrics.steps.sampled_tokens.inc(len(sequences))
         num_running = row = len(batch.running)
         for piece in batch.ending:
@@ -297,33 +293,33 @@ class Scheduler:
             first = sum(sequence.size == job.size for sequence in self.planner.running)
             going_on = [sequence for n, sequence in enumerate(job.sequences, row) if n not in ended]
             row += len(job.sequences)
-            if job.owner.failure is not None:
+            if job.group.failure is not None:
                 self.kv.caches[job.size].wipe(job.lane)
                 continue
-            if not job.scored or job.owner.scorer is None or job.owner.scorer.finite:
+            if not job.scored or job.group.scorer is None or job.group.scorer.finite:
                 self.kv.remember(job.sequences[0], job.lane)
             self.kv.place(job, first, len(going_on))
             for sequence in going_on:
                 self.planner.join(sequence, size=job.size)
                 sequence.origin, sequence.shared_length = job, job.length
             for sequence in going_on:
-                job.owner.follow(sequence, has_lane=True)
-            self._let_go(job.owner)
-            if not job.owner.begun:
-                job.owner.begun = True
-                self.metrics.requests.first_token.observe(time.perf_counter() - job.owner.submitted)
+                sequence.follow(has_lane=True)
+            self._let_go(job.group)
+            if not job.group.begun:
+                job.group.begun = True
+                self.metrics.requests.first_token.observe(time.perf_counter() - job.group.submitted)
         if batch.ending:
             self._changed = True
         leaving = [sequences[row] for row in ended if row < num_running]
         for sequence in leaving:
-            if sequence.owner.failure is None:
+            if sequence.group.failure is None:
                 self.kv.remember(sequence, sequence.lane)
         self._leave(leaving)
-        for task in dict.fromkeys(sequences[row].owner for row in sorted(ended)):
-            if task.complete and task.failure is None:
-                self._end(task, _outcome(task))
+        for group in dict.fromkeys(sequences[row].group for row in sorted(ended)):
+            if group.complete and group.failure is None:
+                self._end(group, group.outcome())
 
-    def _leave(self, sequences: Sequence[TaskSequence]) -> None:
+    def _leave(self, sequences: list[Sequence]) -> None:
         """Takes sequences out; the last ones move into their lanes, so that the rest stay dense."""
         for sequence in sorted(sequences, key=lambda one: one.lane, reverse=True):
             came_from = sum(one.size == sequence.size for one in self.planner.running) - 1
@@ -333,18 +329,7 @@ class Scheduler:
             self._changed = True
             self.metrics.requests.running.set(len(self.planner.running))  # no step may follow that would
 
-    def _end(self, task: Task, outcome: Result | ServiceError) -> None:
-        del self._tasks[task]
-        self._begun.pop(task, None)
-        self._output.ended.append((task, outcome))
-
-
-def _outcome(task: Task) -> Result | ServiceError:
-    try:
-        return task.result()
-    except ServiceError as error:
-        return error
-    except Exception as error:
-        task.fail(error)
-        assert task.failure is not None
-        return task.failure
+    def _end(self, group: SequenceGroup, outcome: Result | ServiceError) -> None:
+        del self._groups[group]
+        self._begun.pop(group, None)
+        self._output.ended.append((group, outcome))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections import abc
 
 from torch import Tensor
 
@@ -16,8 +16,7 @@ from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import OpenRequests
 from sampler_service.core.queue_status import Progress, Speed, status_of
 from sampler_service.core.request import Generation, QueueStatus, Request
-from sampler_service.core.stops import StopRules
-from sampler_service.core.task import Task
+from sampler_service.core.sequence import SequenceGroup, StopRules
 from sampler_service.core.validation import Limits
 from sampler_service.core.versions import Version, VersionStore
 from sampler_service.metrics import SamplerMetrics
@@ -68,7 +67,7 @@ class VllmEngine:
             self.store,
             metrics.requests,
             cancel=self._cancel,
-            release=lambda task: self._sequences.drop(task),
+            release=lambda group: self._sequences.drop(group),
         )
         self._process = process
         self._sequences = VllmSequences(process, self.requests, self.store, metrics, max_running=config.max_running)
@@ -76,7 +75,7 @@ class VllmEngine:
         self.weights_device = "cpu"
         """They go on through shared memory. This process has nothing on the GPU, whose memory vLLM's processes need."""
         self.eos_token_ids = reference.eos_token_ids
-        self.targets: Sequence[Target] = reference.targets
+        self.targets: abc.Sequence[Target] = reference.targets
         self.refused_groups: dict[Group, str] = {}
         """Groups whose adapters vLLM does not serve for this model, and why."""
         self._reference = reference
@@ -113,14 +112,14 @@ class VllmEngine:
         return engine
 
     async def submit(self, request: Request, *, stream: bool = False, request_id: str = "") -> Generation:
-        task = await self.requests.accept(request, stream=stream, request_id=request_id)
-        with self.requests.lost_without(task):
-            self._sequences.add(task)
-        return task.generation
+        group = await self.requests.accept(request, stream=stream, request_id=request_id)
+        with self.requests.lost_without(group):
+            self._sequences.add(group)
+        return group.generation
 
     def describe(self, request_id: str) -> QueueStatus | None:
         waiting = self.requests.waiting
-        begun = [task for task in self.requests if task not in waiting]
+        begun = [group for group in self.requests if group not in waiting]
         return status_of(request_id, self.requests, waiting, Progress.of(begun, self._sequences.running, self._speed))
 
     def full_weights(self, flat: Tensor) -> FullVersion:
@@ -133,7 +132,7 @@ class VllmEngine:
         twice."""
         return FullVersion.arriving(layout) if isinstance(layout, FullVersion) else None
 
-    def make_room(self, version_id: str, num_bytes: int) -> Sequence[Weights]:
+    def make_room(self, version_id: str, num_bytes: int) -> list[Weights]:
         """Returns nothing: the buffers of versions are shared memory, which workers may still have open."""
         self.store.make_room(version_id, num_bytes)
         return []
@@ -183,8 +182,8 @@ class VllmEngine:
         self.requests.end_stop()
         await self._process.stop()
 
-    def _cancel(self, task: Task) -> None:
-        self.requests.end(task, Cancelled("the caller has left"))
+    def _cancel(self, group: SequenceGroup) -> None:
+        self.requests.end(group, Cancelled("the caller has left"))
 
     def _forget(self, version: Version) -> None:
         assert isinstance(version.weights, SharedAdapter | SharedFull)
@@ -199,7 +198,7 @@ class VllmEngine:
         await check_engine(self, self._reference, max_waiting=self._max_waiting)
         await self._process.llm.reset_prefix_cache()
 
-    async def without_place(self, peft_names: Sequence[str]) -> Sequence[str]:
+    async def without_place(self, peft_names: list[str]) -> list[str]:
         """The names for which vLLM's class of this model takes no adapter."""
         names, *_ = await self._process.call("tinsmith_without_place", list(peft_names))
         return names

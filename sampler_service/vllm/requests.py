@@ -5,29 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from sampler_service.core.sequence import Sequence
-from sampler_service.core.task import Task
 from sampler_service.core.versions import Version
 from sampler_service.vllm.versions import SharedAdapter, SharedFull
 from sampler_service.vllm.wire import Draws, Scores, extra_args
 
 
-def prompt(sequence: Sequence[Task], version: Version | None) -> Any:
+def prompt(sequence: Sequence, version: Version | None) -> Any:
     """With what the sequence has drawn so far. Its salt keeps keys and values of different base weights apart."""
     from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
 
-    request, number = sequence.owner.request, _base_weights(version)
+    request, number = sequence.group.request, _base_weights(version)
     salt = f"{number}:{request.cache_salt}" if number or request.cache_salt else None
     return tokens_input([*request.prompt.tolist(), *sequence.tokens], cache_salt=salt)
 
 
-def sampling_params(sequence: Sequence[Task], version: Version | None, scores: Scores | None, *, topk: int) -> Any:
+def sampling_params(sequence: Sequence, version: Version | None, scores: Scores | None, *, topk: int) -> Any:
     """`topk`: columns of the sampled tokens' table."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
-    task = sequence.owner
-    params = task.request.params
+    group = sequence.group
+    params = group.request.params
     draws = Draws(
-        key=int(task.keys[sequence.index]),
+        key=int(group.keys[sequence.index]),
         first=len(sequence.tokens),
         temperature=params.temperature,
         top_k=params.top_k,
@@ -35,14 +34,14 @@ def sampling_params(sequence: Sequence[Task], version: Version | None, scores: S
         topk=topk,
         min_p=params.min_p,
         penalties=params.penalties,
-        grammar=task.request.grammar,
-        grammar_eos=[] if task.grammar is None else sorted(task.grammar.eos_token_ids),
+        grammar=group.request.grammar,
+        grammar_eos=[] if group.grammar is None else sorted(group.grammar.eos_token_ids),
     )
     # Every token at once where somebody waits for it, or it may be the last.
-    interval = 1 if task.generation.stream or task.request.follow_run else 4 if task.stop.strings else 16
+    interval = 1 if group.generation.stream or group.request.follow_run else 4 if group.stop.strings else 16
     return SamplingParams(
         max_tokens=sequence.max_length - sequence.length,
-        stop_token_ids=sorted(task.stop.token_ids),
+        stop_token_ids=sorted(group.stop.token_ids),
         ignore_eos=True,  # stop_token_ids has them
         logprobs=topk,
         flat_logprobs=True,

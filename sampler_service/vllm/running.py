@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sampler_service.core.engine import OpenRequests
-from sampler_service.core.request import Delta, Result
+from sampler_service.core.request import Delta
 from sampler_service.core.scoring import not_finite
-from sampler_service.core.sequence import PASSING
-from sampler_service.core.sequence import Sequence as RunningSequence
-from sampler_service.core.task import Task
+from sampler_service.core.sequence import PASSING, Sequence, SequenceGroup
 from sampler_service.core.versions import Version, VersionStore
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.vllm.outputs import DrawnToken, drawn_tokens
@@ -38,8 +36,8 @@ logger = logging.getLogger(__name__)
 class VllmRequest:
     """One of vLLM's requests: a sequence from its prompt, or from where it moved to another version."""
 
-    task: Task
-    sequence: RunningSequence[Task]
+    group: SequenceGroup
+    sequence: Sequence
     version: Version | None
     generating: asyncio.Task[None]
 
@@ -61,71 +59,71 @@ class VllmSequences:
         self._store = store
         self._metrics = metrics
         self._max_running = max_running
-        self._queue: deque[RunningSequence[Task]] = deque()
+        self._queue: deque[Sequence] = deque()
         """Sequences that wait for a place."""
-        self._runs: dict[RunningSequence[Task], VllmRequest] = {}
+        self._runs: dict[Sequence, VllmRequest] = {}
         self._leaving: dict[VllmRequest, None] = {}
         """Runs that were cancelled, until vLLM has heard of it."""
         self._names = itertools.count()
 
     @property
-    def running(self) -> Collection[RunningSequence[Task]]:
+    def running(self) -> Collection[Sequence]:
         """Sequences that vLLM has."""
         return self._runs.keys()
 
-    def add(self, task: Task) -> None:
+    def add(self, group: SequenceGroup) -> None:
         """The sequences of a new request."""
-        first, *others = task.sequences
-        has_place = task.request.on_probation or len(self._runs) < self._max_running + PASSING
+        first, *others = group.sequences
+        has_place = group.request.on_probation or len(self._runs) < self._max_running + PASSING
         if first.passes and not others and has_place:
             self._begin(first)  # it need not wait for running ones to end
         else:
-            self._queue.extend(task.sequences)
+            self._queue.extend(group.sequences)
             self._admit()
 
-    def move(self, tasks: Iterable[Task], version: Version) -> int:
+    def move(self, groups: Iterable[SequenceGroup], version: Version) -> int:
         """Lets the sequences of these requests go on with another version, for which vLLM computes their keys and
         values anew. Returns how many."""
-        moved = sum([self._move(task, version) for task in tasks])
+        moved = sum([self._move(group, version) for group in groups])
         self._admit()
         return moved
 
-    def drop(self, task: Task) -> None:
+    def drop(self, group: SequenceGroup) -> None:
         """Breaks off what is left of a request that has ended."""
-        if any(sequence not in self._runs and sequence.index not in task.finished for sequence in task.sequences):
-            self._queue = deque(sequence for sequence in self._queue if sequence.owner is not task)
+        if any(sequence not in self._runs and sequence.finished is None for sequence in group.sequences):
+            self._queue = deque(sequence for sequence in self._queue if sequence.group is not group)
         current = asyncio.current_task()
-        for run in [run for run in self._runs.values() if run.task is task and run.generating is not current]:
+        for run in [run for run in self._runs.values() if run.group is group and run.generating is not current]:
             del self._runs[run.sequence]
             self._break_off(run)
-        self._release_unused(task)
+        self._release_unused(group)
 
     def _admit(self) -> None:
         """Hands sequences to vLLM, in the order in which they came, while it has places."""
         while self._queue and len(self._runs) < self._max_running:
             self._begin(self._queue.popleft())
 
-    def _begin(self, sequence: RunningSequence[Task]) -> None:
-        task = sequence.owner
-        if task in self._requests.waiting:
-            self._metrics.requests.queue_time.observe(time.perf_counter() - task.submitted)
-            self._metrics.steps.prompt_tokens.inc(len(task.request.prompt))
-            self._requests.admit(task, time.time())
-        version = task.version_of(sequence)
+    def _begin(self, sequence: Sequence) -> None:
+        group = sequence.group
+        if group in self._requests.waiting:
+            self._metrics.requests.queue_time.observe(time.perf_counter() - group.submitted)
+            self._metrics.steps.prompt_tokens.inc(len(group.request.prompt))
+            self._requests.admit(group, time.time())
+        version = sequence.version
         generating = asyncio.create_task(self._generate(sequence, version))
-        run = VllmRequest(task, sequence, version, generating)
+        run = VllmRequest(group, sequence, version, generating)
         self._runs[sequence] = run
         generating.add_done_callback(lambda _: self._left(run))
 
-    async def _generate(self, sequence: RunningSequence[Task], version: Version | None) -> None:
+    async def _generate(self, sequence: Sequence, version: Version | None) -> None:
         """Runs one sequence to its end, or until it is cancelled."""
-        task = sequence.owner
+        group = sequence.group
         name = f"{next(self._names)}"
         scores = self._scores_of(sequence, name)
         try:
             outputs = self._process.llm.generate(
                 prompt(sequence, version),
-                sampling_params(sequence, version, scores, topk=self._topk(task)),
+                sampling_params(sequence, version, scores, topk=self._topk(group)),
                 name,
                 lora_request=lora_request(version),
             )
@@ -133,87 +131,85 @@ class VllmSequences:
                 async for output in outputs:
                     first = not sequence.tokens and output.outputs[0].token_ids
                     if first and sequence.index == 0:
-                        self._note_reuse(task, output.num_cached_tokens or 0)
+                        self._note_reuse(group, output.num_cached_tokens or 0)
                     if first and scores is not None:
-                        await self._take_scores(task, name)
+                        await self._take_scores(group, name)
                         scores = None
                     if self._deliver(sequence, output) and not output.finished:
                         break  # vLLM would go on
-            if sequence.index not in task.finished:
+            if sequence.finished is None:
                 reason = f"vLLM ended a sequence early, after {len(sequence.tokens)} tokens"
-                self._requests.end(task, ServiceError(reason))
+                self._requests.end(group, ServiceError(reason))
         except Exception as error:
             if self._process.answers:
                 logger.error("a request failed in vLLM", exc_info=error)
                 self._requests.end(
-                    task, ServiceError(f"the engine failed in this request: {error}; the log has the cause")
+                    group, ServiceError(f"the engine failed in this request: {error}; the log has the cause")
                 )
             # else the health check ends everything
         finally:
             if scores is not None and self._process.answers:
                 await self._process.call("tinsmith_take_scores", name)  # nobody wants them any more
 
-    def _scores_of(self, sequence: RunningSequence[Task], name: str) -> Scores | None:
+    def _scores_of(self, sequence: Sequence, name: str) -> Scores | None:
         """Scores for this run to compute: the request's, on the first sequence until it has a token; else None."""
-        task = sequence.owner
-        if task.scorer is None or sequence.index or sequence.tokens:
+        group = sequence.group
+        if group.scorer is None or sequence.index or sequence.tokens:
             return None
-        return Scores.of(task.request, name=name, seed=task.scorer.seed)
+        return Scores.of(group.request, name=name, seed=group.scorer.seed)
 
-    def _note_reuse(self, task: Task, tokens: int) -> None:
+    def _note_reuse(self, group: SequenceGroup, tokens: int) -> None:
         """Prompt tokens that vLLM had computed before."""
-        task.cache_hit_tokens = tokens
+        group.cache_hit_tokens = tokens
         self._metrics.cache.prefix_lookups.inc()
         self._metrics.cache.prefix_hits.inc(tokens > 0)
         self._metrics.cache.prefix_hit_tokens.inc(tokens)
 
-    async def _take_scores(self, task: Task, name: str) -> None:
-        assert task.scorer is not None
+    async def _take_scores(self, group: SequenceGroup, name: str) -> None:
+        assert group.scorer is not None
         scores, *_ = await self._process.call("tinsmith_take_scores", name)
-        task.scorer.restore(scores)
+        group.scorer.restore(scores)
 
-    def _topk(self, task: Task) -> int:
-        return min(task.request.topk_sample_logprobs, self._requests.limits.vocab_size)
+    def _topk(self, group: SequenceGroup) -> int:
+        return min(group.request.topk_sample_logprobs, self._requests.limits.vocab_size)
 
-    def _deliver(self, sequence: RunningSequence[Task], output: Any) -> bool:
+    def _deliver(self, sequence: Sequence, output: Any) -> bool:
         """True when the sequence has ended, or its request."""
-        task = sequence.owner
-        topk = self._topk(task)
+        group = sequence.group
+        columns, topk = group.request.topk_sample_logprobs, self._topk(group)
         new: list[DrawnToken] = []
         ended = False
         for drawn in drawn_tokens(output.outputs[0], topk):
             if not math.isfinite(drawn.logprob):
                 broken = ServiceError("the grammar library failed in this request; the log has the cause")
-                self._requests.end(
-                    task, broken if task.grammar is not None else not_finite(task.version_id_of(sequence))
-                )
+                self._requests.end(group, broken if group.grammar is not None else not_finite(sequence.version_id))
                 return True
-            if task.topk:
-                task.take_table(sequence, drawn.table_ids, drawn.table_logprobs)
+            if topk:
+                sequence.take_row(drawn.table_ids, drawn.table_logprobs)
             new.append(drawn)
-            if ended := task.take(sequence, drawn.token, drawn.logprob):
+            if ended := sequence.take(drawn.token, drawn.logprob):
                 break
-        if new and not task.begun:
-            task.begun = True
-            task.prompt_done = len(task.request.prompt)
-            self._metrics.requests.first_token.observe(time.perf_counter() - task.submitted)
-        if new and task.generation.stream:
+        if new and not group.begun:
+            group.begun = True
+            group.prompt_done = len(group.request.prompt)
+            self._metrics.requests.first_token.observe(time.perf_counter() - group.submitted)
+        if new and group.generation.stream:
             tokens, logprobs = tuple(one.token for one in new), tuple(one.logprob for one in new)
-            task.generation.push(Delta(sequence.index, tokens, logprobs, DrawnToken.table(new, task.topk)))
-        if ended and task.complete:
-            self._requests.end(task, _outcome(task))
+            group.generation.push(Delta(sequence.index, tokens, logprobs, DrawnToken.table(new, columns)))
+        if ended and group.complete:
+            self._requests.end(group, group.outcome())
         return ended
 
-    def _move(self, task: Task, version: Version) -> int:
-        task.move(version)
-        going_on = [sequence for sequence in task.sequences if sequence.index not in task.finished]
+    def _move(self, group: SequenceGroup, version: Version) -> int:
+        group.move(version)
+        going_on = group.unfinished
         again = [sequence for sequence in going_on if sequence in self._runs]
         for sequence in going_on:
-            task.follow(sequence, has_lane=False)
+            sequence.follow(has_lane=False)
         for sequence in again:
             self._break_off(self._runs.pop(sequence))
             self._begin(sequence)
-        self._release_unused(task)
+        self._release_unused(group)
         return len(going_on)
 
     def _break_off(self, run: VllmRequest) -> None:
@@ -226,21 +222,14 @@ class VllmSequences:
             self._leaving.pop(run, None)
             if self._runs.get(run.sequence) is run:
                 del self._runs[run.sequence]
-            self._release_unused(run.task)
+            self._release_unused(run.group)
             self._admit()
 
-    def _release_unused(self, task: Task) -> None:
+    def _release_unused(self, group: SequenceGroup) -> None:
         """Lets go of the versions that neither the request nor one of its runs uses."""
-        used = {id(run.version) for run in (*self._runs.values(), *self._leaving) if run.task is task}
-        if task in self._requests:
-            used.add(id(task.version))
-        for version in [version for version in task.held if id(version) not in used]:
-            task.held.remove(version)
+        used = {id(run.version) for run in (*self._runs.values(), *self._leaving) if run.group is group}
+        if group in self._requests:
+            used.add(id(group.version))
+        for version in [version for version in group.held if id(version) not in used]:
+            group.held.remove(version)
             self._store.release(version)
-
-
-def _outcome(task: Task) -> Result | ServiceError:
-    try:
-        return task.result()
-    except ServiceError as error:
-        return error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Checked(SamplingEngine, Protocol):
-    async def without_place(self, peft_names: Sequence[str]) -> Collection[str]: ...
+    async def without_place(self, peft_names: list[str]) -> Collection[str]: ...
 
     def refuse_group(self, group: Group, reason: str) -> None: ...
 

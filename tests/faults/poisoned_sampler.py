@@ -25,7 +25,7 @@ def install() -> None:
     def poisoned(self: Any, batch: Batch) -> Tensor:
         sequences = [*batch.running, *(sequence for piece in batch.pieces for sequence in piece.job.sequences)]
         for sequence in sequences:
-            prompt = sequence.owner.request.prompt
+            prompt = sequence.group.request.prompt
             if len(prompt) > 1 and prompt[0] == MARK and len(sequence.tokens) >= prompt[1]:
                 os.kill(os.getpid(), signal.SIGKILL)
         return logits(self, batch)

@@ -72,31 +72,31 @@ async def test_a_request_says_what_it_waits_for_and_how_far_it_is(service: Servi
     assert isinstance(from_rpc_error(raised.value), NotFound)
 
 
-class SimpleTask(SimpleNamespace):
+class SimpleGroup(SimpleNamespace):
     """As much of a request as its progress is told from."""
 
     __hash__ = object.__hash__
 
 
-class _Counted(list[Sequence[Any]]):
+class _Counted(list[Sequence]):
     """Sequences that say how often somebody has gone through all of them."""
 
     num_iterations = 0
 
-    def __iter__(self) -> Iterator[Sequence[Any]]:
+    def __iter__(self) -> Iterator[Sequence]:
         type(self).num_iterations += 1
         return super().__iter__()
 
 
 def test_a_waiting_request_is_counted_without_a_look_at_each_of_its_samples() -> None:
     """4,096 requests of 128 samples once took 0.1 s for each question, on the event loop."""
-    tasks: list[Any] = []
+    groups: list[Any] = []
     for order, (bounded, left) in enumerate([(True, 10), (False, HEADROOM), (True, 7)]):
-        task: Any = SimpleTask(request_id=str(order), request=SimpleNamespace(prompt=[0] * 5))
+        group: Any = SimpleGroup(request_id=str(order), request=SimpleNamespace(prompt=[0] * 5), version=None)
         max_length = 5 + left if bounded else 9999
-        task.sequences = _Counted(Sequence(task, n, 5, max_length, bounded=bounded, order=order) for n in range(128))
-        tasks.append(task)
-    status = status_of("2", tasks, tasks, Progress())
+        group.sequences = _Counted(Sequence(group, n, 5, max_length, bounded=bounded, order=order) for n in range(128))
+        groups.append(group)
+    status = status_of("2", groups, groups, Progress())
     assert status is not None
     assert status.tokens_ahead == 2 * 5 + 128 * (10 + HEADROOM)
     assert _Counted.num_iterations == 0

@@ -13,7 +13,7 @@ import torch
 
 from sampler_service.core.request import Result
 from sampler_service.core.scoring import PromptScorer
-from sampler_service.core.task import Task
+from sampler_service.core.sequence import Sequence, SequenceGroup
 from sampler_service.torch_engine import runner
 from sampler_service.torch_engine.engine import ForgetWarmUp, TorchEngine
 from sampler_service.torch_engine.kv_cache_manager import KVCacheManager
@@ -67,16 +67,16 @@ def check_nothing_left(engine: TorchEngine) -> None:
     assert len(engine.requests.waiting) == 0
     assert metric(engine, "waiting_requests") == 0
     scheduler = engine._scheduler
-    assert not scheduler._tasks
+    assert not scheduler._groups
     assert scheduler.idle
 
 
 ALONE = {
-    "reuse": (KVCacheManager, "reuse", lambda lanes, job: job.owner.request),
+    "reuse": (KVCacheManager, "reuse", lambda lanes, job: job.group.request),
     "score": (PromptScorer, "add", lambda scorer, *rest: scorer.request),
-    "delta": (Task, "delta", lambda task, *rest: task.request),
-    "take": (Task, "take", lambda task, *rest: task.request),
-    "result": (Task, "result", lambda task: task.request),
+    "delta": (Sequence, "delta", lambda sequence, *rest: sequence.group.request),
+    "take": (Sequence, "take", lambda sequence, *rest: sequence.group.request),
+    "result": (SequenceGroup, "result", lambda group: group.request),
 }
 
 
@@ -117,7 +117,7 @@ DEADLY = {
     "observe": (KVCacheManager, "observe"),
     "post": (TorchEngine, "_post"),
     "deliver": (TorchEngine, "_hand_over"),
-    "let go": (Task, "forget_versions"),
+    "let go": (SequenceGroup, "forget_versions"),
 }
 
 

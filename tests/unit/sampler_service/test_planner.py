@@ -1,6 +1,7 @@
 """Admission, pieces and lanes, without a model."""
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,28 +10,40 @@ from sampler_service.core.sequence import HEADROOM, Sequence
 from sampler_service.torch_engine.planner import RESTING_TOKENS, Job, Planner
 
 
+class Named(str):
+    """As much of a request as the planner needs."""
+
+    version = None
+
+
+@cache
+def named(name: str) -> Any:
+    return Named(name)
+
+
 def job(
     owner: str, length: int, *, samples: int = 1, max_tokens: int | None = 10, order: int = 0, run: str = ""
-) -> Job[str]:
+) -> Job:
+    group = named(owner)
     sequences = [
-        Sequence(owner, n, length, length + (max_tokens or 1000), bounded=max_tokens is not None, order=order)
+        Sequence(group, n, length, length + (max_tokens or 1000), bounded=max_tokens is not None, order=order)
         for n in range(samples)
     ]
-    return Job(owner, length, sequences, scored=True, run=run)
+    return Job(group, length, sequences, scored=True, run=run)
 
 
-def scheduler(*jobs: Job[str], max_running: int = 8, max_kv_tokens: int = 10_000, tokens: int = 100) -> Planner[str]:
-    made: Planner[str] = Planner(max_running=max_running, max_kv_tokens=max_kv_tokens, tokens_per_step=tokens)
+def scheduler(*jobs: Job, max_running: int = 8, max_kv_tokens: int = 10_000, tokens: int = 100) -> Planner:
+    made: Planner = Planner(max_running=max_running, max_kv_tokens=max_kv_tokens, tokens_per_step=tokens)
     queue(made, *jobs)
     return made
 
 
-def queue(scheduler: Planner[str], *jobs: Job[str]) -> None:
+def queue(scheduler: Planner, *jobs: Job) -> None:
     for one in jobs:
         scheduler.waiting.append(one)
 
 
-def counting_room(scheduler: Planner[str]) -> Counter[str]:
+def counting_room(scheduler: Planner) -> Counter[str]:
     """Counts from now on how often the scheduler asks whether there is room."""
     asked, has_room = Counter[str](), scheduler._has_room
 
@@ -42,14 +55,14 @@ def counting_room(scheduler: Planner[str]) -> Counter[str]:
     return asked
 
 
-def begin(scheduler: Planner[str]) -> list[tuple[str, int, int, int]]:
+def begin(scheduler: Planner) -> list[tuple[str, int, int, int]]:
     """One step in which every prompt that ends puts its sequences into the batch: (owner, start, length, lane)."""
     pieces = scheduler.plan()
     for piece in pieces:
         if piece.ends:
             for sequence in piece.job.sequences:
                 scheduler.join(sequence, size=piece.job.size)
-    return [(piece.job.owner, piece.start, piece.length, piece.job.lane) for piece in pieces]
+    return [(piece.job.group, piece.start, piece.length, piece.job.lane) for piece in pieces]
 
 
 def test_prompts_share_a_steps_budget_in_order() -> None:
@@ -66,10 +79,10 @@ def test_a_prompt_in_pieces_follows_the_running_when_they_leave() -> None:
     assert (piece.came_from, piece.job.lane, piece.start, piece.ends) == (3, 1, 90, False)
 
 
-def first_token_after(s: Planner[str], owner: str) -> int:
+def first_token_after(s: Planner, owner: str) -> int:
     """Steps until the owner's prompt is computed, and its first token with it."""
     for step in range(1, 100):
-        if any(name == owner for name, *_ in begin(s)) and any(one.owner == owner for one in s.running):
+        if any(name == owner for name, *_ in begin(s)) and any(one.group == owner for one in s.running):
             return step
     raise AssertionError(f"{owner} got no token in 100 steps")
 
@@ -89,7 +102,7 @@ def test_a_step_that_rests_computes_short_prompts_and_few_tokens_of_others() -> 
     assert begin(s) == [("long", 0, 100, 0)]
     assert [piece.length for piece in s.plan(rests=True)] == [RESTING_TOKENS]
     s.waiting.append(job("short", 20))
-    assert [(piece.job.owner, piece.length) for piece in s.plan(rests=True)] == [
+    assert [(piece.job.group, piece.length) for piece in s.plan(rests=True)] == [
         ("short", 20),
         ("long", RESTING_TOKENS),
     ]
@@ -98,7 +111,7 @@ def test_a_step_that_rests_computes_short_prompts_and_few_tokens_of_others() -> 
 def test_many_short_prompts_leave_most_of_each_step_to_a_long_one() -> None:
     s = scheduler(job("long", 300), max_running=100)
     steps = 0
-    while not any(one.owner == "long" for one in s.running):
+    while not any(one.group == "long" for one in s.running):
         queue(s, *(job("short", 10) for _ in range(10)))
         begin(s)
         steps += 1
@@ -110,7 +123,7 @@ def test_a_prompt_in_pieces_lies_above_those_that_overtake_it() -> None:
     assert begin(s) == [("long", 0, 100, 0)]
     s.waiting.append(job("short", 20, samples=2))
     (first, second) = s.plan()
-    assert (first.job.owner, first.job.lane, first.ends) == ("short", 0, True)
+    assert (first.job.group, first.job.lane, first.ends) == ("short", 0, True)
     assert (second.came_from, second.job.lane, second.start, second.length) == (0, 2, 100, 80)
 
 
@@ -159,7 +172,7 @@ def test_the_youngest_unlimited_sequence_gives_way_and_comes_back_first() -> Non
     leaving = s.grow()
     assert leaving == [s.running[2]]
     s.leave(leaving[0])
-    assert [one.owner for one in s.waiting] == ["young", "later"]
+    assert [one.group for one in s.waiting] == ["young", "later"]
     assert s.waiting.first.length == 311
     assert not s.waiting.first.scored
     assert s.running[1].reserved == 465
@@ -168,15 +181,15 @@ def test_the_youngest_unlimited_sequence_gives_way_and_comes_back_first() -> Non
 def test_dropping_a_request_names_its_lanes() -> None:
     s = scheduler(job("a", 10), job("b", 10, samples=2), job("c", 300), job("b", 10))
     begin(s)
-    assert s.drop("b") == s.running[1:3]
-    assert s.drop("c") == []
+    assert s.drop(named("b")) == s.running[1:3]
+    assert s.drop(named("c")) == []
     assert s.partial is None
     assert not s.waiting
 
 
 def test_a_job_starts_behind_what_need_not_be_computed_also_when_it_takes_several_steps() -> None:
-    s: Planner[str] = Planner(
-        max_running=8, max_kv_tokens=10_000, tokens_per_step=100, reuse=lambda job: {"a": 64, "b": 32}[job.owner]
+    s: Planner = Planner(
+        max_running=8, max_kv_tokens=10_000, tokens_per_step=100, reuse=lambda job: {"a": 64, "b": 32}[job.group]
     )
     queue(s, job("a", 65, samples=2), job("b", 200))
     one, two = s.plan()
@@ -195,8 +208,8 @@ def test_a_short_prompt_of_one_token_passes_a_full_batch_and_those_that_wait_for
     s.waiting.append(job("several", 8, samples=2, max_tokens=1))
     assert [(name, lane) for name, _, _, lane in begin(s)] == [("scored 0", 4), ("scored 1", 5), ("scored 2", 6)]
     del s.running[4:]
-    assert [piece.job.owner for piece in s.plan()] == ["scored 3", "scored 4"]
-    assert [one.owner for one in s.waiting] == ["waits", "long", "several"]
+    assert [piece.job.group for piece in s.plan()] == ["scored 3", "scored 4"]
+    assert [one.group for one in s.waiting] == ["waits", "long", "several"]
     assert s.plan() == []
 
 
@@ -224,7 +237,7 @@ def test_a_waiting_request_is_compared_with_a_sum_and_not_with_every_running_seq
     promises = 0
     promised: Any = Sequence.promised
 
-    def counted(sequence: Sequence[str]) -> int:
+    def counted(sequence: Sequence) -> int:
         nonlocal promises
         promises += 1
         return promised.fget(sequence)
@@ -251,7 +264,7 @@ def test_a_step_looks_at_few_of_the_thousands_that_wait(
     looked = Counter[str]()
     passes: Any = Sequence.passes
 
-    def counted(sequence: Sequence[str]) -> bool:
+    def counted(sequence: Sequence) -> bool:
         looked["passes"] += 1
         return passes.fget(sequence)
 
@@ -274,8 +287,8 @@ def test_those_that_pass_do_so_in_the_order_in_which_they_came_whatever_their_le
     assert [owner for owner, *_ in begin(s)] == ["canary", "scored 0", "scored 1", "scored 2"]
 
 
-def owners(s: Planner[str]) -> list[str]:
-    return [one.owner for one in s.waiting]
+def owners(s: Planner) -> list[str]:
+    return [one.group for one in s.waiting]
 
 
 @pytest.mark.parametrize("length", [20, 300], ids=["short", "long"])
@@ -303,7 +316,7 @@ def test_a_run_pays_for_nothing_that_it_took_back_or_had_when_nobody_else_waited
     s = scheduler(*(job("gone", 100, run="a") for _ in range(50)), max_running=1)
     begin(s)
     queue(s, job("first", 10, run="b"), job("second", 10, run="b"))
-    s.drop("gone")
+    s.drop(named("gone"))
     queue(s, job("a again", 10, run="a"), job("third", 10, run="b"))
     assert owners(s) == ["first", "a again", "second", "third"]
 

@@ -16,10 +16,8 @@ from prometheus_client import CollectorRegistry
 
 from sampler_service.core.request import Generation, Params, Request, Result, StopCondition
 from sampler_service.core.sampling import stream_keys
-from sampler_service.core.sequence import Sequence
+from sampler_service.core.sequence import Sequence, SequenceGroup, StopRule
 from sampler_service.core.sizing import Sizes
-from sampler_service.core.stops import StopRule
-from sampler_service.core.task import Task
 from sampler_service.core.versions import Version
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine import planner as planning
@@ -58,8 +56,8 @@ class NotingModel(Runner):
             raise error
         return torch.zeros(len(batch.running) + len(batch.ending), VOCAB)
 
-    def tokens(self, sequence: Sequence[Task]) -> list[int]:
-        return [*sequence.owner.request.prompt.tolist(), *sequence.tokens]
+    def tokens(self, sequence: Sequence) -> list[int]:
+        return [*sequence.group.request.prompt.tolist(), *sequence.tokens]
 
     def _store(self, size: int, lane: int, known: list[int], start: int) -> None:
         cache = self.caches[size]
@@ -98,7 +96,7 @@ class BatchMachine(RuleBasedStateMachine):
         self.patch.setattr(planning, "SHORT_TOKENS", SHORT_TOKENS)
         self.patch.setattr("sampler_service.core.sequence.HEADROOM", 8)
         self.scheduler, self.model = make_scheduler()
-        self.waiting: dict[Task, None] = {}
+        self.waiting: dict[SequenceGroup, None] = {}
         """Requests that have not ended."""
         self.order = 0
         self.namespace = 0
@@ -114,12 +112,12 @@ class BatchMachine(RuleBasedStateMachine):
 
     def finish(self) -> None:
         # Each step gives one token at least, or a piece of a prompt; what is interrupted is computed again.
-        num_steps = 100 + 4 * sum(one.max_length for task in self.waiting for one in task.sequences)
+        num_steps = 100 + 4 * sum(one.max_length for group in self.waiting for one in group.sequences)
         while not self.scheduler.idle and num_steps:
             self.step()
             num_steps -= 1
         assert not self.waiting, "every request has ended"
-        assert not self.scheduler._tasks
+        assert not self.scheduler._groups
         assert not self.scheduler.planner.running
         assert self.scheduler.planner.partial is None
 
@@ -142,7 +140,7 @@ class BatchMachine(RuleBasedStateMachine):
             on_probation=on_probation,
             follow_run="run" if follows else "",
         )
-        task = Task(
+        group = SequenceGroup(
             request=request,
             generation=self.loop.run_until_complete(_generation(stream=follows)),
             version=None,
@@ -151,15 +149,15 @@ class BatchMachine(RuleBasedStateMachine):
             scorer=None,
         )
         most = length + (60 if max_tokens is None else max_tokens)
-        task.sequences = [
-            Sequence(task, n, length, most, bounded=max_tokens is not None, order=self.order)
+        group.sequences = [
+            Sequence(group, n, length, most, bounded=max_tokens is not None, order=self.order)
             for n in range(num_samples)
         ]
         self.order += 1
-        together = min(MAX_RUNNING, MAX_KV_TOKENS // task.sequences[0].need)
-        groups = [task.sequences[n : n + together] for n in range(0, num_samples, together)]
-        self.waiting[task] = None
-        self.scheduler.add([Job(task, length, group, scored=n == 0) for n, group in enumerate(groups)])
+        together = min(MAX_RUNNING, MAX_KV_TOKENS // group.sequences[0].need)
+        parts = [group.sequences[n : n + together] for n in range(0, num_samples, together)]
+        self.waiting[group] = None
+        self.scheduler.add([Job(group, length, part, scored=n == 0) for n, part in enumerate(parts)])
 
     @precondition(lambda self: not self.scheduler.idle)
     @rule(times=st.integers(1, 12))
@@ -178,11 +176,11 @@ class BatchMachine(RuleBasedStateMachine):
         self.check()
 
     def deliver(self) -> None:
-        for task, outcome in self.scheduler.take_output().ended:
-            del self.waiting[task]  # KeyError: it has ended twice
+        for group, outcome in self.scheduler.take_output().ended:
+            del self.waiting[group]  # KeyError: it has ended twice
             if isinstance(outcome, Result):
                 assert [len(one.tokens) for one in outcome.sequences] == [
-                    one.max_length - one.prompt_length for one in task.sequences
+                    one.max_length - one.prompt_length for one in group.sequences
                 ]
             else:
                 assert isinstance(outcome, ServiceError)
@@ -190,10 +188,10 @@ class BatchMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.waiting))
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        task = data.draw(st.sampled_from(list(self.waiting)))
-        self.scheduler.cancel(task, Cancelled("the caller has left"))
+        group = data.draw(st.sampled_from(list(self.waiting)))
+        self.scheduler.cancel(group, Cancelled("the caller has left"))
         self.deliver()
-        assert task not in self.waiting
+        assert group not in self.waiting
 
     @precondition(lambda self: not self.scheduler.idle)
     @rule()
@@ -204,8 +202,8 @@ class BatchMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.waiting))
     @rule(data=st.data())
     def break_one(self, data: st.DataObject) -> None:
-        task = data.draw(st.sampled_from(list(self.waiting)))
-        task.fail(ValueError("no such luck"))
+        group = data.draw(st.sampled_from(list(self.waiting)))
+        group.fail(ValueError("no such luck"))
 
     @precondition(lambda self: bool(self.waiting))
     @rule()
@@ -213,26 +211,26 @@ class BatchMachine(RuleBasedStateMachine):
         self.namespace += 1
         weights: Any = None
         version = Version(f"run@{self.namespace}", weights, namespace=self.namespace)
-        tasks = [task for task in self.waiting if task.request.follow_run]
-        for task in tasks:
-            task.held.append(version)
-        self.scheduler.move(tasks, version, self.namespace)
+        asked = [group for group in self.waiting if group.request.follow_run]
+        for group in asked:
+            group.held.append(version)
+        self.scheduler.move(asked, version, self.namespace)
 
     @invariant()
     def check(self) -> None:
         if not hasattr(self, "scheduler"):
             return
         planner, kv = self.scheduler.planner, self.scheduler.kv
-        assert self.waiting.keys() == self.scheduler._tasks.keys()
+        assert self.waiting.keys() == self.scheduler._groups.keys()
         # Every sequence that has not ended is in one place.
         places = [one for job in planner.waiting for one in job.sequences]
         places += planner.partial.sequences if planner.partial is not None else []
         places += planner.running
         assert len(places) == len({id(one) for one in places})
-        unfinished = {id(one) for task in self.waiting for one in task.sequences if one.index not in task.finished}
+        unfinished = {id(one) for group in self.waiting for one in group.sequences if one.finished is None}
         assert {id(one) for one in places} == unfinished
         # Lanes are dense, and no more is promised than there is.
-        by_size: dict[int, list[Sequence[Task]]] = {}
+        by_size: dict[int, list[Sequence]] = {}
         for one in planner.running:
             by_size.setdefault(one.size, []).append(one)
             assert one.size == size_of(one.reserved)
