@@ -33,74 +33,78 @@ class SamplerConfig(GrpcTls, BaseSettings):
     listen: str = "127.0.0.1:8002"
     """Address of the gRPC server; port 0 lets the kernel choose. Any other than a loopback address needs keys."""
     api_keys: list[AnyKey] = []
-    """Keys that gRPC clients may use, as a JSON list in the form of the gateway's. Empty, and no service_key: none is
-    needed, on a loopback address only."""
+    """Keys of gRPC clients, as a JSON list in the form of the gateway's. Without api_keys and service_key nobody needs
+    a key, and `listen` has to be a loopback address."""
     service_key: ServiceKey = SecretStr("")
     """Key of Tinsmith's own services: accepted from the gateway and the trainers."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of /metrics, on the host of `listen`; 0 is off."""
     num_threads: int = Field(default=0, ge=0)
-    """CPU threads of the compute thread; 0 leaves torch's default. With a cores_page, the most that it may use; 0 means
-    all cores."""
+    """CPU threads that compute; 0 leaves torch's default. With a cores_page it is the most that may compute, and 0
+    means all cores."""
     cores_page: str = ""
-    """PATH:PLACE of a page that `tinsmith up` makes, on which the services of one machine say which of them compute.
-    The torch engine uses all cores while no other service computes, and its share of them otherwise. vLLM keeps to its
-    share. Empty means that num_threads are fixed."""
+    """PATH:PLACE of the shared page, made by `tinsmith up`, in which each service of a machine notes whether it
+    computes. The torch engine uses all cores while no other service computes, and its share of them otherwise. vLLM
+    always keeps to its share. Empty: the number of threads is fixed by num_threads."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe level that is logged."""
     log_format: Literal["json", "text"] = "json"
     """Log lines as JSON, for machines, or as text."""
     tracing: bool = False
-    """Send OpenTelemetry traces, as OTEL_EXPORTER_OTLP_ENDPOINT and its like say. Needs the extra `otel`."""
+    """Send OpenTelemetry traces. The standard variables (OTEL_EXPORTER_OTLP_ENDPOINT and others) say where to. Needs
+    the extra `otel`."""
 
     engine: Literal["auto", "vllm", "torch"] = "auto"
-    """What generates: vLLM, or the trainer's own modelling code (torch). auto takes vLLM on CUDA, where it is
-    installed."""
+    """Engine that generates: vllm, or torch, which runs the trainer's modelling code. auto takes vllm on CUDA if vLLM
+    is installed, and torch otherwise."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """vLLM only: GPUs, the first ones that are visible, that divide the features of each layer of the model. What
-    bounds a device (max_kv_tokens where it is 0, prefix_cache_bytes, max_device_versions) is of each."""
+    """vLLM only: number of GPUs among which the features of each layer are divided; the first visible ones are taken.
+    Settings that bound a device (max_kv_tokens where it is 0, prefix_cache_bytes, max_device_versions) hold for each
+    GPU."""
     max_device_versions: int = Field(default=4, ge=1)
-    """vLLM only: versions that one step may mix, each in a slot on the device as large as max_lora_rank makes it. The
-    others of adapter_memory_bytes wait in host memory, some milliseconds away."""
+    """vLLM only: most versions that one step may mix. Each has a slot on the device, as large as an adapter of
+    max_lora_rank. The other versions wait in host memory, within adapter_memory_bytes, and take some milliseconds to
+    get a slot."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto takes CUDA when there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the base weights; auto is float32 on a CPU and bfloat16 on CUDA."""
     max_lora_rank: int = Field(default=256, ge=1)
-    """Largest rank of a version: give it the trainer's. Default: 256 with the torch engine, where a version takes the
-    memory of its own rank, and 64 with vLLM, where every slot on the device takes that of the largest."""
+    """Largest rank of a version; set it to the trainer's. Default: 256 with the torch engine, where a version takes the
+    memory of its own rank, and 64 with vLLM, where each slot on the device takes the memory of the largest rank."""
     adapter_memory_bytes: int = Field(default=2 * 1024**3, ge=1)
-    """Memory for versions; past it the least recently used one that is not in use is evicted."""
+    """Most memory for versions, in bytes. A new version evicts the least recently used ones that no request uses."""
 
     max_running: int = Field(default=64, ge=1)
     """Most sequences that generate at once."""
     max_kv_tokens: int = Field(default=0, ge=0)
-    """Most tokens in the key/value cache, as sequences x the longest one's tokens, summed over sequences of up to 1,024
-    tokens, of up to 4,096, and so on; 0 takes what a quarter of the memory that is free after loading can hold."""
+    """Most tokens in the key/value cache. Sequences of up to 1,024 tokens count together as their number times the
+    length of the longest, and so do those of up to 4,096, and so on. 0: as many as a quarter of the memory that is free
+    after loading can hold."""
     prefix_cache_bytes: int | None = Field(default=None, ge=0)
-    """Memory for keys and values of earlier prompts and outputs, which requests that begin with the same tokens reuse:
-    0 switches it off; absent takes an eighth of the memory that is free after loading."""
+    """Most memory, in bytes, for the keys and values of earlier prompts and outputs, which requests that begin with the
+    same tokens reuse. 0 switches the cache off. Default: an eighth of the memory that is free after loading."""
     prefill_tokens_per_step: int = Field(default=0, ge=0)
-    """Most prompt tokens that one step computes, so that a long prompt does not stall the running sequences; 0 is 512
-    on a CPU and 8192 on CUDA."""
+    """Most prompt tokens that one step computes, so that a long prompt does not stall the running sequences. 0: 512
+    on a CPU, 8192 on CUDA."""
     prepack: bool | None = None
-    """torch on a CPU only: a second copy of the base model's matrices in the layout of the CPU's products, with which
-    steps of several sequences take little more than half the time. Absent: when the copy takes no more than a quarter
-    of the free memory."""
+    """Torch engine on a CPU only: keep a second copy of the base model's matrices, in the layout of the CPU's products.
+    With it steps of several sequences take little more than half the time. Default: if the copy takes no more than a
+    quarter of the free memory."""
     max_waiting: int = Field(default=4096, ge=1)
     """Most requests that wait for a place; further ones are refused with OUT_OF_CAPACITY."""
     max_held_bytes: int = Field(default=1024**3, ge=1)
     """Most memory for requests that wait or run, in bytes: their messages, tables of scores, and what each sequence
-    takes before it has a token. Above it requests are refused with OUT_OF_CAPACITY; one request is always taken."""
+    takes before it has a token. A request beyond it is refused with OUT_OF_CAPACITY, unless no other one is open."""
     max_num_samples: int = Field(default=1024, ge=1)
     """Largest num_samples of a request."""
     max_topk_logprobs: int = Field(default=128, ge=0)
     """Largest k of a top-k table, and of prompt_alt_tokens_k."""
 
     channel_host: str = "127.0.0.1"
-    """This process's own address that trainers can reach, for the weight channel (gloo, nccl)."""
+    """Address at which trainers reach this process for the weight channel (gloo, nccl)."""
     channel_timeout_s: float = Field(default=60.0, gt=0)
-    """Longest wait for a trainer in the weight channel."""
+    """Longest wait for a trainer in the weight channel, in seconds."""
 
     @model_validator(mode="before")
     @classmethod

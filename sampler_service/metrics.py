@@ -19,7 +19,7 @@ class Requests:
         self.running = declare.gauge("running_sequences", "Sequences that generate now.")
         self.waiting = declare.gauge("waiting_requests", "Requests that wait for a place.")
         self.queue_oldest = declare.gauge(
-            "queue_oldest_seconds", "How long the request that waits for longest has waited; 0 for none."
+            "queue_oldest_seconds", "Seconds that the oldest waiting request has waited; 0 if none waits."
         )
         self.queue_limit = declare.gauge("waiting_requests_limit", "Most requests that may wait: max_waiting.")
         self.queue_time = declare.seconds("queue_time", "Time from submission to a place in the batch.")
@@ -28,7 +28,9 @@ class Requests:
 
 class Steps:
     def __init__(self, declare: Declare) -> None:
-        self.threads = declare.gauge("threads", "CPU threads of the newest step; 0 for torch's default, or with vLLM.")
+        self.threads = declare.gauge(
+            "threads", "CPU threads of the newest step; 0 with torch's default, and with vLLM."
+        )
         self.step_time = declare.seconds("step", "Time of one engine step.")
         phases = declare.seconds("phase", "One phase of a step.", "phase", buckets=PHASE_BUCKETS_S)
         self.phases = {phase: phases.labels(phase) for phase in PHASES}
@@ -49,23 +51,29 @@ class Cache:
     """Keys and values: of running sequences, and of prefixes that may come again."""
 
     def __init__(self, declare: Declare) -> None:
-        self.allocated_bytes = declare.gauge("kv_cache_bytes", "Memory that the key/value cache has now.")
-        self.used_bytes = declare.gauge("kv_cache_used_bytes", "Keys and values of running sequences in it.")
+        self.allocated_bytes = declare.gauge("kv_cache_bytes", "Memory of the key/value cache now, in bytes.")
+        self.used_bytes = declare.gauge(
+            "kv_cache_used_bytes", "Keys and values of running sequences in the key/value cache, in bytes."
+        )
         self.limit_bytes = declare.gauge("kv_cache_limit_bytes", "Limit of the key/value cache, in bytes.")
         self.prefix_lookups = declare.counter(
             "prefix_cache_lookups", "Prompts that were looked up in the prefix cache."
         )
-        self.prefix_hits = declare.counter("prefix_cache_hits", "Prompts whose beginning was there.")
-        self.prefix_hit_tokens = declare.counter("prefix_cache_hit_tokens", "Tokens that it saved from being computed.")
-        self.prefix_bytes = declare.gauge("prefix_cache_bytes", "Keys and values in the prefix cache.")
-        self.prefix_limit_bytes = declare.gauge("prefix_cache_limit_bytes", "Bound of the prefix cache.")
+        self.prefix_hits = declare.counter("prefix_cache_hits", "Prompts whose beginning was in the prefix cache.")
+        self.prefix_hit_tokens = declare.counter(
+            "prefix_cache_hit_tokens", "Prompt tokens that were in the prefix cache, and were not computed."
+        )
+        self.prefix_bytes = declare.gauge("prefix_cache_bytes", "Keys and values in the prefix cache, in bytes.")
+        self.prefix_limit_bytes = declare.gauge("prefix_cache_limit_bytes", "Limit of the prefix cache, in bytes.")
 
 
 class Versions:
     def __init__(self, declare: Declare) -> None:
-        self.resident = declare.gauge("resident_versions", "Adapter versions that can be sampled from.")
-        self.resident_bytes = declare.gauge("resident_version_bytes", "Memory that they take.")
-        self.limit_bytes = declare.gauge("resident_version_limit_bytes", "Bound of it: adapter_memory_bytes.")
+        self.resident = declare.gauge("resident_versions", "Versions that can be sampled from.")
+        self.resident_bytes = declare.gauge("resident_version_bytes", "Memory of the resident versions, in bytes.")
+        self.limit_bytes = declare.gauge(
+            "resident_version_limit_bytes", "Limit of the memory of versions, in bytes: adapter_memory_bytes."
+        )
         self.publishes = declare.counter(
             "publishes", "Weight updates received, by outcome: ok or an error's reason.", "outcome"
         )

@@ -58,7 +58,7 @@ class SamplingEngine(Protocol):
 
     @property
     def limits(self) -> Limits:
-        """What a request may ask for."""
+        """Bounds of a request."""
         ...
 
     @property
@@ -113,7 +113,7 @@ class SamplingEngine(Protocol):
         """Makes a version visible to the next request; running ones keep theirs. The weights are the engine's now.
 
         `on_probation`: only to requests that ask for it as such, until it is confirmed; for a minute at most.
-        `checksum`: of the bytes that it came as, for whoever announces the version again.
+        `checksum`: of the bytes that it came as, for a trainer that announces the version again.
         """
         ...
 

@@ -1,8 +1,7 @@
 """Progress of requests, in numbers and in words, and the speed that says how long they will take.
 
-What computes notes its progress in a copy (`Progress`), from which the event loop answers. So no question waits for a
-step, and a request may be finished before the event loop hears of its admission.
-"""
+The thread that computes notes its progress in a copy (`Progress`), from which the event loop answers. So no question
+waits for a step, and a request may be finished before the event loop hears of its admission."""
 
 from __future__ import annotations
 

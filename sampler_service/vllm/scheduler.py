@@ -1,6 +1,6 @@
 """vLLM's scheduler, which computes in one step only what runs on the same base weights.
 
-What has to wait for other weights keeps its keys and values, and goes on where it stopped.
+A request that waits for other weights keeps its keys and values, and goes on where it stopped.
 """
 
 from __future__ import annotations
