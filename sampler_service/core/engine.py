@@ -19,11 +19,10 @@ from torch import Tensor
 
 from sampler_service import large
 from sampler_service.config import SamplerConfig
-from sampler_service.core.request import Generation, QueueStatus, Request, Result
+from sampler_service.core.request import Generation, Limits, QueueStatus, Request, Result
 from sampler_service.core.sampling import stream_keys
 from sampler_service.core.scoring import PromptScorer
 from sampler_service.core.sequence import Sequence, SequenceGroup, StopRules
-from sampler_service.core.validation import Limits
 from sampler_service.core.versions import VersionStore
 from sampler_service.grammars import Grammars
 from sampler_service.metrics import Requests

@@ -116,16 +116,6 @@ def load_decode(path: str) -> Decode:
     return decode
 
 
-@dataclass(slots=True)
-class Stretch:
-    """A part of a sequence that one version draws."""
-
-    version: Version | None
-    """None: the base model."""
-    start: int
-    """Tokens of the output before it."""
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One of the num_samples of a request. Belongs to what computes, from its submission to its end."""
@@ -155,15 +145,17 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     finished: SampledSequence | None = None
     """Its part of the answer, once it has ended."""
-    stretches: list[Stretch] = field(init=False)
-    """The versions that have drawn it, in order, and the one that draws it next; never empty while it runs."""
-    _table: list[TopkRow] = field(default_factory=list)
+    version: Version | None = field(init=False)
+    """The version that draws its next token; None for the base model."""
+    past: tuple[VersionSpan, ...] = ()
+    """The tokens that versions before that one have drawn."""
+    _table: list[TopkRow] | None = None
     """Rows of topk_sample_logprobs."""
     _matcher: Matcher | None = None
     """Its position in the request's grammar, once it has one."""
 
     def __post_init__(self) -> None:
-        self.stretches = [Stretch(self.group.version, 0)]
+        self.version = self.group.version
 
     @property
     def length(self) -> int:
@@ -196,33 +188,25 @@ class Sequence:
         return min(self.max_length - self.length, self.expected)
 
     @property
-    def version(self) -> Version | None:
-        """The version that draws the next token; None for the base model."""
-        return self.stretches[-1].version
-
-    @property
     def version_id(self) -> str:
-        return _id_of(self.version)
+        return "" if self.version is None else self.version.version_id
 
     @property
     def adapter(self) -> Adapter | None:
         """None for the base model, and for a version that replaces all its parameters."""
-        version = self.version
-        weights = None if version is None else version.weights
+        weights = None if self.version is None else self.version.weights
         return weights if isinstance(weights, Adapter) else None
 
     @property
     def parameters(self) -> FullWeights | None:
         """The parameters that the version has in place of the base model's; None for an adapter."""
-        version = self.version
-        weights = None if version is None else version.weights
+        weights = None if self.version is None else self.version.weights
         return weights if isinstance(weights, FullWeights) else None
 
     @property
     def namespace(self) -> int:
         """Namespace of its keys and values in the prefix cache."""
-        version = self.version
-        return 0 if version is None else version.namespace
+        return 0 if self.version is None else self.version.namespace
 
     def follow(self, *, has_lane: bool) -> None:
         """From its next token on, the version of its group draws it. `has_lane`: from the keys and values that it has;
@@ -230,9 +214,7 @@ class Sequence:
         if self.version is self.group.version:
             return
         self.mixed = self.mixed or has_lane
-        if self.stretches[-1].start == len(self.tokens):
-            self.stretches.pop()  # it has drawn nothing
-        self.stretches.append(Stretch(self.group.version, len(self.tokens)))
+        self.past, self.version = self._spans(), self.group.version
 
     def history(self, *, vocab_size: int, device: torch.device) -> History:
         return History.of(self.group.request.prompt, self.tokens, vocab_size=vocab_size, device=device)
@@ -257,11 +239,13 @@ class Sequence:
 
     def take_row(self, token_ids: Ints, logprobs: Floats) -> None:
         """Adds a row of its top-k table, before the row's token is taken."""
+        if self._table is None:
+            self._table = []
         self._table.append((token_ids, logprobs))
 
     def delta(self, token: int, logprob: float) -> Delta:
         """A token for the reader of a stream, before the sequence takes it."""
-        return Delta(self.index, (token,), (logprob,), self._topk_table(self._table[-1:]))
+        return Delta(self.index, (token,), (logprob,), self._topk_table((self._table or [])[-1:]))
 
     def take(self, token: int, logprob: float) -> bool:
         """Adds a token. True when the sequence has ended."""
@@ -274,8 +258,8 @@ class Sequence:
         return self.finished is not None
 
     def _finish(self, reason: StopReason) -> None:
-        table, spans = self._topk_table(self._table), self._spans() if self.group.request.follow_run else ()
-        self._table, self._matcher = [], None
+        table, spans = self._topk_table(self._table or []), self._spans() if self.group.request.follow_run else ()
+        self._table = self._matcher = None
         self.finished = SampledSequence(self.tokens, self.logprobs, reason, table, spans)
         self.group.num_finished += 1
 
@@ -290,12 +274,10 @@ class Sequence:
             table.logprobs[n, : len(logprobs)] = logprobs
         return table
 
-    def _spans(self) -> list[VersionSpan]:
-        ends = [*(stretch.start for stretch in self.stretches[1:]), len(self.tokens)]
-        return [
-            VersionSpan(_id_of(stretch.version), end - stretch.start)
-            for stretch, end in zip(self.stretches, ends, strict=True)
-        ]
+    def _spans(self) -> tuple[VersionSpan, ...]:
+        """The tokens that each version has drawn, in order."""
+        num_newest = len(self.tokens) - sum(span.num_tokens for span in self.past)
+        return (*self.past, VersionSpan(self.version_id, num_newest)) if num_newest else self.past
 
 
 @dataclass(slots=True, eq=False)
@@ -373,7 +355,7 @@ class SequenceGroup:
         self.version = None
         self._in_use.clear()
         for sequence in self.sequences:
-            sequence.stretches.clear()
+            sequence.version = None
 
     def fail(self, error: Exception) -> ServiceError:
         """Notes an error that concerns no other request, and returns the request's own; it ends with it after the
@@ -396,10 +378,7 @@ class SequenceGroup:
     def result(self) -> Result:
         """Raises ServiceError when a prompt score is no number."""
         sequences = [sequence.finished for sequence in self.sequences if sequence.finished is not None]
-        computed_by = self.sequences[0].stretches[0].version
-        prompt = PromptScores() if self.scorer is None else self.scorer.result(_id_of(computed_by))
+        first = self.sequences[0]
+        computed_by = first.past[0].version_id if first.past else first.version_id
+        prompt = PromptScores() if self.scorer is None else self.scorer.result(computed_by)
         return Result(sequences, prompt, self.cache_hit_tokens)
-
-
-def _id_of(version: Version | None) -> str:
-    return "" if version is None else version.version_id

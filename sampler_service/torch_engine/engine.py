@@ -25,17 +25,16 @@ from torch import Tensor
 from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import OpenRequests
 from sampler_service.core.queue_status import Progress, status_of
-from sampler_service.core.request import Generation, Params, QueueStatus, Request, StopCondition
+from sampler_service.core.request import Generation, Limits, Params, QueueStatus, Request, StopCondition
 from sampler_service.core.self_check import Comparison
 from sampler_service.core.sequence import SequenceGroup, StopRules
 from sampler_service.core.sizing import Sizes, resolve_device, resolve_dtype
-from sampler_service.core.validation import Limits
 from sampler_service.core.versions import Version, VersionStore
 from sampler_service.eos import eos_token_ids
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
+from sampler_service.torch_engine.kv_cache import BLOCK_TOKENS
 from sampler_service.torch_engine.planner import Job
-from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS
 from sampler_service.torch_engine.runner import Runner
 from sampler_service.torch_engine.scheduler import Scheduler, StepOutput
 from tinsmith.cores import Cores, yield_to_event_loops

@@ -1,7 +1,7 @@
 """Decides who computes in each step, and what becomes of the tokens. Belongs to the compute thread.
 
 A step is `schedule() -> Runner.run(batch) -> update(batch, drawn)`. `planner.py` admits requests and cuts prompts into
-pieces; `kv_cache_manager.py` keeps their keys and values.
+pieces; `kv_cache.py` keeps their keys and values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sampler_service.core.sequence import PASSING, Sequence, SequenceGroup
 from sampler_service.core.sizing import Sizes
 from sampler_service.core.versions import Version
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.torch_engine.kv_cache_manager import KVCacheManager, Wanted
+from sampler_service.torch_engine.kv_cache import KVCacheManager, Wanted
 from sampler_service.torch_engine.planner import Job, Piece, Planner, size_of
 from sampler_service.torch_engine.runner import Batch, Drawn
 from tinsmith.errors import ServiceError

@@ -15,9 +15,8 @@ from torch import Tensor
 from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import OpenRequests
 from sampler_service.core.queue_status import Progress, Speed, status_of
-from sampler_service.core.request import Generation, QueueStatus, Request
+from sampler_service.core.request import Generation, Limits, QueueStatus, Request
 from sampler_service.core.sequence import SequenceGroup, StopRules
-from sampler_service.core.validation import Limits
 from sampler_service.core.versions import Version, VersionStore
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread

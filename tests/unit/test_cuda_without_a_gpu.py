@@ -20,9 +20,8 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sampler_service.config import SamplerConfig
-from sampler_service.core.request import Params, Request, StopCondition
+from sampler_service.core.request import Limits, Params, Request, StopCondition
 from sampler_service.core.sizing import Sizes
-from sampler_service.core.validation import Limits
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.engine import Add, TorchEngine
 from tests.models import make_model, make_sparse_model

@@ -9,7 +9,7 @@ import pytest
 
 from sampler_service import grammars, tokenizer
 from sampler_service.config import SamplerConfig
-from sampler_service.core import validation
+from sampler_service.core import request
 from tinsmith.rpc import tensors
 from trainer_service import servicer
 from trainer_service.config import TrainerConfig
@@ -35,7 +35,7 @@ LIMITS = [
     ("trainer", "ImportCheckpointRequest", "archive", "{} GiB", default(TrainerConfig, "max_import_bytes") // 2**30),
     ("sampler", "SampleRequest", "num_samples", "{:,} unless set", default(SamplerConfig, "max_num_samples")),
     ("sampler", "SampleRequest", "topk_prompt_logprobs", "{} unless set", default(SamplerConfig, "max_topk_logprobs")),
-    ("sampler", "SamplingParams", "logit_bias", "at most {:,} tokens", validation.MAX_BIASES),
+    ("sampler", "SamplingParams", "logit_bias", "at most {:,} tokens", request.MAX_BIASES),
     ("sampler", "Grammar", "json_schema", "{} KiB", grammars.MAX_TEXT_BYTES // 2**10),
     ("sampler", "Grammar", "lark", "{} KiB", grammars.MAX_TEXT_BYTES // 2**10),
     ("sampler", "TokenizeRequest", "text", "{} MiB", tokenizer.MAX_TEXT_BYTES // 2**20),

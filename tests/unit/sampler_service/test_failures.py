@@ -16,7 +16,7 @@ from sampler_service.core.scoring import PromptScorer
 from sampler_service.core.sequence import Sequence, SequenceGroup
 from sampler_service.torch_engine import runner
 from sampler_service.torch_engine.engine import ForgetWarmUp, TorchEngine
-from sampler_service.torch_engine.kv_cache_manager import KVCacheManager
+from sampler_service.torch_engine.kv_cache import KVCacheManager
 from sampler_service.torch_engine.planner import Planner
 from sampler_service.torch_engine.runner import Runner
 from sampler_service.torch_engine.scheduler import Scheduler

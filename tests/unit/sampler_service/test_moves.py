@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from sampler_service.core.request import Request, Result, SampledSequence
 from sampler_service.torch_engine.engine import Stop, TorchEngine
-from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS
+from sampler_service.torch_engine.kv_cache import BLOCK_TOKENS
 from tests.support.switching import plain_model, switching_logprobs
 from tests.support.waiting import until
 from tests.unit.sampler_service.full_versions import make_full, save

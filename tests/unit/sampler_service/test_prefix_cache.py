@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS, PrefixCache, digests_of
+from sampler_service.torch_engine.kv_cache import BLOCK_TOKENS, PrefixCache, digests_of
 from tinsmith.modeling.kv_cache import KVCache
 
 BYTES_PER_TOKEN = 8

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from sampler_service.core.request import Request, Result, Targets
 from sampler_service.torch_engine.engine import TorchEngine
-from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS
+from sampler_service.torch_engine.kv_cache import BLOCK_TOKENS
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, serving
 from tests.unit.sampler_service.serving import request as ask
 from tinsmith.errors import OutOfCapacity, ServiceError

@@ -19,9 +19,8 @@ from prometheus_client import CollectorRegistry
 from sampler_service import convert
 from sampler_service.__main__ import make_server, serve
 from sampler_service.config import SamplerConfig
-from sampler_service.core import validation
 from sampler_service.core.engine import EngineSlot
-from sampler_service.core.request import Targets
+from sampler_service.core.request import Limits, Targets
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.engine import ForgetWarmUp
 from tests.models import make_model
@@ -284,7 +283,7 @@ async def test_a_large_table_of_targets_does_not_hold_up_the_event_loop(service:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("request_from_proto", "response_to_proto"):
             patch.setattr(convert, name, noting(getattr(convert, name)))
-        patch.setattr(validation.Limits, "check", noting(validation.Limits.check))
+        patch.setattr(Limits, "check", noting(Limits.check))
         reply = await service.stub.Sample(asked)
     assert len(floats(reply.target_prompt_logprobs.dense)) == 1 << 20
     assert threads == ["large-messages"] * 3

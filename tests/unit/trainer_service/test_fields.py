@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from google.rpc import error_details_pb2
 
+from sampler_service.core.request import Limits as SamplingLimits
 from sampler_service.core.request import Params, Penalties, Request, StopCondition
-from sampler_service.core.validation import Limits as SamplingLimits
 from tests.batches import datum, request
 from tinsmith.errors import InvalidRequest, NotReady, RateLimited, ServiceError, Unsupported, about, within
 from tinsmith.lora_config import config_from_proto
