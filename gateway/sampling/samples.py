@@ -376,7 +376,8 @@ class Completions:
 
         Returns none after `timeout_s`. Raises Gone when the sampling session ends meanwhile.
         """
-        if target not in self._samples and await self._store.samplers.mark(*target) is None:
+        is_new = target not in self._samples and await self._store.samplers.mark(*target) is None
+        if is_new and target not in self._samples:  # its first sample may have come, and ended, meanwhile
             return await self._poll_new(target, prev_cursor=prev_cursor, timeout_s=timeout_s)
         completions = await self._list(target, prev_cursor=prev_cursor)
         return await self._page(completions, prev_cursor=prev_cursor, timeout_s=timeout_s)

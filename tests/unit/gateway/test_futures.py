@@ -105,6 +105,31 @@ async def test_clients_that_never_sample_leave_nothing(stack: Stack, client: Cli
     await waiting
 
 
+async def test_a_first_sample_that_ends_while_a_poll_reads_the_database_is_reported(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler_id = await sampler_of(client)
+    assert stack.gateway is not None
+    samplers = stack.gateway.store.samplers
+    has_read, go_on, read = asyncio.Event(), asyncio.Event(), samplers.mark
+
+    async def slow(*target: Any) -> Any:
+        monkeypatch.setattr(samplers, "mark", read)
+        mark = await read(*target)
+        has_read.set()
+        await go_on.wait()
+        return mark
+
+    monkeypatch.setattr(samplers, "mark", slow)
+    waiting = asyncio.create_task(completions(client, sampler_id, 0, timeout=0))
+    await has_read.wait()
+    receipt = await sample(client, sampler_id, 0)
+    await client.result(receipt)
+    go_on.set()
+    await waiting
+    assert await completions(client, sampler_id, 0, timeout=0) == {"completions": [finished(receipt)], "cursor": 1}
+
+
 async def test_samples_of_more_clients_than_are_kept_in_memory_are_found_again(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
