@@ -1,5 +1,5 @@
-"""What keeps many or large requests from holding up all others: a bound on the memory of bodies, and a pace at which
-samples begin."""
+"""A bound on the memory of bodies and a pace at which samples begin, so that many or large requests do not hold up all
+others."""
 
 from __future__ import annotations
 

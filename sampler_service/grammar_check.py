@@ -98,7 +98,7 @@ def _is_circular(node: Any, schema: Any, above: tuple[int, ...], cleared: set[in
 
 
 def _referred(reference: str, schema: Any) -> Any:
-    """What a reference within the schema stands for; None for one to elsewhere, or to nothing."""
+    """The part of the schema for which a reference stands; None if it leads elsewhere or to nothing."""
     if not reference.startswith("#"):
         return None
     node = schema

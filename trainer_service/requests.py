@@ -101,8 +101,31 @@ def batch_of(
             "for one request (half of its max_queued_bytes); send fewer or shorter datums",
             field="data",
         )
-    if request.loss_fn == CUSTOM:
-        return _custom_batch(request, limits, held_bytes, check_loss=check_loss)
+    loss, config, datums = (_custom if request.loss_fn == CUSTOM else _built_in)(request, limits)
+    batch = Batch(
+        loss_fn=request.loss_fn,
+        loss=loss,
+        loss_config=config,
+        forward_only=request.forward_only,
+        datums=datums,
+        held_bytes=held_bytes,
+        request=request,
+        model_id=request.model_id,
+        seq_id=request.seq_id,
+    )
+    if not isinstance(loss, CustomLoss):
+        return batch
+    if check_loss:
+        return batch.with_loss_checked()
+    largest = max(datums, key=lambda datum: datum.charge)
+    (loss_s,) = loss.check_shapes([(largest.targets.shape, largest.inputs)])
+    return replace(batch, datums=[replace(datum, loss_s=loss_s) for datum in datums])
+
+
+def _built_in(
+    request: trainer_pb2.ForwardBackwardRequest, limits: Limits
+) -> tuple[Loss, Mapping[str, float], list[Datum]]:
+    """The loss, its settings and the datums of a batch with one of LOSS_FNS."""
     if request.HasField("custom_loss"):
         raise InvalidRequest(
             f"custom_loss: goes with loss_fn {CUSTOM!r} only, not with {request.loss_fn!r}", field="custom_loss"
@@ -117,22 +140,13 @@ def batch_of(
     if loss.check is not None:
         for index, datum in enumerate(datums):
             loss.check(datum.inputs, f"data[{index}].loss_fn_inputs")
-    return Batch(
-        loss_fn=request.loss_fn,
-        loss=loss,
-        loss_config=config,
-        forward_only=request.forward_only,
-        datums=datums,
-        held_bytes=held_bytes,
-        request=request,
-        model_id=request.model_id,
-        seq_id=request.seq_id,
-    )
+    return loss, config, datums
 
 
-def _custom_batch(
-    request: trainer_pb2.ForwardBackwardRequest, limits: Limits, held_bytes: int, *, check_loss: bool
-) -> Batch:
+def _custom(
+    request: trainer_pb2.ForwardBackwardRequest, limits: Limits
+) -> tuple[CustomLoss, Mapping[str, float], list[Datum]]:
+    """The loss, its settings, which are none, and the datums of a batch with a custom loss."""
     if not request.HasField("custom_loss"):
         raise InvalidRequest(f"custom_loss: missing; loss_fn {CUSTOM!r} needs it", field="custom_loss")
     settings = [*request.loss_fn_config, *request.loss_fn_config_v2]
@@ -143,22 +157,7 @@ def _custom_batch(
     _check_sparse_inputs(request)
     datums = [_custom_datum(one, loss, limits, field=f"data[{index}]") for index, one in enumerate(request.data)]
     _check_values(datums, (), limits)
-    batch = Batch(
-        loss_fn=request.loss_fn,
-        loss=loss,
-        loss_config={},
-        forward_only=request.forward_only,
-        datums=datums,
-        held_bytes=held_bytes,
-        request=request,
-        model_id=request.model_id,
-        seq_id=request.seq_id,
-    )
-    if check_loss:
-        return batch.with_loss_checked()
-    largest = max(datums, key=lambda datum: datum.charge)
-    (loss_s,) = loss.check_shapes([(largest.targets.shape, largest.inputs)])
-    return replace(batch, datums=[replace(datum, loss_s=loss_s) for datum in datums])
+    return loss, {}, datums
 
 
 def loss_of(loss: trainer_pb2.CustomLoss) -> CustomLoss:

@@ -99,7 +99,10 @@ class Drawing:
         return self._suspicion.deaths > 0
 
     async def describe(self) -> types_pb2.QueueStatus:
-        """What the request waits for. Raises TimeoutError when no service can tell; then `progress` has the reason."""
+        """Asks the service what the request waits for.
+
+        Raises TimeoutError when no service can tell; `progress` then has the reason.
+        """
         if self._describe is None:
             raise TimeoutError
         return await self._describe()

@@ -237,7 +237,7 @@ class Replicas:
         return [replica for replica in self.all if replica.serves(base_model)]
 
     def infos(self) -> Iterator[sampler_pb2.GetSamplerInfoResponse]:
-        """What each sampler serves, as far as they have said."""
+        """The last answer of each sampler to GetSamplerInfo; a sampler that has not answered yet is left out."""
         return (replica.info for replica in self.all if replica.info is not None)
 
     def context_length(self, base_model: str) -> int:

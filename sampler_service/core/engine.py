@@ -163,7 +163,7 @@ class OpenRequests:
         self._open: dict[SequenceGroup, None] = {}
         """In the order of their arrival."""
         self._waiting: dict[SequenceGroup, None] = {}
-        """Those of which nothing is computed yet, in the same order."""
+        """Open requests of which nothing is computed yet, in the same order."""
         self._futures: set[asyncio.Future[Any]] = set()
         """Futures that fail with the engine."""
         self._stopping = False
@@ -184,7 +184,7 @@ class OpenRequests:
 
     @property
     def waiting(self) -> Collection[SequenceGroup]:
-        """Those of which nothing is computed yet, in the order of their arrival."""
+        """Requests of which nothing is computed yet, in the order of their arrival."""
         return self._waiting.keys()
 
     async def accept(self, request: Request, *, stream: bool, request_id: str) -> SequenceGroup:

@@ -70,7 +70,7 @@ class Scheduler:
         self._groups: dict[SequenceGroup, None] = {}
         """Requests that have not ended, in the order of their arrival."""
         self._begun: dict[SequenceGroup, None] = {}
-        """Those of them whose computation has begun."""
+        """The requests whose computation has begun."""
         self._noted_at = 0.0
         """When the progress was last noted, by the performance counter."""
         self._changed = True

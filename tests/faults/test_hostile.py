@@ -336,7 +336,7 @@ def attack(base_url: str, run: Callable[[Hostile], list[str]]) -> list[str]:
 
 
 def attack_all_at_once(base_url: str) -> dict[str, list[str]]:
-    """What the server said to each attack."""
+    """The answers of the server, by attack."""
     with ThreadPoolExecutor(len(ATTACKS)) as threads:
         running = {one.__name__: threads.submit(attack, base_url, one) for one in ATTACKS}
         return {name: attack.result() for name, attack in running.items()}

@@ -7,13 +7,15 @@ from pathlib import Path
 from transformers import AutoConfig, PretrainedConfig
 
 
-def load_config(path: str | Path) -> PretrainedConfig:
+def load_config(path: str | Path, *, local_files_only: bool = False) -> PretrainedConfig:
     """The configuration of a folder or a Hugging Face id. Raises OSError and ValueError, as AutoConfig does.
+
+    `local_files_only`: the hub is not asked for a newer one.
 
     Without trust_remote_code=False, transformers would ask on the terminal whether to run the model's code.
     """
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        return AutoConfig.from_pretrained(path, local_files_only=local_files_only, trust_remote_code=False)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise

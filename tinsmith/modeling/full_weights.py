@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils import cached_file
 
 from tinsmith.errors import InvalidRequest, Unsupported
@@ -88,7 +88,7 @@ class FullWeights:
         Buffers, which are not parameters, keep the type and the value that the base model gives them.
         """
         path = self.base.path
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = load_config(path, local_files_only=True)
         with torch.device("meta"):
             skeleton = auto_class(config).from_config(config)
         names = [name for name, _ in self.specs()]
@@ -195,7 +195,8 @@ Weights = Adapter | FullWeights
 @torch.no_grad()
 def reload(base: BaseModel) -> None:
     """Restores the parameters from the model's files. Raises OSError if the files are gone."""
-    model = auto_class(load_config(base.path)).from_pretrained(base.path, dtype=base.dtype, local_files_only=True)
+    config = load_config(base.path, local_files_only=True)
+    model = auto_class(config).from_pretrained(base.path, config=config, dtype=base.dtype, local_files_only=True)
     stored = dict(model.named_parameters())
     for name, parameter in base.parameters.items():
         parameter.copy_(stored[name])

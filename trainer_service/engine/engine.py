@@ -109,7 +109,7 @@ class TrainingEngine:
             fixed=deterministic,
         )
         self.passes = self._passes()
-        """What runs micro-batches. The compute thread calls it directly."""
+        """The passes that run micro-batches. The compute thread calls them directly."""
 
     def _passes(self) -> Passes:
         return Passes(self.base, self._models, self._memory, self._team, self._metrics)

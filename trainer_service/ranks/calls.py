@@ -62,7 +62,7 @@ def _packed(value: Any, tensors: list[Tensor]) -> Any:
         case Tensor():
             tensors.append(value.detach().cpu())
             return {"tensor": len(tensors) - 1}
-        case np.ndarray():
+        case np.ndarray() if value.dtype == np.int32:  # the only dtype that comes back
             return {"array": value.tolist()}
         case list() | tuple():
             return [_packed(one, tensors) for one in value]

@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class BatchEngine(Protocol):
-    """What the scheduler itself calls: the engine's Passes. Operations other than batches bring their own calls.
+    """The part of the engine that the scheduler calls: its Passes. Operations other than batches bring their own calls.
 
     All methods are called on the compute thread. For each batch `run` is called with every datum once, in micro-batches
     of any size, then `finish` once. After a failure the remaining datums are not run.
