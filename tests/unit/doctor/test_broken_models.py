@@ -153,7 +153,7 @@ def test_a_model_that_cannot_be_examined_is_status_2(
 def test_an_unreachable_hub_is_one_line_and_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def unreachable(path: str, *, trust_remote_code: bool) -> None:
+    def unreachable(path: str, **options: object) -> None:
         raise OSError("We couldn't connect to the hub to load the files.\nCheck your internet connection.")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
