@@ -8,7 +8,7 @@ import pytest
 import torch
 from xdist.scheduler.loadfile import LoadFileScheduling
 
-from tests.models import make_model
+from tests.support.models import make_model
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.toy.model import Recipe, make
 

@@ -70,7 +70,7 @@ def run_all(
 @contextlib.contextmanager
 def own_stack(cache: Path, settings: Mapping[str, str]) -> Iterator[str]:
     """Address of a stack with a tiny model."""
-    from tests.stack import Stack, make_base_model
+    from tests.support.stack import Stack, make_base_model
 
     model = make_base_model(cache / "toy", pretrain_steps=20)
     with (

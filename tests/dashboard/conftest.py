@@ -16,9 +16,9 @@ import pytest
 import tinker
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
 
-from tests.integration.examples import BASE_MODEL
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL
 from tests.support.left_sockets import allow_left_sockets, close_left_sockets  # noqa: F401 - a fixture
+from tests.support.stack import Stack
 
 KEY, OTHER_KEY = "tml-dashboard-mine", "tml-dashboard-other"
 FLAGS = [

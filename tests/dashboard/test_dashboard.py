@@ -13,8 +13,8 @@ from playwright.sync_api import Page, Route, expect
 from transformers import AutoTokenizer
 
 from tests.dashboard.conftest import KEY, OTHER_KEY, Visitor
-from tests.integration.examples import BASE_MODEL, PROMPT, batch, new_model, sample, train
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL, PROMPT, batch, new_model, sample, train
+from tests.support.stack import Stack
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.integration.examples import BASE_MODEL
-from tests.stack import STOP_LIMIT_S
+from tests.support.examples import BASE_MODEL
+from tests.support.stack import STOP_LIMIT_S
 from tests.support.waiting import wait_until
 from tinsmith_cli.ports import free_ports
 

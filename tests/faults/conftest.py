@@ -12,8 +12,8 @@ import tinker
 from tests.faults.cluster import Cluster
 from tests.faults.moments import fresh_seed
 from tests.faults.runs import Outcome, run_all
-from tests.stack import Stack
 from tests.support.left_sockets import allow_left_sockets, close_left_sockets  # noqa: F401 - a fixture
+from tests.support.stack import Stack
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import tinker
 
-from tests.integration.examples import ADAM, PROMPT, batch, new_model, sample
+from tests.support.examples import ADAM, PROMPT, batch, new_model, sample
 
 PAUSE_S = 1.0
 """Between two rounds of a client: they leave the server idle for most of the time, as clients computing rewards do."""

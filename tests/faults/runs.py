@@ -15,7 +15,7 @@ import tinker
 from safetensors.numpy import load_file
 from tinker import ModelInput, SamplingParams
 
-from tests.integration.examples import Floats, batch, new_model, random_tokens
+from tests.support.examples import Floats, batch, new_model, random_tokens
 
 SEEDS = (1, 2)
 """One for each of the concurrent runs."""

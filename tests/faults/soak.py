@@ -32,8 +32,8 @@ import grpc
 import httpx
 import psutil
 
-from tests.integration.examples import BASE_MODEL
-from tests.stack import Stack, make_base_model
+from tests.support.examples import BASE_MODEL
+from tests.support.stack import Stack, make_base_model
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 
 SERVICES = ("trainer_service", "sampler_service", "gateway")

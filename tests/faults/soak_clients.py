@@ -28,7 +28,7 @@ import tinker
 from tinker import ModelInput, SamplingParams
 from tinker.lib.api_future_impl import _APIFuture
 
-from tests.integration.examples import BASE_MODEL, batch, random_tokens
+from tests.support.examples import BASE_MODEL, batch, random_tokens
 
 ADAM = tinker.AdamParams(learning_rate=1e-3)
 RANKS = (4, 8, 16)

@@ -27,9 +27,9 @@ import tinker
 from tests.faults.cluster import Cluster
 from tests.faults.moments import ALL_FAULTS, EVERY, in_mode, repeated
 from tests.faults.runs import SEEDS, Outcome, check_all, run_all, under_way
-from tests.integration.examples import BASE_MODEL, random_tokens
-from tests.integration.wire import Wire, logprobs, next_token_datum, pb
+from tests.support.examples import BASE_MODEL, random_tokens
 from tests.support.waiting import wait_until
+from tests.support.wire import Wire, logprobs, next_token_datum, pb
 from tinsmith_cli.ports import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

@@ -20,7 +20,7 @@ from tests.faults.cluster import Cluster
 from tests.faults.disks import Disk, SizeLimit, SmallDisk, small_disk
 from tests.faults.moments import in_mode, repeated
 from tests.faults.runs import ADAM, ROUNDING, check_tensors, tensors_of
-from tests.integration.examples import Floats, batch, new_model, train
+from tests.support.examples import Floats, batch, new_model, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -16,7 +16,7 @@ from tinker import ModelInput, SamplingParams
 from tests.faults import runs
 from tests.faults.cluster import Cluster
 from tests.faults.moments import repeated
-from tests.integration.examples import PROMPT, new_model
+from tests.support.examples import PROMPT, new_model
 from tests.support.postgres import Postgres
 from tests.support.postgres import running as running_postgres
 from tests.support.round_robin import RoundRobin, balanced

@@ -27,9 +27,9 @@ import numpy as np
 import pytest
 from tinker.proto import tinker_public_pb2 as pb
 
-from tests.integration.examples import BASE_MODEL, NUM_WORDS
-from tests.integration.wire import Failed, Wire, datum
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL, NUM_WORDS
+from tests.support.stack import Stack
+from tests.support.wire import Failed, Wire, datum
 
 NUM_GOOD_CLIENTS = 16
 WAIT_LIMIT_S = 1.0

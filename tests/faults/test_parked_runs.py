@@ -11,9 +11,9 @@ import grpc
 import psutil
 import pytest
 
-from tests.batches import random_datum, request
 from tests.faults.lone_trainer import Trainer
-from tests.models import VOCAB_SIZE, make_model
+from tests.support.batches import random_datum, request
+from tests.support.models import VOCAB_SIZE, make_model
 from tinsmith.v1 import metrics_pb2, metrics_pb2_grpc, types_pb2
 from tinsmith.v1 import trainer_pb2 as pb
 

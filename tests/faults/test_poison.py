@@ -17,11 +17,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.numpy import load_file
 
-from tests.batches import datum, random_datum, request
 from tests.faults.lone_trainer import Trainer
 from tests.faults.poisoned_trainer import TOKENS
 from tests.faults.runs import LARGEST_GAP
-from tests.models import VOCAB_SIZE, make_model
+from tests.support.batches import datum, random_datum, request
+from tests.support.models import VOCAB_SIZE, make_model
 from tests.support.waiting import wait_until
 from tinsmith import errors
 from tinsmith.rpc.errors import from_rpc_error

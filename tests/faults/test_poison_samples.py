@@ -13,7 +13,7 @@ from tinker import ModelInput, SamplingParams
 
 from tests.faults.cluster import Cluster
 from tests.faults.poisoned_sampler import MARK
-from tests.integration.examples import BASE_MODEL, new_model, random_tokens
+from tests.support.examples import BASE_MODEL, new_model, random_tokens
 
 pytestmark = pytest.mark.slow
 

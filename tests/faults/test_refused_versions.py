@@ -16,7 +16,7 @@ from tinker import ModelInput, SamplingParams
 
 from tests.faults.cluster import Cluster, Process
 from tests.faults.moments import repeated
-from tests.integration.examples import batch, new_model, random_tokens, sample, train
+from tests.support.examples import batch, new_model, random_tokens, sample, train
 from tests.support.waiting import wait_until
 from tinsmith.errors import ServiceError, VersionNotLoaded, VersionRefused
 from tinsmith.rpc.errors import from_rpc_error

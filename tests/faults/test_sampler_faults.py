@@ -15,7 +15,7 @@ from tinker import ModelInput, SamplingParams
 
 from tests.faults.cluster import Cluster, Process
 from tests.faults.moments import repeated
-from tests.integration.examples import BASE_MODEL, batch, forward, new_model, random_tokens, sample, train
+from tests.support.examples import BASE_MODEL, batch, forward, new_model, random_tokens, sample, train
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, repeated]

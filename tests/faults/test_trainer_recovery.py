@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.batches import random_datum, request
 from tests.faults.lone_trainer import Trainer
 from tests.faults.moments import fresh_seed, repeated
-from tests.models import VOCAB_SIZE, make_model
+from tests.support.batches import random_datum, request
+from tests.support.models import VOCAB_SIZE, make_model
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 

@@ -12,8 +12,8 @@ import tinker
 
 from tests.faults.moments import REPETITIONS, in_mode
 from tests.faults.runs import Outcome, disturbed, run_all
-from tests.integration.examples import BASE_MODEL
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL
+from tests.support.stack import Stack
 from tests.support.waiting import wait_until
 
 pytestmark = [

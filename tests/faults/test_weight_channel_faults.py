@@ -15,7 +15,7 @@ import pytest
 import tinker
 
 from tests.faults.cluster import Cluster, Process
-from tests.integration.examples import ADAM, Floats, batch, new_model, random_tokens, score
+from tests.support.examples import ADAM, Floats, batch, new_model, random_tokens, score
 from tests.support.waiting import wait_until
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, types_pb2
 

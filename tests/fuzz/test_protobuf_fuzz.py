@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinker.proto import tinker_public_pb2 as pb
 
-from tests.integration.examples import BASE_MODEL
-from tests.integration.wire import Wire, next_token_datum, tensor
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL
+from tests.support.stack import Stack
+from tests.support.wire import Wire, next_token_datum, tensor
 
 PROTOBUF = "application/x-protobuf"
 NUM_SLOW_CASES = 10_000

@@ -26,8 +26,8 @@ from schemathesis.specs.openapi.checks import (
 from gateway.http.app import ROUTES
 from gateway.http.openapi.document import document
 from tests.fuzz.servers import FakeServer, make_some
-from tests.integration.examples import BASE_MODEL
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL
+from tests.support.stack import Stack
 from tests.unit.gateway.stack import Client
 
 CHECKS: list[Any] = [

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models import VOCAB_SIZE, make_model
+from tests.support.models import VOCAB_SIZE, make_model
 from tinsmith.modeling import logprobs
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
 from tinsmith.modeling.attention import Packed

@@ -10,10 +10,10 @@ import pytest
 import tinker
 import torch
 
-from tests.integration.examples import BASE_MODEL
-from tests.integration.wire import Wire
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL
 from tests.support.left_sockets import allow_left_sockets, close_left_sockets  # noqa: F401 - a fixture
+from tests.support.stack import Stack
+from tests.support.wire import Wire
 from tinsmith.modeling.adapter import AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.base_model import BaseModel
 

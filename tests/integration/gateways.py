@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.stack import Stack
+from tests.support.stack import Stack
 
 
 @contextmanager

@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.integration.examples import BASE_MODEL
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL
+from tests.support.stack import Stack
 
 NUM_RESULTS = 7
 """Lines that a client prints: a loss for each of six steps, and what it sampled."""

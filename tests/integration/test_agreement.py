@@ -11,8 +11,8 @@ import tinker
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.integration.examples import BASE_MODEL, batch, forward, new_model, random_tokens, sample, score, train
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL, batch, forward, new_model, random_tokens, sample, score, train
+from tests.support.stack import Stack
 
 PROMPTS = [random_tokens(length, 50 + length) for length in (1, 7, 40)]
 FAST = tinker.AdamParams(learning_rate=5e-3)

@@ -12,9 +12,9 @@ import pytest
 import zstandard
 from tinker.proto import tinker_public_pb2 as pb
 
-from tests.integration.examples import BASE_MODEL
-from tests.integration.wire import Failed, Wire, datum
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL
+from tests.support.stack import Stack
+from tests.support.wire import Failed, Wire, datum
 
 CONTEXT = 32_768
 MAX_RANK = 256

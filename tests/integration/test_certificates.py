@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tinker
 
-from tests.integration.examples import PROMPT, batch, new_model, next_token_datum, sample, train
-from tests.integration.wire import Wire
-from tests.stack import Stack
+from tests.support.examples import PROMPT, batch, new_model, next_token_datum, sample, train
+from tests.support.stack import Stack
+from tests.support.wire import Wire
 from tinsmith_cli import main
 
 

@@ -26,8 +26,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.integration.examples import BASE_MODEL, PROMPT, batch, forward, new_model, sample, train
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL, PROMPT, batch, forward, new_model, sample, train
+from tests.support.stack import Stack
 
 Cli = Callable[..., str]
 PROGRAM = [sys.executable, "-m", "tinker.cli"]

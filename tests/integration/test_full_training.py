@@ -12,8 +12,8 @@ import tinker
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.integration.examples import BASE_MODEL, batch, forward, new_model, random_tokens, sample, score, train
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL, batch, forward, new_model, random_tokens, sample, score, train
+from tests.support.stack import Stack
 
 TEXT = random_tokens(60, 7)
 ADAM = tinker.AdamParams(learning_rate=1e-3)

@@ -9,10 +9,10 @@ import pytest
 import tinker
 from tinker import ModelInput, SamplingParams
 
-from tests.integration.examples import BASE_MODEL, PROMPT, batch, new_model, random_tokens, sample, score, train
-from tests.integration.wire import Wire, next_token_datum
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL, PROMPT, batch, new_model, random_tokens, sample, score, train
+from tests.support.stack import Stack
 from tests.support.waiting import wait_until
+from tests.support.wire import Wire, next_token_datum
 
 MAX_TOKENS = 1900
 LONG = SamplingParams(max_tokens=MAX_TOKENS, stop=[])

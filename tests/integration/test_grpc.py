@@ -14,9 +14,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from grpc_status import rpc_status
 
-from tests.batches import datum, random_datum, request
-from tests.integration.examples import BASE_MODEL
-from tests.stack import Stack
+from tests.support.batches import datum, random_datum, request
+from tests.support.examples import BASE_MODEL
+from tests.support.stack import Stack
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
 
 PROMPT = np.array([5, 6, 7], "<i4").tobytes()

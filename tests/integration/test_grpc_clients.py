@@ -23,8 +23,8 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.integration.conftest import KEY
-from tests.integration.examples import ADAM, BASE_MODEL, PROMPT, batch, new_model
-from tests.stack import Stack
+from tests.support.examples import ADAM, BASE_MODEL, PROMPT, batch, new_model
+from tests.support.stack import Stack
 
 EXAMPLE = Path(__file__).parents[2] / "examples/grpc_client.py"
 BUF = Path(sys.executable).parent / "buf"

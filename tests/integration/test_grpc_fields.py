@@ -19,9 +19,9 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from tests.batches import datum
-from tests.integration.examples import BASE_MODEL
-from tests.stack import Stack
+from tests.support.batches import datum
+from tests.support.examples import BASE_MODEL
+from tests.support.stack import Stack
 from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2, weight_sync_pb2
 
 MODEL = "fields:train:0"

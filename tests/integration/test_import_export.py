@@ -15,7 +15,7 @@ import torch
 from tinker import ModelInput
 from transformers import AutoModelForCausalLM
 
-from tests.integration.examples import (
+from tests.support.examples import (
     BASE_MODEL,
     PROMPT,
     Floats,
@@ -26,8 +26,8 @@ from tests.integration.examples import (
     score,
     train,
 )
-from tests.integration.wire import Wire
-from tests.stack import Stack
+from tests.support.stack import Stack
+from tests.support.wire import Wire
 
 TOKENS = random_tokens(30, 3)
 

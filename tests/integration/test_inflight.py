@@ -18,7 +18,7 @@ from openai.types import CompletionChoice
 from tinker import ModelInput, SamplingParams
 
 from tests.integration.conftest import KEY
-from tests.integration.examples import (
+from tests.support.examples import (
     BASE_MODEL,
     PROMPT,
     batch,
@@ -29,9 +29,9 @@ from tests.integration.examples import (
     score,
     train,
 )
-from tests.integration.wire import Wire, next_token_datum
-from tests.stack import Stack
+from tests.support.stack import Stack
 from tests.support.switching import plain_model, switching_logprobs
+from tests.support.wire import Wire, next_token_datum
 from tinsmith.rpc.paths import is_newer, run_of, version_number
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from benchmarks.load import press
-from tests.integration.examples import BASE_MODEL
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL
+from tests.support.stack import Stack
 
 IS_FULL = bool(os.environ.get("TINSMITH_FULL_LOAD"))
 NUM_SAMPLES, NUM_SESSIONS = (1000, 200) if IS_FULL else (300, 40)

@@ -10,8 +10,8 @@ import pytest
 import tinker
 from tinker import ModelInput, SamplingParams
 
-from tests.integration.examples import BASE_MODEL, PROMPT, batch, new_model, train
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL, PROMPT, batch, new_model, train
+from tests.support.stack import Stack
 
 SERVICES = ("gateway", "trainer", "sampler")
 

@@ -18,9 +18,9 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from tinker.lib.public_interfaces.custom_loss import encode_graph, run_loss_handle, trace_loss
 
-from tests.batches import random_datum, request
-from tests.integration.examples import ADAM, BASE_MODEL, batch, logprobs, new_model, next_token_datum, random_tokens
-from tests.stack import Stack
+from tests.support.batches import random_datum, request
+from tests.support.examples import ADAM, BASE_MODEL, batch, logprobs, new_model, next_token_datum, random_tokens
+from tests.support.stack import Stack
 from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc, types_pb2

@@ -21,10 +21,10 @@ import safetensors.torch
 import tinker
 from tinker import types
 
-from tests.integration.examples import BASE_MODEL, PROMPT, batch, forward, new_model, sample, score, train
-from tests.integration.wire import Wire
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL, PROMPT, batch, forward, new_model, sample, score, train
+from tests.support.stack import Stack
 from tests.support.waiting import wait_until
+from tests.support.wire import Wire
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 
 age: Any = pyrage  # it comes without types

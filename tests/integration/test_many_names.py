@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tinker
 
-from tests.integration.examples import PROMPT, batch, forward, score, train
-from tests.stack import Stack, make_base_model
+from tests.support.examples import PROMPT, batch, forward, score, train
+from tests.support.stack import Stack, make_base_model
 
 
 @pytest.mark.slow  # five processes

@@ -10,8 +10,8 @@ import pytest
 import tinker
 from tinker import ModelInput
 
-from tests.integration.examples import BASE_MODEL, PROMPT, batch, forward, new_model, random_tokens, train
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL, PROMPT, batch, forward, new_model, random_tokens, train
+from tests.support.stack import Stack
 from tests.support.stores import BUCKET, file_system, s3
 from tinsmith_cli import main
 

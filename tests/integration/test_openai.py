@@ -14,9 +14,9 @@ from openai.types import Completion
 from tinker import ModelInput, SamplingParams
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tests.integration.examples import BASE_MODEL, PROMPT, batch, new_model, score, train
-from tests.integration.wire import Wire
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL, PROMPT, batch, new_model, score, train
+from tests.support.stack import Stack
+from tests.support.wire import Wire
 
 MESSAGES = [{"role": "user", "content": "Name a colour."}]
 

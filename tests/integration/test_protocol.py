@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.integration.conftest import LONG_POLL_S
-from tests.integration.examples import BASE_MODEL, random_tokens
-from tests.integration.wire import Failed, Wire, logprobs, next_token_datum
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL, random_tokens
+from tests.support.stack import Stack
+from tests.support.wire import Failed, Wire, logprobs, next_token_datum
 
 DATA = [next_token_datum(random_tokens(length, length)) for length in (5, 9, 6, 12)]
 

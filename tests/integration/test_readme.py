@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.integration.conftest import KEY
-from tests.stack import Stack
+from tests.support.stack import Stack
 
 _NO_WARNINGS = [f"-Werror::{kind}:__main__" for kind in ("DeprecationWarning", "FutureWarning")]
 """The SDK warns of a future that is used without result() with the second."""

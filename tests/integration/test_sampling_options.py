@@ -11,7 +11,7 @@ import torch
 from tinker import ModelInput, SamplingParams, TensorData
 from transformers import AutoModelForCausalLM
 
-from tests.integration.examples import BASE_MODEL, batch, new_model, random_tokens, sample, score, train
+from tests.support.examples import BASE_MODEL, batch, new_model, random_tokens, sample, score, train
 
 PROMPT = random_tokens(40, 11)
 MAX_TOPK = 128

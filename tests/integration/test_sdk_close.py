@@ -10,8 +10,8 @@ import pytest
 import tinker
 from tinker.lib import internal_client_holder
 
-from tests.integration.examples import BASE_MODEL
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL
+from tests.support.stack import Stack
 
 _HEARTBEAT_PERIOD_S = 10
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import tinker
 
 from benchmarks.canned import stand_in
-from tests.integration.examples import BASE_MODEL, batch, logprobs, new_model
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL, batch, logprobs, new_model
+from tests.support.stack import Stack
 
 
 def test_the_stand_in_gives_each_kind_of_request_its_first_answer_again(stack: Stack) -> None:

@@ -12,9 +12,9 @@ import torch
 from tinker import ModelInput, SamplingParams
 from tinker.lib.api_future_impl import QueueState
 
-from tests.integration.examples import ADAM, BASE_MODEL, PROMPT, batch, forward, new_model, sample, score, train
-from tests.integration.wire import Wire
-from tests.stack import Stack
+from tests.support.examples import ADAM, BASE_MODEL, PROMPT, batch, forward, new_model, sample, score, train
+from tests.support.stack import Stack
+from tests.support.wire import Wire
 from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc, types_pb2
 
 

@@ -12,7 +12,7 @@ import torch
 from tinker import ModelInput, SamplingParams, TensorData
 from transformers import AutoTokenizer
 
-from tests.integration.examples import (
+from tests.support.examples import (
     BASE_MODEL,
     PROMPT,
     batch,

@@ -10,7 +10,7 @@ import tinker
 import torch
 from tinker import ModelInput, TensorData
 
-from tests.integration.examples import (
+from tests.support.examples import (
     ADAM,
     PROMPT,
     batch,

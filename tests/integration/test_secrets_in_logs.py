@@ -40,11 +40,11 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from tinker.types.generic_event import GenericEvent
 
 from tests.faults.cluster import Cluster
-from tests.integration.examples import BASE_MODEL, PROMPT, batch, new_model, sample, train
-from tests.stack import Stack
 from tests.support.certificates import Made, make
+from tests.support.examples import BASE_MODEL, PROMPT, batch, new_model, sample, train
 from tests.support.postgres import running as running_postgres
 from tests.support.round_robin import balanced
+from tests.support.stack import Stack
 from tests.support.stores import BUCKET, file_system, s3
 from tests.support.waiting import wait_until
 

@@ -7,9 +7,9 @@ import time
 from itertools import count
 
 from tests.integration.conftest import KEY
-from tests.integration.examples import BASE_MODEL
-from tests.integration.wire import Wire, next_token_datum
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL
+from tests.support.stack import Stack
+from tests.support.wire import Wire, next_token_datum
 from tinsmith.cores import usable_cores
 from tinsmith_cli.stack import Threads, divide_cores
 

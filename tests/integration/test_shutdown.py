@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.examples import BASE_MODEL
-from tests.integration.wire import Wire, next_token_datum
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL
+from tests.support.stack import Stack
+from tests.support.wire import Wire, next_token_datum
 
 
 # Every stack of these tests is stopped by SIGTERM, though without open polls.

@@ -11,7 +11,7 @@ import tinker
 import torch
 from tinker import ModelInput, PromptProvenanceSpan, RequestFailedError, SampledProvenanceSpan, SamplingParams
 
-from tests.integration.examples import ADAM, PROMPT, batch, forward, logprobs, new_model, train
+from tests.support.examples import ADAM, PROMPT, batch, forward, logprobs, new_model, train
 
 PARAMS = SamplingParams(max_tokens=12, stop=[], seed=1)
 

@@ -16,9 +16,9 @@ import pytest
 import tinker
 from tinker import ModelInput
 
-from tests.integration.examples import PROMPT, batch, forward, new_model, train
 from tests.integration.test_import_export import TOKENS, peft_logprobs
-from tests.stack import Stack
+from tests.support.examples import PROMPT, batch, forward, new_model, train
+from tests.support.stack import Stack
 from tinsmith_cli import main
 from tinsmith_cli.ports import free_ports
 

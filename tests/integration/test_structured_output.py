@@ -12,8 +12,8 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from pydantic import BaseModel, Field
 
-from tests.integration.examples import BASE_MODEL
-from tests.stack import Stack
+from tests.support.examples import BASE_MODEL
+from tests.support.stack import Stack
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Name a colour."}]
 PARAMETERS = {

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import tinker
 
-from tests.integration.examples import ADAM, PROMPT, batch, new_model
 from tests.integration.gateways import own_gateway
-from tests.stack import Stack
+from tests.support.examples import ADAM, PROMPT, batch, new_model
+from tests.support.stack import Stack
 from tinsmith_cli import main
 
 NewKey = Callable[..., str]

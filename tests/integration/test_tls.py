@@ -9,9 +9,9 @@ import httpx
 import pytest
 import tinker
 
-from tests.integration.examples import BASE_MODEL, PROMPT, batch, new_model, train
-from tests.stack import Stack
 from tests.support.certificates import make
+from tests.support.examples import BASE_MODEL, PROMPT, batch, new_model, train
+from tests.support.stack import Stack
 from tinsmith.rpc.channel import connect, is_serving
 from tinsmith.rpc.tls import Certificates
 from tinsmith_cli import main

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from tests.batches import random_datum, request
-from tests.models import CONTEXT, VOCAB_SIZE
+from tests.support.batches import random_datum, request
+from tests.support.models import CONTEXT, VOCAB_SIZE
 from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
 from tinsmith.errors import NotFinite, ServiceError
 from tinsmith.lora_config import config_to_proto

@@ -17,9 +17,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.batches import random_datum, request
-from tests.models import VOCAB_SIZE
-from tests.stack import Stack
+from tests.support.batches import random_datum, request
+from tests.support.models import VOCAB_SIZE
+from tests.support.stack import Stack
 from tinsmith.v1 import trainer_pb2, types_pb2
 from tinsmith.v1.trainer_pb2_grpc import TrainerServiceStub
 from tinsmith_cli.ports import free_ports

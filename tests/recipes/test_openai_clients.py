@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from tests.recipes.harness import PYTHON, environment
-from tests.stack import Stack
+from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.recipes, pytest.mark.timeout(300)]
 

@@ -13,8 +13,8 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from tests.stack import Stack
 from tests.support.left_sockets import allow_left_sockets, close_left_sockets  # noqa: F401 - a fixture
+from tests.support.stack import Stack
 
 BASE_MODEL = "tests/tiny"
 

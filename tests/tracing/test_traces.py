@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.examples import PROMPT, random_tokens
-from tests.integration.wire import Failed, Wire, next_token_datum
-from tests.stack import Stack
+from tests.support.examples import PROMPT, random_tokens
+from tests.support.stack import Stack
+from tests.support.wire import Failed, Wire, next_token_datum
 from tests.tracing.conftest import BASE_MODEL, Collector, Span
 
 pytestmark = pytest.mark.slow

@@ -24,8 +24,8 @@ from sampler_service.core.request import Limits, Params, Request, StopCondition
 from sampler_service.core.sizing import Sizes
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.engine import Add, TorchEngine
-from tests.models import make_model, make_sparse_model
 from tests.support.hollow_cuda import DEVICE, HollowCuda, hollow_cuda
+from tests.support.models import make_model, make_sparse_model
 from tinsmith.cores import Cores
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel

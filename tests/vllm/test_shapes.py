@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from tests.models import TINY_CONFIG
+from tests.support.models import TINY_CONFIG
 from tests.unit.sampler_service.full_versions import make_full, save
 from tests.unit.sampler_service.serving import plain_logits
 from tests.vllm.client import TOLERANCE

@@ -10,7 +10,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.stack import Stack
+from tests.support.stack import Stack
 from tests.vllm.service import PYTHON
 
 pytestmark = [

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
-from tests.models import make_model
+from tests.support.models import make_model
 from tinsmith.modeling import attention, kv_cache
 from tinsmith_cli import main
 from tinsmith_cli.doctor import oracle

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models import VOCAB_SIZE
+from tests.support.models import VOCAB_SIZE
 from tinsmith_cli.doctor.coverage import Text
 from tinsmith_cli.doctor.examine import examine
 from tinsmith_cli.doctor.limits import Findings, gap, limits

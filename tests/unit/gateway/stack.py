@@ -17,7 +17,7 @@ import httpx
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
 from gateway.http.server import GatewayServer
-from tests import batches
+from tests.support import batches
 from tests.support.databases import lay_migrated_database
 from tinsmith.errors import (
     BudgetExceeded,

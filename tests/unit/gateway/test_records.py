@@ -13,8 +13,8 @@ from sqlalchemy import update
 
 from gateway.database.tables.samples import SequenceRecord
 from gateway.training import provenance
-from tests import batches
-from tests.batches import sparse
+from tests.support import batches
+from tests.support.batches import sparse
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.rpc.tensors import to_numpy

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.request_files import listed, traced
+from tests.support.request_files import listed, traced
 from tests.unit.gateway.stack import Client, Stack, sample_body
 
 _IS_TRACED: ContextVar[bool] = ContextVar("is_traced", default=False)

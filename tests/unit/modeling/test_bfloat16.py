@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models import VOCAB_SIZE
+from tests.support.models import VOCAB_SIZE
 from tests.support.oracle import Oracle
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.cpp_builder import get_cpp_compiler
 
-from tests.models import VOCAB_SIZE
+from tests.support.models import VOCAB_SIZE
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from tests.models import TINY_CONFIG
+from tests.support.models import TINY_CONFIG
 from tinsmith.modeling.kernels import elementwise
 from tinsmith.modeling.kernels.elementwise import Elementwise
 from tinsmith.modeling.kernels.install import install

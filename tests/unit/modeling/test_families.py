@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from tests.models import TINY_CONFIG
+from tests.support.models import TINY_CONFIG
 from tests.support.oracle import Oracle
 from tinsmith.errors import Unsupported
 from tinsmith.modeling import adaptation

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models import make_model
+from tests.support.models import make_model
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.generation import GenerationLayer

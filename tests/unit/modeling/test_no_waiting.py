@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.models import VOCAB_SIZE
+from tests.support.models import VOCAB_SIZE
 from tinsmith.modeling import logprobs
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models import VOCAB_SIZE, make_model
+from tests.support.models import VOCAB_SIZE, make_model
 from tests.support.oracle import Oracle
 from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.modeling import base_model, logprobs

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.models import VOCAB_SIZE
+from tests.support.models import VOCAB_SIZE
 from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of

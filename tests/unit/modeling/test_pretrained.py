@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.models import make_model
+from tests.support.models import make_model
 from tests.unit.modeling.test_families import SPARSE, make
 from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.models import VOCAB_SIZE
+from tests.support.models import VOCAB_SIZE
 from tests.support.oracle import Oracle
 from tinsmith.errors import Unsupported
 from tinsmith.modeling import base_model, whole_layers

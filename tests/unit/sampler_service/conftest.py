@@ -12,7 +12,7 @@ from sampler_service.__main__ import make_server
 from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import EngineSlot
 from sampler_service.torch_engine.engine import TorchEngine
-from tests.models import make_model
+from tests.support.models import make_model
 from tests.unit.sampler_service.serving import serving
 from tinsmith.rpc.channel import connect
 from tinsmith.v1 import sampler_pb2_grpc

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sampler_service.core.request import Result, StopCondition
 from sampler_service.torch_engine import scheduler
 from sampler_service.torch_engine.engine import TorchEngine
-from tests.models import make_model
+from tests.support.models import make_model
 from tests.support.oracle import Oracle
 from tests.support.waiting import until
 from tests.unit.sampler_service.serving import (

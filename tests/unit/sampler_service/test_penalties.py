@@ -14,7 +14,7 @@ from sampler_service.core.penalties import History, Penalized
 from sampler_service.core.request import Penalties
 from sampler_service.core.sampling import scaled_logprobs
 from sampler_service.torch_engine.engine import TorchEngine
-from tests.models import make_model
+from tests.support.models import make_model
 from tests.unit.sampler_service.serving import generate, plain_logits, prompt, serving
 
 V = 50

@@ -5,7 +5,7 @@ from pathlib import Path
 from sampler_service.__main__ import make_server
 from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import EngineSlot
-from tests.request_files import listed, traced
+from tests.support.request_files import listed, traced
 from tests.unit.sampler_service.serving import make_adapter, prompt, sample, serving
 from tinsmith.rpc.channel import connect
 from tinsmith.v1 import sampler_pb2_grpc

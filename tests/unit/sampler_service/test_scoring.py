@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sampler_service.core.request import EMPTY_LOGPROB, Targets
-from tests.models import make_model
+from tests.support.models import make_model
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, plain_logits, prompt, serving
 
 

@@ -23,7 +23,7 @@ from sampler_service.core.engine import EngineSlot
 from sampler_service.core.request import Limits, Targets
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.engine import ForgetWarmUp
-from tests.models import make_model
+from tests.support.models import make_model
 from tests.support.waiting import until
 from tests.unit.sampler_service.conftest import Service
 from tests.unit.sampler_service.serving import (

@@ -8,7 +8,7 @@ import torch
 from sampler_service.config import SamplerConfig
 from sampler_service.core import sizing
 from sampler_service.core.sizing import Sizes
-from tests.models import make_model
+from tests.support.models import make_model
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.kernels import prepacked
 from tinsmith.modeling.kv_cache import MAX_KEPT_BYTES

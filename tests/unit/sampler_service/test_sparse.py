@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.models import make_sparse_model
+from tests.support.models import make_sparse_model
 from tests.unit.sampler_service.serving import generate, make_adapter, prompt
 from tests.unit.sampler_service.test_weight_sync import Setup, receiving
 from tinsmith.modeling.adapter import Adapter

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tests.batches import random_datum, request
-from tests.models import VOCAB_SIZE
+from tests.support.batches import random_datum, request
+from tests.support.models import VOCAB_SIZE
 from tinsmith.modeling.adapter import AdapterConfig
 from trainer_service.engine.batch import Batch, Output
 from trainer_service.engine.engine import TrainingEngine

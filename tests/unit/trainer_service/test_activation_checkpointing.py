@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models import VOCAB_SIZE
+from tests.support.models import VOCAB_SIZE
 from tests.unit.modeling.test_families import DENSE, FAMILIES, SPARSE, make
 from tests.unit.trainer_service.engines import assert_near, batch, create, gradient, run
 from tinsmith.modeling.base_model import BaseModel

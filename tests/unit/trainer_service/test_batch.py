@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.batches import datum, request
+from tests.support.batches import datum, request
 from tinsmith.errors import InvalidRequest, UnknownLossFn
 from tinsmith.v1 import trainer_pb2, types_pb2
 from trainer_service.engine.batch import Limits, Output

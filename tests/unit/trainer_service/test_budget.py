@@ -7,8 +7,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tests.batches import random_datum, request
-from tests.models import CONTEXT, VOCAB_SIZE
+from tests.support.batches import random_datum, request
+from tests.support.models import CONTEXT, VOCAB_SIZE
 from tests.unit.trainer_service.engines import create
 from tinsmith.errors import InvalidRequest, OutOfCapacity
 from tinsmith.modeling.adapter import AdapterConfig

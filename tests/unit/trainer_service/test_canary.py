@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.batches import datum, request
-from tests.models import CONTEXT, VOCAB_SIZE
+from tests.support.batches import datum, request
+from tests.support.models import CONTEXT, VOCAB_SIZE
 from tests.unit.trainer_service.engines import create, run
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, LoraWeights
 from tinsmith.modeling.base_model import BaseModel

@@ -17,8 +17,8 @@ from sampler_service.__main__ import make_server
 from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import EngineSlot
 from sampler_service.torch_engine.engine import TorchEngine
-from tests.batches import random_datum, request
-from tests.models import VOCAB_SIZE
+from tests.support.batches import random_datum, request
+from tests.support.models import VOCAB_SIZE
 from tests.unit.sampler_service.serving import generate, prompt, serving
 from tinsmith.errors import (
     CheckpointNotFound,

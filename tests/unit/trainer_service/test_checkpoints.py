@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
-from tests.models import make_model
+from tests.support.models import make_model
 from tests.support.stores import Place
 from tinsmith.errors import (
     CheckpointExists,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.batches import random_datum, request
-from tests.models import VOCAB_SIZE
+from tests.support.batches import random_datum, request
+from tests.support.models import VOCAB_SIZE
 from tests.unit.trainer_service.custom_losses import sent, traced
 from tests.unit.trainer_service.engines import assert_near, gradient
 from tinsmith.modeling.adapter import AdapterConfig

@@ -15,8 +15,8 @@ from tinker.lib.public_interfaces.custom_loss import run_loss_handle
 from torch import Tensor
 from torch.fx.node import _get_qualified_name
 
-from tests.batches import datum, random_datum, request
-from tests.models import VOCAB_SIZE
+from tests.support.batches import datum, random_datum, request
+from tests.support.models import VOCAB_SIZE
 from tests.unit.trainer_service.custom_losses import sent, traced
 from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.adapter import AdapterConfig

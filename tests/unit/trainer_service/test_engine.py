@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.batches import datum, random_datum, request
-from tests.models import VOCAB_SIZE
+from tests.support.batches import datum, random_datum, request
+from tests.support.models import VOCAB_SIZE
 from tests.support.oracle import Oracle
 from tinsmith.errors import FailedPrecondition, InvalidRequest
 from tinsmith.modeling.adapter import AdapterConfig

@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2
 
 from sampler_service.core.request import Limits as SamplingLimits
 from sampler_service.core.request import Params, Penalties, Request, StopCondition
-from tests.batches import datum, request
+from tests.support.batches import datum, request
 from tinsmith.errors import InvalidRequest, NotReady, RateLimited, ServiceError, Unsupported, about, within
 from tinsmith.lora_config import config_from_proto
 from tinsmith.rpc.errors import to_proto

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.batches import datum, random_datum, request
-from tests.models import VOCAB_SIZE
+from tests.support.batches import datum, random_datum, request
+from tests.support.models import VOCAB_SIZE
 from tests.unit.trainer_service.engines import ADAM, create, run
 from tinsmith import errors
 from tinsmith.modeling.adapter import AdapterConfig

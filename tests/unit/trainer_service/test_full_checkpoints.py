@@ -9,7 +9,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
-from tests.models import make_model
+from tests.support.models import make_model
 from tinsmith.errors import DataCorrupted, InvalidRequest
 from tinsmith.lora_config import config_from_proto, config_to_proto
 from tinsmith.modeling import full_weights

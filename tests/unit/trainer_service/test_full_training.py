@@ -15,8 +15,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tests.batches import random_datum, request
-from tests.models import CONTEXT, VOCAB_SIZE, make_model
+from tests.support.batches import random_datum, request
+from tests.support.models import CONTEXT, VOCAB_SIZE, make_model
 from tinsmith.errors import FailedPrecondition, InvalidRequest
 from tinsmith.modeling import logprobs
 from tinsmith.modeling.adapter import AdapterConfig

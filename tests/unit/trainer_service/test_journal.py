@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tests.batches import random_datum, request
+from tests.support.batches import random_datum, request
 from tinsmith.errors import (
     DataCorrupted,
     InvalidRequest,

@@ -12,8 +12,8 @@ import tinker
 from prometheus_client import CollectorRegistry
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 
-from tests.batches import datum, random_datum, request
-from tests.models import VOCAB_SIZE
+from tests.support.batches import datum, random_datum, request
+from tests.support.models import VOCAB_SIZE
 from tests.unit.trainer_service.engines import batch, create, run
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.tensors import from_numpy, to_numpy

@@ -11,8 +11,8 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from tests.batches import random_datum, request
-from tests.models import VOCAB_SIZE
+from tests.support.batches import random_datum, request
+from tests.support.models import VOCAB_SIZE
 from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
 from tests.unit.trainer_service.engines import ADAM, assert_near, batch, create, gradient, run
 from tinsmith.errors import OutOfCapacity

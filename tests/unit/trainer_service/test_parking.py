@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.batches import random_datum, request
-from tests.models import VOCAB_SIZE
+from tests.support.batches import random_datum, request
+from tests.support.models import VOCAB_SIZE
 from tests.unit.trainer_service.restoring import Process
 from tests.unit.trainer_service.test_restore import (
     MODEL,

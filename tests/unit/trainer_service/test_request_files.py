@@ -2,9 +2,9 @@
 
 import asyncio
 
-from tests.batches import random_datum, request
-from tests.models import VOCAB_SIZE
-from tests.request_files import listed, traced
+from tests.support.batches import random_datum, request
+from tests.support.models import VOCAB_SIZE
+from tests.support.request_files import listed, traced
 from tests.unit.trainer_service.test_servicer import LORA, MODEL, Service, StartService, start  # noqa: F401  # a fixture
 from tinsmith.v1 import trainer_pb2 as pb
 

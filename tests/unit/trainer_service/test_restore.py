@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.batches import random_datum, request, wide
-from tests.models import VOCAB_SIZE
+from tests.support.batches import random_datum, request, wide
+from tests.support.models import VOCAB_SIZE
 from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
 from tests.unit.trainer_service.restoring import NEVER, Process
 from tinsmith.errors import ModelLost

@@ -20,8 +20,8 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from tests.batches import datum, random_datum, request, wide
-from tests.models import VOCAB_SIZE, make_model
+from tests.support.batches import datum, random_datum, request, wide
+from tests.support.models import VOCAB_SIZE, make_model
 from tinsmith import errors
 from tinsmith.cores import Cores
 from tinsmith.lora_config import config_to_proto

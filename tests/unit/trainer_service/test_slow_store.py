@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.batches import random_datum, request
-from tests.models import VOCAB_SIZE
+from tests.support.batches import random_datum, request
+from tests.support.models import VOCAB_SIZE
 from tests.support.stores import Place
 from tests.unit.trainer_service.test_checkpoints import at, make_info, make_state
 from tests.unit.trainer_service.test_servicer import (  # noqa: F401 - fixtures

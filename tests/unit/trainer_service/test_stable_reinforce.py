@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.batches import datum, request
-from tests.models import make_model
+from tests.support.batches import datum, request
+from tests.support.models import make_model
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.v1.trainer_pb2 import ForwardBackwardRequest

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.batches import datum, request, sparse, wide
-from tests.models import VOCAB_SIZE
+from tests.support.batches import datum, request, sparse, wide
+from tests.support.models import VOCAB_SIZE
 from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
 from tests.unit.trainer_service.engines import create
 from tinsmith.errors import InvalidRequest

@@ -17,7 +17,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.vllm.division import Devices, check_division, kv_part, sizes_of_each
 from sampler_service.vllm.reference import _measure
 from sampler_service.vllm.settings import BLOCK_TOKENS, engine_args, set_environment
-from tests.models import make_model
+from tests.support.models import make_model
 from tinsmith.modeling.base_model import BaseModel
 
 GB = 10**9
