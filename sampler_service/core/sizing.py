@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sampler_service.config import SamplerConfig
+from sampler_service.core.sequence import PASSING
 from tinsmith.memory import host_bytes
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.kernels.prepacked import COMPILED_BYTES
@@ -23,6 +24,10 @@ class Sizes:
 
     bytes_per_token: int
     """Bytes of a token's keys and values."""
+    bytes_per_lane: int
+    """Bytes of the states that recurrent layers keep for a running sequence; 0 without such layers."""
+    max_running: int
+    """Most sequences that generate at once."""
     max_kv_tokens: int
     prefix_cache_bytes: int
     tokens_per_step: int
@@ -31,19 +36,37 @@ class Sizes:
     def of(cls, base: BaseModel, config: SamplerConfig) -> Sizes:
         """With the model loaded."""
         free_bytes = _to_divide(free_bytes_of(base.device), base)
+        cache = measured_cache(base)
         return cls.within(
-            free_bytes, base, config, bytes_per_token=kv_bytes_per_token(base), device_type=base.device.type
+            free_bytes,
+            base,
+            config,
+            bytes_per_token=kv_bytes_per_token(cache),
+            bytes_per_lane=cache.states.num_bytes(),
+            device_type=base.device.type,
         )
 
     @classmethod
     def within(
-        cls, free_bytes: int, base: BaseModel, config: SamplerConfig, *, bytes_per_token: int, device_type: str
+        cls,
+        free_bytes: int,
+        base: BaseModel,
+        config: SamplerConfig,
+        *,
+        bytes_per_token: int,
+        bytes_per_lane: int = 0,
+        device_type: str,
     ) -> Sizes:
-        """Sizes for a device with `free_bytes` to divide."""
+        """Sizes for a device with `free_bytes` to divide. States get at most an eighth of them."""
         fitting = min(free_bytes // 4 // bytes_per_token, config.max_running * base.max_context_length)
+        lanes = free_bytes // 8 // bytes_per_lane if bytes_per_lane else config.max_running + PASSING
         prefix_bytes = config.prefix_cache_bytes
+        if bytes_per_lane:
+            prefix_bytes = 0  # the states at the ends of its blocks would be larger than all keys and values
         return cls(
             bytes_per_token=bytes_per_token,
+            bytes_per_lane=bytes_per_lane,
+            max_running=max(1, min(config.max_running, lanes - PASSING)),
             max_kv_tokens=config.max_kv_tokens or max(1, fitting),
             prefix_cache_bytes=free_bytes // 8 if prefix_bytes is None else prefix_bytes,
             tokens_per_step=config.prefill_tokens_per_step or (8192 if device_type == "cuda" else 512),
@@ -51,13 +74,18 @@ class Sizes:
 
 
 @torch.inference_mode()
-def kv_bytes_per_token(base: BaseModel) -> int:
-    """Measured, because models differ in what their layers store."""
+def measured_cache(base: BaseModel) -> KVCache:
+    """A cache with one lane of one token. Models differ in what their layers store."""
     cache = KVCache()
     cache.reserve(1, 1)
     zero = torch.zeros(1, dtype=torch.int64, device=base.device)
     base.hidden_states(zero, zero, Cached(cache, zero[:0], [Prefill(0, 0, 1)]), [])
-    return max(1, cache.num_bytes())
+    return cache
+
+
+def kv_bytes_per_token(cache: KVCache) -> int:
+    """Bytes of keys and values in a cache of one token; at least 1, for models without attention."""
+    return max(1, cache.num_bytes() - cache.states.num_bytes())
 
 
 def resolve_device(device: str) -> str:

@@ -124,7 +124,7 @@ class TorchEngine:
         )
         self._progress = Progress()
         """The compute thread's progress, as it has told it."""
-        self._scheduler = Scheduler(sizes, max_running=config.max_running, metrics=metrics)
+        self._scheduler = Scheduler(sizes, metrics=metrics)
         self._runner = Runner(base, self._scheduler.kv.caches, metrics=metrics, cores=cores)
         self._cores = cores
         self._loop = asyncio.get_running_loop()

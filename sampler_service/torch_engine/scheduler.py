@@ -51,16 +51,16 @@ class StepOutput:
 
 
 class Scheduler:
-    def __init__(self, sizes: Sizes, *, max_running: int, metrics: SamplerMetrics) -> None:
+    def __init__(self, sizes: Sizes, *, metrics: SamplerMetrics) -> None:
         self.kv = KVCacheManager(
-            max_lanes=max_running + PASSING,
+            max_lanes=sizes.max_running + PASSING,
             max_tokens=sizes.max_kv_tokens,
             bytes_per_token=sizes.bytes_per_token,
             prefix_bytes=sizes.prefix_cache_bytes,
             metrics=metrics,
         )
         self.planner: Planner = Planner(
-            max_running=max_running,
+            max_running=sizes.max_running,
             max_kv_tokens=sizes.max_kv_tokens,
             tokens_per_step=sizes.tokens_per_step,
             reuse=self._reuse,

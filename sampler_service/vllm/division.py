@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from sampler_service.config import SamplerConfig
-from sampler_service.core.sizing import Sizes, free_bytes_of, kv_bytes_per_token
+from sampler_service.core.sizing import Sizes, free_bytes_of, kv_bytes_per_token, measured_cache
 from tinsmith.modeling.base_model import BaseModel
 
 
@@ -69,7 +69,7 @@ def sizes_of_each(base: BaseModel, config: SamplerConfig, devices: Devices) -> S
         devices.free_bytes - weights,
         base,
         config,
-        bytes_per_token=-(-kv_bytes_per_token(base) * kv_part(base.config, devices.count) // 1),
+        bytes_per_token=-(-kv_bytes_per_token(measured_cache(base)) * kv_part(base.config, devices.count) // 1),
         device_type=devices.type,
     )
 

@@ -99,6 +99,11 @@ def _measure(config: SamplerConfig) -> Reference:
     if place.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     base = BaseModel.load(config.base_model, device=place, dtype=resolve_dtype(config.dtype, device))
+    if base.recurrent:
+        raise UnsupportedModel(
+            f"{base.architecture}: its layers {', '.join(base.recurrent)} carry a state, which the memory of the vLLM "
+            'engine is not sized for; set engine to "torch"'
+        )
     length = min(_LENGTH, base.max_context_length - 1)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(base.vocab_size, (length,), generator=generator).numpy().astype(np.int32)

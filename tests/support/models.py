@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 VOCAB_SIZE = 512
 CONTEXT = 256
@@ -54,4 +61,20 @@ def make_sparse_model(folder: Path) -> Path:
         tie_word_embeddings=False, initializer_range=0.1,
     )  # fmt: skip
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_recurrent_model(folder: Path, **overrides: Any) -> Path:
+    """A Qwen3.5 text model: a layer of Gated DeltaNet, which carries a state, and one of attention."""
+    settings = {
+        **TINY_CONFIG,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "tie_word_embeddings": False,
+    }
+    torch.manual_seed(0)
+    Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**settings, **overrides})).save_pretrained(folder)
     return folder

@@ -30,9 +30,10 @@ from tinsmith.modeling.kernels.cpu import CPU
 from tinsmith.modeling.kernels.elementwise import eager_on_host
 from tinsmith.modeling.kernels.install import install
 from tinsmith.modeling.kernels.transfer import on_device
+from tinsmith.modeling.kv_cache import Cached, CachedTogether
 from tinsmith.modeling.logprobs import Head, target_logprobs
 from tinsmith.modeling.lora import ActiveRuns, Call, LoraLinear, Run, join_readers, listening, prepack
-from tinsmith.modeling.padded import pad_recurrent, padded_batches, runs_within
+from tinsmith.modeling.padded import cached_batches, pad_recurrent, padded_batches, runs_within, uncached
 from tinsmith.modeling.parallel import Division
 from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.modeling.parallel_tensor import CannotDivide, TensorParallel
@@ -96,6 +97,10 @@ class BaseModel:
     """Classes of the layers that carry a state from token to token (padded.py)."""
     one_by_one: str = ""
     """The reason for which the model runs one sequence at a time, with its own attention; empty if it packs them."""
+    token_by_token: bool = False
+    """Whether recurrent layers that have a state take the next tokens one at a time only, as Mamba's do."""
+    why_not_cached: str = ""
+    """The reason for which tokens cannot be computed one after the other from a cache; empty if they can."""
 
     @classmethod
     def load(
@@ -202,6 +207,7 @@ class BaseModel:
             tensor_parallel, sharded = division.apply(model, layers, active, device)
         if not trainable:
             join_readers(model, calls)
+        without_cache = ", ".join(uncached(decoder))
         recurrent = pad_recurrent(decoder, active)
         if chosen.elementwise is CPU and not trainable and tensor_parallel is None and sharded is None:
             take_over(decoder, decoder_layers(decoder, model.config.get_text_config().num_hidden_layers), active)
@@ -224,6 +230,7 @@ class BaseModel:
             tensor_parallel=tensor_parallel,
             sharded=sharded,
             recurrent=recurrent,
+            why_not_cached=without_cache and f"its layers {without_cache} carry a state, and take no cache for it",
         )
         return base, probe
 
@@ -260,7 +267,19 @@ class BaseModel:
             )
         refused = {**base.refused_groups, **gaps.refused(limit)}
         targets = [target for target in base.targets if target.group not in refused]
-        return replace(base, targets=targets, refused_groups=refused)
+        return replace(base, targets=targets, refused_groups=refused)._continuing(probe)
+
+    def _continuing(self, probe: Probe) -> BaseModel:
+        """This model, knowing whether its recurrent layers go on from a state, and with how many tokens at a time."""
+        if not self.recurrent or self.why_not_cached or self.tensor_parallel is not None or self.sharded is not None:
+            return self
+        for base in (self, replace(self, token_by_token=True)):
+            gap = probe.continued_gap(base)
+            if gap <= TOLERANCE[self.dtype]:
+                return base
+        layers = ", ".join(self.recurrent)
+        reason = f"computed in pieces, its logprobs differ by {gap:.3g}: {layers} do not go on from their states"
+        return replace(self, why_not_cached=reason)
 
     def _gaps(self, probe: Probe) -> Gaps | Exception:
         """The gaps between this model and the probe, or the error of a layer that was called in a way that it does not
@@ -286,7 +305,7 @@ class BaseModel:
         logger.warning("%s (%s) runs one sequence at a time, which is slow: %s", self.path, self.architecture, reason)
         give_back(self.decoder, self.layers)
         self.decoder.set_attn_implementation("eager")  # type: ignore[operator]  # every decoder of transformers has it
-        return replace(self, one_by_one=reason)
+        return replace(self, one_by_one=reason, why_not_cached=reason)
 
     @property
     def device(self) -> torch.device:
@@ -321,14 +340,6 @@ class BaseModel:
             return 1
         weights = sum(parameter.numel() for layer in self.layers for parameter in layer.parameters())
         return max(1, _WORK_OF_THREAD * len(self.layers) // max(1, weights))
-
-    @property
-    def why_not_cached(self) -> str:
-        """The reason for which tokens cannot be computed one after the other from a key/value cache; empty if they
-        can."""
-        if self.recurrent and not self.one_by_one:
-            return f"its layers {', '.join(self.recurrent)} carry a state, which the cache does not hold"
-        return self.one_by_one
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -366,6 +377,10 @@ class BaseModel:
             runs = self.tensor_parallel.runs(runs)
         if self.recurrent and isinstance(layout, Packed) and len(layout.lengths) > 1:
             self.active.padded = padded_batches(layout.lengths, runs, self.kernels, self.device)
+        elif self.recurrent and isinstance(layout, Cached | CachedTogether):
+            self.active.padded = cached_batches(
+                layout, runs, self.kernels, self.device, token_by_token=self.token_by_token
+            )
         return self._decode(tokens_T, runs, {"position_ids": positions_T[None], "layout": layout})
 
     def _hidden_states_apart(self, tokens_T: Tensor, layout: Packed, runs: Sequence[Run]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Keys and values of running generations, one lane for each.
+"""Keys and values of running generations, one lane for each, and the states of recurrent layers.
 
 The running generations occupy lanes 0 .. n-1, so that a decode step reads the cache as one view, without gathering. The
 code that frees a lane moves the last lane into its place. All lanes of a cache have the same capacity, which grows with
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tinsmith.modeling.attention import causal, masked
 from tinsmith.modeling.heads import Heads
+from tinsmith.modeling.recurrent_cache import RecurrentCache
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
 """Largest contiguous copy of the shared prompts, in bytes. Above that, they are gathered in every step."""
@@ -34,6 +35,8 @@ class KVCache:
     capacity: int = 0
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
+    states: RecurrentCache = field(default_factory=RecurrentCache)
+    """States of the recurrent layers, in the same lanes. They stand for all tokens of a lane that are computed."""
 
     def reserve(self, num_lanes: int, capacity: int) -> None:
         """Grows to at least `num_lanes` lanes of `capacity` tokens. Stored values stay."""
@@ -44,6 +47,7 @@ class KVCache:
     def resize(self, num_lanes: int, capacity: int) -> None:
         """Grows or shrinks to exactly this size. Stored values within both sizes stay."""
         self.num_lanes, self.capacity = num_lanes, capacity
+        self.states.resize(num_lanes)
         for store in (self.keys, self.values):
             for layer, old in store.items():
                 kept = old[:num_lanes, :, :capacity]
@@ -59,28 +63,32 @@ class KVCache:
         self.num_lanes = self.capacity = 0
         self.keys.clear()
         self.values.clear()
+        self.states.clear()
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` tokens of one lane to another."""
+        """Copies the first `length` tokens of one lane to another, and its states."""
+        self.states.move(source, target)
         for store in (self.keys, self.values):
             for tensor in store.values():
                 tensor[target, :, :length] = tensor[source, :, :length]
 
     def fork(self, source: int, targets: slice, length: int) -> None:
-        """Copies the first `length` tokens of one lane to a range of lanes that does not hold it."""
+        """Copies the first `length` tokens of one lane, and its states, to a range of lanes that does not hold it."""
+        self.states.fork(source, targets)
         for store in (self.keys, self.values):
             for tensor in store.values():
                 tensor[targets, :, :length] = tensor[source, :, :length]
 
     def wipe(self, lane: int) -> None:
         """Zeros a lane that may hold NaN: a masked key still takes part in a product, and 0 * NaN is NaN."""
+        self.states.wipe(lane)
         for store in (self.keys, self.values):
             for tensor in store.values():
                 tensor[lane].zero_()
 
     def read(self, lane: int, length: int) -> KVCache:
-        """A copy of the first `length` tokens of a lane, as a cache of one lane."""
-        copied = KVCache(1, length)
+        """A copy of the first `length` tokens of a lane, and of its states, as a cache of one lane."""
+        copied = KVCache(1, length, states=self.states.read(lane))
         for store, copies in ((self.keys, copied.keys), (self.values, copied.values)):
             for layer, tensor in store.items():
                 copies[layer] = tensor[lane : lane + 1, :, :length].clone()
@@ -88,6 +96,7 @@ class KVCache:
 
     def write(self, lane: int, copied: KVCache) -> None:
         """Writes a copy, which `read` of this or another cache returned, to the beginning of a lane."""
+        self.states.write(lane, copied.states)
         for layer, keys_1_K_T_D in copied.keys.items():
             values_1_K_T_D = copied.values[layer]
             lanes = self.layer(layer, keys_1_K_T_D[0].transpose(0, 1), values_1_K_T_D[0].transpose(0, 1))
@@ -95,7 +104,9 @@ class KVCache:
                 lanes_S_K_C_D[lane, :, : copied.capacity] = one_1_K_T_D[0]
 
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for store in (self.keys, self.values) for tensor in store.values())
+        """Bytes of keys, values and states."""
+        of_tokens = sum(tensor.nbytes for store in (self.keys, self.values) for tensor in store.values())
+        return of_tokens + self.states.num_bytes()
 
     def layer(self, layer: int, k_T_K_D: Tensor, v_T_K_D: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's keys and values, [S, K, C, D] each. If there are none, they are made with the heads and types of
@@ -233,6 +244,16 @@ class Cached:
         # Made once for all layers. From a boolean mask, attention would make it in every call.
         hidden = ~self._mask_B_1_1_L
         self._bias_B_1_1_L = torch.zeros(hidden.shape, device=positions_B.device).masked_fill_(hidden, float("-inf"))
+
+    @property
+    def parts(self) -> Sequence[Cached]:
+        """As of CachedTogether."""
+        return [self]
+
+    @property
+    def lanes(self) -> slice | Tensor:
+        """Lanes of the decoding rows."""
+        return self._lanes_B if self._gathers else slice(0, self.num_decoding)
 
     def attend(self, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
         return attend_together([self], layer, q_T_N_D, k_T_K_D, v_T_K_D, heads)

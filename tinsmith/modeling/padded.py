@@ -1,13 +1,16 @@
 """Sequences of a packed batch as the rows of a padded one, for layers that carry a state from token to token.
 
 Such a layer (a recurrence, or a convolution over time) does not know where the sequences of a packed batch begin. It
-computes them side by side instead. Padding is at the end, where no token sees it.
+computes them side by side instead. Padding is at the end, where no token sees it. In generation the next tokens of all
+running sequences are one such batch without padding, each piece of a prompt is one of its own, and both go on from the
+states that the cache has.
 
 Shapes: T packed tokens, n tokens of some consecutive sequences, B sequences, L tokens of the longest one.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -18,8 +21,12 @@ from torch import Tensor, nn
 
 from tinsmith.modeling.kernels.choice import Kernels
 from tinsmith.modeling.kernels.transfer import on_device
+from tinsmith.modeling.kv_cache import Cached, CachedTogether
 from tinsmith.modeling.lora import ActiveRuns, Run
+from tinsmith.modeling.recurrent_cache import LaneStates
 
+_CACHES = ("cache_params", "past_key_values")
+"""Names of the argument with which layers of transformers get their cache."""
 _MOST_PADDING = 1.25
 """Rows of a padded batch in relation to its tokens, at most. Sequences of more different lengths become several
 batches."""
@@ -36,17 +43,29 @@ class Padded:
     """Place of each token among the B * L; None if there is no padding."""
     active: ActiveRuns
     """The adapters' runs, in the padded batch's own rows."""
+    states: LaneStates | None = None
+    """States from which the sequences go on; None for whole sequences, of which no state is kept."""
+    token_by_token: bool = False
+    """Whether layers compute one token at a time; only for a single sequence."""
 
     @classmethod
     def of(
-        cls, start: int, lengths: Sequence[int], runs: Sequence[Run], kernels: Kernels, device: torch.device
+        cls,
+        start: int,
+        lengths: Sequence[int],
+        runs: Sequence[Run],
+        kernels: Kernels,
+        device: torch.device,
+        states: LaneStates | None = None,
+        *,
+        token_by_token: bool = False,
     ) -> Padded:
         places_n = None
         longest = max(lengths)
         if min(lengths) < longest:
             places = [torch.arange(length) + row * longest for row, length in enumerate(lengths)]
             places_n = on_device(torch.cat(places), device)
-        padded = cls(start, lengths, places_n, ActiveRuns())
+        padded = cls(start, lengths, places_n, ActiveRuns(), states, token_by_token)
         own = [replace(run, rows=padded._rows(run.rows)) for run in runs_within(runs, start, start + sum(lengths))]
         padded.active.runs = own
         padded.active.groups = kernels.groups(own, longest * len(lengths), device)
@@ -102,6 +121,35 @@ def padded_batches(lengths: Sequence[int], runs: Sequence[Run], kernels: Kernels
     ]
 
 
+def cached_batches(
+    layout: Cached | CachedTogether,
+    runs: Sequence[Run],
+    kernels: Kernels,
+    device: torch.device,
+    *,
+    token_by_token: bool,
+) -> list[Padded]:
+    """The decoding rows of each cache as one batch, then each piece of a prompt as a batch of its own.
+
+    `token_by_token`: layers that have a state take only one token at a time."""
+    parts: list[tuple[Sequence[int], LaneStates]] = []
+    for one in layout.parts:
+        if one.num_decoding:
+            parts.append(([1] * one.num_decoding, LaneStates(one.cache.states, one.lanes, begun=True)))
+    for one in layout.parts:
+        for piece in one.prefills:
+            lanes = slice(piece.lane, piece.lane + 1)
+            parts.append(([piece.length], LaneStates(one.cache.states, lanes, begun=piece.start > 0)))
+    starts = accumulate((sum(lengths) for lengths, _ in parts), initial=0)
+    return [
+        Padded.of(
+            start, lengths, runs, kernels, device, states,
+            token_by_token=token_by_token and states.begun and max(lengths) > 1,
+        )
+        for start, (lengths, states) in zip(starts, parts, strict=False)
+    ]  # fmt: skip
+
+
 def _cuts(lengths: Sequence[int]) -> Iterator[int]:
     """Numbers of the sequences with which a padded batch begins."""
     longest = tokens = count = 0
@@ -115,6 +163,13 @@ def _cuts(lengths: Sequence[int]) -> Iterator[int]:
 def carries_state(layer: nn.Module) -> bool:
     """Whether the layer mixes tokens in another way than by attention: a convolution over time, or a recurrence."""
     return any(isinstance(child, nn.Conv1d) for child in layer.children()) or "Lightning" in type(layer).__name__
+
+
+def uncached(decoder: nn.Module) -> list[str]:
+    """Names of the classes of layers that carry a state and do not take a cache for it."""
+    layers = [module for module in decoder.modules() if carries_state(module)]
+    without = (layer for layer in layers if not set(_CACHES) & set(inspect.signature(layer.forward).parameters))
+    return sorted({type(layer).__name__ for layer in without})
 
 
 def pad_recurrent(decoder: nn.Module, active: ActiveRuns) -> list[str]:
@@ -144,10 +199,28 @@ class _Apart:
         for n, batch in enumerate(batches):
             with self.active.replaced_by(batch.active):
                 named = {name: parts[n] for name, parts in parts_by_name.items()}
-                outputs.append(self.inner(*(parts[n] for parts in parts_of_args), **named))
+                outputs.append(self._of_batch(batch, [parts[n] for parts in parts_of_args], named))
         if isinstance(outputs[0], Tensor):
             return _joined(outputs, batches)
         return _joined([one for one, *_ in outputs], batches), *(None for _ in outputs[0][1:])
+
+    def _of_batch(self, batch: Padded, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if batch.states is None:
+            return self.inner(*args, **kwargs)
+        kwargs.update((name, batch.states) for name in _CACHES if name in kwargs)
+        if not batch.token_by_token:
+            output = self.inner(*args, **kwargs)
+            batch.states.keep()
+            return output
+        outputs = []
+        for place in range(batch.num_tokens):  # of one piece of a prompt
+            with self.active.replaced_by(ActiveRuns(runs_within(batch.active.runs, place, place + 1))):
+                token = [_at(value, place, batch.num_tokens) for value in args]
+                named = {name: _at(value, place, batch.num_tokens) for name, value in kwargs.items()}
+                output = self.inner(*token, **named)
+            batch.states.keep()
+            outputs.append(output if isinstance(output, Tensor) else output[0])
+        return torch.cat(outputs, 1)
 
 
 def _parts(value: Any, batches: Sequence[Padded]) -> Sequence[Any]:
@@ -158,6 +231,15 @@ def _parts(value: Any, batches: Sequence[Padded]) -> Sequence[Any]:
     if isinstance(value, tuple):
         return list(zip(*(_parts(one, batches) for one in value), strict=True)) or [()] * len(batches)
     return [value] * len(batches)
+
+
+def _at(value: Any, place: int, num_tokens: int) -> Any:
+    """An argument for one token of a sequence."""
+    if isinstance(value, Tensor) and value.shape[:2] == (1, num_tokens):
+        return value[:, place : place + 1]
+    if isinstance(value, tuple):
+        return tuple(_at(one, place, num_tokens) for one in value)
+    return value
 
 
 def _joined(outputs: Sequence[Tensor], batches: Sequence[Padded]) -> Tensor:

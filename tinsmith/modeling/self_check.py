@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from tinsmith.modeling.adapter import GROUPS, Adapter, AdapterConfig, Group, Target
 from tinsmith.modeling.attention import Packed
+from tinsmith.modeling.kv_cache import Cached, KVCache, Prefill
 from tinsmith.modeling.logprobs import logits
 from tinsmith.modeling.lora import Run
 from tinsmith.modeling.reference import adapted
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _LENGTHS = (5, 3, 3)
 """One sequence for each group. Two have equal lengths, because attention computes such sequences as one batch."""
+_PIECES = (2, 2, 1)
+"""Tokens of the first sequence's pieces, when it is computed from a cache."""
 _RANK = 4
 _LOST = 0.7
 """An adapter counts as lost if its gap is at least this fraction of its effect. The adapters here change logprobs by
@@ -116,8 +119,7 @@ class Probe:
         for training in (False, True):
             with torch.set_grad_enabled(training):
                 passes.append((self._packed(base, []).detach(), self._packed(base, runs).detach()))
-        # Rounding may choose another expert for a token, which changes its logprobs completely.
-        usual = base.dtype != torch.float32 and any(target.num_experts is not None for target in base.targets)
+        usual = _rounds_to_others(base)
         plain = torch.cat(list(self.base))
         return Gaps(
             _worst(_gap(packed, plain, usual=usual) for packed, _ in passes),
@@ -127,6 +129,20 @@ class Probe:
             },
             {group: _gap(theirs, self.base[GROUPS.index(group)], usual=usual) for group, theirs in self.groups.items()},
         )
+
+    @torch.no_grad()
+    def continued_gap(self, base: BaseModel) -> float:
+        """The gap of the first sequence, computed in pieces that go on from a cache."""
+        cache, outputs, start = KVCache(), [], 0
+        cache.reserve(1, sum(_PIECES))
+        none = torch.empty(0, dtype=torch.int64, device=base.device)
+        for length in _PIECES:
+            rows = slice(start, start + length)
+            layout = Cached(cache, none, [Prefill(0, start, length)])
+            positions = torch.arange(rows.start, rows.stop, device=base.device)
+            outputs.append(base.hidden_states(self.sequences[0][rows], positions, layout, []))
+            start += length
+        return _gap(logits(base.head, torch.cat(outputs), []), self.base[0], usual=_rounds_to_others(base))
 
     def _move(self, device: torch.device) -> None:
         """Moves the probe to the model's device. A divided model was probed in host memory."""
@@ -139,6 +155,11 @@ class Probe:
         positions_T = torch.cat([torch.arange(length) for length in _LENGTHS]).to(base.device)
         hidden = base.hidden_states(torch.cat(list(self.sequences)), positions_T, Packed(_LENGTHS), runs)
         return logits(base.head, hidden, runs)
+
+
+def _rounds_to_others(base: BaseModel) -> bool:
+    """Whether rounding may choose another expert for a token, which changes its logprobs completely."""
+    return base.dtype != torch.float32 and any(target.num_experts is not None for target in base.targets)
 
 
 def only(group: Group, *, rank: int, seed: int) -> AdapterConfig:

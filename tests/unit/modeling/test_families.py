@@ -319,7 +319,7 @@ def test_all_parameters_of_a_family_can_be_trained(family: str, tmp_path: Path) 
         assert (grad - theirs_grad).norm() <= 1e-5 * theirs_grad.norm()
 
 
-@pytest.mark.parametrize("family", ["Lfm2", "StableLm"])
+@pytest.mark.parametrize("family", ["RecurrentGemma", "StableLm"])
 def test_a_family_without_a_cache_here_is_not_continued_from_one(family: str, tmp_path: Path) -> None:
     base = load(tmp_path, family)
     cache = KVCache()

@@ -77,10 +77,13 @@ class NotingModel(Runner):
 
 def make_scheduler() -> tuple[Scheduler, NotingModel]:
     base: Any = type("Base", (), {"vocab_size": VOCAB, "device": torch.device("cpu")})()
-    sizes = Sizes(bytes_per_token=8, max_kv_tokens=MAX_KV_TOKENS, prefix_cache_bytes=8 * 320, tokens_per_step=40)
+    sizes = Sizes(
+        bytes_per_token=8, bytes_per_lane=0, max_running=MAX_RUNNING, max_kv_tokens=MAX_KV_TOKENS,
+        prefix_cache_bytes=8 * 320, tokens_per_step=40,
+    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sampler_service.torch_engine.runner.Parameters", lambda base: None)
-        scheduler = Scheduler(sizes, max_running=MAX_RUNNING, metrics=SamplerMetrics(CollectorRegistry()))
+        scheduler = Scheduler(sizes, metrics=SamplerMetrics(CollectorRegistry()))
         return scheduler, NotingModel(cast(BaseModel, base), scheduler)
 
 

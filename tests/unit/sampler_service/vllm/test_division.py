@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from sampler_service.choice import load_engine
 from sampler_service.config import SamplerConfig
-from sampler_service.core.sizing import Sizes, kv_bytes_per_token
+from sampler_service.core.sizing import Sizes, kv_bytes_per_token, measured_cache
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.vllm.division import Devices, check_division, kv_part, sizes_of_each
 from sampler_service.vllm.reference import _measure
@@ -121,7 +121,7 @@ def test_vllm_is_told_of_it(base: BaseModel, folder: Path, monkeypatch: pytest.M
     assert args["tensor_parallel_size"] == 2
     num_blocks = -(-1000 // BLOCK_TOKENS) + 2
     assert args["kv_cache_memory_bytes"] == num_blocks * BLOCK_TOKENS * reference.sizes.bytes_per_token  # of each
-    assert reference.sizes.bytes_per_token == kv_bytes_per_token(base) // 2
+    assert reference.sizes.bytes_per_token == kv_bytes_per_token(measured_cache(base)) // 2
     monkeypatch.setattr(os, "environ", {})
     set_environment(config, device="cpu")
     assert os.environ["OMP_NUM_THREADS"] == "2"

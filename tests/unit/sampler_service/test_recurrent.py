@@ -1,0 +1,175 @@
+"""Models whose layers carry a state from token to token: the sampler gives what the trainer computes, however its steps
+cut prompts and mix requests."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from sampler_service.config import SamplerConfig
+from sampler_service.core import sizing
+from sampler_service.core.request import Result
+from sampler_service.core.sequence import PASSING
+from sampler_service.core.sizing import Sizes
+from sampler_service.torch_engine.engine import TorchEngine
+from tests.unit.modeling.test_families import MORE, RECURRENT, make
+from tests.unit.sampler_service.full_versions import make_full
+from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, request, serving
+from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.attention import Packed
+from tinsmith.modeling.base_model import BaseModel, positions_of
+from tinsmith.modeling.logprobs import target_logprobs
+from tinsmith.modeling.lora import Run
+
+pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+
+SETTINGS = {**RECURRENT, **{family: MORE[family] for family in ("FalconMamba", "Lfm2Moe")}}
+FAMILIES = [*RECURRENT, *(pytest.param(family, marks=pytest.mark.slow) for family in SETTINGS.keys() - RECURRENT)]
+
+
+def family_folder(folder: Path, family: str) -> Path:
+    return make(folder / family, family, SETTINGS[family])
+
+
+def tokens_of(length: int, seed: int) -> Any:
+    return prompt(length, seed=seed, vocab_size=256)
+
+
+def trained_logprobs(base: BaseModel, adapter: Adapter | None, tokens: np.ndarray) -> np.ndarray:
+    """As in training: of each token but the first, in one packed pass beside another sequence of the base model."""
+    row, length = torch.tensor(tokens.astype(np.int64)), len(tokens) - 1
+    runs = [] if adapter is None else [Run(adapter, slice(0, length))]
+    with torch.no_grad():
+        packed, lengths = torch.cat([row[:-1], row[:5]]), [length, 5]
+        hidden = base.hidden_states(packed, positions_of(lengths, base.device), Packed(lengths), runs)
+        return target_logprobs(base.head, hidden, torch.arange(length), row[1:], runs).numpy()
+
+
+def check(result: Result, asked: Any, base: BaseModel, adapter: Adapter | None) -> None:
+    """The logprobs of the prompt and of each sample are the trainer's."""
+    assert result.prompt.logprobs is not None
+    for sequence in result.sequences:
+        mine = np.concatenate([result.prompt.logprobs[1:], sequence.logprobs])
+        whole = np.concatenate([asked, sequence.tokens])
+        np.testing.assert_allclose(mine, trained_logprobs(base, adapter, whole), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_the_sampler_is_the_trainer(family: str, tmp_path: Path) -> None:
+    """Prompts of several lengths, computed in pieces beside running sequences, of two adapters and of the base model;
+    their samples go on from one prompt."""
+    folder = family_folder(tmp_path, family)
+    base = BaseModel.load(folder, device=torch.device("cpu"), dtype=torch.float32)
+    has_mlp = "mlp" in base.groups
+    adapters = {
+        "": None,
+        "a": make_adapter(base.targets, seed=1, train_mlp=has_mlp),
+        "b": make_adapter(base.targets, seed=2, rank=7, train_mlp=has_mlp),
+    }
+    asked = [(version_id, tokens_of(length, length)) for length in (3, 11, 42) for version_id in adapters]
+    async with serving(folder, prefill_tokens_per_step=16) as engine:
+        for version_id, adapter in adapters.items():
+            if adapter is not None:
+                await engine.install(version_id, adapter.like(adapter.flat.clone()))
+        wanted = {"num_samples": 3, "prompt_logprobs": True}
+        results = await asyncio.gather(
+            *(
+                generate(engine, tokens, version_id=version_id, max_tokens=4 + n, seed=n, **wanted)
+                for n, (version_id, tokens) in enumerate(asked)
+            )
+        )
+    for (version_id, tokens), result in zip(asked, results, strict=True):
+        check(result, tokens, base, adapters[version_id])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_greedy_tokens_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
+    folder, tokens = family_folder(tmp_path, family), tokens_of(9, 1)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    expected = model.generate(
+        torch.tensor(tokens[None], dtype=torch.int64),
+        attention_mask=torch.ones(1, 9, dtype=torch.int64),
+        max_new_tokens=30,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    async with serving(folder) as engine:
+        result = await generate(engine, tokens, max_tokens=30, temperature=0.0)
+    assert list(result.sequences[0].tokens) == expected[0, 9:].tolist()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return family_folder(tmp_path, "Qwen3_5Text")
+
+
+async def test_sequences_that_move_grow_and_are_interrupted_draw_as_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences without max_tokens outgrow their lanes, give their places back, and are computed anew."""
+
+    async def run(engine: TorchEngine, n: int) -> Result:
+        max_tokens = None if n % 2 else 5 + 3 * n
+        return await generate(engine, tokens_of(6 + 9 * n, n), max_tokens=max_tokens, seed=n, num_samples=2)
+
+    async with serving(folder) as engine:
+        alone = [await run(engine, n) for n in range(6)]
+    monkeypatch.setattr("sampler_service.torch_engine.planner.SHORT_TOKENS", 32)
+    monkeypatch.setattr("sampler_service.core.sequence.HEADROOM", 8)
+    async with serving(folder, max_kv_tokens=600, prefill_tokens_per_step=20) as engine:
+        together = await asyncio.gather(*(run(engine, n) for n in range(6)))
+        assert metric(engine, "preemptions_total") > 0
+        assert len(engine._scheduler.kv.caches) > 1
+    for one, other in zip(alone, together, strict=True):
+        assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
+        for mine, its in zip(one.sequences, other.sequences, strict=True):
+            np.testing.assert_allclose(mine.logprobs, its.logprobs, atol=1e-4)
+
+
+async def test_versions_of_all_parameters_in_one_batch_equal_each_alone(folder: Path) -> None:
+    """Their rows are not the first lanes of the cache, so states are gathered and stored again."""
+    async with serving(folder, prefill_tokens_per_step=16) as engine:
+        for seed in (1, 2):
+            await engine.install(f"v{seed}", make_full(engine.base, seed=seed))
+        versions = ["", "v1", "v2", "v1"]
+
+        async def run(n: int) -> Result:
+            asked = tokens_of(12 + 5 * n, n)
+            return await generate(engine, asked, version_id=versions[n], max_tokens=6 + 4 * n, seed=n, num_samples=2)
+
+        alone = [await run(n) for n in range(4)]
+        together = await asyncio.gather(*(run(n) for n in range(4)))
+    for one, other in zip(alone, together, strict=True):
+        assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
+        for mine, its in zip(one.sequences, other.sequences, strict=True):
+            np.testing.assert_allclose(mine.logprobs, its.logprobs, atol=2e-5)
+
+
+async def test_a_stream_and_a_request_that_takes_a_cancelled_ones_lane(folder: Path) -> None:
+    """A lane's old state is not the beginning of a new sequence."""
+    asked = tokens_of(7, 1)
+    async with serving(folder, max_running=1) as engine:
+        expected = await generate(engine, asked, max_tokens=6, seed=3)
+        other = await engine.submit(request(tokens_of(20, 2), max_tokens=100), stream=True)
+        async for _ in other.deltas():
+            break  # leaving the stream cancels
+        generation = await engine.submit(request(asked, max_tokens=6, seed=3), stream=True)
+        tokens = [token async for delta in generation.deltas() for token in delta.tokens]
+    assert tokens == list(expected.sequences[0].tokens)
+
+
+def test_memory_for_states_bounds_the_sequences_that_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = BaseModel.load(folder, device=torch.device("cpu"), dtype=torch.float32)
+    config = SamplerConfig(base_model=str(folder))
+    sizes = Sizes.of(base, config)
+    assert sizes.bytes_per_lane == 4 * (4 * 16 * 16 + (2 * 2 * 16 + 4 * 16) * 4)  # a state, and a window of 4 inputs
+    assert sizes.bytes_per_token == 4 * 2 * 2 * 16  # of the layer with attention
+    assert sizes.max_running == 64
+    assert sizes.prefix_cache_bytes == 0
+    monkeypatch.setattr(sizing, "free_bytes_of", lambda device: 2 * 8 * sizes.bytes_per_lane * (PASSING + 6))
+    assert Sizes.of(base, config).max_running == 6
