@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -184,6 +184,12 @@ def chunk(value: dict[str, Any], *, field: str) -> types_pb2.Chunk:
             return types_pb2.Chunk(dmel=types_pb2.Dmel(dmel=_base64(value.get("dmel"), field=f"{field}.dmel")))
         case kind:
             raise Unsupported(f"{field}.type: {shown(kind)} is not supported here; use encoded_text")
+
+
+def num_tokens(chunks: Iterable[types_pb2.Chunk]) -> int:
+    """Number of tokens of an input. A picture has as many as its sender expects: the service that computes with it
+    refuses another number. One without `expected_tokens` counts as none here."""
+    return sum(len(one.encoded_text.tokens) // 4 + max(0, one.image.expected_tokens) for one in chunks)
 
 
 def tensor(value: schemas.TensorData, *, field: str) -> types_pb2.Tensor:

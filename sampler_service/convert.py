@@ -32,7 +32,9 @@ _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 
 def request_from_proto(message: pb.SampleRequest, *, on_probation: bool = False) -> Request:
     """Raises InvalidRequest for what is malformed."""
-    prompt = text_tokens(message.prompt, field="prompt")
+    prompt = text_tokens(
+        message.prompt, field="prompt", why_not="is not supported: samplers take no pictures and no audio yet"
+    )
     last_n = message.prompt_logprobs_last_n if message.HasField("prompt_logprobs_last_n") else None
     has_targets = message.HasField("target_prompt_logprobs")
     return Request(

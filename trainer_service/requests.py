@@ -13,6 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import InvalidRequest, UnknownLossFn
+from tinsmith.modeling.tower import Placed, Tower
+from tinsmith.pictures.counting import Counting
+from tinsmith.pictures.headers import size_of
+from tinsmith.pictures.processing import Picture
 from tinsmith.rpc import tensors
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
 from tinsmith.v1 import trainer_pb2, types_pb2
@@ -26,6 +30,8 @@ _ANSWER_BYTES = MAX_MESSAGE_BYTES - 1024 * 1024
 """Limit on the logprobs of one answer, in bytes. The rest of an answer is far below the 1 MiB left for it."""
 _DATUM_BYTES = 1024
 """Memory of a datum's Python objects, without its arrays, in bytes."""
+_PICTURE_BYTES = 1024
+"""Memory of a picture's Python objects, without its pixels, in bytes."""
 _TARGET_BYTES = 28
 """Memory of one target, in bytes: the target (8), up to three float32 inputs that the loss fills in (12), and its
 logprob (4), of which there are two copies while the answer is made (8)."""
@@ -57,16 +63,34 @@ _ADAM_DEFAULTS = {
 _DIMUON_DEFAULTS = {"beta1": 0.9, "grad_clip_norm": 0.0}
 
 
-def batch_bytes(request: trainer_pb2.ForwardBackwardRequest, message_bytes: int | None = None) -> int:
+def batch_bytes(
+    request: trainer_pb2.ForwardBackwardRequest, counting: Counting | None = None, message_bytes: int | None = None
+) -> int:
     """Upper bound of the memory that the request's batch takes until it is answered, in bytes: the message, the
-    arrays and the logprobs. `message_bytes`: size of the serialized request, if it is known."""
+    arrays, the scaled pictures and the logprobs. `counting`: how the base model's processor scales pictures; None if it
+    takes none. `message_bytes`: size of the serialized request, if it is known."""
     num_bytes = request.ByteSize() if message_bytes is None else message_bytes
     for datum in request.data:
         num_bytes += _DATUM_BYTES + sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input)
+        if counting is not None:
+            num_bytes += sum(
+                _picture_bytes(chunk.image, counting) for chunk in datum.model_input if chunk.HasField("image")
+            )
         for name, tensor in datum.loss_fn_inputs.items():
             is_target = name == "target_tokens"
             num_bytes += tensors.num_elements(tensor) * _TARGET_BYTES if is_target else tensors.num_bytes(tensor)
     return num_bytes
+
+
+def _picture_bytes(image: types_pb2.Image, counting: Counting) -> int:
+    """Memory of a scaled picture and its tokens, in bytes; 0 for a picture that will be refused."""
+    try:
+        size = size_of(image.data, image.format, field="")
+        width, height = counting.scaled(*size, field="")
+    except InvalidRequest:
+        return 0
+    num_tokens = (width // counting.side) * (height // counting.side)
+    return _PICTURE_BYTES + width * height * 3 + num_tokens * np.dtype(np.int32).itemsize
 
 
 def batch_of(
@@ -94,7 +118,7 @@ def batch_of(
         raise InvalidRequest(f"data: {len(request.data)} datums are outside 1..{limits.max_datums}", field="data")
     _check_targets(request, limits)
     if held_bytes is None:
-        held_bytes = batch_bytes(request)
+        held_bytes = batch_bytes(request, limits.counting)
     if max_bytes is not None and held_bytes > max_bytes:
         raise InvalidRequest(
             f"data: the batch and its answer take {held_bytes} bytes of memory, and this server allows {max_bytes} "
@@ -241,7 +265,7 @@ def _setting(request: trainer_pb2.ForwardBackwardRequest, key: str) -> str:
 def _datum(
     datum: types_pb2.Datum, loss_fn: str, loss: Loss, config: Mapping[str, float], limits: Limits, *, field: str
 ) -> Datum:
-    tokens = _tokens(datum, limits, field=field)
+    tokens, pictures = _tokens(datum, limits, field=field)
     unknown = set(datum.loss_fn_inputs) - {"target_tokens", *loss.arrays}
     if unknown:
         name = min(unknown)
@@ -259,7 +283,9 @@ def _datum(
             raise InvalidRequest(f"{where}: missing; sparse target_tokens do not say which cells count", field=where)
         else:
             inputs[name] = np.full(targets.shape, config.get(name, 1.0), np.float32)
-    return _fitting(Datum(tokens, targets, inputs), limits, field=field)
+            if name == "weights":
+                _ignore_pictures(inputs[name], pictures)
+    return _fitting(Datum(tokens, targets, inputs, pictures), limits, field=field)
 
 
 def _custom_datum(datum: types_pb2.Datum, loss: CustomLoss, limits: Limits, *, field: str) -> Datum:
@@ -267,7 +293,7 @@ def _custom_datum(datum: types_pb2.Datum, loss: CustomLoss, limits: Limits, *, f
 
     Inputs that the loss does not declare are ignored.
     """
-    tokens = _tokens(datum, limits, field=field)
+    tokens, pictures = _tokens(datum, limits, field=field)
     logprobs, *others = loss.inputs
     targets = _targets(datum, tokens.size, f"loss {loss.name!r}", (logprobs.rank,), limits, field=field)
     inputs: dict[str, npt.NDArray[Any]] = {}
@@ -286,18 +312,58 @@ def _custom_datum(datum: types_pb2.Datum, loss: CustomLoss, limits: Limits, *, f
                 field=where,
             )
         inputs[declared.name] = values
-    return _fitting(Datum(tokens, targets, inputs), limits, field=field)
+    return _fitting(Datum(tokens, targets, inputs, pictures), limits, field=field)
 
 
-def _tokens(datum: types_pb2.Datum, limits: Limits, *, field: str) -> npt.NDArray[np.int32]:
-    tokens = tensors.text_tokens(datum.model_input, field=f"{field}.model_input")
+def _tokens(datum: types_pb2.Datum, limits: Limits, *, field: str) -> tuple[npt.NDArray[np.int32], tuple[Placed, ...]]:
+    """The token ids of the input, and its pictures."""
+    pictures: list[Placed] = []
+    if any(chunk.HasField("image") for chunk in datum.model_input):
+        parts: list[npt.NDArray[Any]] = []
+        for index, chunk in enumerate(datum.model_input):
+            where = f"{field}.model_input[{index}]"
+            if chunk.HasField("image"):
+                tower, picture = _picture(chunk.image, limits, field=where)
+                pictures.append(Placed(sum(part.size for part in parts), picture))
+                parts.append(np.full(picture.num_tokens, tower.picture_token, np.int32))
+            else:
+                parts.append(tensors.chunk_tokens(chunk, field=where))
+        tokens = np.concatenate(parts).astype(np.int32, copy=False)
+    else:
+        tokens = tensors.text_tokens(datum.model_input, field=f"{field}.model_input")
     if not 1 <= tokens.size <= limits.max_context_length:
         raise InvalidRequest(
             f"{field}.model_input: {tokens.size} tokens are outside 1..{limits.max_context_length}, "
             f"{limits.context_reason}",
             field=f"{field}.model_input",
         )
-    return tokens
+    return tokens, tuple(pictures)
+
+
+def _picture(image: types_pb2.Image, limits: Limits, *, field: str) -> tuple[Tower, Picture]:
+    """The picture, scaled, and what will make its features."""
+    if limits.tower is None:
+        raise InvalidRequest(
+            f"{field}: chunk kind 'image' is not supported by this base model ({limits.why_no_pictures}); "
+            "use encoded_text",
+            field=field,
+        )
+    if image.HasField("override_dimensions"):
+        where = f"{field}.override_dimensions"
+        raise InvalidRequest(
+            f"{where}: {image.override_dimensions.width} x {image.override_dimensions.height} cannot be applied; the "
+            "base model's processor chooses the size. Leave it out, and scale the picture before sending it",
+            field=where,
+        )
+    expected = image.expected_tokens if image.HasField("expected_tokens") else None
+    return limits.tower, limits.tower.processor.picture(image.data, image.format, expected_tokens=expected, field=field)
+
+
+def _ignore_pictures(weights: Floats, pictures: Sequence[Placed]) -> None:
+    """Sets the weights to 0 where the target is a token of a picture, which nobody can predict. Position i has the
+    target i + 1."""
+    for one in pictures:
+        weights[max(0, one.start - 1) : one.start + one.picture.num_tokens - 1] = 0.0
 
 
 def _targets(

@@ -333,7 +333,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         scheduler = self._ready.scheduler
         held_bytes = needed = None
         if isinstance(request, pb.ForwardBackwardRequest):
-            needed = await self._run(lambda: batch_bytes(request), on_thread=on_thread)
+            counting = self._ready.operations.engine.limits.counting
+            needed = await self._run(lambda: batch_bytes(request, counting), on_thread=on_thread)
             if needed <= scheduler.max_operation_bytes:  # a larger one is refused, and holds only its body
                 held_bytes = needed
         operation, is_new = await scheduler.accept(request.model_id, seq_id, body, held_bytes=held_bytes)
@@ -413,6 +414,8 @@ def _is_large(request: Message) -> bool:
         return True
     num_bytes = 0
     for datum in request.data:
+        if any(chunk.HasField("image") for chunk in datum.model_input):  # which is decoded, whatever its size
+            return True
         num_bytes += sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input)
         num_bytes += sum(tensors.num_bytes(tensor) for tensor in datum.loss_fn_inputs.values())
         if num_bytes > _LARGE_BYTES:

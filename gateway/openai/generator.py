@@ -20,6 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
+from gateway.convert import num_tokens
 from gateway.dashboard.samples import RecentSamples
 from gateway.database.tables.sessions import SamplingSession
 from gateway.load import Pacer
@@ -261,7 +262,7 @@ class Generator:
     async def _count(
         self, source: Source, request: pb.SampleRequest, hold: Hold | None, *, num_sampled: int, num_cached: int
     ) -> None:
-        num_prompt = sum(len(chunk.encoded_text.tokens) // 4 for chunk in request.prompt)
+        num_prompt = num_tokens(request.prompt)
         count_tokens(
             self._metrics,
             self._ledger,

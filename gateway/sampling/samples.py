@@ -14,6 +14,7 @@ from typing import Any
 from gateway import json_forms
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
+from gateway.convert import num_tokens
 from gateway.dashboard.samples import RecentSamples
 from gateway.database.outages import until_written
 from gateway.database.store import Store
@@ -206,7 +207,7 @@ class Samples:
             base_model=session.base_model,
             session_id=session.session_id,
         )
-        num_prompt = sum(len(chunk.encoded_text.tokens) // 4 for chunk in request.prompt)
+        num_prompt = num_tokens(request.prompt)
         num_sampled = sum(len(sequence.tokens) // 4 for sequence in response.sequences)
         pending.num_tokens = num_prompt + num_sampled
         count_tokens(

@@ -26,6 +26,7 @@ from itertools import islice
 
 from cachetools import LRUCache
 
+from gateway.convert import num_tokens
 from gateway.database.tables.tenants import Budget
 from gateway.tenants.access import Caller
 from gateway.tenants.keys import Keys
@@ -230,7 +231,7 @@ class Limits:
         if caller.tokens_per_minute is not None:
             bucket = self._bucket(self._tokens, caller.key_id, caller.tokens_per_minute)
             _check(bucket, "tokens_per_minute")
-        prompt = sum(len(chunk.encoded_text.tokens) // 4 for chunk in request.prompt)
+        prompt = num_tokens(request.prompt)
         longest = self._context_length(base_model) - prompt
         if request.sampling_params.HasField("max_tokens"):
             longest = min(longest, request.sampling_params.max_tokens)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
@@ -14,6 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 VOCAB_SIZE = 512
 CONTEXT = 256
@@ -77,4 +79,45 @@ def make_recurrent_model(folder: Path, **overrides: Any) -> Path:
     }
     torch.manual_seed(0)
     Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**settings, **overrides})).save_pretrained(folder)
+    return folder
+
+
+_SEEN = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+_TOWER = {
+    "hidden_size": 32, "intermediate_size": 32, "depth": 2, "num_heads": 2, "out_hidden_size": 64,
+    "num_position_embeddings": 16, "patch_size": 4, "initializer_range": 0.1,
+}  # fmt: skip
+_DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+VISION: dict[str, dict[str, Any]] = {
+    "Qwen3VL": {
+        "text_config": TINY_CONFIG, "vision_config": {**_TOWER, "deepstack_visual_indexes": [0, 1]}, **_SEEN
+    },
+    "Qwen3_5": {"text_config": {**TINY_CONFIG, **_DELTA}, "vision_config": _TOWER, **_SEEN},
+    "Qwen2VL": {
+        "text_config": {**TINY_CONFIG, "rope_parameters": _MROPE},
+        "vision_config": {
+            "embed_dim": 32, "hidden_size": 64, "depth": 2, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2
+        },
+        **_SEEN,
+    },
+    "Qwen2_5_VL": {
+        "text_config": {**TINY_CONFIG, "rope_parameters": _MROPE},
+        "vision_config": {**_TOWER, "fullatt_block_indexes": [1], "window_size": 16},
+        **_SEEN,
+    },
+}  # fmt: skip
+"""Families that see pictures, with the settings that make them tiny. A token of a picture has 8 x 8 pixels."""
+
+
+def make_vision_model(folder: Path, family: str = "Qwen3VL", *, dtype: torch.dtype = torch.float32) -> Path:
+    """A tiny model of VISION in its published form, with the processor of its pictures."""
+    config = getattr(transformers, f"{family}Config")(**VISION[family])
+    torch.manual_seed(0)
+    transformers.AutoModelForImageTextToText.from_config(config).to(dtype).save_pretrained(folder)
+    size = {"shortest_edge": 2 * 64, "longest_edge": 32 * 64}
+    Qwen2VLImageProcessorPil(patch_size=4, size=size).save_pretrained(folder)
     return folder

@@ -37,8 +37,10 @@ from tinsmith.modeling.padded import cached_batches, pad_recurrent, padded_batch
 from tinsmith.modeling.parallel import Division
 from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.modeling.parallel_tensor import CannotDivide, TensorParallel
+from tinsmith.modeling.picture_check import PictureProbe
 from tinsmith.modeling.pretrained import auto_class, listed, load_causal_lm, persistent_buffers
 from tinsmith.modeling.self_check import TOLERANCE, Gaps, Probe
+from tinsmith.modeling.tower import Sights, Tower, tower_of
 from tinsmith.modeling.whole_layers import give_back, take_over
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,8 @@ _PACKABLE = {
 }  # fmt: skip
 """Kinds of layers, as in `layer_types` of a configuration, that compute packed sequences if the check on short ones
 passes. Other kinds do something else from a certain length on, such as attention in chunks."""
+_MISFITS = (TypeError, AttributeError, LookupError, ValueError, RuntimeError)
+"""Errors of a layer that was called in a way that it does not support."""
 
 
 class UnsupportedModel(Exception):
@@ -101,6 +105,10 @@ class BaseModel:
     """Whether recurrent layers that have a state take the next tokens one at a time only, as Mamba's do."""
     why_not_cached: str = ""
     """The reason for which tokens cannot be computed one after the other from a cache; empty if they can."""
+    tower: Tower | None = None
+    """What makes features of pictures; None if the model takes none here."""
+    why_no_pictures: str = ""
+    """The reason for which the model takes no pictures here; empty if it takes them."""
 
     @classmethod
     def load(
@@ -150,6 +158,7 @@ class BaseModel:
                 kernels=kernels,
                 prepacks=prepack,
                 division=division,
+                from_files=True,
             )
 
         base, probe = prepare() if division is None else division.in_turns(prepare)
@@ -177,11 +186,20 @@ class BaseModel:
         kernels: Setting,
         prepacks: bool | None,
         division: Division | None,
+        from_files: bool = False,
     ) -> tuple[BaseModel, Probe]:
-        """Adapts and divides the model. Also returns the probe, which its own forward pass computed before that."""
+        """Adapts and divides the model. Also returns the probe, which its own forward pass computed before that.
+
+        `from_files`: `path` is where the model was loaded from, with the processor of its pictures.
+        """
         model = model.eval().requires_grad_(trainable)
         weights_sum = sum_of(model.parameters())
         probe = Probe.run(model)  # with its own attention
+        tower, why_no_pictures = None, "it was not loaded from files, which hold the processor of pictures"
+        if trainable or division is not None:
+            why_no_pictures = "pictures are not supported when all parameters are trained, or divided among ranks"
+        elif from_files:
+            tower, why_no_pictures = _tower(model, path, probe)
         chosen = choose(kernels, device, model.dtype)
         if chosen.elementwise is not None and not trainable:  # these kernels compute no gradient of a norm's weight
             here = model.device.type == device.type
@@ -200,6 +218,8 @@ class BaseModel:
             with listening(active) as calls:
                 probe.run_groups(model, targets)
         model.set_attn_implementation(attention.NAME)
+        if tower is not None:
+            tower.set_own_attention()
         tensor_parallel = sharded = None
         decoder = decoder_of(model)
         if division is not None:
@@ -231,6 +251,8 @@ class BaseModel:
             sharded=sharded,
             recurrent=recurrent,
             why_not_cached=without_cache and f"its layers {without_cache} carry a state, and take no cache for it",
+            tower=tower,
+            why_no_pictures=why_no_pictures,
         )
         return base, probe
 
@@ -267,6 +289,7 @@ class BaseModel:
             )
         refused = {**base.refused_groups, **gaps.refused(limit)}
         targets = [target for target in base.targets if target.group not in refused]
+        base = base._without_wrong_pictures(probe)
         return replace(base, targets=targets, refused_groups=refused)._continuing(probe)
 
     def _continuing(self, probe: Probe) -> BaseModel:
@@ -281,6 +304,24 @@ class BaseModel:
         reason = f"computed in pieces, its logprobs differ by {gap:.3g}: {layers} do not go on from their states"
         return replace(self, why_not_cached=reason)
 
+    def _without_wrong_pictures(self, probe: Probe) -> BaseModel:
+        """This model, without its tower if pictures are computed wrongly."""
+        if self.tower is None or probe.pictures is None:
+            return self
+        limit = TOLERANCE[self.dtype]
+        usual = self.dtype != torch.float32 and any(target.num_experts is not None for target in self.targets)
+        try:
+            gap = probe.pictures.gap(self, usual=usual)
+        except _MISFITS as error:
+            reason = f"its layers do not take pictures packed with text ({type(error).__name__}: {error})"
+        else:
+            logger.info("self-check of %s: with pictures, this and the plain forward differ by %.2g", self.path, gap)
+            if gap <= limit:
+                return self
+            reason = f"with pictures, its logprobs differ by {gap:.3g} (limit {limit:g}) from those of its own forward"
+        logger.warning("%s (%s) takes no pictures: %s", self.path, self.architecture, reason)
+        return replace(self, tower=None, why_no_pictures=reason)
+
     def _gaps(self, probe: Probe) -> Gaps | Exception:
         """The gaps between this model and the probe, or the error of a layer that was called in a way that it does not
         support."""
@@ -288,7 +329,7 @@ class BaseModel:
             return probe.gaps(self)
         except torch.OutOfMemoryError:
             raise
-        except (TypeError, AttributeError, LookupError, ValueError, RuntimeError) as error:
+        except _MISFITS as error:
             return error
         finally:
             if self.sharded is not None:
@@ -361,15 +402,24 @@ class BaseModel:
         """The reason for which a group is not in `groups`."""
         return self.refused_groups.get(group) or "this base model has no such layers that can be adapted"
 
-    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, runs: Sequence[Run]) -> Tensor:
+    def hidden_states(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        layout: Layout,
+        runs: Sequence[Run],
+        sights: Sights | None = None,
+    ) -> Tensor:
         """The decoder's last hidden states [T, H], in the model's dtype.
 
         tokens_T and positions_T are int64 [T] on the model's device. A run's adapter applies to the run's rows. Rows
-        without a run get the base model.
+        without a run get the base model. `sights`: features of pictures, from `tower`, in place of the embeddings of
+        some tokens; with them, positions_T is [3, T] (`positions_with_pictures`).
         """
+        position_ids = positions_T[None] if positions_T.ndim == 1 else positions_T[:, None]
         if isinstance(layout, Packed):
             if self.one_by_one:
-                return self._hidden_states_apart(tokens_T, layout, runs)
+                return self._hidden_states_apart(tokens_T, position_ids, layout, runs, sights)
             layout = layout.with_kernel(self.kernels.attention, self.device)
         elif why := self.why_not_cached:
             raise Unsupported(f"{self.architecture} cannot be continued from a key/value cache: {why}")
@@ -381,21 +431,30 @@ class BaseModel:
             self.active.padded = cached_batches(
                 layout, runs, self.kernels, self.device, token_by_token=self.token_by_token
             )
-        return self._decode(tokens_T, runs, {"position_ids": positions_T[None], "layout": layout})
+        return self._decode(tokens_T, runs, sights, {"position_ids": position_ids, "layout": layout})
 
-    def _hidden_states_apart(self, tokens_T: Tensor, layout: Packed, runs: Sequence[Run]) -> Tensor:
+    def _hidden_states_apart(
+        self, tokens_T: Tensor, position_ids: Tensor, layout: Packed, runs: Sequence[Run], sights: Sights | None
+    ) -> Tensor:
         """hidden_states of one sequence after the other, computed as by the plain model."""
         outputs = []
         for start, stop in pairwise([0, *accumulate(layout.lengths)]):
-            outputs.append(self._decode(tokens_T[start:stop], runs_within(runs, start, stop), {}))
+            seen = None if sights is None else sights.within(start, stop)
+            options = {} if seen is None else {"position_ids": position_ids[..., start:stop]}
+            outputs.append(self._decode(tokens_T[start:stop], runs_within(runs, start, stop), seen, options))
         return torch.cat(outputs)
 
-    def _decode(self, tokens_T: Tensor, runs: Sequence[Run], options: Mapping[str, Any]) -> Tensor:
+    def _decode(
+        self, tokens_T: Tensor, runs: Sequence[Run], sights: Sights | None, options: Mapping[str, Any]
+    ) -> Tensor:
         """One call of the decoder, with the runs' adapters. [T, H]"""
+        inputs: Mapping[str, Any] = {"input_ids": tokens_T[None]}
+        if sights is not None:
+            inputs = sights.options(self.decoder.get_input_embeddings()(tokens_T))  # type: ignore[operator]
         self.active.runs = runs
         self.active.groups = self.kernels.groups(runs, tokens_T.shape[0], self.device)
         try:
-            output = self.decoder(input_ids=tokens_T[None], use_cache=False, **options)
+            output = self.decoder(**inputs, use_cache=False, **options)
         finally:
             self.active.runs, self.active.groups, self.active.waiting, self.active.padded = (), None, None, ()
             if self.tensor_parallel is not None:
@@ -412,6 +471,19 @@ class BaseModel:
 def positions_of(lengths: Sequence[int], device: torch.device) -> Tensor:
     """int64 [T]: 0, 1, 2, ... for each sequence, end to end."""
     return on_device(torch.cat([torch.arange(length) for length in lengths]), device)
+
+
+def _tower(model: PreTrainedModel, path: str, probe: Probe) -> tuple[Tower | None, str]:
+    """The model's tower, or the reason for which there is none. The probe gets logits with pictures. `model` must be as
+    transformers made it."""
+    try:
+        tower = tower_of(model, path)
+        probe.pictures = PictureProbe.run(model, tower)
+    except torch.OutOfMemoryError:
+        raise
+    except _MISFITS as error:
+        return None, str(error)
+    return tower, ""
 
 
 def _unpackable(config: PretrainedConfig) -> str:

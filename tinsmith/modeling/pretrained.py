@@ -22,13 +22,16 @@ from transformers import (
 logger = logging.getLogger(__name__)
 
 _SHOWN = 4
+_WITH_TOWER = {"qwen3_5", "qwen3_5_moe"}
+"""Types of models that transformers has with and without their vision tower, and that see pictures here. Their files
+name the layers as the model with the tower does, and so do adapters."""
 
 
 def auto_class(config: PretrainedConfig) -> Any:
     """The class of transformers that makes a causal language model with this configuration; None if there is none. A
     model that also sees pictures counts as one: transformers has its language model alone for some, and all of it for
     the others."""
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in _WITH_TOWER:
         return AutoModelForCausalLM
     return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
 

@@ -25,6 +25,7 @@ from tinsmith.modeling.reference import adapted
 
 if TYPE_CHECKING:
     from tinsmith.modeling.base_model import BaseModel
+    from tinsmith.modeling.picture_check import PictureProbe
 
 _LENGTHS = (5, 3, 3)
 """One sequence for each group. Two have equal lengths, because attention computes such sequences as one batch."""
@@ -75,6 +76,8 @@ class Probe:
     adapters: dict[Group, Adapter] = field(default_factory=dict)
     groups: dict[Group, Tensor] = field(default_factory=dict)
     """Logits of the sequence that belongs to the group, with its adapter."""
+    pictures: PictureProbe | None = None
+    """Logits of a sequence with pictures; None for a model that takes none."""
 
     @classmethod
     @torch.no_grad()

@@ -203,8 +203,10 @@ def give_back(decoder: nn.Module, layers: Sequence[nn.Module]) -> None:
         module.__dict__.pop("forward", None)
 
 
-def _decode(own: Any, decoder: Any, *, input_ids: Tensor, position_ids: Tensor, layout: Any, **kwargs: Any) -> Any:
-    if type(layout) is not Packed and torch.is_grad_enabled():
+def _decode(
+    own: Any, decoder: Any, *, position_ids: Tensor, layout: Any, input_ids: Tensor | None = None, **kwargs: Any
+) -> Any:
+    if input_ids is None or (type(layout) is not Packed and torch.is_grad_enabled()):
         return own(input_ids=input_ids, position_ids=position_ids, layout=layout, **kwargs)
     hidden: Any = _through(decoder, input_ids, position_ids, layout)  # transformers names a type of its own here
     return BaseModelOutputWithPast(last_hidden_state=hidden)

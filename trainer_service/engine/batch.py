@@ -16,6 +16,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from tinsmith.errors import ServiceError
+from tinsmith.modeling.tower import Placed, Tower
+from tinsmith.pictures.counting import Counting
 from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.objectives.losses import LOSS_FNS, Arrays, Objective, Term
 from trainer_service.objectives.mismatch import Mismatch
@@ -44,8 +46,17 @@ class Limits:
     context_reason: str = "this model's context length"
     """Where max_context_length comes from, in the words of an error message."""
     max_targets_per_token: int = MAX_TARGETS_PER_TOKEN
+    tower: Tower | None = None
+    """What makes features of pictures; None when the base model takes no pictures."""
+    why_no_pictures: str = "it sees text only"
+    """Why the base model takes no pictures, when `tower` is None."""
     longest_datum: int | None = None
     """Largest charge of one datum that fits into memory, in tokens; None means no limit."""
+
+    @property
+    def counting(self) -> Counting | None:
+        """How the base model's processor scales and counts pictures; None when it takes none."""
+        return None if self.tower is None else self.tower.processor.counting
 
     def bounded(self, longest_datum: int | None) -> Limits:
         """These limits, lowered to the longest datum that fits into memory (in tokens; None means no limit)."""
@@ -63,6 +74,8 @@ class Datum:
     """[N] or [N, K]."""
     inputs: Arrays
     """The other arrays that the loss reads, by name. For a built-in loss each has the targets' shape."""
+    pictures: tuple[Placed, ...] = ()
+    """Pictures among the tokens, each with the number of its first token, in rising order."""
     loss_s: float = 0.0
     """Expected time of the custom loss, in seconds. 0 for built-in losses: their time is part of a token's cost."""
 

@@ -93,6 +93,8 @@ class TrainingEngine:
             vocab_size=base.vocab_size,
             max_context_length=base.max_context_length,
             max_targets_per_token=max_targets_per_token,
+            tower=base.tower,
+            why_no_pictures=base.why_no_pictures,
         )
         self._models: dict[str, ModelState] = {}
         self._base_changed = False

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import groupby
 from typing import Protocol, TypeVar
 
@@ -21,6 +22,7 @@ from tinsmith.modeling.full_logprobs import full_target_logprobs
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.lora import Run
 from tinsmith.modeling.pass_gradient import PassGradient
+from tinsmith.modeling.tower import positions_with_pictures
 from trainer_service.engine.activation_checkpointing import checkpointed
 from trainer_service.engine.batch import Batch, Datum, Example, MicroBatch, Output, describe_ratio, log_ratio
 from trainer_service.engine.budget import Attempt, MemoryBudget
@@ -277,12 +279,22 @@ class Passes:
             )
             targets_M = np.concatenate([example.datum.targets.ravel() for example in examples])
             runs = list(self._runs(examples, starts))
+            placed = [
+                replace(one, start=int(start) + one.start)
+                for example, start in zip(examples, starts, strict=False)
+                for one in example.datum.pictures
+            ]
 
         with self._phases["forward"].time():
             adapted = [] if self._base.trainable else runs
             layers = self._memory.layers if checkpointing and torch.is_grad_enabled() else []
+            positions, sights = positions_of(lengths, device), None
+            if placed:
+                assert self._base.tower is not None  # requests.py refuses pictures otherwise
+                positions = positions_with_pictures(lengths, placed, device)
+                sights = self._base.tower.look(placed)
             with checkpointed(layers, self._base.active) if layers else nullcontext():
-                hidden_T_H = self._base.hidden_states(tokens_T, positions_of(lengths, device), Packed(lengths), adapted)
+                hidden_T_H = self._base.hidden_states(tokens_T, positions, Packed(lengths), adapted, sights)
             named = torch.from_numpy(rows_M), torch.from_numpy(targets_M)
             if self._base.trainable:
                 logprobs_M = full_target_logprobs(self._base.head, hidden_T_H, *(x.to(device) for x in named))

@@ -11,7 +11,7 @@ from tinker.proto.response_conv import deserialize_proto_response
 from tinker.types.sample_response import SampleResponse
 
 from gateway import json_forms
-from gateway.convert import chunk
+from gateway.convert import chunk, num_tokens
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith.errors import InvalidRequest, ServiceError, Unsupported
 from tinsmith.rpc.tensors import batched, to_numpy
@@ -107,6 +107,12 @@ def test_what_is_wrong_is_named(content: Any, part: str) -> None:
         read(content)
     assert part in caught.value.message
     assert caught.value.category == "user"
+
+
+def test_a_picture_counts_as_the_tokens_that_its_sender_expects() -> None:
+    picture = {"type": "image", "data": "AAAA", "format": "png"}
+    chunks = [TEXT, {**picture, "expected_tokens": 15}, picture, {**picture, "expected_tokens": -9}]
+    assert num_tokens([chunk(one, field="c") for one in chunks]) == 3 + 15
 
 
 def test_the_type_of_a_chunk_may_be_left_out() -> None:

@@ -1,0 +1,195 @@
+"""Pictures packed with text, against transformers' own models and processors with stock PEFT."""
+
+import io
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoImageProcessor
+
+from tests.support.models import VISION, make_model, make_vision_model
+from tests.support.oracle import Oracle
+from tinsmith.errors import InvalidRequest
+from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.attention import Packed
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.logprobs import target_logprobs
+from tinsmith.modeling.lora import Run
+from tinsmith.modeling.tower import Placed, positions_with_pictures
+from tinsmith.pictures.processing import Picture
+
+CPU = torch.device("cpu")
+PIXELS = np.random.default_rng(0).integers(256, size=(90, 90, 3), dtype=np.uint8)
+WIDE, HIGH = (Image.fromarray(PIXELS[:h, :w]) for w, h in ((37, 21), (17, 30)))
+"""Pictures whose sides the processor changes: 5 x 3 and 2 x 4 tokens."""
+
+
+def load(folder: Path, family: str = "Qwen3VL") -> BaseModel:
+    base = BaseModel.load(make_vision_model(folder, family), device=CPU, dtype=torch.float32)
+    assert base.tower is not None, base.why_no_pictures
+    assert not base.one_by_one
+    return base
+
+
+def scaled(base: BaseModel, image: Image.Image, expected_tokens: int | None = None) -> Picture:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    assert base.tower is not None
+    return base.tower.processor.picture(file.getvalue(), "png", expected_tokens=expected_tokens, field="c")
+
+
+class Sequence:
+    """Pieces of text, by their lengths, and pictures."""
+
+    def __init__(self, base: BaseModel, pieces: list[int | Image.Image], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.images = [piece for piece in pieces if isinstance(piece, Image.Image)]
+        self.placed: list[Placed] = []
+        parts: list[Tensor] = []
+        for piece in pieces:
+            if isinstance(piece, int):
+                parts.append(torch.randint(10, 256, (piece,), generator=generator))
+            else:
+                picture = scaled(base, piece)
+                self.placed.append(Placed(sum(map(len, parts)), picture))
+                parts.append(torch.full((picture.num_tokens,), 5))
+        self.tokens = torch.cat(parts)
+        self.factors = torch.randn(len(self.tokens), generator=generator)
+
+    def plain(self, model: torch.nn.Module, folder: Path) -> Tensor:
+        """Logprob of each token as the successor of itself, by transformers' own processor and model."""
+        more = {}
+        if self.images:
+            more = dict(AutoImageProcessor.from_pretrained(folder)(images=self.images, return_tensors="pt"))
+            more["mm_token_type_ids"] = (self.tokens == 5).int()[None]
+        table = model(input_ids=self.tokens[None], **more).logits[0].log_softmax(-1)
+        return table.gather(1, self.tokens[:, None])[:, 0]
+
+
+def packed(base: BaseModel, sequences: list[Sequence], runs: list[Run]) -> Tensor:
+    lengths = [len(one.tokens) for one in sequences]
+    starts = [sum(lengths[:n]) for n in range(len(lengths))]
+    placed = [
+        replace(one, start=one.start + start)
+        for start, sequence in zip(starts, sequences, strict=True)
+        for one in sequence.placed
+    ]
+    tokens = torch.cat([one.tokens for one in sequences])
+    assert base.tower is not None
+    sights = base.tower.look(placed) if placed else None
+    hidden = base.hidden_states(tokens, positions_with_pictures(lengths, placed, CPU), Packed(lengths), runs, sights)
+    return target_logprobs(base.head, hidden, torch.arange(len(tokens)), tokens, runs)
+
+
+def adapter_of(base: BaseModel) -> Adapter:
+    adapter = Adapter.create(AdapterConfig(rank=3, seed=1), base.targets, CPU)
+    for weights in adapter.weights.values():
+        weights.b_O_R.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+    for tensor in adapter.tensors():
+        tensor.requires_grad_(True)
+    return adapter
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_pictures_packed_with_text_equal_transformers_and_peft_gradients_included(family: str, tmp_path: Path) -> None:
+    base = load(tmp_path / "model", family)
+    assert not any("visual" in target.name for target in base.targets)
+    adapter = adapter_of(base)
+    pieces = [[3, WIDE, 4, HIGH, 2], [7], [WIDE, 1], [2, HIGH, 6], [9]]
+    sequences = [Sequence(base, one, seed) for seed, one in enumerate(pieces)]
+    factors = torch.cat([one.factors for one in sequences])
+    ours = packed(base, sequences, [Run(adapter, slice(0, len(factors)))])
+    grads = torch.autograd.grad((ours * factors).sum(), adapter.tensors())
+
+    oracle = Oracle(tmp_path / "model", adapter, tmp_path / "adapter")
+    theirs = torch.cat([one.plain(oracle.model, tmp_path / "model") for one in sequences])
+    torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-5, atol=2e-5)
+    for grad, expected in zip(grads, oracle.gradients(lambda: (theirs * factors).sum()), strict=True):
+        assert expected.norm() > 0
+        assert (grad - expected).norm() <= 2e-5 * expected.norm()
+
+    with torch.no_grad():
+        apart = [packed(base, [one], [Run(adapter, slice(0, len(one.tokens)))]) for one in sequences]
+        torch.testing.assert_close(ours.detach(), torch.cat(apart), rtol=1e-5, atol=2e-5)
+        slowly = packed(base._one_by_one("for this test"), sequences, [Run(adapter, slice(0, len(factors)))])
+        torch.testing.assert_close(ours.detach(), slowly, rtol=1e-5, atol=2e-5)
+
+
+def test_a_picture_is_encoded_once_and_kept_within_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = load(tmp_path)
+    tower = base.tower
+    assert tower is not None
+    encoded: list[int] = []
+    encode = tower._encode
+    monkeypatch.setattr(tower, "_encode", lambda pictures: encoded.append(len(pictures)) or encode(pictures))
+    wide, high = scaled(base, WIDE), scaled(base, HIGH)
+    first = tower.look([Placed(2, wide), Placed(20, high), Placed(40, scaled(base, WIDE))])
+    assert encoded == [2]
+    assert torch.equal(first.features_P_F_H[:15], first.features_P_F_H[-15:])
+    assert first.rows_P.tolist() == [*range(2, 17), *range(20, 28), *range(40, 55)]
+    tower.look([Placed(0, high), Placed(9, wide)])
+    assert encoded == [2]
+    monkeypatch.setattr("tinsmith.modeling.tower._KEPT_BYTES", first.features_P_F_H[:15].nbytes)
+    monkeypatch.setattr("tinsmith.modeling.tower._PATCHES_AT_ONCE", 4)
+    others = [Placed(0, scaled(base, WIDE.rotate(180))), Placed(15, scaled(base, HIGH.rotate(180)))]
+    tower.look(others)
+    assert encoded == [2, 1, 1]  # more patches than one call takes
+    assert list(tower._kept) == [others[1].picture.digest]
+
+
+def test_positions_are_those_of_transformers(tmp_path: Path) -> None:
+    base = load(tmp_path)
+    assert base.tower is not None
+    one = Sequence(base, [3, WIDE, 4, HIGH, 2], 0)
+    grids = AutoImageProcessor.from_pretrained(tmp_path)(images=[WIDE, HIGH], return_tensors="pt")["image_grid_thw"]
+    theirs, _ = base.tower._model.get_rope_index(one.tokens[None], (one.tokens == 5).int()[None], grids)
+    assert torch.equal(positions_with_pictures([len(one.tokens)], one.placed, CPU), theirs[:, 0])
+    # Two pictures without text between them are two, and a picture may end a sequence.
+    two = Sequence(base, [HIGH, HIGH], 0)
+    first, second = positions_with_pictures([16, 2], two.placed, CPU).split([16, 2], 1)
+    assert first[0].tolist() == [0] * 8 + [4] * 8
+    assert first[1].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
+    assert first[2].tolist() == [0, 1] * 4 + [4, 5] * 4
+    assert second.tolist() == [[0, 1]] * 3
+
+
+def test_a_model_whose_pictures_are_computed_wrongly_takes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def transposed(*args: object) -> Tensor:
+        return positions_with_pictures(*args)[[0, 2, 1]]  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tinsmith.modeling.picture_check.positions_with_pictures", transposed)
+    base = BaseModel.load(make_vision_model(tmp_path), device=CPU, dtype=torch.float32)
+    assert base.tower is None
+    assert "with pictures, its logprobs differ by" in base.why_no_pictures
+    assert "takes no pictures" in caplog.text
+
+
+def test_why_a_model_takes_no_pictures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    text = BaseModel.load(make_model(tmp_path / "text"), device=CPU, dtype=torch.float32)
+    assert (text.tower, text.why_no_pictures) == (None, "it sees text only")
+    folder = make_vision_model(tmp_path / "vision")
+    full = BaseModel.load(folder, device=CPU, dtype=torch.float32, trainable=True)
+    assert "when all parameters are trained" in full.why_no_pictures
+    (folder / "preprocessor_config.json").unlink()
+    bare = BaseModel.load(folder, device=CPU, dtype=torch.float32)
+    assert bare.why_no_pictures == "its files hold no image processor (preprocessor_config.json)"
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}')
+    other = BaseModel.load(folder, device=CPU, dtype=torch.float32)
+    assert other.why_no_pictures.startswith("its image processor, CLIPImageProcessor")
+    assert full.tower is bare.tower is other.tower is None
+
+
+def test_another_number_of_tokens_than_expected_is_refused_with_both(tmp_path: Path) -> None:
+    base = load(tmp_path)
+    assert scaled(base, WIDE, expected_tokens=15).num_tokens == 15
+    with pytest.raises(InvalidRequest, match=r"^c.expected_tokens: expected 16 tokens, got 15 from image$") as refused:
+        scaled(base, WIDE, expected_tokens=16)
+    assert refused.value.metadata["field"] == "c.expected_tokens"

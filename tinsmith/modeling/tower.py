@@ -1,0 +1,169 @@
+"""The vision tower of a base model: it makes features of pictures, which take the place of their tokens' embeddings.
+
+The tower is frozen, so that the features of a picture never change. They are kept, by the picture's digest.
+
+Shapes: P tokens of pictures, F features of one token (its embedding, and one for each early layer of the decoder that
+takes more, as in Qwen3-VL's "deepstack"), H hidden.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tinsmith.modeling.kernels.transfer import on_device
+from tinsmith.pictures.processing import Picture, Processor
+
+_KEPT_BYTES = 2**28
+"""Most bytes of features that are kept, in host memory."""
+_PATCHES_AT_ONCE = 4096
+"""Patches that the tower computes in one call, unless a single picture has more. A patch of the largest towers of the
+Qwen family takes about 100 kB there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A picture in a packed batch."""
+
+    start: int
+    """Row of its first token."""
+    picture: Picture
+
+
+@dataclass(frozen=True, slots=True)
+class Sights:
+    """The features of all pictures of a packed batch."""
+
+    rows_P: Tensor
+    """int64: the tokens' rows in the batch, in rising order."""
+    features_P_F_H: Tensor
+    """In the model's dtype, on its device."""
+
+    def within(self, start: int, stop: int) -> Sights | None:
+        """The features of the rows from `start` to `stop`, numbered from 0; None if there are none."""
+        chosen = (self.rows_P >= start) & (self.rows_P < stop)
+        return Sights(self.rows_P[chosen] - start, self.features_P_F_H[chosen]) if bool(chosen.any()) else None
+
+    def options(self, embeddings_T_H: Tensor) -> Mapping[str, Any]:
+        """The arguments with which the decoder takes the batch in place of token ids. `embeddings_T_H`: those of the
+        token ids."""
+        placed = embeddings_T_H.index_copy(0, self.rows_P, self.features_P_F_H[:, 0])
+        more = self.features_P_F_H[:, 1:].unbind(1)
+        if not more:
+            return {"inputs_embeds": placed[None]}
+        mask = torch.zeros(len(placed), dtype=torch.bool, device=placed.device).index_fill_(0, self.rows_P, True)
+        return {"inputs_embeds": placed[None], "visual_pos_masks": mask[None], "deepstack_visual_embeds": list(more)}
+
+
+class Tower:
+    """Encodes pictures. For one thread at a time."""
+
+    def __init__(self, model: PreTrainedModel, processor: Processor, *, picture_token: int) -> None:
+        """`model`: the whole model; only its tower is run here. `picture_token`: id of the tokens that stand for a
+        picture."""
+        self._model: Any = model.base_model
+        self.processor = processor
+        self.picture_token = picture_token
+        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._kept_bytes = 0
+
+    def set_own_attention(self) -> None:
+        """Gives the tower attention over its own patches, after the whole model got that of packed text."""
+        self._model.visual.set_attn_implementation("sdpa")
+
+    def look(self, placed: Sequence[Placed]) -> Sights:
+        """The features of pictures, in rising order of their places. A picture that occurs twice is encoded once."""
+        features = self._features({one.picture.digest: one.picture for one in placed})
+        rows = [torch.arange(one.start, one.start + one.picture.num_tokens) for one in placed]
+        together = torch.cat([features[one.picture.digest] for one in placed])
+        return Sights(on_device(torch.cat(rows), self.device), on_device(together, self.device))
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.visual.device
+
+    def _features(self, pictures: Mapping[bytes, Picture]) -> Mapping[bytes, Tensor]:
+        """The features of each picture in host memory, [P, F, H]."""
+        found = {digest: self._kept[digest] for digest in pictures if digest in self._kept}
+        for digest in found:
+            self._kept.move_to_end(digest)
+        missing = [picture for digest, picture in pictures.items() if digest not in found]
+        for group in self._groups(missing):
+            for picture, features in zip(group, self._encode(group), strict=True):
+                found[picture.digest] = features
+                self._keep(picture.digest, features)
+        return found
+
+    def _groups(self, pictures: Sequence[Picture]) -> Iterator[list[Picture]]:
+        """The pictures in parts that the tower computes in one call."""
+        group: list[Picture] = []
+        most = _PATCHES_AT_ONCE // self.processor.counting.merge_size**2
+        for picture in pictures:
+            if group and sum(one.num_tokens for one in (*group, picture)) > most:
+                yield group
+                group = []
+            group.append(picture)
+        if group:
+            yield group
+
+    @torch.no_grad()
+    def _encode(self, pictures: Sequence[Picture]) -> list[Tensor]:
+        """The features of each picture, [P, F, H]."""
+        patches, grids = (on_device(torch.from_numpy(array), self.device) for array in self.processor.patches(pictures))
+        output = self._model.get_image_features(patches, grids, return_dict=True)
+        levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        dtype = self._model.get_input_embeddings().weight.dtype
+        return [torch.stack(one, 1).to("cpu", dtype) for one in zip(*levels, strict=True)]
+
+    def _keep(self, digest: bytes, features: Tensor) -> None:
+        """Keeps features until the bound on their bytes is reached, the newest longest."""
+        self._kept[digest] = features
+        self._kept_bytes += features.nbytes
+        while self._kept_bytes > _KEPT_BYTES:
+            _, oldest = self._kept.popitem(last=False)
+            self._kept_bytes -= oldest.nbytes
+
+
+def positions_with_pictures(lengths: Sequence[int], placed: Sequence[Placed], device: torch.device) -> Tensor:
+    """int64 [3, T]: each token's frame, row and column, as M-RoPE counts them (arXiv:2409.12191, section 2.1).
+
+    A token of text has three equal numbers. The tokens of a picture have its frame in common; its rows and columns are
+    numbered from there, and the text goes on after the larger one.
+    """
+    columns: list[np.ndarray] = []
+    pictures = iter(placed)
+    following = next(pictures, None)
+    start = 0
+    for length in lengths:
+        stop, at, position = start + length, start, 0
+        while at < stop:
+            here = stop if following is None else min(stop, following.start)
+            columns.append(np.tile(np.arange(position, position + here - at), (3, 1)))
+            position, at = position + here - at, here
+            if following is not None and at == following.start and at < stop:
+                picture = following.picture
+                grid = np.indices((1, picture.rows, picture.columns)).reshape(3, -1)
+                columns.append(grid + position)
+                position, at = position + max(picture.rows, picture.columns), at + picture.num_tokens
+                following = next(pictures, None)
+        start = stop
+    return on_device(torch.from_numpy(np.concatenate(columns, 1)), device)
+
+
+def tower_of(model: PreTrainedModel, path: str) -> Tower:
+    """The tower of a model, with the processor in the model's files. Raises ValueError with the reason if there is none
+    that can be used here."""
+    if getattr(model.config, "vision_config", None) is None:
+        raise ValueError("it sees text only")
+    inner: Any = model.base_model
+    picture_token = getattr(model.config, "image_token_id", None)
+    if getattr(inner, "visual", None) is None or not hasattr(inner, "get_rope_index") or picture_token is None:
+        raise ValueError(f"pictures are not supported for {type(model).__name__}; they are for Qwen2-VL to Qwen3.5")
+    return Tower(model, Processor.load(path), picture_token=picture_token)
