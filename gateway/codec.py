@@ -13,6 +13,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import orjson
@@ -216,7 +217,8 @@ async def read_json(request: Request, config: GatewayConfig) -> tuple[dict[str, 
     max_body_values.
     """
     body = await read(request, config)
-    return await off_loop(lambda: json_object(body, config), num_bytes=len(body), config=config), body
+    async with turn_of(request, len(body)):
+        return await off_loop(lambda: json_object(body, config), num_bytes=len(body), config=config), body
 
 
 def check_values(number: int, body: bytes, config: GatewayConfig) -> None:
@@ -354,6 +356,14 @@ async def off_loop(work: Callable[[], T], *, num_bytes: int, config: GatewayConf
     if num_bytes <= config.thread_body_bytes:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_PARSER, _announced, work, config.cores_page)
+
+
+def turn_of(request: Request, num_bytes: int) -> AbstractAsyncContextManager[None]:
+    """The caller's turn to have a body worked on; for a small one there is nothing to wait for."""
+    gateway = gateway_of(request)
+    if num_bytes <= gateway.config.thread_body_bytes:
+        return nullcontext()
+    return gateway.turns.turn(owner_of(request))
 
 
 def _announced(work: Callable[[], T], cores_page: str) -> T:

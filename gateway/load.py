@@ -1,10 +1,12 @@
-"""A bound on the memory of bodies and a pace at which samples begin, so that many or large requests do not hold up all
-others."""
+"""A bound on the memory of bodies, turns for large ones and a pace at which samples begin, so that many or large
+requests do not hold up all others."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from prometheus_client import Gauge
 
@@ -14,6 +16,8 @@ SMALL_BYTES = 64 * 2**10
 """Bytes of a body that do not count."""
 _PER_PASS = 4
 """Turns in one pass of the event loop: about 10 ms of work. More turns make a pass longer, and no work cheaper."""
+_LONGEST_TURN_S = 1.0
+"""A body's turn lasts at most this long, because the trainer may be away for longer."""
 
 
 class Bodies:
@@ -63,6 +67,82 @@ class Share:
         self._num_bytes = self._num_counted = 0
 
 
+class _Waiting:
+    """Those who wait, by owner. Owners take turns one after the other, and those of one owner go in their order of
+    arrival."""
+
+    def __init__(self) -> None:
+        self._owners: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        """owner -> who waits; the first owner is the next."""
+
+    def __bool__(self) -> bool:
+        return bool(self._owners)
+
+    def join(self, owner: str) -> asyncio.Future[None]:
+        waiting = asyncio.get_running_loop().create_future()
+        self._owners.setdefault(owner, deque()).append(waiting)
+        return waiting
+
+    def wake(self) -> bool:
+        """Ends the wait of the next one. False when nobody waits."""
+        while self._owners:
+            owner, waiting = self._owners.popitem(last=False)
+            first = waiting.popleft()
+            if waiting:
+                self._owners[owner] = waiting
+            if not first.done():  # it is done if the waiting task was cancelled
+                first.set_result(None)
+                return True
+        return False
+
+
+class Turns:
+    """Turns for work on large bodies, one at a time.
+
+    Reading a body of megabytes takes tenths of a second of the interpreter's lock and of a core, here and then in the
+    trainer. Bodies that were read one right after the other would hold up all that computes and answers meanwhile. So a
+    turn is followed by a pause of the same length. Owners take turns: whatever one owner sends delays another owner's
+    body by one of them.
+    """
+
+    def __init__(self, *, longest_s: float = _LONGEST_TURN_S) -> None:
+        """`longest_s`: a turn that takes longer no longer delays others."""
+        self._longest_s = longest_s
+        self._is_taken = False
+        """True in a turn, and in the pause after it."""
+        self._waiting = _Waiting()
+
+    @asynccontextmanager
+    async def turn(self, owner: str) -> AsyncIterator[None]:
+        if self._is_taken:
+            turn = self._waiting.join(owner)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # the turn came at the same moment
+                    self._next()
+                raise
+        self._is_taken = True
+        loop = asyncio.get_running_loop()
+        began_s, is_over = loop.time(), False
+
+        def end() -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                loop.call_later(min(loop.time() - began_s, self._longest_s), self._next)
+
+        limit = loop.call_later(self._longest_s, end)
+        try:
+            yield
+        finally:
+            limit.cancel()
+            end()
+
+    def _next(self) -> None:
+        self._is_taken = self._waiting.wake()
+
+
 class Pacer:
     """Gives out turns, a few in each pass of the event loop.
 
@@ -79,8 +159,7 @@ class Pacer:
         self._per_pass = per_pass
         self._num_begun = 0
         """Turns that were given in this pass."""
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """owner -> waiting turns; the first owner is the next."""
+        self._waiting = _Waiting()
 
     async def turn(self, owner: str = "") -> None:
         """Waits for a turn; returns at once while this pass has turns left. "" counts as one owner more."""
@@ -90,19 +169,11 @@ class Pacer:
             if self._num_begun == 1:
                 loop.call_soon(self._next_pass, loop)
             return
-        waiting = loop.create_future()
-        self._waiting.setdefault(owner, deque()).append(waiting)
-        await waiting
+        await self._waiting.join(owner)
 
     def _next_pass(self, loop: asyncio.AbstractEventLoop) -> None:
         self._num_begun = 0
-        while self._waiting and self._num_begun < self._per_pass:
-            owner, turns = self._waiting.popitem(last=False)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[owner] = turns
-            if not turn.done():  # it is done if the waiting task was cancelled
-                turn.set_result(None)
-                self._num_begun += 1
+        while self._num_begun < self._per_pass and self._waiting.wake():
+            self._num_begun += 1
         if self._num_begun:
             loop.call_soon(self._next_pass, loop)

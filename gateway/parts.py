@@ -9,7 +9,7 @@ from gateway.database.store import Store
 from gateway.futures import Futures
 from gateway.high_availability.forwarding import Forwarding
 from gateway.high_availability.peers import Peers
-from gateway.load import Bodies, Pacer
+from gateway.load import Bodies, Pacer, Turns
 from gateway.metrics import Metrics
 from gateway.openai.generator import Generator
 from gateway.sampling.certificates import PublishCertificates
@@ -48,6 +48,7 @@ class Core:
         self.config = config
         self.metrics = Metrics()
         self.pacer = Pacer()
+        self.turns = Turns()
         self.bodies = Bodies(config.max_held_body_bytes, self.metrics.http.held_body_bytes)
         self.store = Store(config.resolved_database_url, self.metrics)
         self.store.is_shared = bool(config.peer_url)

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
-from gateway.codec import caller_of, gateway_of, json_response, off_loop, owner_of, read_json
+from gateway.codec import caller_of, gateway_of, json_response, off_loop, owner_of, read_json, turn_of
 from gateway.openai import errors, schemas, sources
 from gateway.openai.chat import chat
 from gateway.openai.completions import complete
@@ -47,7 +47,8 @@ async def _body(request: Request, schema: type[Schema]) -> Schema:
     config = gateway_of(request).config
     content, raw = await read_json(request, config)
     try:
-        return await off_loop(lambda: schema.model_validate(content), num_bytes=len(raw), config=config)
+        async with turn_of(request, len(raw)):
+            return await off_loop(lambda: schema.model_validate(content), num_bytes=len(raw), config=config)
     except ValidationError as error:
         raise errors.invalid(error, content) from None
 

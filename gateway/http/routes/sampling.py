@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import convert, schemas
-from gateway.codec import caller_of, gateway_of, json_response, off_loop, parse, parse_ids, read_json
+from gateway.codec import caller_of, gateway_of, json_response, off_loop, parse, parse_ids, read_json, turn_of
 from gateway.database.tables.sessions import SamplingSession
 from gateway.gateway import Gateway
 from gateway.http.routes.futures import pass_on
@@ -183,7 +183,8 @@ async def asample(request: Request) -> Response:
             mark = fingerprint(message.SerializeToString(deterministic=True), recorded)
             return message, bool(recorded), mark
 
-        message, is_recorded, mark = await off_loop(to_message, num_bytes=len(raw), config=gateway.config)
+        async with turn_of(request, len(raw)):
+            message, is_recorded, mark = await off_loop(to_message, num_bytes=len(raw), config=gateway.config)
         hold = None
         held = Share(gateway.bodies)  # outlives this request, because the sample may have to be sent again
         if gateway.futures.fingerprint(request_id) is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -39,6 +39,7 @@ from gateway.codec import (
     read_json,
     sends_parts_at_once,
     too_many_bytes,
+    turn_of,
 )
 from gateway.config import GatewayConfig
 from gateway.database.tables.sessions import Model
@@ -71,9 +72,14 @@ async def forward(request: Request) -> Response:
 
 
 async def _submit_batch(request: Request, *, forward_only: bool) -> Response:
+    async with AsyncExitStack() as turn:  # of a large body, until the trainer has it
+        return await _submit_read(request, turn, forward_only=forward_only)
+
+
+async def _submit_read(request: Request, turn: AsyncExitStack, *, forward_only: bool) -> Response:
     gateway, caller = gateway_of(request), caller_of(request)
     with counted_if_refused(gateway, caller):
-        batch = await _read_batch(request, gateway.config, forward_only=forward_only)
+        batch = await _read_batch(request, gateway.config, turn, forward_only=forward_only)
         given = parse(schemas.GivenIds, {"model_id": batch.model_id, "seq_id": batch.seq_id or None})
     batch.sends_parts_at_once = sends_parts_at_once(request)
     model = await gateway.tenants.access.model(given.model_id, caller)
@@ -130,8 +136,11 @@ async def optim_step(request: Request) -> Response:
 # Reading a batch
 
 
-async def _read_batch(request: Request, config: GatewayConfig, *, forward_only: bool = False) -> Submission:
-    """Reads a batch in protobuf or JSON, by its content type. `forward_only`: the endpoint is `forward`.
+async def _read_batch(
+    request: Request, config: GatewayConfig, turn: AsyncExitStack, *, forward_only: bool = False
+) -> Submission:
+    """Reads a batch in protobuf or JSON, by its content type. `turn`: gets the turn of a large body, which is not over
+    at the return. `forward_only`: the endpoint is `forward`.
 
     A body without seq_id gets seq_id 0. A body that is too large, or whose JSON holds no batch, uses up its seq_id. So
     it becomes a refused submission with its ids. Raises TooLarge when the ids cannot be read, OutOfCapacity, and
@@ -167,6 +176,7 @@ async def _read_batch(request: Request, config: GatewayConfig, *, forward_only: 
     if is_compressed:
         num_bytes = _decompressed_size(body, config)
         cast(Share, request.state.held).take(min(num_bytes, config.max_body_bytes))
+    await turn.enter_async_context(turn_of(request, num_bytes))
     return await off_loop(decode, num_bytes=num_bytes, config=config)
 
 

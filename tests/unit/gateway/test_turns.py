@@ -12,8 +12,8 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-from gateway.load import Pacer
-from tests.unit.gateway.stack import Client, Stack, sample_body
+from gateway.load import Pacer, Turns
+from tests.unit.gateway.stack import Client, Stack, batch, sample_body
 from tinsmith.v1 import sampler_pb2
 
 NUM_SAMPLES = 100
@@ -79,10 +79,83 @@ async def test_a_failure_keeps_nobody_from_its_turn() -> None:
     assert num_begun == 9
 
 
-def posted(path: str, body: dict[str, Any], *, key: str = "tml-test") -> bytes:
-    content = orjson.dumps(body)
+async def test_one_large_body_at_a_time_and_owners_take_turns() -> None:
+    turns, begun, in_work = Turns(), list[str](), 0
+
+    async def one(owner: str) -> None:
+        nonlocal in_work
+        async with turns.turn(owner):
+            begun.append(owner)
+            in_work += 1
+            assert in_work == 1
+            await asyncio.sleep(0)
+            in_work -= 1
+
+    owners = ["ada"] * 50 + ["bob"] * 3 + ["eve"]
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.gather(*(one(owner) for owner in owners))
+        assert begun[1:8] == ["ada", "bob", "eve", "ada", "bob", "ada", "bob"]
+        assert begun[8:] == ["ada"] * 46
+
+
+async def test_a_large_body_is_followed_by_a_pause_as_long_as_its_work() -> None:
+    turns, loop, times = Turns(), asyncio.get_running_loop(), list[float]()
+
+    async def one() -> None:
+        async with turns.turn("ada"):
+            times.append(loop.time())
+            await asyncio.sleep(0.05)
+            times.append(loop.time())
+
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.gather(one(), one())
+    began, ended, next_began, _ = times
+    assert next_began - ended >= (ended - began) * 0.99  # a timer may be early by the clock's resolution
+
+
+async def test_a_body_whose_trainer_is_away_keeps_nobody_waiting() -> None:
+    turns = Turns(longest_s=0.01)
+    is_back = asyncio.Event()
+
+    async def away() -> None:
+        async with turns.turn("ada"):
+            await is_back.wait()
+
+    async with asyncio.timeout(LIMIT_S):
+        task = asyncio.create_task(away())
+        await asyncio.sleep(0)
+        for owner in ("ada", "bob"):
+            async with turns.turn(owner):
+                assert not task.done()
+        is_back.set()
+        await task
+
+
+async def test_a_body_whose_client_gives_up_costs_the_others_no_turn() -> None:
+    turns = Turns()
+
+    async def one() -> None:
+        async with turns.turn("ada"):
+            await asyncio.sleep(0)
+
+    async with asyncio.timeout(LIMIT_S):
+        tasks = [asyncio.create_task(one()) for _ in range(20)]
+        await asyncio.sleep(0)
+        for task in tasks[1:10]:
+            task.cancel()
+        turns._waiting.wake()  # its turn comes at the same moment
+        tasks[10].cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [end is None for end in ends] == [True] + [False] * 10 + [True] * 9
+        await one()
+
+
+def posted(path: str, body: dict[str, Any] | bytes, *, key: str = "tml-test") -> bytes:
+    """`body`: bytes of a message of protobuf."""
+    content = body if isinstance(body, bytes) else orjson.dumps(body)
+    form = "x-protobuf" if isinstance(body, bytes) else "json"
     head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {key}\r\nContent-Length: {len(content)}"
-    return f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + content
+    return f"{head}\r\nContent-Type: application/{form}\r\n\r\n".encode() + content
 
 
 async def answered_first(stack: Stack, hundred: list[bytes], last: bytes) -> int:
@@ -130,6 +203,39 @@ async def test_a_sample_overtakes_those_of_another_owner_that_came_before_it(sta
     hundred = [posted("asample", sample_body(samplers[0], 1 + n), key=keys[0]) for n in range(NUM_SAMPLES)]
     last = posted("asample", sample_body(samplers[1], 1), key=keys[1])
     assert await answered_first(stack, hundred, last) < NUM_SAMPLES / 2
+
+
+async def test_a_large_batch_overtakes_those_of_another_owner_that_came_before_it(stack: Stack) -> None:
+    keys = ("tml-ada", "tml-bob")
+    await stack.restart_gateway(api_keys=[{"key": key} for key in keys])
+    requests = []
+    for key, number in zip(keys, (10, 1), strict=True):
+        async with Client(base_url=stack.url, timeout=20, headers={"x-api-key": key}) as client:
+            model_id = await client.model(await client.session())
+        for seq_id in range(1, 1 + number):
+            message = batch(model_id, seq_id)
+            message.data[0].model_input[0].encoded_text.tokens = bytes(2**20)
+            requests.append(posted("forward_backward", message.SerializeToString(), key=key))
+    assert await answered_first(stack, requests[:-1], requests[-1]) < 5
+
+
+async def test_a_large_batch_has_its_turn_until_the_trainer_has_it(stack: Stack, client: Client) -> None:
+    gateway = stack.gateway
+    model_id = await client.model(await client.session())
+    headers = {"content-type": "application/x-protobuf"}
+    message = batch(model_id, 1)
+    message.data[0].model_input[0].encoded_text.tokens = bytes(2**20)
+    submitted, taken = gateway.training.operations.submit, list[bool]()
+
+    async def submit(*args: Any) -> None:
+        taken.append(gateway.turns._is_taken)
+        await submitted(*args)
+        taken.append(gateway.turns._is_taken)
+
+    gateway.training.operations.submit = submit  # type: ignore[method-assign]
+    body = message.SerializeToString()
+    assert (await client.post("/api/v1/forward_backward", content=body, headers=headers)).status_code == 200
+    assert taken == [True, True]
 
 
 async def test_the_end_of_a_sample_overtakes_those_of_another_owner(
