@@ -2,6 +2,7 @@
 
     python benchmarks/bench_trainer.py --size small
     python benchmarks/bench_trainer.py --model FOLDER --rank 32 --shapes 8x1024,ragged
+    python benchmarks/bench_trainer.py --model-shape qwen3_5-small --only throughput --shapes 16x256,ragged
     python benchmarks/bench_trainer.py --model-shape qwen3-8b --device cuda --dtype bfloat16 --rank 32 --shapes 8x2048
 
 Each figure (they lie in `trainer/`) is taken in rounds that alternate with what it is compared with: the machine's
@@ -24,7 +25,7 @@ from model_work import ModelWork, Peak
 from processes import TINSMITH, Baseline
 from trainer.bench import MIN_ROUNDS, Bench
 from trainer.passes import co_batching, throughput
-from trainer.shapes import MODEL_SHAPES, parse_shapes
+from trainer.shapes import HYBRID_SHAPES, MODEL_SHAPES, parse_shapes, store_hybrid
 from trainer.state import finite_check, optimizer_step, resident_adapters
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -42,14 +43,16 @@ FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
 def load(arguments: argparse.Namespace) -> tuple[BaseModel, Path | None]:
     """The base model, and its folder when there is one."""
     device, dtype = torch.device(arguments.device), DTYPES[arguments.dtype]
-    if arguments.model_shape:
+    if arguments.model_shape in MODEL_SHAPES:
         config = Qwen3Config(head_dim=128, max_position_embeddings=40960, **MODEL_SHAPES[arguments.model_shape])
         torch.manual_seed(0)
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
         return BaseModel.of(model, path=arguments.model_shape, kernels=arguments.kernels), None
     folder = arguments.model
-    if arguments.size:
+    if arguments.model_shape:
+        folder = store_hybrid(arguments.model_shape, arguments.models)
+    elif arguments.size:
         folder = arguments.models.expanduser() / arguments.size
         make = [*TINSMITH, "make-base-model", "--size", arguments.size, "--out", str(folder)]
         subprocess.run(make, check=True)  # noqa: S603
@@ -74,7 +77,7 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
             num_adapters=arguments.adapters,
             threads=arguments.threads,
             hf=hf,
-            work=ModelWork.of(base),
+            work=None if base.recurrent else ModelWork.of(base),
             peak=Peak(base, rows=min(4096, arguments.max_tokens)),
             repeats=arguments.repeats,
             budget_s=arguments.budget_s,
@@ -87,7 +90,11 @@ def parse_arguments() -> argparse.Namespace:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--size", choices=("tiny", "small", "medium"), help="make such a model")
     model.add_argument("--model", type=Path, metavar="FOLDER", help="take these weights")
-    model.add_argument("--model-shape", choices=MODEL_SHAPES, help="random weights of this shape, made on the device")
+    model.add_argument(
+        "--model-shape",
+        choices=[*MODEL_SHAPES, *HYBRID_SHAPES],
+        help="random weights of this shape; those of Qwen3 are made on the device",
+    )
     parser.add_argument(
         "--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="folder of the models (%(default)s)"
     )
@@ -116,7 +123,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=usable_cores(), help="(%(default)s)")
     parser.add_argument(
         "--baseline", action=argparse.BooleanOptionalAction, default=True,
-        help="compare with a padded PEFT loop; a --model-shape has none",
+        help="compare with a padded PEFT loop; a --model-shape of Qwen3 has none",
     )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5, help="rounds of a figure (%(default)s)")
     parser.add_argument(

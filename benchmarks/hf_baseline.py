@@ -35,6 +35,8 @@ def load(folder: str, *, rank: int) -> Any:
     if rank == 0:
         return base.eval()
     linear = {name.rpartition(".")[2] for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
+    if base.config.model_type == "nemotron_h":
+        linear.remove("out_proj")  # PEFT refuses it, as Tinsmith does
     config = peft.LoraConfig(r=rank, lora_alpha=32, target_modules=sorted(linear), task_type="CAUSAL_LM")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")  # the adapter of a tied output is its own

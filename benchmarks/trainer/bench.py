@@ -30,7 +30,8 @@ class Bench:
     num_adapters: int
     threads: int
     hf: Baseline | None
-    work: ModelWork
+    work: ModelWork | None
+    """None for a model whose useful work has no count here."""
     peak: Peak
     repeats: int
     budget_s: float

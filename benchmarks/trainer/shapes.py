@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 MODEL_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": {
@@ -35,6 +38,57 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Qwen3 models as published (the tiny one is ours), filled with random weights on the device."""
+SMALL = {
+    "vocab_size": 8192,
+    "hidden_size": 384,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.05,
+}
+"""The settings that the small hybrid models share with `--size small`."""
+HYBRID_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5-small": (
+        "qwen3_5_text",
+        {
+            **SMALL,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 8,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "nemotron_h-small": (
+        "nemotron_h",
+        {
+            **SMALL,
+            "intermediate_size": 2016,
+            "layers_block_type": ["mamba", "mlp", "mamba", "mlp", "mamba", "attention", "mlp"] * 2,
+            "mamba_num_heads": 12,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "n_groups": 2,
+            "chunk_size": 128,
+        },
+    ),
+}
+"""Type and settings of hybrid models, small, with the published ones' ratios of layers and sizes: Qwen3.5 has three
+Gated DeltaNet layers for each of attention, Nemotron-H mostly Mamba2 and feed-forward layers. They are stored, so that
+the padded loop can load them, too."""
+
+
+def store_hybrid(name: str, folder: Path) -> Path:
+    """Makes the model of this shape, with random weights, unless it is there. Returns its folder."""
+    folder = folder.expanduser() / name
+    if not (folder / "config.json").exists():
+        kind, settings = HYBRID_SHAPES[name]
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).save_pretrained(folder)
+    return folder
 
 
 def parse_shapes(text: str) -> dict[str, list[int]]:

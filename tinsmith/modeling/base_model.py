@@ -33,12 +33,13 @@ from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.kv_cache import Cached, CachedTogether
 from tinsmith.modeling.logprobs import Head, target_logprobs
 from tinsmith.modeling.lora import ActiveRuns, Call, LoraLinear, Run, join_readers, listening, prepack
-from tinsmith.modeling.padded import cached_batches, pad_recurrent, padded_batches, runs_within, uncached
+from tinsmith.modeling.padded import cached_batches, padded_batches, runs_within, uncached
 from tinsmith.modeling.parallel import Division
 from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.modeling.parallel_tensor import CannotDivide, TensorParallel
 from tinsmith.modeling.picture_check import PictureProbe
 from tinsmith.modeling.pretrained import auto_class, listed, load_causal_lm, persistent_buffers
+from tinsmith.modeling.recurrent import pack_recurrent
 from tinsmith.modeling.self_check import TOLERANCE, Gaps, Probe
 from tinsmith.modeling.tower import Sights, Tower, tower_of
 from tinsmith.modeling.whole_layers import give_back, take_over
@@ -98,7 +99,9 @@ class BaseModel:
     sharded: ShardedLayers | None = None
     """Division of the layers' memory among ranks; None if it is not divided."""
     recurrent: Sequence[str] = ()
-    """Classes of the layers that carry a state from token to token (padded.py)."""
+    """Classes of the layers that carry a state from token to token (recurrent.py)."""
+    pads: bool = False
+    """Whether some of these layers compute the sequences of a packed batch side by side, padded (padded.py)."""
     one_by_one: str = ""
     """The reason for which the model runs one sequence at a time, with its own attention; empty if it packs them."""
     token_by_token: bool = False
@@ -228,7 +231,7 @@ class BaseModel:
         if not trainable:
             join_readers(model, calls)
         without_cache = ", ".join(uncached(decoder))
-        recurrent = pad_recurrent(decoder, active)
+        recurrent, pads = pack_recurrent(decoder, active)
         if chosen.elementwise is CPU and not trainable and tensor_parallel is None and sharded is None:
             take_over(decoder, decoder_layers(decoder, model.config.get_text_config().num_hidden_layers), active)
         head = _head(model)
@@ -250,6 +253,7 @@ class BaseModel:
             tensor_parallel=tensor_parallel,
             sharded=sharded,
             recurrent=recurrent,
+            pads=pads,
             why_not_cached=without_cache and f"its layers {without_cache} carry a state, and take no cache for it",
             tower=tower,
             why_no_pictures=why_no_pictures,
@@ -425,8 +429,10 @@ class BaseModel:
             raise Unsupported(f"{self.architecture} cannot be continued from a key/value cache: {why}")
         if self.tensor_parallel is not None:
             runs = self.tensor_parallel.runs(runs)
-        if self.recurrent and isinstance(layout, Packed) and len(layout.lengths) > 1:
-            self.active.padded = padded_batches(layout.lengths, runs, self.kernels, self.device)
+        if self.recurrent and isinstance(layout, Packed):
+            self.active.lengths = layout.lengths
+            if self.pads and len(layout.lengths) > 1:
+                self.active.padded = padded_batches(layout.lengths, runs, self.kernels, self.device)
         elif self.recurrent and isinstance(layout, Cached | CachedTogether):
             self.active.padded = cached_batches(
                 layout, runs, self.kernels, self.device, token_by_token=self.token_by_token
@@ -456,7 +462,7 @@ class BaseModel:
         try:
             output = self.decoder(**inputs, use_cache=False, **options)
         finally:
-            self.active.runs, self.active.groups, self.active.waiting, self.active.padded = (), None, None, ()
+            self.active.clear()
             if self.tensor_parallel is not None:
                 self.tensor_parallel.forget()
         return output.last_hidden_state[0]

@@ -48,8 +48,14 @@ class ActiveRuns:
     """Outputs that are computed already, for layers that are called next."""
     calls: list[Call] | None = None
     """Calls of adapted layers, recorded while `listening`."""
+    lengths: Sequence[int] = ()
+    """Lengths of the packed sequences, for layers that carry a state from token to token (recurrent.py)."""
     padded: Sequence[Padded] = ()
-    """The packed sequences as padded batches, for layers that carry a state from token to token."""
+    """The packed sequences as padded batches, for those of these layers that have no code for packed ones."""
+
+    def clear(self) -> None:
+        """Ends the pass. A recording of calls goes on."""
+        self.runs, self.groups, self.waiting, self.lengths, self.padded = (), None, None, (), ()
 
     @contextmanager
     def replaced_by(self, other: ActiveRuns) -> Iterator[None]:

@@ -172,26 +172,19 @@ def uncached(decoder: nn.Module) -> list[str]:
     return sorted({type(layer).__name__ for layer in without})
 
 
-def pad_recurrent(decoder: nn.Module, active: ActiveRuns) -> list[str]:
-    """Makes every layer that carries a state compute the batches in `active.padded`, if there are any. Returns the
-    names of these layers' classes."""
-    layers = [module for module in decoder.modules() if carries_state(module)]
-    for layer in layers:
-        layer.forward = _Apart(layer.forward, active)
-    return sorted({type(layer).__name__ for layer in layers})
-
-
 @dataclass(frozen=True, slots=True)
-class _Apart:
-    """The forward of a layer, over packed sequences."""
+class Apart:
+    """The forward of a layer that carries a state, over the batches in `active.padded`, if there are any."""
 
     inner: Any
     active: ActiveRuns
+    packs: bool = False
+    """Whether `inner` computes the packed sequences of `active.lengths` as they are."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("layout", None)  # the layer hands what is left to its kernels, which would not know it
         batches = self.active.padded
-        if not batches:
+        if not batches or (self.packs and self.active.lengths):
             return self.inner(*args, **kwargs)
         parts_of_args = [_parts(value, batches) for value in args]
         parts_by_name = {name: _parts(value, batches) for name, value in kwargs.items()}

@@ -301,22 +301,23 @@ def test_a_family_that_does_not_pack_runs_one_sequence_at_a_time_and_says_why(
     torch.testing.assert_close(ours, theirs.repeat(2, 1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["Qwen3_5Text", "StableLm"])
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "NemotronH", "Lfm2", "StableLm"])
 def test_all_parameters_of_a_family_can_be_trained(family: str, tmp_path: Path) -> None:
     base = BaseModel.load(make(tmp_path, family, FAMILIES[family]), device=CPU, dtype=torch.float32, trainable=True)
-    tokens = torch.arange(9)
-    hidden = base.hidden_states(tokens, positions_of([4, 5], CPU), Packed([4, 5]), [])
-    ours = full_target_logprobs(base.head, hidden, tokens, tokens)
+    lengths = [70, 5, 33]  # over three chunks of a recurrent layer at most
+    tokens = torch.randint(256, (108,), generator=torch.Generator().manual_seed(1))
+    hidden = base.hidden_states(tokens, positions_of(lengths, CPU), Packed(lengths), [])
+    ours = full_target_logprobs(base.head, hidden, torch.arange(108), tokens)
     grads = torch.autograd.grad(ours.sum(), list(base.parameters.values()))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    theirs = [plain(part[None]).logits[0].log_softmax(-1).gather(1, part[:, None]) for part in tokens.split([4, 5])]
+    theirs = [plain(part[None]).logits[0].log_softmax(-1).gather(1, part[:, None]) for part in tokens.split(lengths)]
     torch.testing.assert_close(ours.detach(), torch.cat(theirs)[:, 0].detach(), rtol=1e-5, atol=1e-5)
     torch.cat(theirs).sum().backward()
     expected = dict(plain.named_parameters())
     for name, grad in zip(base.parameters, grads, strict=True):
         theirs_grad = expected[name].grad
         assert theirs_grad is not None
-        assert (grad - theirs_grad).norm() <= 1e-5 * theirs_grad.norm()
+        assert (grad - theirs_grad).norm() <= 2e-5 * theirs_grad.norm()
 
 
 @pytest.mark.parametrize("family", ["RecurrentGemma", "StableLm"])
@@ -329,11 +330,11 @@ def test_a_family_without_a_cache_here_is_not_continued_from_one(family: str, tm
         base.hidden_states(torch.arange(6), torch.arange(6), layout, [])
 
 
-@pytest.mark.parametrize("family", ["Qwen3Next", "Bamba", "Lfm2", "StableLm"])
+@pytest.mark.parametrize("family", ["Qwen3Next", "NemotronH", "KimiLinear", "Lfm2", "StableLm"])
 def test_sequences_of_any_lengths_and_tenants_are_computed_as_if_alone(family: str, tmp_path: Path) -> None:
     base = load(tmp_path, family)
     adapters = [random_adapter(base, 1, rank=3), random_adapter(base, 2, rank=5)]
-    lengths = [6, 7, 7, 1, 70, 64, 9]  # some of which share a padded batch, and one goes through two chunks
+    lengths = [6, 7, 7, 1, 70, 64, 9]  # some of which share a padded batch, and some go through several chunks
     starts = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
     torch.manual_seed(1)
     tokens, factors = torch.randint(256, (starts[-1],)), torch.randn(starts[-1])
@@ -353,6 +354,11 @@ def test_sequences_of_any_lengths_and_tenants_are_computed_as_if_alone(family: s
         loss = loss + (alone * factors[rows]).sum()
     for grad, expected in zip(grads, torch.autograd.grad(loss, wanted), strict=True):
         assert (grad - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_only_layers_with_functions_that_are_unknown_here_are_padded(tmp_path: Path) -> None:
+    padded = {family for family in RECURRENT if load(tmp_path / family, family).pads}
+    assert padded == {"KimiLinear", "Jamba", "Mamba", "MiniMax"}
 
 
 def test_a_model_that_is_no_causal_lm_is_refused_at_load(tmp_path: Path) -> None:

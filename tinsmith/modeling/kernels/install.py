@@ -8,7 +8,7 @@ changes for adapters and files.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import FunctionType, MethodType
 from typing import Any
@@ -134,7 +134,13 @@ def _with_rotary(forward: FunctionType, rotary: Callable[..., tuple[Tensor, Tens
             return theirs(q, k, cos, sin, *others, **settings)
         return rotary(q, k, cos, sin)
 
-    scope = {**forward.__globals__, _ROTARY: rotate}
+    return with_functions(forward, {_ROTARY: rotate})
+
+
+def with_functions(forward: FunctionType, functions: Mapping[str, Callable[..., Any]]) -> FunctionType:
+    """A copy of `forward` in which these names of its Python module mean other functions. The module, and so other
+    models of this architecture, stay as they are."""
+    scope = {**forward.__globals__, **functions}
     copy = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
     return copy

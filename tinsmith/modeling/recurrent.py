@@ -1,0 +1,138 @@
+"""Layers that carry a state from token to token (a recurrence, or a convolution over time), over packed sequences.
+
+The state starts anew at each sequence. transformers' own functions for such layers do not know where sequences begin.
+A layer whose functions are all known here keeps its own code, with these functions replaced by ones that do (kernels/).
+Any other layer computes the sequences side by side, padded (padded.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+from transformers.activations import ACT2FN
+
+from tinsmith.modeling.kernels.causal_conv import causal_conv
+from tinsmith.modeling.kernels.delta_rule import gated_delta_rule
+from tinsmith.modeling.kernels.install import with_functions
+from tinsmith.modeling.kernels.state_space import state_space_scan
+from tinsmith.modeling.lora import ActiveRuns
+from tinsmith.modeling.padded import Apart, carries_state
+
+_SILU = ("silu", "swish")
+
+
+def pack_recurrent(decoder: nn.Module, active: ActiveRuns) -> tuple[list[str], bool]:
+    """Makes every layer that carries a state compute packed sequences: those of `active.lengths`, or, for layers with
+    unknown functions, those of `active.padded`. Returns the names of these layers' classes, and whether any of them
+    needs `active.padded`."""
+    layers = [module for module in decoder.modules() if carries_state(module)]
+    pads = False
+    for layer in layers:
+        forward = inspect.unwrap(type(layer).forward)
+        if isinstance(forward, FunctionType) and _is_known(forward):
+            replaced = {
+                name: partial(ours, active, forward.__globals__[name])
+                for name, ours in _FUNCTIONS.items()
+                if name in forward.__code__.co_names
+            }
+            layer.forward = Apart(MethodType(with_functions(forward, replaced), layer), active, packs=True)
+        else:
+            layer.forward = Apart(layer.forward, active)
+            pads = True
+    return sorted({type(layer).__name__ for layer in layers}), pads
+
+
+def _is_known(forward: FunctionType) -> bool:
+    """Whether this is code of transformers whose functions over tokens are all replaced here, or not called in a pass
+    over whole sequences."""
+    scope = forward.__globals__
+    called = {name for name in forward.__code__.co_names if hasattr(scope.get(name), "__wrapped__")}
+    return "causal_conv1d_fn" in called and called <= {*_FUNCTIONS, *_OF_OTHER_PASSES}
+
+
+def _conv(
+    active: ActiveRuns,
+    theirs: Callable[..., Tensor],
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **others: Any,
+) -> Tensor:
+    """transformers' causal_conv1d_fn: [1, F, T] of [1, F, T]."""
+    if not active.lengths:
+        return theirs(hidden_states, weight, bias, activation=activation, **others)
+    x_T_F = hidden_states.squeeze(0).transpose(0, 1)
+    y_T_F = causal_conv(x_T_F, weight, bias, active.lengths, activate=activation in _SILU)
+    if activation is not None and activation not in _SILU:
+        y_T_F = ACT2FN[activation](y_T_F)
+    return y_T_F.transpose(0, 1)[None]
+
+
+def _delta_rule(
+    active: ActiveRuns,
+    theirs: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' torch_chunk_gated_delta_rule, of tensors [1, T, ...]."""
+    if not active.lengths:
+        return theirs(query, key, value, g=g, beta=beta, **others)
+    if not others.get("use_qk_l2norm_in_kernel") or others.get("initial_state") is not None:
+        raise ValueError("the packed gated delta rule is for normalized keys and sequences from their beginning")
+    q, k, v, g, beta = (one.squeeze(0) for one in (query, key, value, g, beta))
+    return gated_delta_rule(q, k, v, g, beta, active.lengths)[None], None
+
+
+def _mamba2(
+    active: ActiveRuns,
+    theirs: Callable[..., Any],
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, torch.inf),
+    **others: Any,
+) -> Any:
+    """transformers' mamba2_chunk_scan, of tensors [1, T, ...]."""
+    if not active.lengths:
+        settings = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit, **others}
+        return theirs(hidden_states, dt, A, B, C, chunk_size, **settings)
+    if others.get("initial_states") is not None or others.get("z") is not None or others.get("return_final_states"):
+        raise ValueError("the packed Mamba2 scan is for sequences from their beginning, without a gate")
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    step = torch.clamp(softplus(dt) if dt_softplus else dt, *dt_limit)
+    x, step, b, c = (one.squeeze(0) for one in (hidden_states, step, B, C))
+    return state_space_scan(x, step, A, b, c, D, active.lengths)[None]
+
+
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _conv,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "mamba2_chunk_scan": _mamba2,
+}
+"""Replacements of transformers' functions, by their names there."""
+_OF_OTHER_PASSES = (
+    "causal_conv1d_update",
+    "mamba2_selective_state_update",
+    "mamba2_split_conv1d_scan_combined",
+    "torch_recurrent_gated_delta_rule",
+)
+"""Functions for one token from a cache, and for models in training mode."""
