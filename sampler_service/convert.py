@@ -22,7 +22,9 @@ from sampler_service.core.request import (
 )
 from sampler_service.tokenizer import Chat
 from tinsmith.errors import InvalidRequest
-from tinsmith.rpc.tensors import from_numpy, sparse_cells, text_tokens, to_numpy
+from tinsmith.model_input import model_input
+from tinsmith.modeling.tower import Tower
+from tinsmith.rpc.tensors import from_numpy, sparse_cells, to_numpy
 from tinsmith.rpc.times import duration
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2 as types
@@ -30,10 +32,18 @@ from tinsmith.v1 import types_pb2 as types
 _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 
 
-def request_from_proto(message: pb.SampleRequest, *, on_probation: bool = False) -> Request:
-    """Raises InvalidRequest for what is malformed."""
-    prompt = text_tokens(
-        message.prompt, field="prompt", why_not="is not supported: samplers take no pictures and no audio yet"
+def request_from_proto(
+    message: pb.SampleRequest,
+    *,
+    tower: Tower | None = None,
+    why_no_pictures: str = "it sees text only",
+    max_tokens: int = 0,
+    on_probation: bool = False,
+) -> Request:
+    """Raises InvalidRequest for what is malformed. `tower`: the base model's; None, with the reason, if the engine
+    takes no pictures. `max_tokens`: most tokens of a prompt with pictures."""
+    prompt, pictures = model_input(
+        message.prompt, tower=tower, why_no_pictures=why_no_pictures, max_tokens=max_tokens, field="prompt"
     )
     last_n = message.prompt_logprobs_last_n if message.HasField("prompt_logprobs_last_n") else None
     has_targets = message.HasField("target_prompt_logprobs")
@@ -51,6 +61,7 @@ def request_from_proto(message: pb.SampleRequest, *, on_probation: bool = False)
         follow_run=message.follow_run,
         on_probation=on_probation,
         cache_salt=message.cache_salt,
+        pictures=pictures,
         grammar=_grammar(message.grammar) if message.HasField("grammar") else None,
     )
 

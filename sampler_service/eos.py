@@ -11,7 +11,8 @@ def eos_token_ids(path: str, config: PretrainedConfig) -> frozenset[int]:
         found = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # the model has no generation_config.json
         found = None
-    found = config.eos_token_id if found is None else found
+    if found is None:  # configurations of the language models of Qwen's vision models have no such field
+        found = getattr(config, "eos_token_id", None)
     if found is None:
         return frozenset()
     return frozenset([found] if isinstance(found, int) else found)

@@ -20,6 +20,7 @@ from sampler_service.core.versions import VersionInfo
 from sampler_service.tokenizer import ChatTokenizer, TokenizerSlot
 from tinsmith.errors import InvalidRequest, NotFound, ServiceError, within
 from tinsmith.lora_config import config_to_proto
+from tinsmith.model_input import has_pictures
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.server import RAN
@@ -156,7 +157,14 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         return pb.MoveGenerationsResponse(num_sequences=num_sequences)
 
     async def _submit(self, request: pb.SampleRequest, *, stream: bool) -> Generation:
-        read = partial(convert.request_from_proto, request)
+        engine = self.slot.get()
+        read = partial(
+            convert.request_from_proto,
+            request,
+            tower=engine.tower,
+            why_no_pictures=engine.why_no_pictures,
+            max_tokens=engine.limits.max_length,
+        )
         asked = await large.run(read) if _may_be_large(request) else read()
         return await self.slot.get().submit(asked, stream=stream, request_id=logs.request_id.get())
 
@@ -168,7 +176,7 @@ async def _response(result: Result, request: pb.SampleRequest) -> pb.SampleRespo
 
 def _may_be_large(request: pb.SampleRequest) -> bool:
     """Not by its ByteSize, which takes 0.2 s for 64 MB."""
-    return request.HasField("target_prompt_logprobs")
+    return request.HasField("target_prompt_logprobs") or has_pictures(request.prompt)
 
 
 @contextmanager

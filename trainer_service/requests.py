@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import InvalidRequest, UnknownLossFn
-from tinsmith.modeling.tower import Placed, Tower
+from tinsmith.model_input import model_input
+from tinsmith.modeling.tower import Placed
 from tinsmith.pictures.counting import Counting
 from tinsmith.pictures.headers import size_of
-from tinsmith.pictures.processing import Picture
 from tinsmith.rpc import tensors
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
 from tinsmith.v1 import trainer_pb2, types_pb2
@@ -317,46 +317,20 @@ def _custom_datum(datum: types_pb2.Datum, loss: CustomLoss, limits: Limits, *, f
 
 def _tokens(datum: types_pb2.Datum, limits: Limits, *, field: str) -> tuple[npt.NDArray[np.int32], tuple[Placed, ...]]:
     """The token ids of the input, and its pictures."""
-    pictures: list[Placed] = []
-    if any(chunk.HasField("image") for chunk in datum.model_input):
-        parts: list[npt.NDArray[Any]] = []
-        for index, chunk in enumerate(datum.model_input):
-            where = f"{field}.model_input[{index}]"
-            if chunk.HasField("image"):
-                tower, picture = _picture(chunk.image, limits, field=where)
-                pictures.append(Placed(sum(part.size for part in parts), picture))
-                parts.append(np.full(picture.num_tokens, tower.picture_token, np.int32))
-            else:
-                parts.append(tensors.chunk_tokens(chunk, field=where))
-        tokens = np.concatenate(parts).astype(np.int32, copy=False)
-    else:
-        tokens = tensors.text_tokens(datum.model_input, field=f"{field}.model_input")
+    tokens, pictures = model_input(
+        datum.model_input,
+        tower=limits.tower,
+        why_no_pictures=limits.why_no_pictures,
+        max_tokens=limits.max_context_length,
+        field=f"{field}.model_input",
+    )
     if not 1 <= tokens.size <= limits.max_context_length:
         raise InvalidRequest(
             f"{field}.model_input: {tokens.size} tokens are outside 1..{limits.max_context_length}, "
             f"{limits.context_reason}",
             field=f"{field}.model_input",
         )
-    return tokens, tuple(pictures)
-
-
-def _picture(image: types_pb2.Image, limits: Limits, *, field: str) -> tuple[Tower, Picture]:
-    """The picture, scaled, and what will make its features."""
-    if limits.tower is None:
-        raise InvalidRequest(
-            f"{field}: chunk kind 'image' is not supported by this base model ({limits.why_no_pictures}); "
-            "use encoded_text",
-            field=field,
-        )
-    if image.HasField("override_dimensions"):
-        where = f"{field}.override_dimensions"
-        raise InvalidRequest(
-            f"{where}: {image.override_dimensions.width} x {image.override_dimensions.height} cannot be applied; the "
-            "base model's processor chooses the size. Leave it out, and scale the picture before sending it",
-            field=where,
-        )
-    expected = image.expected_tokens if image.HasField("expected_tokens") else None
-    return limits.tower, limits.tower.processor.picture(image.data, image.format, expected_tokens=expected, field=field)
+    return tokens, pictures
 
 
 def _ignore_pictures(weights: Floats, pictures: Sequence[Placed]) -> None:

@@ -29,6 +29,7 @@ from sampler_service.metrics import Requests
 from tinsmith.errors import EngineDead, NotReady, OutOfCapacity, ServiceError
 from tinsmith.modeling.adapter import Target
 from tinsmith.modeling.full_weights import FullWeights, Weights
+from tinsmith.modeling.tower import Tower
 from tinsmith.rpc.paths import is_newer
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,16 @@ class SamplingEngine(Protocol):
     @property
     def targets(self) -> abc.Sequence[Target]:
         """Layers that a version may change."""
+        ...
+
+    @property
+    def tower(self) -> Tower | None:
+        """What makes features of pictures; None when prompts cannot have any."""
+        ...
+
+    @property
+    def why_no_pictures(self) -> str:
+        """The reason for which prompts cannot have pictures; empty when they can."""
         ...
 
     async def submit(self, request: Request, *, stream: bool = False, request_id: str = "") -> Generation:

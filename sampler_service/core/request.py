@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import InvalidRequest, ServiceError
+from tinsmith.modeling.tower import Placed
 from tinsmith.rpc.tensors import check_tokens
 
 Ints = npt.NDArray[np.int32]
@@ -113,6 +114,8 @@ class Request:
     """The version may be on probation, and a full queue is no reason to refuse the request."""
     cache_salt: str = ""
     """It reuses what requests with the same one have computed, and nothing else."""
+    pictures: tuple[Placed, ...] = ()
+    """Pictures in the prompt, each with the number of its first token, in rising order."""
     grammar: Grammar | None = None
     """Grammar that each sequence has to follow; None means any text. Logprobs are those of the model without it."""
 
@@ -132,6 +135,7 @@ class Request:
             + len(self.prompt) * num_rows * _NUMBER_BYTES
             + num_cells * _CELL_BYTES
             + self.num_samples * _SEQUENCE_BYTES
+            + sum(one.picture.pixels.nbytes for one in self.pictures)
         )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sampler_service.core.request import AltTokens, PromptScores, Request, TopkTable
+from sampler_service.core.request import EMPTY_LOGPROB, AltTokens, PromptScores, Request, TopkTable
 from sampler_service.core.sampling import pick, scaled_logprobs, stream_keys, uniforms
 from tinsmith.errors import ServiceError
 from tinsmith.modeling.adapter import Adapter
@@ -40,6 +40,10 @@ class PromptScorer:
         k = request.prompt_alt_tokens_k
         self.alt_tokens = AltTokens(np.zeros((length - 1, k), np.int64), np.zeros((length - 1, k), np.float32))
         self._alt_keys = stream_keys(seed, ALT_STREAM, k)
+        self._is_text = np.ones(length, np.bool_)
+        """False at the tokens of pictures, which have no logprob: nothing can predict them."""
+        for one in request.pictures:
+            self._is_text[one.start : one.start + one.picture.num_tokens] = False
 
     @property
     def first_row(self) -> int:
@@ -58,7 +62,7 @@ class PromptScorer:
         """False when a score is no number; once all rows are added."""
         scores = [self.targets_M, self.alt_tokens.logprobs]
         if self.request.prompt_logprobs:
-            scores.append(self.logprobs[self._first + 1 :])
+            scores.append(self.logprobs[self._first + 1 :][self._is_text[self._first + 1 :]])
         return not any(np.isnan(values).any() for values in scores)
 
     def rows(self, start: int, count: int) -> range:
@@ -95,12 +99,15 @@ class PromptScorer:
         request = self.request
         if request.prompt_logprobs:
             tokens = _tensor(request.prompt[row + 1 : end + 1].astype(np.int64), logprobs_n_V)
-            self.logprobs[row + 1 : end + 1] = logprobs_n_V.gather(-1, tokens[:, None])[:, 0].cpu().numpy()
+            own = logprobs_n_V.gather(-1, tokens[:, None])[:, 0].cpu().numpy()
+            self.logprobs[row + 1 : end + 1] = np.where(self._is_text[row + 1 : end + 1], own, np.nan)
         if request.topk_prompt_logprobs:
             k = min(request.topk_prompt_logprobs, logprobs_n_V.shape[1])
             values, ids = logprobs_n_V.topk(k)
             self.topk.token_ids[row + 1 : end + 1, :k] = ids.cpu().numpy()
             self.topk.logprobs[row + 1 : end + 1, :k] = values.cpu().numpy()
+            pictured = row + 1 + np.flatnonzero(~self._is_text[row + 1 : end + 1])
+            self.topk.token_ids[pictured], self.topk.logprobs[pictured] = 0, EMPTY_LOGPROB
 
     def _add_alternatives(self, logprobs_n_V: Tensor, row: int, end: int) -> None:
         temperature = self.request.params.temperature

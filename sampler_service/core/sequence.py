@@ -39,6 +39,7 @@ from sampler_service.tokenizer import load_tokenizer
 from tinsmith.errors import ServiceError, Unsupported
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.full_weights import FullWeights
+from tinsmith.modeling.tower import positions_with_pictures
 
 logger = logging.getLogger(__name__)
 
@@ -229,6 +230,20 @@ class Sequence:
         prompt = self.group.request.prompt
         return (prompt if stop <= len(prompt) else self.all_tokens())[start:stop].astype(np.int64)
 
+    @property
+    def rotation_offset(self) -> int:
+        """Position of its text tokens for the rotation of queries and keys, in relation to their number. A picture
+        takes fewer positions than it has tokens."""
+        return self.group.rotation_offset
+
+    def rotated_between(self, start: int, stop: int) -> Int64s:
+        """Positions of tokens start .. stop - 1 of prompt and output for the rotation, [3, n] (tower.py). For a
+        sequence with pictures."""
+        prompt = self.group.rotated_3_P
+        assert prompt is not None
+        output = np.tile(np.arange(max(start, prompt.shape[1]), stop) + self.rotation_offset, (3, 1))
+        return np.concatenate([prompt[:, start:stop], output], 1)
+
     def matcher(self) -> Matcher:
         """Its position in the request's grammar. Raises ServiceError when the grammar fails."""
         if self._matcher is None:
@@ -314,10 +329,19 @@ class SequenceGroup:
     """Versions that it keeps resident, the newest last. Belongs to the event loop."""
     prompt_digests: dict[int, list[bytes]] = field(default_factory=dict)
     """Digests of the prompt's full blocks, for the prefix cache, by namespace."""
+    rotated_3_P: Int64s | None = field(init=False, default=None)
+    """Positions of the prompt's tokens for the rotation of queries and keys; None for a prompt without pictures, whose
+    positions are the numbers of its tokens."""
+    rotation_offset: int = field(init=False, default=0)
+    """Position of a token after the prompt, in relation to its number."""
     _in_use: list[Version] = field(default_factory=list)
     """Versions that its sequences use or will use."""
 
     def __post_init__(self) -> None:
+        if self.request.pictures:
+            length = len(self.request.prompt)
+            positions = positions_with_pictures([length], self.request.pictures, torch.device("cpu")).numpy()
+            self.rotated_3_P, self.rotation_offset = positions, int(positions.max()) + 1 - length
         if self.version is not None:
             self.held.append(self.version)
             self._in_use.append(self.version)

@@ -43,6 +43,7 @@ from tinsmith.modeling.adapter import AdapterConfig, Target
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
 from tinsmith.modeling.self_check import TOLERANCE, random_adapter
+from tinsmith.modeling.tower import Tower
 from tinsmith.rpc.paths import run_of
 
 logger = logging.getLogger(__name__)
@@ -178,6 +179,14 @@ class TorchEngine:
     @property
     def targets(self) -> abc.Sequence[Target]:
         return self.base.targets
+
+    @property
+    def tower(self) -> Tower | None:
+        return self.base.tower
+
+    @property
+    def why_no_pictures(self) -> str:
+        return self.base.why_no_pictures
 
     async def submit(self, request: Request, *, stream: bool = False, request_id: str = "") -> Generation:
         group = await self.requests.accept(request, stream=stream, request_id=request_id)

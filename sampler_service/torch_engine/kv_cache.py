@@ -13,6 +13,7 @@ from sampler_service.core.sequence import Sequence
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.planner import Job, Piece
 from tinsmith.modeling.kv_cache import KVBlocks, KVCache
+from tinsmith.modeling.tower import Placed
 
 BLOCK_TOKENS = 16
 """Tokens of a block of the prefix cache."""
@@ -20,15 +21,24 @@ IDLE_CACHE_BYTES = 64 * 1024 * 1024
 """Larger lanes are given back when nothing runs."""
 
 
-def digests_of(namespace: int, tokens: Ints, known: Iterable[bytes] = (), *, salt: str = "") -> list[bytes]:
-    """Digests of the full blocks of `tokens`; `known` are those of its first ones."""
+def digests_of(
+    namespace: int, tokens: Ints, known: Iterable[bytes] = (), *, salt: str = "", pictures: Iterable[Placed] = ()
+) -> list[bytes]:
+    """Digests of the full blocks of `tokens`; `known` are those of its first ones. A block with tokens of `pictures`
+    stands for the pictures, too."""
     digests = list(known)
     digest = digests[-1] if digests else _root(namespace, salt)
     data = memoryview(tokens.astype("<i4").tobytes())
     size = 4 * BLOCK_TOKENS
     for start in range(len(digests) * size, len(data) - size + 1, size):
         # 128 bits, and not Python's hash(): nobody can find other tokens that meet another tenant's block.
-        digest = blake2b(data[start : start + size], key=digest, digest_size=16).digest()
+        block = data[start : start + size]
+        first, stop = start // 4, start // 4 + BLOCK_TOKENS
+        for one in pictures:
+            if one.start < stop and one.start + one.picture.num_tokens > first:
+                # A block has a fixed size otherwise, so that no tokens read like a picture.
+                block = bytes(block) + one.picture.digest + (one.start - first).to_bytes(8, "little", signed=True)
+        digest = blake2b(block, key=digest, digest_size=16).digest()
         digests.append(digest)
     return digests
 
@@ -245,10 +255,12 @@ def _power_of_two(number: int) -> int:
 def _digests(sequence: Sequence) -> list[bytes]:
     """Digests of the full blocks of a sequence's tokens, without the newest, whose keys and values are not computed."""
     group = sequence.group
-    namespace, salt = sequence.namespace, group.request.cache_salt
+    namespace, salt, pictures = sequence.namespace, group.request.cache_salt, group.request.pictures
     prompt = group.prompt_digests.get(namespace)
     if prompt is None:
-        prompt = group.prompt_digests[namespace] = digests_of(namespace, group.request.prompt, salt=salt)
+        prompt = group.prompt_digests[namespace] = digests_of(
+            namespace, group.request.prompt, salt=salt, pictures=pictures
+        )
     if not sequence.tokens:
         return prompt
-    return digests_of(namespace, sequence.all_tokens()[:-1], prompt, salt=salt)
+    return digests_of(namespace, sequence.all_tokens()[:-1], prompt, salt=salt, pictures=pictures)

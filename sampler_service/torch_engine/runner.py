@@ -31,6 +31,7 @@ from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.kv_cache import Cached, CachedTogether, KVCache, Prefill, SharedPrompts
 from tinsmith.modeling.logprobs import logits
 from tinsmith.modeling.lora import Run
+from tinsmith.modeling.tower import Sights
 
 MIN_SHARED_TOKENS = 32
 """Shorter prompts are read as often as they are used: two products cost more."""
@@ -143,7 +144,9 @@ class Decoding:
     tokens_B: Tensor
     """Newest token of each sequence, whose keys and values are not computed yet."""
     positions_B: Tensor
-    """Position of that token."""
+    """Number of that token in its sequence."""
+    rotated_B: Tensor
+    """Position of that token for the rotation of queries and keys, which differs after pictures."""
     runs: list[Run]
     passes: list[Pass]
     shared: dict[int, SharedPrompts | None]
@@ -155,6 +158,11 @@ class Decoding:
             rows=Rows.of(list(running), vocab_size=vocab_size, device=device),
             tokens_B=torch.tensor([sequence.tokens[-1] for sequence in running], dtype=torch.int64, device=device),
             positions_B=torch.tensor([sequence.length - 1 for sequence in running], dtype=torch.int64, device=device),
+            rotated_B=torch.tensor(
+                [sequence.length - 1 + sequence.rotation_offset for sequence in running],
+                dtype=torch.int64,
+                device=device,
+            ),
             runs=runs_of((sequence.adapter, 1) for sequence in running),
             passes=passes_of(running, []),
             shared={size: shared_prompts_of(list(rows), device) for size, rows in groupby(running, key=_size)},
@@ -163,6 +171,7 @@ class Decoding:
     def advance(self, tokens_B: Tensor) -> None:
         self.tokens_B = tokens_B
         self.positions_B = self.positions_B + 1
+        self.rotated_B = self.rotated_B + 1
         self.rows.counters += np.uint64(1)
         if self.rows.penalized is not None:
             self.rows.penalized.take(tokens_B)
@@ -276,11 +285,15 @@ class Runner:
             every_row = len(one.rows) == len(batch.running)
             rows = slice(None) if every_row else torch.tensor(one.rows, device=device)
             tokens.append(decoding.tokens_B[rows])
-            positions.append(decoding.positions_B[rows])
+            positions.append(decoding.rotated_B[rows])
+        seen = any(piece.job.group.request.pictures for piece in one.pieces)
         for piece in one.pieces:
-            stop = piece.start + piece.length
-            tokens.append(torch.from_numpy(piece.job.sequences[0].tokens_between(piece.start, stop)).to(device))
-            positions.append(torch.arange(piece.start, stop, device=device))
+            stop, sequence = piece.start + piece.length, piece.job.sequences[0]
+            tokens.append(torch.from_numpy(sequence.tokens_between(piece.start, stop)).to(device))
+            if piece.job.group.request.pictures:
+                positions.append(torch.from_numpy(sequence.rotated_between(piece.start, stop)).to(device))
+            else:
+                positions.append(torch.arange(piece.start, stop, device=device))
             self.metrics.steps.prefilled_tokens.inc(piece.length)
         runs = self._kept_runs(one)
         if runs is None:
@@ -289,7 +302,33 @@ class Runner:
             runs = runs_of([*segments, *((piece.job.sequences[0].adapter, piece.length) for piece in one.pieces)])
         layouts = list(self._layouts(batch, one))
         layout = layouts[0] if len(layouts) == 1 else CachedTogether(layouts)
-        return self.base.hidden_states(_joined(tokens), _joined(positions), layout, runs)
+        if seen:  # three positions for each token
+            positions = [one if one.ndim == 2 else one.expand(3, -1) for one in positions]
+        return self.base.hidden_states(
+            _joined(tokens), torch.cat(positions, -1), layout, runs, self._sights(one) if seen else None
+        )
+
+    def _sights(self, one: Pass) -> Sights | None:
+        """The features of the pictures in a pass's pieces; None if none of them has any."""
+        assert self.base.tower is not None  # convert.py refuses pictures otherwise
+        found: list[Sights] = []
+        first = len(one.rows)
+        for piece in one.pieces:
+            stop = piece.start + piece.length
+            here = [
+                placed
+                for placed in piece.job.group.request.pictures
+                if placed.start < stop and placed.start + placed.picture.num_tokens > piece.start
+            ]
+            try:
+                if here and (sights := self.base.tower.look(here).within(piece.start, stop)) is not None:
+                    found.append(sights.moved(first))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # the request ends with it after the step; what it computes now is dropped
+                piece.job.group.fail(error)
+            first += piece.length
+        return Sights.joined(found) if found else None
 
     def _layouts(self, batch: Batch, one: Pass) -> Iterator[Cached]:
         """The layout of each cache that the pass uses."""

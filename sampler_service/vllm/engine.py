@@ -75,6 +75,8 @@ class VllmEngine:
         """They go on through shared memory. This process has nothing on the GPU, whose memory vLLM's processes need."""
         self.eos_token_ids = reference.eos_token_ids
         self.targets: abc.Sequence[Target] = reference.targets
+        self.tower = None
+        self.why_no_pictures = "the vLLM engine takes no pictures yet; the torch engine does"
         self.refused_groups: dict[Group, str] = {}
         """Groups whose adapters vLLM does not serve for this model, and why."""
         self._reference = reference

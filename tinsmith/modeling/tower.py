@@ -51,6 +51,15 @@ class Sights:
         chosen = (self.rows_P >= start) & (self.rows_P < stop)
         return Sights(self.rows_P[chosen] - start, self.features_P_F_H[chosen]) if bool(chosen.any()) else None
 
+    def moved(self, rows: int) -> Sights:
+        """The features, so many rows further on."""
+        return Sights(self.rows_P + rows, self.features_P_F_H)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Sights]) -> Sights:
+        """The features of consecutive parts of a batch."""
+        return cls(torch.cat([one.rows_P for one in parts]), torch.cat([one.features_P_F_H for one in parts]))
+
     def options(self, embeddings_T_H: Tensor) -> Mapping[str, Any]:
         """The arguments with which the decoder takes the batch in place of token ids. `embeddings_T_H`: those of the
         token ids."""

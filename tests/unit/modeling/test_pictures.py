@@ -111,7 +111,8 @@ def test_pictures_packed_with_text_equal_transformers_and_peft_gradients_include
     torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-5, atol=2e-5)
     for grad, expected in zip(grads, oracle.gradients(lambda: (theirs * factors).sum()), strict=True):
         assert expected.norm() > 0
-        assert (grad - expected).norm() <= 2e-5 * expected.norm()
+        # Gates of recurrent layers round worse: test_recurrent.py compares their kernels in float64.
+        assert (grad - expected).norm() <= (5e-5 if base.recurrent else 2e-5) * expected.norm()
 
     with torch.no_grad():
         apart = [packed(base, [one], [Run(adapter, slice(0, len(one.tokens)))]) for one in sequences]

@@ -146,7 +146,7 @@ async def test_a_wide_sparse_table_of_targets_costs_what_it_stores(service: Serv
         (
             {"prompt": [types.Chunk(image=types.Image())]},
             InvalidRequest,
-            "chunk kind 'image' is .* take no pictures",
+            "chunk kind 'image' is not .*it sees text only",
         ),
         ({"max_tokens": 253}, InvalidRequest, r"context window: 4 \+ 253 > 256"),
     ],

@@ -1,0 +1,179 @@
+"""Pictures in prompts: the sampler gives what transformers computes, however its steps cut prompts and mix requests."""
+
+import asyncio
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+from sampler_service.convert import request_from_proto
+from sampler_service.core.request import EMPTY_LOGPROB, Request, Result
+from sampler_service.servicer import _may_be_large
+from sampler_service.torch_engine.engine import TorchEngine
+from sampler_service.torch_engine.kv_cache import BLOCK_TOKENS, digests_of
+from tests.support.models import VISION, make_vision_model
+from tests.unit.sampler_service.serving import serving
+from tinsmith.errors import InvalidRequest, ServiceError
+from tinsmith.v1 import sampler_pb2 as pb
+from tinsmith.v1 import types_pb2
+
+PIXELS = np.random.default_rng(0).integers(256, size=(90, 90, 3), dtype=np.uint8)
+WIDE, HIGH = (Image.fromarray(PIXELS[:h, :w]) for w, h in ((37, 21), (17, 30)))
+"""15 and 8 tokens."""
+OTHER = Image.fromarray(255 - PIXELS[:21, :37])
+
+
+def chunk(image: Image.Image, **fields: Any) -> types_pb2.Chunk:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return types_pb2.Chunk(image=types_pb2.Image(**{"data": file.getvalue(), "format": "png", **fields}))
+
+
+def text(length: int, *, seed: int = 0) -> types_pb2.Chunk:
+    tokens = np.random.default_rng(seed).integers(10, 256, length).astype("<i4")
+    return types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=tokens.tobytes()))
+
+
+def asked(engine: TorchEngine, *chunks: types_pb2.Chunk, **fields: Any) -> Request:
+    # transformers' own model would take a drawn token of pictures, 5, or of videos, 6, for one.
+    params = pb.SamplingParams(max_tokens=5, stop=pb.StopCondition(), logit_bias={5: -100, 6: -100})
+    message = pb.SampleRequest(**{"prompt": chunks, "num_samples": 1, "sampling_params": params, **fields})
+    assert _may_be_large(message) == any(one.HasField("image") for one in chunks)
+    most = engine.limits.max_length
+    return request_from_proto(message, tower=engine.tower, why_no_pictures=engine.why_no_pictures, max_tokens=most)
+
+
+async def answer(engine: TorchEngine, request: Request) -> Result:
+    return await (await engine.submit(request)).result()
+
+
+class Oracle:
+    """transformers' own model and processor."""
+
+    def __init__(self, folder: Path) -> None:
+        self.processor = AutoImageProcessor.from_pretrained(folder)
+        self.model = AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+
+    @torch.no_grad()
+    def check(self, result: Result, request: Request, images: list[Image.Image]) -> None:
+        """The logprobs of the prompt's text and of each sample are its own."""
+        assert result.prompt.logprobs is not None
+        is_picture = np.zeros(len(request.prompt), bool)
+        for one in request.pictures:
+            is_picture[one.start : one.start + one.picture.num_tokens] = True
+        assert np.isnan(result.prompt.logprobs[is_picture]).all()
+        for sequence in result.sequences:
+            assert len(sequence.tokens) == 5
+            tokens = torch.from_numpy(np.concatenate([request.prompt, sequence.tokens]).astype(np.int64))
+            more = dict(self.processor(images=images, return_tensors="pt")) if images else {}
+            if images:
+                more["mm_token_type_ids"] = torch.from_numpy(np.pad(is_picture, (0, 5)).astype(np.int32))[None]
+            table = self.model(input_ids=tokens[None], **more).logits[0].log_softmax(-1)
+            theirs = table[:-1].gather(1, tokens[1:, None])[:, 0].numpy()
+            mine = np.concatenate([result.prompt.logprobs[1:], sequence.logprobs])
+            scored = ~np.pad(is_picture, (0, 5))[1:]
+            np.testing.assert_allclose(mine[scored], theirs[scored], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("family", VISION)
+async def test_the_sampler_is_transformers(family: str, tmp_path: Path) -> None:
+    """Prompts of one and two pictures and of text alone, computed in pieces that cut pictures, beside each other; their
+    samples go on from one prompt."""
+    oracle = Oracle(make_vision_model(tmp_path, family))
+    prompts: list[tuple[list[types_pb2.Chunk], list[Image.Image]]] = [
+        ([text(3), chunk(WIDE, expected_tokens=15), text(4, seed=1), chunk(HIGH), text(2)], [WIDE, HIGH]),
+        ([text(9)], []),
+        ([chunk(HIGH), text(1)], [HIGH]),
+        ([text(20, seed=3), chunk(WIDE)], [WIDE]),
+    ]
+    async with serving(tmp_path, prefill_tokens_per_step=8) as engine:
+        requests = [asked(engine, *chunks, num_samples=3, prompt_logprobs=True) for chunks, _ in prompts]
+        results = await asyncio.gather(*(answer(engine, one) for one in requests))
+        for result, request, (_, images) in zip(results, requests, prompts, strict=True):
+            oracle.check(result, request, images)
+
+
+async def test_a_prefix_is_reused_with_its_own_pictures_only(tmp_path: Path) -> None:
+    oracle = Oracle(make_vision_model(tmp_path))
+    async with serving(tmp_path) as engine:
+        begin, end = text(6), text(30, seed=1)
+        chunks = {name: (begin, chunk(image), end) for name, image in (("wide", WIDE), ("other", OTHER))}
+        for name, image, hit in (("wide", WIDE, 0), ("other", OTHER, 0), ("wide", WIDE, 48), ("other", OTHER, 48)):
+            request = asked(engine, *chunks[name], prompt_logprobs=True, prompt_logprobs_last_n=1)
+            result = await answer(engine, request)
+            assert result.prompt_cache_hit_tokens == hit
+            unscored = asked(engine, *chunks[name], prompt_logprobs=True)
+            full = await answer(engine, unscored)
+            oracle.check(full, unscored, [image])
+            assert result.prompt.logprobs is not None
+            assert full.prompt.logprobs is not None
+            np.testing.assert_allclose(result.prompt.logprobs[-1:], full.prompt.logprobs[-1:], rtol=1e-4, atol=1e-4)
+
+
+async def test_blocks_of_pictures_have_digests_of_their_own(tmp_path: Path) -> None:
+    make_vision_model(tmp_path)
+    async with serving(tmp_path) as engine:
+        wide, other = (asked(engine, text(6), chunk(image), text(30)) for image in (WIDE, OTHER))
+        assert wide.prompt.tolist() == other.prompt.tolist()
+        one, two, none = (digests_of(0, wide.prompt, pictures=each) for each in (wide.pictures, other.pictures, ()))
+        assert len(one) == len(wide.prompt) // BLOCK_TOKENS
+        assert not {*one} & {*two}
+        assert not {*one} & {*none}
+        after = asked(engine, text(16, seed=5), chunk(WIDE), text(1))
+        assert digests_of(0, after.prompt, pictures=after.pictures)[0] == digests_of(0, after.prompt)[0]
+
+
+async def test_the_tokens_of_pictures_have_no_scores(tmp_path: Path) -> None:
+    make_vision_model(tmp_path)
+    async with serving(tmp_path) as engine:
+        request = asked(engine, text(2), chunk(HIGH), text(3), topk_prompt_logprobs=2)
+        table = (await answer(engine, request)).prompt.topk
+        assert table is not None
+        assert (table.logprobs[2:10] == EMPTY_LOGPROB).all()
+        assert (table.logprobs[10:] > EMPTY_LOGPROB).all()
+
+
+async def test_a_picture_on_which_the_tower_fails_ends_its_own_request_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle = Oracle(make_vision_model(tmp_path))
+    async with serving(tmp_path) as engine:
+        tower = engine.tower
+        assert tower is not None
+        encode = tower._encode
+
+        def fails(pictures: Any) -> Any:
+            if pictures[0].rows == 4:
+                raise RuntimeError("no such picture")
+            return encode(pictures)
+
+        monkeypatch.setattr(tower, "_encode", fails)
+        good = asked(engine, text(2), chunk(WIDE), text(3), prompt_logprobs=True)
+        bad = asked(engine, text(2), chunk(HIGH), text(20))
+        result, error = await asyncio.gather(answer(engine, good), answer(engine, bad), return_exceptions=True)
+        assert isinstance(error, ServiceError)
+        assert "the engine failed in this request: no such picture" in error.message
+        assert isinstance(result, Result)
+        oracle.check(result, good, [WIDE])
+        monkeypatch.undo()
+        bad = asked(engine, text(2), chunk(HIGH), text(20), prompt_logprobs=True)
+        oracle.check(await answer(engine, bad), bad, [HIGH])  # nothing wrong was kept
+
+
+async def test_a_picture_that_cannot_be_taken_is_refused_by_its_chunk(tmp_path: Path) -> None:
+    make_vision_model(tmp_path)
+    async with serving(tmp_path) as engine:
+        with pytest.raises(InvalidRequest, match=r"^prompt\[1\]\.expected_tokens: expected 9 tokens, got 8 from image"):
+            asked(engine, text(2), chunk(HIGH, expected_tokens=9))
+        with pytest.raises(InvalidRequest, match=r"^prompt: 135 tokens, with those of its pictures, are above 128"):
+            asked(engine, *[chunk(WIDE)] * 9)
+        with pytest.raises(InvalidRequest, match=r"^prompt\[0\]\.data: the picture is no png file: it is empty"):
+            asked(engine, chunk(HIGH, data=b""))

@@ -1,0 +1,83 @@
+"""A model input of the wire as token ids and pictures, for the services that compute with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tinsmith.errors import InvalidRequest
+from tinsmith.modeling.tower import Placed, Tower
+from tinsmith.pictures.headers import size_of
+from tinsmith.pictures.processing import Picture
+from tinsmith.rpc import tensors
+from tinsmith.v1 import types_pb2
+
+
+def has_pictures(chunks: Sequence[types_pb2.Chunk]) -> bool:
+    """Whether an input has pictures, which take seconds to decode: for a thread, not for an event loop."""
+    return any(chunk.HasField("image") for chunk in chunks)
+
+
+def model_input(
+    chunks: Sequence[types_pb2.Chunk], *, tower: Tower | None, why_no_pictures: str, max_tokens: int, field: str
+) -> tuple[npt.NDArray[np.int32], tuple[Placed, ...]]:
+    """The token ids, and the pictures in rising order.
+
+    `tower`: the base model's; None, with the reason, if pictures cannot be taken. `max_tokens`: no picture of an input
+    with more tokens is decoded, so that files of some kilobytes cannot fill the memory. Raises InvalidRequest, naming
+    the chunk.
+    """
+    if not has_pictures(chunks):
+        return tensors.text_tokens(chunks, field=field), ()
+    num_tokens = _num_tokens(chunks, tower, field=field)
+    if num_tokens > max_tokens:
+        raise InvalidRequest(
+            f"{field}: {num_tokens} tokens, with those of its pictures, are above {max_tokens}, the most that fit here",
+            field=field,
+        )
+    pictures: list[Placed] = []
+    parts: list[npt.NDArray[Any]] = []
+    for index, chunk in enumerate(chunks):
+        where = f"{field}[{index}]"
+        if not chunk.HasField("image"):
+            parts.append(tensors.chunk_tokens(chunk, field=where))
+        elif tower is None:
+            raise InvalidRequest(
+                f"{where}: chunk kind 'image' is not supported by this base model ({why_no_pictures}); "
+                "use encoded_text",
+                field=where,
+            )
+        else:
+            picture = _picture(chunk.image, tower, field=where)
+            pictures.append(Placed(sum(part.size for part in parts), picture))
+            parts.append(np.full(picture.num_tokens, tower.picture_token, np.int32))
+    return np.concatenate(parts).astype(np.int32, copy=False), tuple(pictures)
+
+
+def _num_tokens(chunks: Sequence[types_pb2.Chunk], tower: Tower | None, *, field: str) -> int:
+    """Number of tokens by the headers of the pictures; 0 where nothing is decoded. Raises InvalidRequest, naming the
+    chunk, for a header that is broken."""
+    if tower is None:
+        return 0
+    counting, num_tokens = tower.processor.counting, 0
+    for index, chunk in enumerate(chunks):
+        where, image = f"{field}[{index}]", chunk.image
+        num_tokens += len(chunk.encoded_text.tokens) // 4
+        if chunk.HasField("image"):
+            num_tokens += counting.tokens(*size_of(image.data, image.format, field=where), field=where)
+    return num_tokens
+
+
+def _picture(image: types_pb2.Image, tower: Tower, *, field: str) -> Picture:
+    if image.HasField("override_dimensions"):
+        where = f"{field}.override_dimensions"
+        raise InvalidRequest(
+            f"{where}: {image.override_dimensions.width} x {image.override_dimensions.height} cannot be applied; the "
+            "base model's processor chooses the size. Leave it out, and scale the picture before sending it",
+            field=where,
+        )
+    expected = image.expected_tokens if image.HasField("expected_tokens") else None
+    return tower.processor.picture(image.data, image.format, expected_tokens=expected, field=field)
