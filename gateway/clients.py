@@ -19,6 +19,7 @@ from gateway.channel import connect
 from gateway.metrics import Metrics
 from gateway.sampling.replicas import Replica, Replicas
 from tinsmith.errors import InvalidRequest, NotReady, ServiceError
+from tinsmith.pictures.counting import Counting
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
@@ -183,6 +184,14 @@ class Clients:
             f"base_model: {base_model!r} cannot be trained here; choose one of {', '.join(served) or 'none'}",
             field="base_model",
         )
+
+    def counting(self, base_model: str) -> Counting | None:
+        """How the pictures of this base model are counted; None when no trainer that has been reached takes any."""
+        for info in self.trainer_infos():
+            if base_model in info.base_models and info.HasField("picture_counting"):
+                found = info.picture_counting
+                return Counting(found.patch_size, found.merge_size, found.min_pixels, found.max_pixels)
+        return None
 
     def are_same(self, one: str, other: str) -> bool:
         """Whether both are names of one base model, as far as the services have said."""

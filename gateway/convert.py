@@ -15,6 +15,8 @@ from gateway import schemas
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.shown import shown, shown_name
 from tinsmith.errors import InvalidRequest, Unsupported
+from tinsmith.pictures.counting import Counting
+from tinsmith.pictures.headers import size_of
 from tinsmith.rpc.paths import SCHEME
 from tinsmith.rpc.times import duration, seconds_of
 from tinsmith.rpc.words import value_of, word_of
@@ -186,10 +188,34 @@ def chunk(value: dict[str, Any], *, field: str) -> types_pb2.Chunk:
             raise Unsupported(f"{field}.type: {shown(kind)} is not supported here; use encoded_text")
 
 
-def num_tokens(chunks: Iterable[types_pb2.Chunk]) -> int:
-    """Number of tokens of an input. A picture has as many as its sender expects: the service that computes with it
-    refuses another number. One without `expected_tokens` counts as none here."""
-    return sum(len(one.encoded_text.tokens) // 4 + max(0, one.image.expected_tokens) for one in chunks)
+def num_tokens(chunks: Iterable[types_pb2.Chunk], counting: Counting | None) -> int:
+    """Number of tokens of an input, with `tokens_of_pictures`."""
+    chunks = list(chunks)
+    expected = sum(len(one.encoded_text.tokens) // 4 + max(0, one.image.expected_tokens) for one in chunks)
+    return expected + tokens_of_pictures(sizes_of_pictures(chunks), counting)
+
+
+def sizes_of_pictures(chunks: Iterable[types_pb2.Chunk]) -> list[tuple[int, int]]:
+    """Width and height, by their headers, of the pictures whose sender does not say how many tokens it expects. Those
+    that will be refused are left out. The others have as many tokens as their sender expects: the service that computes
+    with them refuses another number."""
+    sizes = []
+    for one in chunks:
+        if one.HasField("image") and not one.image.HasField("expected_tokens"):
+            with contextlib.suppress(InvalidRequest):
+                sizes.append(size_of(one.image.data, one.image.format, field=""))
+    return sizes
+
+
+def tokens_of_pictures(sizes: Iterable[tuple[int, int]], counting: Counting | None) -> int:
+    """Number of tokens of pictures of these sizes. `counting`: of the base model; None when it takes no pictures, and
+    refuses them."""
+    num_tokens = 0
+    for size in sizes if counting is not None else ():
+        assert counting is not None
+        with contextlib.suppress(InvalidRequest):
+            num_tokens += counting.tokens(*size, field="")
+    return num_tokens
 
 
 def tensor(value: schemas.TensorData, *, field: str) -> types_pb2.Tensor:

@@ -78,7 +78,9 @@ class Tenants:
         self.callers = Callers(named(core.config.api_keys), self.keys)
         self.access = Access(core.store)
         self.billing = Billing(core.config, store=core.store, ledger=core.ledger)
-        self.limits = Limits(self.keys, core.ledger, context_length=core.clients.samplers.context_length)
+        self.limits = Limits(
+            self.keys, core.ledger, context_length=core.clients.samplers.context_length, counting=core.clients.counting
+        )
         self.callers.also_read = self.limits.refresh
 
 

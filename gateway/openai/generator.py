@@ -262,7 +262,7 @@ class Generator:
     async def _count(
         self, source: Source, request: pb.SampleRequest, hold: Hold | None, *, num_sampled: int, num_cached: int
     ) -> None:
-        num_prompt = num_tokens(request.prompt)
+        num_prompt = num_tokens(request.prompt, self._clients.counting(source.base_model))
         count_tokens(
             self._metrics,
             self._ledger,

@@ -207,7 +207,7 @@ class Samples:
             base_model=session.base_model,
             session_id=session.session_id,
         )
-        num_prompt = num_tokens(request.prompt)
+        num_prompt = num_tokens(request.prompt, self._clients.counting(session.base_model))
         num_sampled = sum(len(sequence.tokens) // 4 for sequence in response.sequences)
         pending.num_tokens = num_prompt + num_sampled
         count_tokens(

@@ -32,6 +32,7 @@ from gateway.tenants.access import Caller
 from gateway.tenants.keys import Keys
 from gateway.tenants.ledger import Ledger
 from tinsmith.errors import BudgetExceeded, RateLimited
+from tinsmith.pictures.counting import Counting
 from tinsmith.v1 import sampler_pb2
 
 Size = int | None | Callable[[], Awaitable[int | None]]
@@ -131,9 +132,18 @@ class Hold:
 class Limits:
     """Counts requests and work against rates and budgets."""
 
-    def __init__(self, keys: Keys, ledger: Ledger, *, context_length: Callable[[str], int]) -> None:
-        """`context_length`: gives the context length of a base model, in tokens."""
+    def __init__(
+        self,
+        keys: Keys,
+        ledger: Ledger,
+        *,
+        context_length: Callable[[str], int],
+        counting: Callable[[str], Counting | None],
+    ) -> None:
+        """`context_length`: gives the context length of a base model, in tokens. `counting`: gives what counts the
+        pictures of a base model."""
         self._context_length = context_length
+        self._counting = counting
         self._keys = keys
         self._ledger = ledger
         self._budgets: dict[str, Budget] = {}
@@ -231,7 +241,7 @@ class Limits:
         if caller.tokens_per_minute is not None:
             bucket = self._bucket(self._tokens, caller.key_id, caller.tokens_per_minute)
             _check(bucket, "tokens_per_minute")
-        prompt = num_tokens(request.prompt)
+        prompt = num_tokens(request.prompt, self._counting(base_model))
         longest = self._context_length(base_model) - prompt
         if request.sampling_params.HasField("max_tokens"):
             longest = min(longest, request.sampling_params.max_tokens)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,6 +67,8 @@ class Submission(Pending):
     inflight: bool = False
     """A save with kind "inflight"."""
     loss_fn: str = ""
+    picture_sizes: Sequence[tuple[int, int]] = ()
+    """Width and height of the pictures whose tokens are not in `num_tokens`, because they depend on the base model."""
     is_forward_only: bool = False
     """A batch without gradients."""
     sends_parts_at_once: bool = True

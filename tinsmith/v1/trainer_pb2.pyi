@@ -15,7 +15,7 @@ class GetTrainerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTrainerInfoResponse(_message.Message):
-    __slots__ = ("base_models", "max_context_length", "max_lora_rank", "vocab_size", "architecture", "loss_fns", "device", "boot_id", "optimizers", "full_training", "trainable", "trainable_groups", "refused_groups", "base_weights", "num_threads", "micro_batch_tokens", "tokens_per_second", "one_by_one")
+    __slots__ = ("base_models", "max_context_length", "max_lora_rank", "vocab_size", "architecture", "loss_fns", "device", "boot_id", "optimizers", "full_training", "trainable", "trainable_groups", "refused_groups", "base_weights", "num_threads", "micro_batch_tokens", "tokens_per_second", "one_by_one", "picture_counting")
     BASE_MODELS_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class GetTrainerInfoResponse(_message.Message):
     MICRO_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     ONE_BY_ONE_FIELD_NUMBER: _ClassVar[int]
+    PICTURE_COUNTING_FIELD_NUMBER: _ClassVar[int]
     base_models: _containers.RepeatedScalarFieldContainer[str]
     max_context_length: int
     max_lora_rank: int
@@ -52,7 +53,20 @@ class GetTrainerInfoResponse(_message.Message):
     micro_batch_tokens: int
     tokens_per_second: float
     one_by_one: str
-    def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., loss_fns: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., optimizers: _Optional[_Iterable[_Union[_types_pb2.Optimizer, str]]] = ..., full_training: _Optional[bool] = ..., trainable: _Optional[bool] = ..., trainable_groups: _Optional[_Iterable[_Union[_types_pb2.AdapterGroup, str]]] = ..., refused_groups: _Optional[_Iterable[_Union[RefusedGroup, _Mapping]]] = ..., base_weights: _Optional[str] = ..., num_threads: _Optional[int] = ..., micro_batch_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., one_by_one: _Optional[str] = ...) -> None: ...
+    picture_counting: PictureCounting
+    def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., loss_fns: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., optimizers: _Optional[_Iterable[_Union[_types_pb2.Optimizer, str]]] = ..., full_training: _Optional[bool] = ..., trainable: _Optional[bool] = ..., trainable_groups: _Optional[_Iterable[_Union[_types_pb2.AdapterGroup, str]]] = ..., refused_groups: _Optional[_Iterable[_Union[RefusedGroup, _Mapping]]] = ..., base_weights: _Optional[str] = ..., num_threads: _Optional[int] = ..., micro_batch_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., one_by_one: _Optional[str] = ..., picture_counting: _Optional[_Union[PictureCounting, _Mapping]] = ...) -> None: ...
+
+class PictureCounting(_message.Message):
+    __slots__ = ("patch_size", "merge_size", "min_pixels", "max_pixels")
+    PATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MERGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MIN_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+    def __init__(self, patch_size: _Optional[int] = ..., merge_size: _Optional[int] = ..., min_pixels: _Optional[int] = ..., max_pixels: _Optional[int] = ...) -> None: ...
 
 class RefusedGroup(_message.Message):
     __slots__ = ("group", "reason")

@@ -85,6 +85,7 @@ async def _submit_read(request: Request, turn: AsyncExitStack, *, forward_only: 
     model = await gateway.tenants.access.model(given.model_id, caller)
     if model is None:
         return no_model(gateway, caller, given.model_id, None)
+    batch.num_tokens += convert.tokens_of_pictures(batch.picture_sizes, gateway.clients.counting(model.base_model))
     if given.seq_id is not None:
         return await _submit_numbered(gateway, caller, batch)
     async with gateway.training.numbers.next(model) as seq_id:
@@ -206,7 +207,7 @@ def _from_protobuf(body: bytes, config: GatewayConfig, *, forward_only: bool) ->
 
 
 def _batch(message: trainer_pb2.ForwardBackwardRequest, body: bytes) -> Submission:
-    num_tokens = sum(convert.num_tokens(datum.model_input) for datum in message.data)
+    num_tokens = sum(convert.num_tokens(datum.model_input, None) for datum in message.data)
     return Submission.of(
         "forward_backward",
         message.model_id,
@@ -215,6 +216,7 @@ def _batch(message: trainer_pb2.ForwardBackwardRequest, body: bytes) -> Submissi
         body=body,
         fingerprint=batch_fingerprint(body),
         num_tokens=num_tokens,
+        picture_sizes=[size for datum in message.data for size in convert.sizes_of_pictures(datum.model_input)],
         loss_fn=message.loss_fn,
         is_forward_only=message.forward_only,
     )

@@ -112,6 +112,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """seq_ids whose results have expired."""
         self.trainable_groups = types_pb2.AdapterGroup.values()[1:]
         self.one_by_one = ""
+        self.picture_counting: trainer_pb2.PictureCounting | None = None
 
     async def GetTrainerInfo(self, request: Any, context: Any) -> Any:
         return trainer_pb2.GetTrainerInfoResponse(
@@ -126,6 +127,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             trainable=bool(self.trainable_groups),
             trainable_groups=self.trainable_groups,
             one_by_one=self.one_by_one,
+            picture_counting=self.picture_counting,
         )
 
     async def _run(self, request: Any, context: Any, work: Any, *, seq_id: int) -> Any:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import base64
 import json
 import math
+import struct
 import time
 from typing import Any
 
@@ -14,10 +16,15 @@ from gateway import json_forms
 from gateway.convert import chunk, num_tokens
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith.errors import InvalidRequest, ServiceError, Unsupported
+from tinsmith.pictures.counting import Counting
 from tinsmith.rpc.tensors import batched, to_numpy
 from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
 
 TEXT = {"type": "encoded_text", "tokens": [1, 2, 3]}
+
+
+def png_header(width: int, height: int) -> bytes:
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sIIBBBBBI", 13, b"IHDR", width, height, 8, 2, 0, 0, 0, 0)
 
 
 def tensor(data: list[Any], dtype: str = "float32", **fields: Any) -> dict[str, Any]:
@@ -109,10 +116,14 @@ def test_what_is_wrong_is_named(content: Any, part: str) -> None:
     assert caught.value.category == "user"
 
 
-def test_a_picture_counts_as_the_tokens_that_its_sender_expects() -> None:
-    picture = {"type": "image", "data": "AAAA", "format": "png"}
-    chunks = [TEXT, {**picture, "expected_tokens": 15}, picture, {**picture, "expected_tokens": -9}]
-    assert num_tokens([chunk(one, field="c") for one in chunks]) == 3 + 15
+def test_a_picture_counts_as_its_sender_expects_or_as_its_header_says() -> None:
+    broken = {"type": "image", "data": "AAAA", "format": "png"}
+    picture = {**broken, "data": base64.b64encode(png_header(37, 21)).decode()}
+    thin = {**broken, "data": base64.b64encode(png_header(1, 9999)).decode()}
+    sent = [TEXT, {**picture, "expected_tokens": 4}, {**picture, "expected_tokens": -9}, picture, broken, thin]
+    chunks = [chunk(one, field="c") for one in sent]
+    assert num_tokens(chunks, None) == 3 + 4
+    assert num_tokens(chunks, Counting(4, 2, min_pixels=128, max_pixels=2048)) == 3 + 4 + 15
 
 
 def test_the_type_of_a_chunk_may_be_left_out() -> None:

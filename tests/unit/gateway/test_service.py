@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from gateway.gateway import Gateway, StartError
 from gateway.metrics import Metrics
 from gateway.tenants.keys import Keys, id_of
 from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Client, Stack
+from tinsmith.v1 import trainer_pb2, types_pb2
 
 
 async def test_service_endpoints(client: Client) -> None:
@@ -42,6 +44,28 @@ async def test_the_transport_of_the_sdk_is_one_that_can_be_cancelled(client: Cli
     headers = {"x-stainless-runtime-version": python}
     reply = await client.post("/api/v1/client/config", json={"sdk_version": "0.38.0"}, headers=headers)
     assert reply.json()["use_pyqwest_transport"] is can
+
+
+async def test_pictures_of_a_batch_are_counted_as_the_trainer_counts_them(stack: Stack, client: Client) -> None:
+    stack.trainer.picture_counting = trainer_pb2.PictureCounting(
+        patch_size=4, merge_size=2, min_pixels=128, max_pixels=2048
+    )
+    await stack.gateway.clients.trainers[0].ask()
+    header = struct.pack(">8sI4sIIBBBBBI", b"\x89PNG\r\n\x1a\n", 13, b"IHDR", 37, 21, 8, 2, 0, 0, 0, 0)
+    image = types_pb2.Chunk(image=types_pb2.Image(data=header, format="png"))
+    expected = types_pb2.Chunk(image=types_pb2.Image(data=header, format="png", expected_tokens=4))
+    text = types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=b"\1\0\0\0"))
+    model_id = await client.model(await client.session())
+    batch = trainer_pb2.ForwardBackwardRequest(
+        model_id=model_id,
+        seq_id=1,
+        loss_fn="cross_entropy",
+        data=[types_pb2.Datum(model_input=[image, expected, text])],
+    )
+    headers = {"content-type": "application/x-protobuf"}
+    reply = await client.post("/api/v1/forward_backward", content=batch.SerializeToString(), headers=headers)
+    await client.result(reply.json())
+    assert "gateway_trained_tokens_total 20.0" in (await client.get("/metrics")).text
 
 
 async def test_unknown_paths_are_named(client: Client) -> None:
