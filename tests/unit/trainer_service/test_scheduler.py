@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.trainer_service.scheduling import Bench, MakeBench
+from tinsmith.cores import Cores, make_page
 from tinsmith.errors import (
     InvalidRequest,
     ModelLost,
@@ -17,6 +19,7 @@ from tinsmith.errors import (
     ServiceError,
 )
 from tinsmith.v1 import trainer_pb2 as pb
+from trainer_service.durability.executing import Executing
 from trainer_service.durability.journal import Entry, State
 from trainer_service.operation import Answer, Turn, Work
 
@@ -629,3 +632,88 @@ async def test_datums_whose_losses_will_take_long_do_not_share_a_micro_batch(ben
     assert [sizes["slow"] for sizes in bench.engine.sizes if "slow" in sizes] == [1] * 10
     await (await bench.batch("a", 2, "fast", lengths=[5] * 10, loss_s=1e-9)).wait()
     assert [sizes["fast"] for sizes in bench.engine.sizes if "fast" in sizes] == [10]
+
+
+async def test_a_score_of_a_canary_uses_the_threads_that_its_tokens_need_and_other_calls_all_that_are_free(
+    make_bench: MakeBench, tmp_path: Path
+) -> None:
+    make_page(tmp_path / "cores", cores=8, shares=[4, 4])
+    cores = Cores(f"{tmp_path / 'cores'}:0", most=0, set_threads=lambda _: None)
+    scheduler = (await make_bench(cores=cores)).scheduler
+    threads = [await scheduler.run_alone(lambda: cores.threads, canary_tokens=tokens) for tokens in (2, 100)]
+    assert (threads, await scheduler.run_alone(lambda: cores.threads)) == ([2, 4], 8)
+
+
+async def test_a_call_that_is_cancelled_while_its_operation_is_appended_leaves_it_to_the_others(bench: Bench) -> None:
+    await bench.create("a")
+    first = asyncio.create_task(bench.step("a", 1))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(bench.step("a", 1))
+    await asyncio.sleep(0)
+    assert not second.done()
+    second.cancel()
+    await asyncio.wait([second])
+    assert (await (await first).wait()).HasField("optim_step")
+
+
+async def test_a_model_can_be_parked_as_soon_as_its_last_answer_is_stored(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Shelf:
+        async def put_away(self, model_id: str, seq_id: int) -> None:
+            pass
+
+        async def bring_back(self, model_id: str) -> None:
+            raise AssertionError
+
+    monkeypatch.setattr("trainer_service.scheduling.parking._PATIENCE_S", 600.0)
+    bench = await make_bench(max_models=1)
+    parking = bench.scheduler.parking
+    parking.shelf = Shelf()
+    await bench.create("a")
+    await bench.hold("a", 1)
+
+    async def take_place() -> None:
+        async with parking.place():
+            assert bench.registry.get_sample_value("trainer_parked_models") == 1
+
+    waiting = asyncio.create_task(take_place())
+    await asyncio.sleep(0)  # no place is free
+    assert not waiting.done()
+    bench.engine.gate.set()
+    async with asyncio.timeout(60):
+        await waiting
+
+
+async def test_closing_reads_no_further_operation_of_a_model_that_is_restored(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.create("a")
+    for seq_id in (1, 2):
+        await (await bench.step("a", seq_id)).wait()
+    bench = await restarted(bench, make_bench)
+    begun, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def work_of(entry: Entry) -> Work:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return nothing
+
+    history = await bench.journal.history("a")
+    bench.scheduler.restore("a", history, start=0, found=nothing, work_of=work_of, forget=not_called)
+    await begun.wait()
+    assert await bench.scheduler.close(timeout_s=5)
+    async with asyncio.timeout(60):
+        await cancelled.wait()
+
+
+async def test_a_deleted_models_operations_are_no_suspects_any_more(make_bench: MakeBench, tmp_path: Path) -> None:
+    Executing(tmp_path).begin([("a", 1)])  # and the process dies
+    bench = await make_bench()
+    await bench.create("a")
+    assert bench.scheduler.executing.is_suspect("a", 1)
+    await bench.scheduler.delete("a", lambda: None)
+    assert not bench.scheduler.executing.is_suspect("a", 1)
