@@ -21,7 +21,7 @@ async def until(holds: Callable[[], Any], *, limit_s: float = 60.0) -> None:
             await asyncio.sleep(0.01)
 
 
-def wait_until(holds: Callable[[], bool], *, what: str, limit_s: float = 60.0) -> float:
+def wait_until(holds: Callable[[], Any], *, what: str, limit_s: float = 60.0) -> float:
     """`until` for tests without an event loop. Returns the seconds that it took."""
     began = time.monotonic()
     while not holds():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import wait_until
 from tinsmith_cli.log_files import bound, last_lines
 
 # argv: folder, then one Python program per service; those that begin with "# restarts" are started again. Prints what
@@ -191,10 +192,7 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_dead(pid: int) -> None:
-    deadline = time.monotonic() + 20
-    while is_alive(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.02)
+    wait_until(lambda: not is_alive(pid), what=f"process {pid} ends")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -224,8 +222,7 @@ def test_a_second_signal_does_not_wait_for_the_deaf(start: Start, tmp_path: Path
     run = start(DEAF, DEAF, POLITE)
     run.wait_ready()
     run.process.terminate()
-    while not (tmp_path / "s2.stopped").exists():
-        time.sleep(0.02)
+    wait_until((tmp_path / "s2.stopped").exists, what="the polite service stops")
     began = time.monotonic()
     run.process.terminate()
     assert run.finish()[0] == 0
@@ -348,10 +345,7 @@ def test_logs_that_are_full_begin_again_and_one_that_cannot_is_told_once(start: 
     failing = f"{tmp_path / 'logs' / 's1.log'} cannot be moved to s1.log.1, and grows: "
     assert "IsADirectoryError" not in run.read_until(failing)
     older, newer = tmp_path / "logs" / "s0.log.1", tmp_path / "logs" / "s0.log"
-    deadline = time.monotonic() + 20
-    while not older.exists() or not newer.stat().st_size:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: older.exists() and newer.stat().st_size > 0, what="the log is moved, and a new one is written")
     run.process.terminate()
     assert "cannot be moved" not in run.finish()[1]
     assert older.stat().st_size >= 10_000

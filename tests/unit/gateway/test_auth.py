@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import stat
 import time
@@ -20,6 +19,7 @@ from gateway.database.store import Store
 from gateway.metrics import Metrics
 from gateway.tenants.auth import LOCAL, Callers, owner_of
 from gateway.tenants.tokens import InvalidToken, Tokens
+from tests.support.waiting import until
 from tests.unit.gateway.stack import BASE_MODEL, FakeTrainer, Stack
 from tinsmith.rpc.auth import ApiKey
 from tinsmith.rpc.server import Server
@@ -127,9 +127,7 @@ async def test_a_service_key_that_a_trainer_does_not_know_is_told_in_the_log(cap
         for clients in (right, wrong):
             clients.start()
         assert (await right.trainer(BASE_MODEL)).address == address
-        async with asyncio.timeout(60):
-            while f"{address} does not say yet what it serves: the metadata x-api-key" not in caplog.text:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: f"{address} does not say yet what it serves: the metadata x-api-key" in caplog.text)
     assert wrong.unreached == [address]
     for clients in (right, wrong):
         await clients.close()

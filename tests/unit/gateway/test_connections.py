@@ -14,6 +14,7 @@ import zstandard
 
 from gateway.http import connections
 from gateway.http.server import allow_descriptors
+from tests.support.waiting import until
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch
 
 HEADERS_S = 0.4
@@ -107,10 +108,9 @@ async def test_a_client_that_does_not_read_its_answer_is_cut_off(stack: Stack, c
     assert stack.server is not None
     ours = stack.server.server_state.connections
     with narrow:
+        await until(lambda: ours, limit_s=LIMIT_S)
+        (slow,) = ours
         async with asyncio.timeout(LIMIT_S):
-            while not ours:  # noqa: ASYNC110 - another task's
-                await asyncio.sleep(0.01)
-            (slow,) = ours
             while slow in ours:
                 with suppress(BlockingIOError, ConnectionError):
                     narrow.send(ask)

@@ -26,6 +26,7 @@ from gateway.database.tables.sessions import Model, Session
 from gateway.gateway import Gateway
 from gateway.http.routes.dashboard import STATIC
 from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
+from tests.support.waiting import until
 from tests.unit.gateway.commits import Statements, commits, lost
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.talking import END, TalkingSampler
@@ -225,8 +226,7 @@ async def test_samples_without_a_sampler_are_token_ids(stack: Stack, client: Cli
     run_id = await sampled_run(client)
     await stack.sampler_backend.stop()
     clients = stack.gateway.clients
-    while clients.samplers.usable(BASE_MODEL):  # noqa: ASYNC110 - nobody tells of it
-        await asyncio.sleep(0.05)
+    await until(lambda: not clients.samplers.usable(BASE_MODEL))
     await stack.gateway.dashboard.flush()
     (newest, _) = (await get(client, f"runs/{run_id}/samples"))["samples"]
     assert newest["texts"] is None

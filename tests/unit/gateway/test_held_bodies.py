@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import struct
 from contextlib import AsyncExitStack
@@ -13,6 +12,7 @@ from pydantic import ValidationError
 
 from gateway.config import GatewayConfig
 from gateway.training.operations import Submission
+from tests.support.waiting import until
 from tests.unit.gateway.stack import Client, Stack, batch, sample_body
 from tests.unit.gateway.test_connections import connection
 
@@ -24,9 +24,7 @@ SESSION = b'{"tags":[]}'
 
 
 async def until_held(stack: Stack, num_bytes: int) -> None:
-    async with asyncio.timeout(20):
-        while stack.gateway.bodies.num_bytes != num_bytes:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: stack.gateway.bodies.num_bytes == num_bytes)
 
 
 async def test_bodies_above_the_bound_are_told_to_come_again_and_small_ones_go_on(stack: Stack, client: Client) -> None:

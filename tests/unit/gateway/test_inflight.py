@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import until
 from tests.unit.gateway.stack import Client, Stack, sample_body
 
 
@@ -64,9 +65,7 @@ async def test_a_sampler_that_does_not_move_fails_no_save(
     model_id = await client.model(session_id)
     stack.trainer.samplers.clear()  # it does not get the version
     await save(client, model_id, 1, sampling_session_seq_id=1)
-    async with asyncio.timeout(60):
-        while "cannot be moved" not in caplog.text:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: "cannot be moved" in caplog.text)
     assert f"generations of {model_id} at 127.0.0.1" in caplog.text
     assert "is not resident" in caplog.text
 
@@ -76,10 +75,9 @@ async def test_a_save_that_is_answered_again_moves_no_sampler_back(stack: Stack,
     model_id = await client.model(session_id)
     sampler_id = (await save(client, model_id, 1, sampling_session_seq_id=1))["sampling_session_id"]
     await save(client, model_id, 2, sampling_session_seq_id=2)
-    async with asyncio.timeout(10):  # the answer does not wait for them
-        while not stack.sampler.moves or stack.sampler.moves[-1][1] != f"{model_id}@2":  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    moves = stack.sampler.moves[:]
+    moves = stack.sampler.moves
+    await until(lambda: moves and moves[-1][1] == f"{model_id}@2")  # the answer does not wait for the move
+    moves = moves[:]
     await stack.restart_gateway()
     again = await save(client, model_id, 1, sampling_session_seq_id=1)
     assert again["sampling_session_id"] == sampler_id

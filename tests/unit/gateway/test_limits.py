@@ -27,6 +27,7 @@ from gateway.tenants.access import Caller
 from gateway.tenants.keys import Keys
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Bucket, Limits
+from tests.support.waiting import until
 from tests.unit.gateway.commits import commits, lost
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.test_isolation import stack as stack  # one whose sampler has a tokenizer
@@ -194,11 +195,9 @@ async def test_usage_that_waits_to_be_written_counts_once(
         await gateway(stack).tenants.limits.refresh()
         monkeypatch.setattr(ledger, "flush", write_later)
         first = asyncio.create_task(ask(2))
-        while ledger.tokens("ada") == amount:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: ledger.tokens("ada") > amount)
         second = asyncio.create_task(ask(3))
-        while ledger.tokens("ada") == 2 * amount and not second.done():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: ledger.tokens("ada") > 2 * amount or second.done())
         may_write.set()
         assert (await first, await second) == (True, True)
         assert ledger.tokens("ada") == 3 * amount

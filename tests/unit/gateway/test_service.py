@@ -17,6 +17,7 @@ from gateway.database.store import Store
 from gateway.gateway import Gateway, StartError
 from gateway.metrics import Metrics
 from gateway.tenants.keys import Keys, id_of
+from tests.support.waiting import until
 from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Client, Stack
 from tinsmith.v1 import trainer_pb2, types_pb2
 
@@ -216,6 +217,8 @@ async def test_capabilities_stay_while_a_service_is_down_and_follow_it_when_it_i
     assert await supported(client) == before
     stack.trainer.trainable_groups = []
     await stack.trainer_backend.start()
-    async with asyncio.timeout(20):
-        while (await supported(client))[BASE_MODEL]["trainable"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+
+    async def is_not_trainable() -> bool:
+        return not (await supported(client))[BASE_MODEL]["trainable"]
+
+    await until(is_not_trainable)

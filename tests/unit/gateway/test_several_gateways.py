@@ -17,6 +17,7 @@ from gateway.database.outages import DatabaseUnusable
 from gateway.database.tables.gateways import GatewayRow
 from gateway.gateway import Gateway, StartError
 from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
+from tests.support.waiting import until
 from tests.unit.gateway.several import Several, client_of
 from tests.unit.gateway.stack import Client, Stack, sample_body
 
@@ -279,10 +280,10 @@ async def test_a_save_is_written_down_though_its_gateway_is_gone_and_nobody_asks
 
         monkeypatch.setattr(gateway.store.models, "get", fail_first)
     gateway.reaper._wake.set()
-    async with asyncio.timeout(20):
-        while (pending := gateway.futures.pending(receipt["request_id"])) is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: gateway.futures.pending(receipt["request_id"]))
+    pending = gateway.futures.pending(receipt["request_id"])
     caplog.clear()
+    assert pending is not None
     assert pending.task is not None
     several.backends.trainer.go.set()
     await pending.task

@@ -13,6 +13,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from gateway.load import Pacer, Turns
+from tests.support.waiting import until
 from tests.unit.gateway.stack import Client, Stack, batch, sample_body
 from tinsmith.v1 import sampler_pb2
 
@@ -272,12 +273,9 @@ async def test_the_end_of_a_sample_overtakes_those_of_another_owner(
             sampler_id = await client.sampling_session(sessions[-1])
             for n in range(number):
                 await client.call("asample", sample_body(sampler_id, n))
-    async with asyncio.timeout(LIMIT_S):
-        while num_drawing <= NUM_SAMPLES:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        drawn.set()
-        while len(ended) <= NUM_SAMPLES:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: num_drawing > NUM_SAMPLES, limit_s=LIMIT_S)
+    drawn.set()
+    await until(lambda: len(ended) > NUM_SAMPLES, limit_s=LIMIT_S)
     assert ended.index(sessions[1]) < NUM_SAMPLES / 2
 
 

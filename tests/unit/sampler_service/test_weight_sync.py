@@ -19,6 +19,7 @@ from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import EngineSlot
 from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.weights import weight_sync
+from tests.support.waiting import until
 from tests.unit.sampler_service.full_versions import make_full
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, serving
 from tinsmith.errors import (
@@ -456,9 +457,7 @@ async def test_the_memory_of_a_version_whose_trainer_is_lost_is_free_at_once(
         setup.trainer.weight_group.close()
         with pytest.raises(FailedPrecondition, match=r"broke while version 'v1' was received"):
             await receiving
-        async with asyncio.timeout(10):
-            while buffers[0]() is not None:  # noqa: ASYNC110 - it has no event
-                await asyncio.sleep(0.01)
+        await until(lambda: buffers[0]() is None)
     finally:
         gc.enable()
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.support.batches import random_datum, request
 from tests.support.models import VOCAB_SIZE
+from tests.support.waiting import until
 from tests.unit.trainer_service.restoring import Process
 from tests.unit.trainer_service.test_restore import (
     MODEL,
@@ -87,10 +88,7 @@ async def test_a_model_without_work_is_parked_after_the_idle_time_and_one_with_w
     await run(process, [creation("idle"), creation("busy")])
     await process.send(step("busy", 2))  # waits for 1
     looking = asyncio.create_task(process.scheduler.parking.run(idle_s=0.05))
-    for _ in range(1000):
-        if in_memory(process) == {"busy"}:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: in_memory(process) == {"busy"})
     await asyncio.sleep(0.1)
     looking.cancel()
     assert in_memory(process) == {"busy"}

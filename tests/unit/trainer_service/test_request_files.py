@@ -1,10 +1,9 @@
 """docs/architecture.md lists the files of the trainer that a forward_backward passes; this test keeps the list true."""
 
-import asyncio
-
 from tests.support.batches import random_datum, request
 from tests.support.models import VOCAB_SIZE
 from tests.support.request_files import listed, traced
+from tests.support.waiting import until
 from tests.unit.trainer_service.test_servicer import LORA, MODEL, Service, StartService, start  # noqa: F401  # a fixture
 from tinsmith.v1 import trainer_pb2 as pb
 
@@ -25,5 +24,4 @@ async def _forward_backward(service: Service, seq_id: int) -> None:
     """Returns when the answer is in the journal."""
     data = [random_datum(5, seq_id, vocab_size=VOCAB_SIZE, policy=True)]
     await service.stub.ForwardBackward(request(data, "ppo", model_id=MODEL, seq_id=seq_id))
-    while service.trainer.scheduler.is_queued(MODEL, seq_id):  # noqa: ASYNC110 - it sets no public event
-        await asyncio.sleep(0.01)
+    await until(lambda: not service.trainer.scheduler.is_queued(MODEL, seq_id))

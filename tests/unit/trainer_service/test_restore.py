@@ -16,6 +16,7 @@ import torch
 
 from tests.support.batches import random_datum, request, wide
 from tests.support.models import VOCAB_SIZE
+from tests.support.waiting import until
 from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
 from tests.unit.trainer_service.restoring import NEVER, Process
 from tinsmith.errors import ModelLost
@@ -269,11 +270,7 @@ async def test_a_snapshot_makes_the_replay_short(start: Start, tmp_path: Path) -
 
 async def settled(process: Process) -> None:
     """Until the journal knows the snapshots that have been taken."""
-    for _ in range(1000):
-        if not process.snapshots._tasks:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("a snapshot is still being written")
+    await until(lambda: not process.snapshots._tasks)
 
 
 async def test_a_damaged_snapshot_is_named_and_the_one_before_is_used(

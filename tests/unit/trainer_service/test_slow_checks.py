@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.batches import random_datum, request
 from tests.support.models import VOCAB_SIZE
+from tests.support.waiting import until
 from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
 from tests.unit.trainer_service.test_servicer import (  # noqa: F401 - fixtures
     MODEL,
@@ -87,9 +88,7 @@ async def test_checks_of_one_models_losses_delay_no_large_batch_and_one_check_of
             assert (await accepted.result()).metrics["num_tokens:sum"] == 64 * 100
         assert checks.names == ["slow"]
         calls.append(asyncio.ensure_future(stub.ForwardBackward(custom(OTHER, 2, name="other"))))
-        async with asyncio.timeout(AT_ONCE_S):
-            while await service.trainer.journal.find(OTHER, 2) is None:  # noqa: ASYNC110 - it has come, and waits
-                await asyncio.sleep(0.01)
+        await until(lambda: service.trainer.journal.find(OTHER, 2), limit_s=AT_ONCE_S)  # it has come, and waits
     finally:
         checks.go_on.set()
         await asyncio.gather(*calls)
