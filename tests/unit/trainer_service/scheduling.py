@@ -36,7 +36,7 @@ def fake_batch(
 
     `loss_s`: expected time of the loss of each datum, in seconds.
     """
-    datums = [Datum(np.zeros(n, np.int32), np.zeros(n, np.int64), {}, loss_s) for n in lengths or [num_tokens]]
+    datums = [Datum(np.zeros(n, np.int32), np.zeros(n, np.int64), {}, loss_s=loss_s) for n in lengths or [num_tokens]]
     return Batch(name, LOSS_FNS["cross_entropy"], {}, forward_only, datums, held_bytes, model_id=model_id)
 
 
