@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from tests.support.examples import (
 )
 from tests.support.stack import Stack
 from tests.support.switching import plain_model, switching_logprobs
+from tests.support.waiting import wait_until
 from tests.support.wire import Wire, next_token_datum
 from tinsmith.rpc.paths import is_newer, run_of, version_number
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
@@ -97,8 +97,7 @@ def test_a_long_sample_goes_on_with_each_new_version_and_names_them(
     def draw() -> tuple[tinker.SampledSequence, Spans]:
         params = SamplingParams(max_tokens=LENGTH, stop=[])
         future = sampler.sample(ModelInput.from_ints(PROMPT), NUM_SAMPLES, params)
-        while not running(stack, wire) and not future.future().done():
-            time.sleep(0.01)
+        wait_until(lambda: running(stack, wire) or future.future().done(), what="the sample runs")
         for _ in range(2):
             step_and_save(client)
         result = future.result()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.support.examples import BASE_MODEL, PROMPT, batch, new_model, score, train
 from tests.support.stack import Stack
+from tests.support.waiting import wait_until
 from tests.support.wire import Wire
 
 MESSAGES = [{"role": "user", "content": "Name a colour."}]
@@ -203,7 +203,4 @@ def test_leaving_a_stream_stops_the_generation(client: openai.OpenAI, stack: Sta
     next(iter(stream))  # type: ignore[call-overload]
     assert running() == 1
     stream.close()  # type: ignore[attr-defined]
-    deadline = time.monotonic() + 10
-    while running() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert running() == 0
+    wait_until(lambda: running() == 0, what="the sampler ends the sequence")

@@ -3,12 +3,12 @@ few tokens has one."""
 
 from __future__ import annotations
 
-import time
 from itertools import count
 
 from tests.integration.conftest import KEY
 from tests.support.examples import BASE_MODEL
 from tests.support.stack import Stack
+from tests.support.waiting import wait_until
 from tests.support.wire import Wire, next_token_datum
 from tinsmith.cores import usable_cores
 from tinsmith_cli.stack import Threads, divide_cores
@@ -45,8 +45,8 @@ def test_one_that_computes_alone_has_all_cores_and_two_have_their_shares(second_
         ids = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
         sampling_session_id = wire.post("create_sampling_session", **ids).json()["sampling_session_id"]
         sample = sampling(0, [1, 2, 3], num_samples=8, max_tokens=500)
-        while wire.metrics(second_stack.metrics_url("sampler"))["sampler_threads"] == 0:
-            time.sleep(0.01)
+        sampler = second_stack.metrics_url("sampler")
+        wait_until(lambda: wire.metrics(sampler)["sampler_threads"] > 0, what="the sampler computes")
         assert threads_of_a_batch() == shares.trainer
         wire.json_result(sample)
         assert wire.metrics(second_stack.metrics_url("sampler"))["sampler_threads"] == 1

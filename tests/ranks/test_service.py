@@ -20,6 +20,7 @@ import pytest
 from tests.support.batches import random_datum, request
 from tests.support.models import VOCAB_SIZE
 from tests.support.stack import Stack
+from tests.support.waiting import wait_until
 from tinsmith.v1 import trainer_pb2, types_pb2
 from tinsmith.v1.trainer_pb2_grpc import TrainerServiceStub
 from tinsmith_cli.ports import free_ports
@@ -63,11 +64,8 @@ def train(stub: TrainerServiceStub) -> dict[str, float]:
 
 
 def wait_for(log: Path, text: str, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 90
-    while text not in log.read_text():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
+    wait_until(lambda: text in log.read_text() or process.poll() is not None, what=f"{text} in {log}", limit_s=90)
+    assert text in log.read_text(), log.read_text()
 
 
 def test_a_killed_rank_ends_all_of_them_and_says_so(model_folder: Path, tmp_path: Path) -> None:
