@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace as with_values
+from functools import partial
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from tinsmith.modeling.adapter import Group, Target
 from tinsmith.modeling.experts import LoraExperts, is_fused_experts
@@ -51,28 +53,36 @@ def adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple
     for name, module in list(model.named_modules()):
         if module not in of_text and module is not output:
             continue
-        # Subclasses of Linear (quantised ones) have a forward of their own, so they stay as they are.
-        if type(module) is nn.Linear:
+        linear = _linear(module)
+        if linear is not None:
             group = "unembed" if module is output else _group(model, name)
             groups_of.setdefault(_end(name), set()).add(group)
             if group is not None:
-                tinker_name = _TIED_HEAD if module is output and is_tied else None
-                targets.append(Target(name, group, module.in_features, module.out_features, tinker_name=tinker_name))
+                targets.append(
+                    Target(
+                        name,
+                        group,
+                        linear.in_features,
+                        linear.out_features,
+                        tinker_name=_TIED_HEAD if module is output and is_tied else None,
+                        fan_in_fan_out=linear is not module,
+                    )
+                )
             if replace and group in ("attn", "mlp"):  # logprobs.py computes the output layer, in chunks
-                model.set_submodule(name, LoraLinear(module, name, active))
+                model.set_submodule(name, LoraLinear(linear, name, active))
         elif is_fused_experts(module):
             if replace:
                 experts = LoraExperts(module, name, active)
                 model.set_submodule(name, experts)
                 targets += [experts.up, experts.down]
-        elif "Conv1D" in type(module).__name__ or isinstance(module, nn.Linear):
+        elif isinstance(module, nn.Linear | Conv1D):
             if group := _group(model, name):
                 foreign.setdefault(group, set()).add(type(module).__name__)
         elif "Expert" in type(module).__name__ and any(True for _ in module.parameters(recurse=False)):
             unknown.add(type(module).__name__)
     targets = [with_values(one, ambiguous=len(groups_of.get(_end(one.name), ())) > 1) for one in targets]
     refused: dict[Group, str] = {
-        group: f"this base model has {', '.join(sorted(names))} layers there, and only nn.Linear can be adapted"
+        group: f"this base model has {', '.join(sorted(names))} layers there; only nn.Linear and Conv1D can be adapted"
         for group, names in foreign.items()
         if not any(target.group == group for target in targets)
     }
@@ -81,6 +91,32 @@ def adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple
     # train_mlp means all feed-forward layers, so none is adapted if some cannot be.
     reason = f"the experts of this base model ({', '.join(sorted(unknown))}) cannot be adapted here"
     return [target for target in targets if target.group != "mlp"], {**refused, "mlp": reason}
+
+
+def _linear(module: nn.Module) -> nn.Linear | None:
+    """The module itself, or, for GPT-2's Conv1D, a linear layer with its parameters, W transposed. None for others:
+    subclasses may have a forward of their own."""
+    if type(module) is nn.Linear:
+        return module
+    if type(module) is not Conv1D:
+        return None
+    in_features, out_features = module.weight.shape
+    linear = nn.Linear(in_features, out_features, device="meta")
+    linear.weight = nn.Parameter(module.weight.detach().T, requires_grad=module.weight.requires_grad)
+    linear.bias = module.bias
+    return linear
+
+
+def hand_on_layout(decoder: nn.Module, active: ActiveRuns) -> None:
+    """Makes all attention modules give the pass's layout to the attention function, for decoder layers that do not hand
+    it on to them."""
+    for module in decoder.modules():
+        if "Attention" in type(module).__name__ and hasattr(module, "layer_idx"):
+            module.forward = partial(_with_layout, module.forward, active)
+
+
+def _with_layout(forward: Callable[..., Any], active: ActiveRuns, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs) if active.layout is None else forward(*args, **kwargs, layout=active.layout)
 
 
 def _group(model: PreTrainedModel, name: str) -> Group | None:

@@ -69,6 +69,8 @@ class Target:
     tinker_name: str | None = None
     """Name of the module in the hosted service's files, for an output layer that shares the embedding's weight. Tools
     that merge such files look for this name, because the base model's file has no weight under PEFT's name."""
+    fan_in_fan_out: bool = False
+    """PEFT's name for a layer whose own weight is W transposed, as GPT-2's are. A and B are as of other layers."""
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of A and B."""
@@ -235,6 +237,8 @@ class Adapter:
             "target_modules": _modules(layers),
             "inference_mode": True,
         }
+        if any(target.fan_in_fan_out for target in layers):
+            config["fan_in_fan_out"] = True
         if experts:
             # In a model with fused experts, PEFT mistakes the name of a feed-forward layer for that of an expert, which
             # was a module in earlier versions of transformers. The name of the layer's weight avoids this, and the

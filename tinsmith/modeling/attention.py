@@ -24,6 +24,10 @@ from tinsmith.modeling.kernels import varlen
 NAME = "tinsmith"
 
 
+class WithoutLayout(TypeError):
+    """Attention was called without a layout."""
+
+
 class Layout(Protocol):
     """Decides which tokens each token sees."""
 
@@ -204,7 +208,7 @@ def _forward(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    layout: Layout,
+    layout: Layout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -213,6 +217,8 @@ def _forward(
 ) -> tuple[Tensor, None]:
     """The attention function, with the signature of transformers: query [1, N, T, D], key and value [1, K, T, D] ->
     [1, T, N, D]."""
+    if layout is None:
+        raise WithoutLayout("its decoder layers do not hand keyword arguments on to attention")
     heads = Heads(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,

@@ -19,9 +19,9 @@ from transformers.utils import logging as transformers_logging
 
 from tinsmith.errors import Unsupported
 from tinsmith.modeling import attention
-from tinsmith.modeling.adaptation import adapt, decoder_layers, decoder_of
+from tinsmith.modeling.adaptation import adapt, decoder_layers, decoder_of, hand_on_layout
 from tinsmith.modeling.adapter import GROUPS, Group, Target
-from tinsmith.modeling.attention import Layout, Packed
+from tinsmith.modeling.attention import Layout, Packed, WithoutLayout
 from tinsmith.modeling.base_weights import sum_of
 from tinsmith.modeling.config import load_config
 from tinsmith.modeling.kernels import prepacked
@@ -272,8 +272,12 @@ class BaseModel:
         base, limit = self, TOLERANCE[self.dtype]
         reason = _unpackable(self.config)
         gaps = None if reason else self._gaps(probe)
+        if isinstance(gaps, WithoutLayout):
+            hand_on_layout(self.decoder, self.active)
+            gaps = self._gaps(probe)
         if isinstance(gaps, Exception):  # a layer was not given what it needs, or met what it does not know
-            reason = f"its layers do not take packed sequences ({type(gaps).__name__}: {gaps})"
+            logger.info("packed sequences in %s failed", self.path, exc_info=gaps)
+            reason = "its layers do not take packed sequences: they fail on them, as the log shows at level INFO"
         elif gaps is not None and not gaps.base <= limit:
             reason = (
                 f"packed, its logprobs differ by {gaps.base:.3g} (limit {limit:g}) from those of its own forward; "
@@ -429,10 +433,9 @@ class BaseModel:
             raise Unsupported(f"{self.architecture} cannot be continued from a key/value cache: {why}")
         if self.tensor_parallel is not None:
             runs = self.tensor_parallel.runs(runs)
-        if self.recurrent and isinstance(layout, Packed):
-            self.active.lengths = layout.lengths
-            if self.pads and len(layout.lengths) > 1:
-                self.active.padded = padded_batches(layout.lengths, runs, self.kernels, self.device)
+        self.active.layout = layout
+        if self.pads and isinstance(layout, Packed) and len(layout.lengths) > 1:
+            self.active.padded = padded_batches(layout.lengths, runs, self.kernels, self.device)
         elif self.recurrent and isinstance(layout, Cached | CachedTogether):
             self.active.padded = cached_batches(
                 layout, runs, self.kernels, self.device, token_by_token=self.token_by_token

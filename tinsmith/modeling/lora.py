@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.attention import Layout, Packed
 from tinsmith.modeling.kernels.grouped_lora import Groups
 from tinsmith.modeling.kernels.prepacked import Prepacked
 from tinsmith.modeling.pass_gradient import PassGradient
@@ -48,14 +49,19 @@ class ActiveRuns:
     """Outputs that are computed already, for layers that are called next."""
     calls: list[Call] | None = None
     """Calls of adapted layers, recorded while `listening`."""
-    lengths: Sequence[int] = ()
-    """Lengths of the packed sequences, for layers that carry a state from token to token (recurrent.py)."""
+    layout: Layout | None = None
+    """The layout of the pass, for layers that transformers does not hand it to."""
     padded: Sequence[Padded] = ()
     """The packed sequences as padded batches, for those of these layers that have no code for packed ones."""
 
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Lengths of the packed sequences; empty in passes over others."""
+        return self.layout.lengths if isinstance(self.layout, Packed) else ()
+
     def clear(self) -> None:
         """Ends the pass. A recording of calls goes on."""
-        self.runs, self.groups, self.waiting, self.lengths, self.padded = (), None, None, (), ()
+        self.runs, self.groups, self.waiting, self.layout, self.padded = (), None, None, None, ()
 
     @contextmanager
     def replaced_by(self, other: ActiveRuns) -> Iterator[None]:

@@ -74,7 +74,7 @@ class PeftConfig:
         _expect(keys, "init_lora_weights", _HARMLESS_INITS)
         if _number(keys, "lora_dropout", 0.0, low=0.0):
             notes.append("lora_dropout is not applied in training here")
-        keys.pop("fan_in_fan_out", None)  # PEFT ignores it for nn.Linear, and all layers here are such
+        keys.pop("fan_in_fan_out", None)  # PEFT corrects it to what the layer is
         config = cls(
             rank=_rank(keys.pop("r", 8), "r"),
             alpha=_number(keys, "lora_alpha", 8.0),

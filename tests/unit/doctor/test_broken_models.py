@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
 from tests.support.models import make_model
-from tinsmith.modeling import attention, kv_cache
+from tinsmith.modeling import adaptation, attention, kv_cache
 from tinsmith_cli import main
 from tinsmith_cli.doctor import oracle
 from tinsmith_cli.doctor.subject import Subject, read_config
@@ -195,9 +196,10 @@ def test_the_report_of_an_earlier_run_does_not_stay_when_there_is_nothing_to_exa
     assert "neither a folder nor a hub id" in report["error"]
 
 
-def test_a_model_of_conv1d_layers_is_trainable_in_part_only(
-    tmp_path: Path, doctor: Doctor, capsys: pytest.CaptureFixture[str]
+def test_a_model_of_layers_that_take_no_adapters_is_trainable_in_part_only(
+    tmp_path: Path, doctor: Doctor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(adaptation, "_linear", lambda module: module if type(module) is nn.Linear else None)
     config = GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     status, report = doctor(tmp_path / "gpt2")
