@@ -287,6 +287,54 @@ def test_a_run_and_then_its_session_are_ended_when_that_is_confirmed(visitor: Vi
     expect(row.get_by_role("button", name="End session")).to_be_hidden()
 
 
+def test_a_run_that_is_ended_with_work_in_it_is_shown_as_ending(visitor: Visitor, trainer: tinker.TrainingClient) -> None:
+    # The server's state lasts as long as its work, which no test can hold up. Its answer is changed on the way instead.
+    page = visitor.open(run_path(trainer))
+
+    def with_work(route: Route) -> None:
+        found = route.fetch().json()
+        route.fulfill(json={**found, "num_pending": 2, "ended_at": found["now"], "end_reason": None})
+
+    page.route("**/dashboard/api/runs/*", with_work)
+    expect(page.locator(".run-title .state")).to_have_text("ending")
+    expect(page.get_by_role("button", name="End run")).to_be_hidden()
+    page.unroute_all(behavior="wait")
+
+
+def test_an_end_that_does_not_reach_the_server_is_told_in_words(
+    visitor: Visitor, trainer: tinker.TrainingClient
+) -> None:
+    page = visitor.open(run_path(trainer))
+    visitor.expected = "ERR_FAILED"
+    page.route("**/unload_model", lambda route: route.abort())
+    page.get_by_role("button", name="End run").click()
+    page.get_by_role("dialog").get_by_role("button", name="End run").click()
+    expect(page.locator(".toast")).to_have_text("End run: no connection to the server")
+    expect(page.get_by_role("button", name="End run")).to_be_visible()
+
+
+def test_a_question_goes_with_its_page(visitor: Visitor, trainer: tinker.TrainingClient) -> None:
+    page = visitor.open()
+    page.locator(f'tr[data-run="{run_id_of(trainer)}"] a').click()
+    page.get_by_role("button", name="End run").click()
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.go_back()
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    expect(page).to_have_title("Tinsmith")
+
+
+def test_the_end_of_a_run_is_not_for_other_keys(visitor: Visitor, trainer: tinker.TrainingClient) -> None:
+    page = visitor.open(run_path(trainer))
+    expect(page.get_by_role("button", name="End run")).to_be_visible()
+    page.evaluate(f"sessionStorage.setItem('tinsmith-key', '{OTHER_KEY}')")
+    visitor.expected = "404"
+    page.get_by_role("button", name="End run").click()
+    page.get_by_role("dialog").get_by_role("button", name="End run").click()
+    expect(page.locator(".toast.bad")).to_contain_text("there is no run")
+    expect(page.locator("main")).to_contain_text("Not here")
+    train(trainer, batch(2), steps=1)
+
+
 def test_a_hidden_tab_asks_nothing_and_a_lost_server_is_told(visitor: Visitor) -> None:
     page = visitor.open()
     text = page.locator("#live-text")

@@ -3,7 +3,7 @@
 import { Refused, call, checkpointUrl, downloadUrl } from "./api.js";
 import { confirm, copy, toast } from "./dialogs.js";
 import { Keyed, h, setAttribute, setText } from "./dom.js";
-import { NONE, ago, bytes, moment, number, until } from "./format.js";
+import { NONE, ago, bytes, moment, number, problemOf, until } from "./format.js";
 
 const KINDS = {
   weights: ["training", "Adapter and optimizer, to go on training"],
@@ -157,7 +157,7 @@ export class Checkpoints {
       await work();
       if (done) toast(done);
     } catch (error) {
-      toast(error.message, "bad");
+      toast(problemOf(error), "bad");
     } finally {
       for (const each of controls) each.disabled = false;
       await this.onChange();

@@ -1,6 +1,7 @@
 // Dialogs (asking for a key, confirming a deletion) and toasts.
 
 import { h } from "./dom.js";
+import { problemOf } from "./format.js";
 
 function open(dialog) {
   document.body.append(dialog);
@@ -67,7 +68,12 @@ export function confirm({ title, text, subject, action }) {
         ),
       ),
     );
-    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"));
+    const leave = () => dialog.close("no"); // the question belongs to the page behind it
+    addEventListener("hashchange", leave);
+    dialog.addEventListener("close", () => {
+      removeEventListener("hashchange", leave);
+      resolve(dialog.returnValue === "yes");
+    });
     open(dialog);
     cancel.focus();
   });
@@ -77,7 +83,7 @@ export function confirm({ title, text, subject, action }) {
 export async function confirmEnd({ what, id, end }) {
   const isSure = await confirm({
     title: `End this ${what}?`,
-    text: "Work that was accepted is finished first, and checkpoints stay. The client cannot use it any more.",
+    text: `Work that was accepted is finished first, and checkpoints stay. The client can send no more work to this ${what}.`,
     subject: id,
     action: `End ${what}`,
   });
@@ -85,10 +91,10 @@ export async function confirmEnd({ what, id, end }) {
   try {
     await end();
   } catch (error) {
-    toast(error.message, "bad");
+    toast(`End ${what}: ${problemOf(error)}`, "bad");
     return false;
   }
-  toast(`The ${what} has ended`);
+  toast(`The ${what} accepts no more work`);
   return true;
 }
 

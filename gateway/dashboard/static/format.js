@@ -79,3 +79,9 @@ export function last(values) {
 }
 
 export const asNumber = (value) => (typeof value === "number" ? value : null);
+
+/** Text of a failed call for the user. A call without an answer may have reached the server or not. */
+export function problemOf(error) {
+  if (error instanceof TypeError || error.name === "TimeoutError") return "no connection to the server";
+  return error.message;
+}

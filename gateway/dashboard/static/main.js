@@ -2,6 +2,7 @@
 
 import { Refused, forgetKey, hasKey } from "./api.js";
 import { h, setText } from "./dom.js";
+import { problemOf } from "./format.js";
 import { RunView } from "./run.js";
 import { RunsView } from "./runs.js";
 import { ServicesView } from "./services.js";
@@ -67,8 +68,7 @@ async function update() {
     if (view !== mine) return;
     if (error instanceof Refused && error.status === 404) return showMissing(error.message);
     pause = Math.min(LONGEST_MS, pause * 2);
-    const what = error instanceof Refused ? error.message : "no connection";
-    say("bad", `${what}; next try in ${Math.round(pause / 1000)} s`);
+    say("bad", `${problemOf(error)}; next try in ${Math.round(pause / 1000)} s`);
     if (!(error instanceof Refused) && !(error instanceof TypeError) && error.name !== "TimeoutError") console.error(error);
   } finally {
     if (asking === mine) asking = null;

@@ -45,7 +45,7 @@ export class RunView {
       "div",
       { class: "view" },
       h("nav", { class: "crumbs", "aria-label": "Path" }, h("a", { href: "#/" }, "Runs"), h("span", {}, shortId(runId))),
-      h("header", { class: "run-head" }, h("div", { class: "run-title" }, this.state, this.name, this.end), this.facts),
+      h("header", { class: "run-head" }, h("div", { class: "run-title" }, this.name, this.state, this.end), this.facts),
       h(
         "dl",
         { class: "figures" },
@@ -93,6 +93,7 @@ export class RunView {
     if (this.content instanceof Checkpoints) this.content.show(run.checkpoints, now);
     if (this.part === "details") this.showDetails(run);
     const loss = last(recent?.series["loss/token"]);
+    if (!this.element.isConnected) return; // the user has gone to another page meanwhile
     document.title = `${loss === null ? "" : `${number(loss)} · `}${titleOf(run)} · Tinsmith`;
   }
 

@@ -11,7 +11,7 @@ export const titleOf = (run) => run.user_metadata?.name || run.name || shortId(r
 
 /** The state of a run now, as [state, text]. */
 export function stateOf(run, now) {
-  if (run.num_pending) return ["busy", "running"];
+  if (run.num_pending) return ["busy", run.ended_at === null ? "running" : "ending"];
   if (run.ended_at !== null) {
     const isGood = run.end_reason === "success" || run.end_reason === null;
     return [isGood ? "done" : "ended", run.end_reason === "success" ? "finished" : run.end_reason ?? "ended"];
@@ -78,6 +78,7 @@ export class RunsView {
       }
     };
     document.addEventListener("keydown", this.onKey);
+    document.title = "Tinsmith";
   }
 
   makeRow(run) {
@@ -123,7 +124,6 @@ export class RunsView {
   async refresh() {
     this.found = await dashboard("overview");
     this.show(this.found);
-    document.title = "Tinsmith";
   }
 
   show(found) {
