@@ -179,9 +179,8 @@ def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str
         calls = message.get("tool_calls") or []
         functions: list[Any] = [call.get("function", call) for call in calls] if _are_objects(calls) else [None]
         if not _are_objects(functions):
-            raise InvalidRequest(
-                f"messages[{index}].tool_calls: is not a list of objects with a function each", field="messages"
-            )
+            field = f"messages[{index}].tool_calls"
+            raise InvalidRequest(f"{field}: is not a list of objects with a function each", field=field)
         for function in functions:
             mark = f"call_{secrets.token_hex(8)}"
             function["name"] = mark
@@ -189,10 +188,11 @@ def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str
     shown = render(marked)
     for mark, index in marks.items():
         if mark not in shown:
+            field = f"messages[{index}].tool_calls"
             raise InvalidRequest(
-                f"messages[{index}].tool_calls: the model's chat template does not show them; put what the model is to "
-                "know of them into the content",
-                field="messages",
+                f"{field}: the model's chat template does not show them; put what the model is to know of them into "
+                "the content",
+                field=field,
             )
 
 

@@ -72,21 +72,23 @@ def _check_arguments(messages: Sequence[Message], *, max_values: int) -> None:
             )
 
 
-def _message(message: Message) -> dict[str, Any]:
-    """A message in the form of chat templates: content is text, and arguments of tool calls are objects.
+def _message(message: Message, *, index: int) -> dict[str, Any]:
+    """A message in the form of chat templates: content is text, and arguments of tool calls are objects. `index`: the
+    message's place in the request.
 
     Raises InvalidRequest for arguments that are not JSON.
     """
     made = message.model_dump(exclude_none=True)
     made["content"] = put_together(message.content)
-    for call in made.get("tool_calls", ()):
+    for number, call in enumerate(made.get("tool_calls", ())):
         arguments = call["function"]["arguments"]
         if isinstance(arguments, str):
             try:
                 call["function"]["arguments"] = orjson.loads(arguments)
             except orjson.JSONDecodeError as error:
+                field = f"messages[{index}].tool_calls[{number}].function.arguments"
                 raise InvalidRequest(
-                    f"messages: the arguments of a tool call are not JSON: {arguments[:100]!r}", field="messages"
+                    f"{field}: the arguments of a tool call are not JSON: {arguments[:100]!r}", field=field
                 ) from error
     return made
 
@@ -103,7 +105,7 @@ def chat_of(body: Chat, *, max_values: int) -> pb.Chat:
             field="continue_final_message",
         )
     return pb.Chat(
-        messages=_json([_message(message) for message in body.messages], field="messages"),
+        messages=_json([_message(each, index=index) for index, each in enumerate(body.messages)], field="messages"),
         tools=_json(tools, field="tools") if tools else "",
         add_generation_prompt=opens,
         continue_final_message=continues,

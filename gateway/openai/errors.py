@@ -35,8 +35,11 @@ def body_of(error: ServiceError) -> tuple[int, dict[str, Any]]:
     status = 400 if isinstance(error, Unsupported) else status_of(error)
     field = error.metadata.get("field")
     param = None if field is None else _PARAMS.get(field, field.removeprefix("sampling_params."))
+    message = error.message
+    if field and param and message.startswith(f"{field}:"):
+        message = param + message.removeprefix(field)
     code = "model_not_found" if status == 404 else error.reason.lower()
-    return status, error_body(status, error.message, param=param, code=code)
+    return status, error_body(status, message, param=param, code=code)
 
 
 def service_error(error: ServiceError) -> Response:

@@ -27,7 +27,8 @@ from tinsmith.errors import InvalidRequest, ServiceError
 LOGPROBS = "message.output_text.logprobs"
 
 _NAMES = (
-    (re.compile(r"messages\b"), "input"),
+    # Without the place below messages: instructions and calls of tools give messages other indices than items.
+    (re.compile(r"messages\b[^\s:]*"), "input"),
     (re.compile(r"max_tokens\b"), "max_output_tokens"),
     (re.compile(r"response_format(\.json_schema)?\b"), "text.format"),
     (re.compile(r"(tools\[\d+\])\.function\b"), r"\1"),

@@ -106,6 +106,10 @@ async def test_unknown_models_are_404_by_name(client: Client) -> None:
     assert (await refusal(client, "completions", COMPLETION, model="tinker://x"))["param"] == "model"
 
 
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": text}} for text in ("{}", "{a")]
+"""The arguments of the second one are not JSON."""
+
+
 @pytest.mark.parametrize(
     ("endpoint", "fields", "param"),
     [
@@ -114,10 +118,23 @@ async def test_unknown_models_are_404_by_name(client: Client) -> None:
         ("chat/completions", {"tool_choice": "any"}, "tool_choice"),
         ("chat/completions", {"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ("chat/completions", {"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": CALLS}]},
+            "messages[1].tool_calls[1].function.arguments",
+        ),
         ("completions", {"prompt": {}}, "prompt"),
         ("completions", {"prompt": [["a"]]}, "prompt[0][0]"),
         ("responses", {"messages": None, "input": [5]}, "input[0]"),
         ("responses", {"messages": None, "input": [{"type": "function_call"}]}, "input[0].call_id"),
+        (
+            "responses",
+            {
+                "messages": None,
+                "input": [{"type": "function_call", "call_id": "1", "name": "add", "arguments": "{a"}],
+            },
+            "input",
+        ),
     ],
     ids=str,
 )
@@ -747,7 +764,11 @@ async def test_a_place_is_free_again_whatever_a_request_ended_with(
 
 async def test_a_refusal_of_the_sampler_names_the_field_of_this_api(client: Client, sampler: TalkingSampler) -> None:
     sampler.error = InvalidRequest("topk_sample_logprobs: 500 is outside 0..128", field="topk_sample_logprobs")
-    assert (await refusal(client, "completions", COMPLETION))["param"] == "top_logprobs"
+    error = await refusal(client, "completions", COMPLETION)
+    assert (error["param"], error["message"]) == ("top_logprobs", "top_logprobs: 500 is outside 0..128")
+    sampler.error = InvalidRequest("sampling_params.logit_bias: token id 9 is out", field="sampling_params.logit_bias")
+    error = await refusal(client, "completions", COMPLETION)
+    assert (error["param"], error["message"]) == ("logit_bias", "logit_bias: token id 9 is out")
 
 
 async def test_the_tokenizer_is_asked_for_once(client: Client, sampler: TalkingSampler) -> None:

@@ -15,7 +15,7 @@ from gateway.openai.responses import ResponseForm, chat_of
 from gateway.openai.schemas import Respond
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
 from tests.unit.gateway.talking import TalkingSampler
-from tinsmith.errors import RateLimited, ServiceError
+from tinsmith.errors import InvalidRequest, RateLimited, ServiceError
 from tinsmith.v1 import sampler_pb2 as pb
 
 SAYS = "the snow ❄ and the sand"
@@ -303,3 +303,10 @@ def test_an_error_that_names_another_field_keeps_the_rest_of_what_it_says() -> N
     with pytest.raises(RateLimited, match="max_output_tokens: 9 are too many") as caught, responses._named():
         raise RateLimited("max_tokens: 9 are too many", field="max_tokens", retry_after_s=7)
     assert caught.value.metadata == {"field": "max_output_tokens", "retry_after_s": "7"}
+
+
+def test_an_error_about_a_message_names_the_input_without_an_index_of_the_chat() -> None:
+    field = "messages[3].tool_calls"
+    with pytest.raises(InvalidRequest, match="input: the template") as caught, responses._named():
+        raise InvalidRequest(f"{field}: the template does not show them", field=field)
+    assert caught.value.metadata == {"field": "input"}

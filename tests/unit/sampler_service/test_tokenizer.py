@@ -186,8 +186,11 @@ def test_calls_of_tools_that_the_template_would_drop_are_refused(
     call = {"type": "function", "function": {"name": "log", "arguments": {"a": 1}}}
     # A name that is in the text anyway shows nothing.
     messages = [{"role": "user", "content": "the log"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    with pytest.raises(InvalidRequest, match=r"messages\[1\].tool_calls: the model's chat template does not show them"):
+    with pytest.raises(
+        InvalidRequest, match=r"messages\[1\].tool_calls: the model's chat template does not show them"
+    ) as caught:
         tokenizer.chat_tokens(chat(messages))
+    assert caught.value.metadata["field"] == "messages[1].tool_calls"
     stock.save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("{% endfor %}", CALLS + "{% endfor %}", 1))
     shown = ChatTokenizer(str(tmp_path))
