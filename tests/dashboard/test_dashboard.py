@@ -287,7 +287,9 @@ def test_a_run_and_then_its_session_are_ended_when_that_is_confirmed(visitor: Vi
     expect(row.get_by_role("button", name="End session")).to_be_hidden()
 
 
-def test_a_run_that_is_ended_with_work_in_it_is_shown_as_ending(visitor: Visitor, trainer: tinker.TrainingClient) -> None:
+def test_a_run_that_is_ended_with_work_in_it_is_shown_as_ending(
+    visitor: Visitor, trainer: tinker.TrainingClient
+) -> None:
     # The server's state lasts as long as its work, which no test can hold up. Its answer is changed on the way instead.
     page = visitor.open(run_path(trainer))
 
