@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.hasty_uvicorn import hasty_uvicorn  # noqa: F401 - a fixture
 from tests.unit.gateway.stack import Client, Stack
 
 _OF_AN_EARLIER_LOOP = "PollerCompletionQueue._handle_events"
