@@ -66,10 +66,11 @@ _DIMUON_DEFAULTS = {"beta1": 0.9, "grad_clip_norm": 0.0}
 def batch_bytes(
     request: trainer_pb2.ForwardBackwardRequest, counting: Counting | None = None, message_bytes: int | None = None
 ) -> int:
-    """Upper bound of the memory that the request's batch takes until it is answered, in bytes: the message, the
-    arrays, the scaled pictures and the logprobs. `counting`: how the base model's processor scales pictures; None if it
-    takes none. `message_bytes`: size of the serialized request, if it is known."""
-    num_bytes = request.ByteSize() if message_bytes is None else message_bytes
+    """Upper bound of the memory that the request's batch takes until it is answered, in bytes: the message, its
+    serialized form, which gRPC keeps for as long as the call lasts, the arrays, the scaled pictures and the logprobs.
+    `counting`: how the base model's processor scales pictures; None if it takes none. `message_bytes`: size of the
+    serialized request, if it is known."""
+    num_bytes = 2 * (request.ByteSize() if message_bytes is None else message_bytes)
     for datum in request.data:
         num_bytes += _DATUM_BYTES + sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input)
         if counting is not None:
