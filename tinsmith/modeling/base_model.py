@@ -6,15 +6,14 @@ Shapes: T packed tokens, H hidden.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from tinsmith.errors import Unsupported
@@ -105,7 +104,7 @@ class BaseModel:
     one_by_one: str = ""
     """The reason for which the model runs one sequence at a time, with its own attention; empty if it packs them."""
     token_by_token: bool = False
-    """Whether recurrent layers that have a state take the next tokens one at a time only, as Mamba's do."""
+    """Whether layers that go on from earlier tokens take the next ones one at a time only, as Mamba's do."""
     why_not_cached: str = ""
     """The reason for which tokens cannot be computed one after the other from a cache; empty if they can."""
     tower: Tower | None = None
@@ -301,16 +300,25 @@ class BaseModel:
         return replace(base, targets=targets, refused_groups=refused)._continuing(probe)
 
     def _continuing(self, probe: Probe) -> BaseModel:
-        """This model, knowing whether its recurrent layers go on from a state, and with how many tokens at a time."""
-        if not self.recurrent or self.why_not_cached or self.tensor_parallel is not None or self.sharded is not None:
+        """This model, knowing whether its recurrent layers, or transformers' own cache, go on from earlier tokens, and
+        with how many at a time."""
+        if not (self.recurrent or self.one_by_one) or self.why_not_cached:
             return self
+        if self.tensor_parallel is not None or self.sharded is not None:
+            return self
+        reasons = []
         for base in (self, replace(self, token_by_token=True)):
-            gap = probe.continued_gap(base)
+            try:
+                gap = probe.continued_gap(base)
+            except torch.OutOfMemoryError:
+                raise
+            except _MISFITS as error:
+                reasons.append(f"it cannot be computed in pieces ({type(error).__name__}: {error})")
+                continue
             if gap <= TOLERANCE[self.dtype]:
                 return base
-        layers = ", ".join(self.recurrent)
-        reason = f"computed in pieces, its logprobs differ by {gap:.3g}: {layers} do not go on from their states"
-        return replace(self, why_not_cached=reason)
+            reasons.append(f"computed in pieces, its logprobs differ by {gap:.3g} from those of its own forward")
+        return replace(self, why_not_cached=reasons[-1])
 
     def _without_wrong_pictures(self, probe: Probe) -> BaseModel:
         """This model, without its tower if pictures are computed wrongly."""
@@ -354,7 +362,7 @@ class BaseModel:
         logger.warning("%s (%s) runs one sequence at a time, which is slow: %s", self.path, self.architecture, reason)
         give_back(self.decoder, self.layers)
         self.decoder.set_attn_implementation("eager")  # type: ignore[operator]  # every decoder of transformers has it
-        return replace(self, one_by_one=reason, why_not_cached=reason)
+        return replace(self, one_by_one=reason)
 
     @property
     def device(self) -> torch.device:
@@ -424,13 +432,13 @@ class BaseModel:
         without a run get the base model. `sights`: features of pictures, from `tower`, in place of the embeddings of
         some tokens; with them, positions_T is [3, T] (`positions_with_pictures`).
         """
+        if not isinstance(layout, Packed) and self.why_not_cached:
+            raise Unsupported(f"{self.architecture} cannot be continued from a cache: {self.why_not_cached}")
         position_ids = positions_T[None] if positions_T.ndim == 1 else positions_T[:, None]
+        if self.one_by_one:
+            return self._hidden_states_apart(tokens_T, position_ids, layout, runs, sights)
         if isinstance(layout, Packed):
-            if self.one_by_one:
-                return self._hidden_states_apart(tokens_T, position_ids, layout, runs, sights)
             layout = layout.with_kernel(self.kernels.attention, self.device)
-        elif why := self.why_not_cached:
-            raise Unsupported(f"{self.architecture} cannot be continued from a key/value cache: {why}")
         if self.tensor_parallel is not None:
             runs = self.tensor_parallel.runs(runs)
         self.active.layout = layout
@@ -440,18 +448,39 @@ class BaseModel:
             self.active.padded = cached_batches(
                 layout, runs, self.kernels, self.device, token_by_token=self.token_by_token
             )
-        return self._decode(tokens_T, runs, sights, {"position_ids": position_ids, "layout": layout})
+        options = {"use_cache": False, "position_ids": position_ids, "layout": layout}
+        return self._decode(tokens_T, runs, sights, options)
 
     def _hidden_states_apart(
-        self, tokens_T: Tensor, position_ids: Tensor, layout: Packed, runs: Sequence[Run], sights: Sights | None
+        self, tokens_T: Tensor, position_ids: Tensor, layout: Layout, runs: Sequence[Run], sights: Sights | None
     ) -> Tensor:
         """hidden_states of one sequence after the other, computed as by the plain model."""
-        outputs = []
-        for start, stop in pairwise([0, *accumulate(layout.lengths)]):
+        outputs, start = [], 0
+        for length, options in self._calls(layout):
+            stop = start + length
             seen = None if sights is None else sights.within(start, stop)
-            options = {} if seen is None else {"position_ids": position_ids[..., start:stop]}
-            outputs.append(self._decode(tokens_T[start:stop], runs_within(runs, start, stop), seen, options))
+            places = {} if seen is None else {"position_ids": position_ids[..., start:stop]}
+            within = runs_within(runs, start, stop)
+            outputs.append(self._decode(tokens_T[start:stop], within, seen, {**options, **places}))
+            start = stop
         return torch.cat(outputs)
+
+    def _calls(self, layout: Layout) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """The calls of the plain model, in the order of the tokens: the number of tokens, and arguments."""
+        if isinstance(layout, Packed):
+            yield from ((length, {"use_cache": False}) for length in layout.lengths)
+            return
+        assert isinstance(layout, Cached | CachedTogether)
+        for part in layout.parts:
+            lanes = range(part.num_decoding) if isinstance(part.lanes, slice) else part.lanes.tolist()
+            yield from ((1, {"use_cache": True, "past_key_values": part.cache.whole[lane]}) for lane in lanes)
+        for part in layout.parts:
+            for piece in part.prefills:
+                if piece.start == 0:
+                    part.cache.whole[piece.lane] = DynamicCache(config=self.config)
+                options = {"use_cache": True, "past_key_values": part.cache.whole[piece.lane]}
+                apart = self.token_by_token and piece.start > 0
+                yield from ((1, options) for _ in range(piece.length)) if apart else ((piece.length, options),)
 
     def _decode(
         self, tokens_T: Tensor, runs: Sequence[Run], sights: Sights | None, options: Mapping[str, Any]
@@ -461,9 +490,11 @@ class BaseModel:
         if sights is not None:
             inputs = sights.options(self.decoder.get_input_embeddings()(tokens_T))  # type: ignore[operator]
         self.active.runs = runs
-        self.active.groups = self.kernels.groups(runs, tokens_T.shape[0], self.device)
+        self.active.every_row = "past_key_values" in options
+        if not self.active.every_row:
+            self.active.groups = self.kernels.groups(runs, tokens_T.shape[0], self.device)
         try:
-            output = self.decoder(**inputs, use_cache=False, **options)
+            output = self.decoder(**inputs, **options)
         finally:
             self.active.clear()
             if self.tensor_parallel is not None:

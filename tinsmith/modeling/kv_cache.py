@@ -11,11 +11,14 @@ keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from tinsmith.modeling.attention import causal, masked
 from tinsmith.modeling.heads import Heads
@@ -37,6 +40,8 @@ class KVCache:
     values: dict[int, Tensor] = field(default_factory=dict)
     states: RecurrentCache = field(default_factory=RecurrentCache)
     """States of the recurrent layers, in the same lanes. They stand for all tokens of a lane that are computed."""
+    whole: dict[int, Cache] = field(default_factory=dict)
+    """transformers' caches by lane, in place of all else, for a model that runs one sequence at a time."""
 
     def reserve(self, num_lanes: int, capacity: int) -> None:
         """Grows to at least `num_lanes` lanes of `capacity` tokens. Stored values stay."""
@@ -48,6 +53,7 @@ class KVCache:
         """Grows or shrinks to exactly this size. Stored values within both sizes stay."""
         self.num_lanes, self.capacity = num_lanes, capacity
         self.states.resize(num_lanes)
+        self.whole = {lane: one for lane, one in self.whole.items() if lane < num_lanes}
         for store in (self.keys, self.values):
             for layer, old in store.items():
                 kept = old[:num_lanes, :, :capacity]
@@ -64,10 +70,13 @@ class KVCache:
         self.keys.clear()
         self.values.clear()
         self.states.clear()
+        self.whole.clear()
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` tokens of one lane to another, and its states."""
+        """Copies the first `length` tokens of one lane, and its states, to another. The first lane is free then."""
         self.states.move(source, target)
+        if source in self.whole:
+            self.whole[target] = self.whole.pop(source)
         for store in (self.keys, self.values):
             for tensor in store.values():
                 tensor[target, :, :length] = tensor[source, :, :length]
@@ -75,6 +84,8 @@ class KVCache:
     def fork(self, source: int, targets: slice, length: int) -> None:
         """Copies the first `length` tokens of one lane, and its states, to a range of lanes that does not hold it."""
         self.states.fork(source, targets)
+        if source in self.whole:
+            self.whole.update((lane, deepcopy(self.whole[source])) for lane in range(targets.start, targets.stop))
         for store in (self.keys, self.values):
             for tensor in store.values():
                 tensor[targets, :, :length] = tensor[source, :, :length]
@@ -82,6 +93,7 @@ class KVCache:
     def wipe(self, lane: int) -> None:
         """Zeros a lane that may hold NaN: a masked key still takes part in a product, and 0 * NaN is NaN."""
         self.states.wipe(lane)
+        self.whole.pop(lane, None)
         for store in (self.keys, self.values):
             for tensor in store.values():
                 tensor[lane].zero_()
@@ -89,6 +101,8 @@ class KVCache:
     def read(self, lane: int, length: int) -> KVCache:
         """A copy of the first `length` tokens of a lane, and of its states, as a cache of one lane."""
         copied = KVCache(1, length, states=self.states.read(lane))
+        if lane in self.whole:
+            copied.whole[0] = deepcopy(self.whole[lane])
         for store, copies in ((self.keys, copied.keys), (self.values, copied.values)):
             for layer, tensor in store.items():
                 copies[layer] = tensor[lane : lane + 1, :, :length].clone()
@@ -97,6 +111,8 @@ class KVCache:
     def write(self, lane: int, copied: KVCache) -> None:
         """Writes a copy, which `read` of this or another cache returned, to the beginning of a lane."""
         self.states.write(lane, copied.states)
+        if copied.whole:
+            self.whole[lane] = copied.whole[0]
         for layer, keys_1_K_T_D in copied.keys.items():
             values_1_K_T_D = copied.values[layer]
             lanes = self.layer(layer, keys_1_K_T_D[0].transpose(0, 1), values_1_K_T_D[0].transpose(0, 1))
@@ -106,7 +122,7 @@ class KVCache:
     def num_bytes(self) -> int:
         """Bytes of keys, values and states."""
         of_tokens = sum(tensor.nbytes for store in (self.keys, self.values) for tensor in store.values())
-        return of_tokens + self.states.num_bytes()
+        return of_tokens + self.states.num_bytes() + sum(map(_bytes_of, self.whole.values()))
 
     def layer(self, layer: int, k_T_K_D: Tensor, v_T_K_D: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's keys and values, [S, K, C, D] each. If there are none, they are made with the heads and types of
@@ -116,6 +132,16 @@ class KVCache:
                 num_heads, head_dim = like_T_K_D.shape[1:]
                 store[layer] = like_T_K_D.new_zeros(self.num_lanes, num_heads, self.capacity, head_dim)
         return self.keys[layer], self.values[layer]
+
+
+def _bytes_of(cache: Cache) -> int:
+    """Bytes of the tensors in a cache of transformers."""
+    return sum(_bytes_within(vars(layer).values()) for layer in cache.layers)
+
+
+def _bytes_within(values: Iterable[Any]) -> int:
+    tensors = sum(value.nbytes for value in values if isinstance(value, Tensor))
+    return tensors + sum(_bytes_within(value.values()) for value in values if isinstance(value, dict))
 
 
 @dataclass(frozen=True, slots=True)

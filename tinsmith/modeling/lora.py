@@ -51,6 +51,9 @@ class ActiveRuns:
     """Calls of adapted layers, recorded while `listening`."""
     layout: Layout | None = None
     """The layout of the pass, for layers that transformers does not hand it to."""
+    every_row: bool = False
+    """Whether the only run applies to all rows that a layer sees. A layer of a plain model may see more rows than the
+    call has tokens: it expands the compressed keys and values of all earlier tokens."""
     padded: Sequence[Padded] = ()
     """The packed sequences as padded batches, for those of these layers that have no code for packed ones."""
 
@@ -62,6 +65,7 @@ class ActiveRuns:
     def clear(self) -> None:
         """Ends the pass. A recording of calls goes on."""
         self.runs, self.groups, self.waiting, self.layout, self.padded = (), None, None, None, ()
+        self.every_row = False
 
     @contextmanager
     def replaced_by(self, other: ActiveRuns) -> Iterator[None]:
@@ -172,8 +176,9 @@ class LoraLinear(nn.Module):
         for run in self.active.runs:
             weights = run.adapter.weights.get(self.name)
             if weights is not None:
-                low_n_R = x.reshape(-1, x.shape[-1])[run.rows] @ weights.a_R_I.to(x.dtype).T
-                add_rows(y.view(-1, y.shape[-1]), run.rows, low_n_R, weights.b_O_R.to(x.dtype).T, run.adapter.scaling)
+                rows = slice(None) if self.active.every_row else run.rows
+                low_n_R = x.reshape(-1, x.shape[-1])[rows] @ weights.a_R_I.to(x.dtype).T
+                add_rows(y.view(-1, y.shape[-1]), rows, low_n_R, weights.b_O_R.to(x.dtype).T, run.adapter.scaling)
 
 
 def shares_of(runs: Sequence[Run], names: Sequence[str]) -> list[Share]:

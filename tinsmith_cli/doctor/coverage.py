@@ -80,7 +80,7 @@ def _notes(base: BaseModel, subject: Subject) -> list[str]:
     config = subject.text_config.to_dict()
     notes = []
     if base.one_by_one:
-        notes.append(f"training runs one sequence at a time, which is slow: {base.one_by_one}")
+        notes.append(f"it runs one sequence at a time, which is slow: {base.one_by_one}")
     elif base.recurrent:
         notes.append(f"{', '.join(base.recurrent)} carry a state from token to token: handled")
     if config.get("tie_word_embeddings"):
