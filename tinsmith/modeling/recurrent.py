@@ -20,6 +20,7 @@ from transformers.activations import ACT2FN
 
 from tinsmith.modeling.kernels.causal_conv import causal_conv
 from tinsmith.modeling.kernels.delta_rule import gated_delta_rule
+from tinsmith.modeling.kernels.delta_step import gated_delta_step
 from tinsmith.modeling.kernels.install import with_functions
 from tinsmith.modeling.kernels.state_space import state_space_scan
 from tinsmith.modeling.lora import ActiveRuns
@@ -95,6 +96,31 @@ def _delta_rule(
     return gated_delta_rule(q, k, v, g, beta, active.lengths)[None], None
 
 
+def _delta_step(
+    active: ActiveRuns,
+    theirs: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """transformers' torch_recurrent_gated_delta_rule, of tensors [B, 1, ...]. Changes the state in place."""
+    given = (query, key, value, g, beta)
+    is_plain = query.device.type == "cpu" and all(one.dtype == torch.float32 for one in given)
+    has_state = initial_state is not None and initial_state.is_contiguous() and query.shape[1] == 1
+    if not is_plain or not has_state or torch.is_grad_enabled():
+        settings = {"initial_state": initial_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, **others}
+        return theirs(query, key, value, g=g, beta=beta, **settings)
+    assert initial_state is not None
+    q, k, v, decay, strength = (one[:, 0] for one in given)
+    out = gated_delta_step(q, k, v, decay, strength, initial_state, normalize=use_qk_l2norm_in_kernel)
+    return out[:, None], initial_state
+
+
 def _mamba2(
     active: ActiveRuns,
     theirs: Callable[..., Any],
@@ -126,6 +152,7 @@ def _mamba2(
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _conv,
     "torch_chunk_gated_delta_rule": _delta_rule,
+    "torch_recurrent_gated_delta_rule": _delta_step,
     "mamba2_chunk_scan": _mamba2,
 }
 """Replacements of transformers' functions, by their names there."""
@@ -133,6 +160,5 @@ _OF_OTHER_PASSES = (
     "causal_conv1d_update",
     "mamba2_selective_state_update",
     "mamba2_split_conv1d_scan_combined",
-    "torch_recurrent_gated_delta_rule",
 )
 """Functions for one token from a cache, and for models in training mode."""

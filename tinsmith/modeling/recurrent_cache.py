@@ -98,8 +98,10 @@ class LaneStates:
         return self._copies[key]
 
     def write(self, key: Key, value: Tensor) -> None:
+        store = self._cache.store(key, value)
         self._copies.pop(key, None)
-        self._cache.store(key, value)[self._lanes] = value
+        if not isinstance(self._lanes, slice) or value.data_ptr() != store[self._lanes].data_ptr():
+            store[self._lanes] = value  # else a layer has changed the lanes in place
 
     def keep(self) -> None:
         """Stores what a layer has changed in place. To be called after each layer."""
