@@ -190,8 +190,8 @@ def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str
         if mark not in shown:
             field = f"messages[{index}].tool_calls"
             raise InvalidRequest(
-                f"{field}: the model's chat template does not show them; put what the model is to know of them into "
-                "the content",
+                f"{field}: the model's chat template does not show calls of tools; put what the model is to know of "
+                "them into the content",
                 field=field,
             )
 

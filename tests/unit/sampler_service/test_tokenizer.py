@@ -187,7 +187,7 @@ def test_calls_of_tools_that_the_template_would_drop_are_refused(
     # A name that is in the text anyway shows nothing.
     messages = [{"role": "user", "content": "the log"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     with pytest.raises(
-        InvalidRequest, match=r"messages\[1\].tool_calls: the model's chat template does not show them"
+        InvalidRequest, match=r"messages\[1\].tool_calls: the model's chat template does not show calls of tools"
     ) as caught:
         tokenizer.chat_tokens(chat(messages))
     assert caught.value.metadata["field"] == "messages[1].tool_calls"
