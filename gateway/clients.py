@@ -187,10 +187,20 @@ class Clients:
 
     def counting(self, base_model: str) -> Counting | None:
         """How the pictures of this base model are counted; None when no trainer that has been reached takes any."""
+        found = self._picture_counting(base_model)
+        if found is None:
+            return None
+        return Counting(found.patch_size, found.merge_size, found.min_pixels, found.max_pixels)
+
+    def picture_token(self, base_model: str) -> int | None:
+        """The token that stands for a picture in what the base model's chat template renders; None as in `counting`."""
+        found = self._picture_counting(base_model)
+        return None if found is None else found.picture_token
+
+    def _picture_counting(self, base_model: str) -> trainer_pb2.PictureCounting | None:
         for info in self.trainer_infos():
             if base_model in info.base_models and info.HasField("picture_counting"):
-                found = info.picture_counting
-                return Counting(found.patch_size, found.merge_size, found.min_pixels, found.max_pixels)
+                return info.picture_counting
         return None
 
     def are_same(self, one: str, other: str) -> bool:

@@ -121,7 +121,8 @@ def int32_bytes(values: Sequence[Any], *, field: str) -> bytes:
     return np.array(values, np.dtype("<i4")).tobytes()
 
 
-def _base64(value: Any, *, field: str) -> bytes:
+def base64_bytes(value: Any, *, field: str) -> bytes:
+    """The bytes of a text in base64. Raises InvalidRequest, naming the field."""
     try:
         return base64.b64decode(value, validate=True)
     except (binascii.Error, TypeError, ValueError):
@@ -175,7 +176,7 @@ def chunk(value: dict[str, Any], *, field: str) -> types_pb2.Chunk:
                     field=f"{field}.expected_tokens",
                 )
             image = types_pb2.Image(
-                data=_base64(value.get("data"), field=f"{field}.data"),
+                data=base64_bytes(value.get("data"), field=f"{field}.data"),
                 format=str(value.get("format")),
                 expected_tokens=expected
                 if expected is None
@@ -183,7 +184,7 @@ def chunk(value: dict[str, Any], *, field: str) -> types_pb2.Chunk:
             )
             return types_pb2.Chunk(image=image)
         case "dmel":
-            return types_pb2.Chunk(dmel=types_pb2.Dmel(dmel=_base64(value.get("dmel"), field=f"{field}.dmel")))
+            return types_pb2.Chunk(dmel=types_pb2.Dmel(dmel=base64_bytes(value.get("dmel"), field=f"{field}.dmel")))
         case kind:
             raise Unsupported(f"{field}.type: {shown(kind)} is not supported here; use encoded_text")
 

@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 
 from tinsmith.errors import InvalidRequest, ModelNotFound, NotReady, ServiceError
 from tinsmith.modeling.adapter import GROUPS
-from tinsmith.pictures.counting import Counting
+from tinsmith.modeling.tower import Tower
 from tinsmith.rpc import tensors
 from tinsmith.rpc.notes import check_notes
 from tinsmith.rpc.paths import check_model_id
@@ -123,7 +123,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             micro_batch_tokens=pace.micro_batch_tokens,
             tokens_per_second=pace.tokens_per_s,
             one_by_one=engine.base.one_by_one,
-            picture_counting=_counting(engine.limits.counting),
+            picture_counting=_picture_counting(engine.base.tower),
         )
 
     async def CreateModel(self, request: pb.CreateModelRequest, context: Context) -> pb.CreateModelResponse:
@@ -407,14 +407,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await trainer.operations.delete_files(model_id)
 
 
-def _counting(counting: Counting | None) -> pb.PictureCounting | None:
-    if counting is None:
+def _picture_counting(tower: Tower | None) -> pb.PictureCounting | None:
+    if tower is None:
         return None
+    counting = tower.processor.counting
     return pb.PictureCounting(
         patch_size=counting.patch_size,
         merge_size=counting.merge_size,
         min_pixels=counting.min_pixels,
         max_pixels=counting.max_pixels,
+        picture_token=tower.picture_token,
     )
 
 

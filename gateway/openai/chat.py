@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -22,7 +23,8 @@ from gateway.openai.draws import Draw, Update, sample_request, text_off_loop
 from gateway.openai.events import event_stream, while_connected
 from gateway.openai.generator import Source
 from gateway.openai.messages import Messages
-from gateway.openai.schemas import Chat, Message, OutputPart, TextPart
+from gateway.openai.pictures import images_of, placed
+from gateway.openai.schemas import Chat, ImagePart, Message, OutputPart, TextPart
 from gateway.openai.sources import find_source
 from gateway.openai.structured import structure_of
 from gateway.openai.text import Vocabulary
@@ -31,9 +33,11 @@ from tinsmith.errors import InvalidRequest
 from tinsmith.v1 import sampler_pb2 as pb
 
 
-def put_together(content: str | Sequence[TextPart | OutputPart] | None) -> str:
+def put_together(content: str | Sequence[TextPart | ImagePart | OutputPart] | None) -> str:
     """The text of a message's content."""
-    return content or "" if isinstance(content, str | None) else "".join(part.text for part in content)
+    if isinstance(content, str | None):
+        return content or ""
+    return "".join(part.text for part in content if not isinstance(part, ImagePart))
 
 
 _MAX_JSON_CHARACTERS = 4 * 2**20
@@ -78,8 +82,14 @@ def _message(message: Message, *, index: int) -> dict[str, Any]:
 
     Raises InvalidRequest for arguments that are not JSON.
     """
-    made = message.model_dump(exclude_none=True)
-    made["content"] = put_together(message.content)
+    made = message.model_dump(exclude_none=True, exclude={"content"})
+    if isinstance(message.content, list) and any(isinstance(part, ImagePart) for part in message.content):
+        made["content"] = [
+            {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
+            for part in message.content
+        ]
+    else:
+        made["content"] = put_together(message.content)
     for number, call in enumerate(made.get("tool_calls", ())):
         arguments = call["function"]["arguments"]
         if isinstance(arguments, str):
@@ -110,6 +120,14 @@ def chat_of(body: Chat, *, max_values: int) -> pb.Chat:
         add_generation_prompt=opens,
         continue_final_message=continues,
         template_kwargs=_json(kwargs, field="chat_template_kwargs") if (kwargs := body.chat_template_kwargs) else "",
+    )
+
+
+def _has_images(body: Chat) -> bool:
+    return any(
+        isinstance(part, ImagePart)
+        for message in body.messages
+        for part in (message.content if isinstance(message.content, list) else ())
     )
 
 
@@ -167,10 +185,17 @@ async def _answer(
 ) -> Response:
     source = await find_source(gateway, body.model, caller=caller)
     tokenizer = await gateway.sampling.generator.tokenizer(source)
+    images = await asyncio.to_thread(images_of, body.messages) if _has_images(body) else []
     prompt_tokens = await _prompt(gateway, source, body)
+    seen = placed(gateway, source.base_model, prompt_tokens, images) if images else None
+    if seen is not None:
+        prompt_tokens = seen.tokens
     max_tokens = default_max_tokens(gateway, source, prompt_tokens) if body.limit is None else body.limit
     topk = body.top_logprobs or 0
     sample = sample_request(body, source, tokenizer, prompt_tokens, max_tokens=max_tokens, topk=topk)
+    if seen is not None:
+        del sample.prompt[:]
+        sample.prompt.extend(seen.chunks)
     request_id = f"chatcmpl-{uuid4().hex}"
     log_begin(request_id, source, user=body.user)
     structure = structure_of(
@@ -182,7 +207,15 @@ async def _answer(
     )
     if structure.grammar is not None:
         sample.grammar.CopyFrom(structure.grammar)
-    draw = Draw(gateway.sampling.generator, source, tokenizer, sample, request_id=request_id, shown=structure.shown)
+    draw = Draw(
+        gateway.sampling.generator,
+        source,
+        tokenizer,
+        sample,
+        prompt_tokens,
+        request_id=request_id,
+        shown=structure.shown,
+    )
     choices = _Choices(body, tokenizer.vocabulary, Messages(structure))
     prompt = {"prompt_token_ids": draw.prompt} if body.return_token_ids else {}
 

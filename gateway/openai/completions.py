@@ -150,6 +150,7 @@ def _draw(
         source,
         tokenizer,
         sampling,
+        tokens,
         request_id=f"{request_id}:{n}",
         first_index=n * body.num_choices,
         scores_only=max_tokens == 0,

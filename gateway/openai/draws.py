@@ -203,6 +203,7 @@ class Draw:
         source: Source,
         tokenizer: TokenizerInfo,
         request: pb.SampleRequest,
+        prompt: bytes,
         *,
         request_id: str,
         first_index: int = 0,
@@ -212,12 +213,14 @@ class Draw:
         shown: Sequence[int] = (),
         with_entries: bool = True,
     ) -> None:
-        """`scores_only`: drawn tokens are thrown away. `echo`: the text begins with the prompt, including special
+        """`prompt`: int32 tokens of the request's prompt, little endian.
+
+        `scores_only`: drawn tokens are thrown away. `echo`: the text begins with the prompt, including special
         tokens that occur in `prompt_text`. `shown`: special tokens whose text is part of the output. `with_entries`:
         updates have an entry for each token."""
         self.usage = Usage()
         """Complete once the draw is over."""
-        self.prompt: list[int] = np.frombuffer(request.prompt[0].encoded_text.tokens, _INT32).tolist()
+        self.prompt: list[int] = np.frombuffer(prompt, _INT32).tolist()
         self._generator = generator
         self._source = source
         self._request = request

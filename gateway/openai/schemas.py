@@ -213,6 +213,17 @@ class TextPart(Body):
     text: str
 
 
+class ImageUrl(Body):
+    url: str
+    """A data URL: data:image/png;base64,... or data:image/jpeg;base64,..."""
+    detail: Annotated[Any, _Only("auto")] = None
+
+
+class ImagePart(Body):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class ToolCallFunction(Body):
     name: str
     arguments: str | dict[str, Any]
@@ -228,8 +239,8 @@ class Message(Body):
     """A message of a chat. The model's chat template decides how its fields are used."""
 
     role: str = Field(min_length=1)
-    content: str | Listed[TextPart] | None = None
-    """Text; parts are put together."""
+    content: str | Listed[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
+    """Text; parts of text are put together. Pictures as data URLs, for models that see."""
     reasoning_content: str | None = None
     """Extension: the assistant's thoughts."""
     name: str | None = None

@@ -32,6 +32,15 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+PICTURE = "<tool call>"
+"""What the chat template renders for a picture."""
+
+
+def _content(message: Any) -> str:
+    parts = message["content"]
+    return parts if isinstance(parts, str) else "".join(part.get("text", PICTURE) for part in parts)
+
+
 def _ints(values: list[int]) -> bytes:
     return struct.pack(f"<{len(values)}i", *values)
 
@@ -81,7 +90,7 @@ class TalkingSampler(FakeSampler):
             messages = json.loads(request.chat.messages)
             if any(message["role"] == "martian" for message in messages):
                 raise InvalidRequest("messages: the chat template does not know the role 'martian'", field="messages")
-            text = "".join(f"{START}{message['role']}:{message['content']}{END}" for message in messages)
+            text = "".join(f"{START}{message['role']}:{_content(message)}{END}" for message in messages)
         return pb.TokenizeResponse(tokens=_ints(self.tokenizer.encode(text).ids))
 
     def _drawn(self, request: pb.SampleRequest) -> tuple[list[int], bool]:

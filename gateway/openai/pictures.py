@@ -1,0 +1,93 @@
+"""Pictures in chats: content parts with data URLs, placed where the model's chat template shows them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gateway.convert import base64_bytes
+from gateway.gateway import Gateway
+from gateway.openai.schemas import ImagePart, Message
+from gateway.shown import shown
+from tinsmith.errors import InvalidRequest
+from tinsmith.pictures.counting import Counting
+from tinsmith.pictures.headers import size_of
+from tinsmith.v1 import types_pb2
+
+_DATA_URL = re.compile(r"data:image/(png|jpeg);base64,")
+_INT32 = np.dtype("<i4")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt with pictures, for the sampler."""
+
+    chunks: Sequence[types_pb2.Chunk]
+    tokens: bytes
+    """int32 tokens, little endian; those of a picture are all `picture_token`."""
+
+
+def images_of(messages: Sequence[Message]) -> list[types_pb2.Image]:
+    """The pictures of a chat, in their order. For a thread: it decodes base64.
+
+    Raises InvalidRequest, naming the part, for a URL that is no data URL of a PNG or JPEG.
+    """
+    images = []
+    for number, message in enumerate(messages):
+        for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if isinstance(part, ImagePart):
+                where = f"messages[{number}].content[{index}].image_url.url"
+                url = part.image_url.url
+                found = _DATA_URL.match(url)
+                if found is None:
+                    raise InvalidRequest(
+                        f"{where}: {shown(url[:60])} is no data URL of a PNG or JPEG, such as "
+                        "data:image/png;base64,...; this server fetches no files",
+                        field="messages",
+                    )
+                data = base64_bytes(url[found.end() :], field=where)
+                images.append(types_pb2.Image(data=data, format=found[1]))
+    return images
+
+
+def placed(gateway: Gateway, base_model: str, tokens: bytes, images: Sequence[types_pb2.Image]) -> Prompt:
+    """The prompt with its pictures. `tokens`: of the rendered chat, int32, in which one token stands for each picture.
+
+    Raises InvalidRequest for a model that takes no pictures, and for a chat template that does not show all of them.
+    """
+    counting, picture_token = gateway.clients.counting(base_model), gateway.clients.picture_token(base_model)
+    if counting is None or picture_token is None:
+        raise InvalidRequest(f"messages: {base_model!r} takes no pictures here; send text only", field="messages")
+    ids = np.frombuffer(tokens, _INT32)
+    (places,) = np.nonzero(ids == picture_token)
+    if len(places) != len(images):
+        raise InvalidRequest(
+            f"messages: they have {len(images)} pictures, and as rendered by the model's chat template {len(places)} "
+            "tokens that stand for one; do not write such tokens into the text",
+            field="messages",
+        )
+    chunks: list[types_pb2.Chunk] = []
+    parts: list[np.ndarray] = []
+    start = 0
+    for place, image, number in zip(places.tolist(), images, range(len(images)), strict=True):
+        _add_text(chunks, parts, ids[start:place])
+        image.expected_tokens = _tokens_of(image, counting, number)
+        chunks.append(types_pb2.Chunk(image=image))
+        parts.append(np.full(image.expected_tokens, picture_token, _INT32))
+        start = place + 1
+    _add_text(chunks, parts, ids[start:])
+    return Prompt(chunks, np.concatenate(parts).astype(_INT32).tobytes())
+
+
+def _tokens_of(image: types_pb2.Image, counting: Counting, number: int) -> int:
+    where = f"messages: picture {number + 1}"
+    return counting.tokens(*size_of(image.data, image.format, field=where), field=where)
+
+
+def _add_text(chunks: list[types_pb2.Chunk], parts: list[np.ndarray], ids: np.ndarray) -> None:
+    if len(ids):
+        chunks.append(types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=ids.tobytes())))
+        parts.append(ids)

@@ -1,0 +1,113 @@
+"""Pictures in chats: parts with data URLs become chunks where the chat template shows them."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
+from tests.unit.gateway.talking import END, PICTURE, START, TalkingSampler
+from tests.unit.gateway.test_openai import SAYS, ask, events, refusal
+from tinsmith.v1 import trainer_pb2
+
+HEADER = struct.pack(">8sI4sIIBBBBBI", b"\x89PNG\r\n\x1a\n", 13, b"IHDR", 37, 21, 8, 2, 0, 0, 0, 0)
+URL = "data:image/png;base64," + base64.b64encode(HEADER).decode()
+IMAGE = {"type": "image_url", "image_url": {"url": URL, "detail": "auto"}}
+CHAT: dict[str, Any] = {
+    "model": BASE_MODEL,
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "A"}, IMAGE, {"type": "text", "text": "B"}, IMAGE]},
+        {"role": "assistant", "content": "C"},
+    ],
+}
+
+
+@pytest.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    async with Stack(tmp_path, TalkingSampler()).serving() as stack:
+        yield stack
+
+
+@pytest.fixture
+def sampler(stack: Stack) -> TalkingSampler:
+    assert isinstance(stack.sampler, TalkingSampler)
+    return stack.sampler
+
+
+@pytest.fixture
+async def client(stack: Stack) -> AsyncIterator[Client]:
+    async with Client(base_url=stack.url, timeout=20, headers={"authorization": "Bearer tml-test"}) as client:
+        yield client
+
+
+async def sees(stack: Stack, sampler: TalkingSampler) -> int:
+    """Lets the base model take pictures, of 15 tokens for 37 x 21 pixels. Returns the token that stands for one."""
+    (token,) = sampler.tokenizer.encode(PICTURE).ids
+    stack.trainer.picture_counting = trainer_pb2.PictureCounting(
+        patch_size=4, merge_size=2, min_pixels=128, max_pixels=2048, picture_token=token
+    )
+    await stack.gateway.clients.trainers[0].ask()
+    return token
+
+
+async def test_pictures_of_a_chat_become_chunks(stack: Stack, sampler: TalkingSampler, client: Client) -> None:
+    token = await sees(stack, sampler)
+    answer = await ask(client, "chat/completions", CHAT, return_token_ids=True)
+    assert answer["choices"][0]["message"]["content"] == SAYS
+    first, one, middle, two, last = sampler.requests[-1].prompt
+    for chunk in (one, two):
+        assert (chunk.image.data, chunk.image.format, chunk.image.expected_tokens) == (HEADER, "png", 15)
+    texts = [np.frombuffer(chunk.encoded_text.tokens, "<i4").tolist() for chunk in (first, middle, last)]
+    expected = [f"{START}user:A", "B", f"{END}{START}assistant:C{END}"]
+    assert texts == [sampler.tokenizer.encode(text).ids for text in expected]
+    whole = [*texts[0], *[token] * 15, *texts[1], *[token] * 15, *texts[2]]
+    assert answer["prompt_token_ids"] == whole
+    assert answer["usage"]["prompt_tokens"] == len(whole)
+    chunks = await events(client, "chat/completions", CHAT)
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks if chunk["choices"]) == SAYS
+    assert len(sampler.requests[-1].prompt) == 5
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("https://example.org/cat.png", "'https://example.org/cat.png' is no data URL of a PNG or JPEG"),
+        ("data:image/gif;base64,AAAA", "is no data URL of a PNG or JPEG"),
+        ("data:image/png;base64,!", "messages[0].content[0].image_url.url: '!' is not base64"),
+        ("data:image/jpeg;base64,AAAA", "messages: picture 1.data: the picture is no jpeg file"),
+    ],
+)
+async def test_what_is_no_picture_is_refused(
+    stack: Stack,
+    sampler: TalkingSampler,
+    client: Client,
+    url: str,
+    message: str,
+) -> None:
+    await sees(stack, sampler)
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    assert message in (await refusal(client, "chat/completions", CHAT, messages=messages))["message"]
+    assert not sampler.requests
+
+
+async def test_pictures_need_a_model_that_sees_and_a_place_in_its_template(
+    stack: Stack,
+    sampler: TalkingSampler,
+    client: Client,
+) -> None:
+    error = await refusal(client, "chat/completions", CHAT)
+    assert f"messages: {BASE_MODEL!r} takes no pictures here" in error["message"]
+    await sees(stack, sampler)
+    messages = [{"role": "user", "content": [{"type": "text", "text": PICTURE}, IMAGE]}]
+    error = await refusal(client, "chat/completions", CHAT, messages=messages)
+    assert "they have 1 pictures, and as rendered by the model's chat template 2 tokens" in error["message"]
+    high = {"type": "image_url", "image_url": {"url": URL, "detail": "high"}}
+    error = await refusal(client, "chat/completions", CHAT, messages=[{"role": "user", "content": [high]}])
+    assert "detail" in error["message"]
+    assert not sampler.requests
