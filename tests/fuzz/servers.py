@@ -29,19 +29,14 @@ class FakeServer:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         stack = Stack(self._state_dir, TalkingSampler())
         try:
-            await stack.trainer_backend.start()
-            await stack.sampler_backend.start()
-            await stack.start_gateway(long_poll_s=0.05, openai_wait_s=0.1)
-            async with Client(base_url=stack.url, headers={"x-api-key": "tml-test"}) as client:
-                self.known = await make_some(client)
-            self.url = stack.url
-            self._ready.set()
-            await self._stop.wait()
+            async with stack.serving(long_poll_s=0.05, openai_wait_s=0.1):
+                async with Client(base_url=stack.url, headers={"x-api-key": "tml-test"}) as client:
+                    self.known = await make_some(client)
+                self.url = stack.url
+                self._ready.set()
+                await self._stop.wait()
         finally:
             self._ready.set()
-            await stack.stop_gateway()
-            await stack.trainer_backend.stop()
-            await stack.sampler_backend.stop()
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -1,5 +1,5 @@
 """uvicorn without its pauses. It checks ten times a second whether it should stop, and sleeps 0.1 s while it stops.
-With these pauses the server of each test of the gateway takes 0.18 s to stop, and without them 0.03 s."""
+With these pauses the server of each test of the gateway takes 0.18 s to stop, of which it computes 0.03 s."""
 
 from __future__ import annotations
 

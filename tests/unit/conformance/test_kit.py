@@ -35,14 +35,8 @@ def python(tmp_path: Path) -> Path:
 @pytest.fixture
 async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
     """Its trainer answers every batch with made-up logprobs, and a loss that is the number of datums."""
-    stack = Stack(tmp_path)
-    await stack.trainer_backend.start()
-    await stack.sampler_backend.start()
-    await stack.start_gateway()
-    yield stack
-    await stack.stop_gateway()
-    await stack.trainer_backend.stop()
-    await stack.sampler_backend.stop()
+    async with Stack(tmp_path).serving() as stack:
+        yield stack
 
 
 async def test_a_server_with_wrong_numbers_fails_the_cases_about_numbers(stack: Stack, python: Path) -> None:

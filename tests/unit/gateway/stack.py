@@ -530,13 +530,15 @@ class Stack:
 
     @asynccontextmanager
     async def serving(self, **settings: Any) -> AsyncIterator[Self]:
-        await self.trainer_backend.start()
-        await self.sampler_backend.start()
-        await self.start_gateway(**settings)
-        yield self
-        await self.stop_gateway()
-        await self.trainer_backend.stop()
-        await self.sampler_backend.stop()
+        try:
+            await self.trainer_backend.start()
+            await self.sampler_backend.start()
+            await self.start_gateway(**settings)
+            yield self
+        finally:
+            await self.stop_gateway()
+            await self.trainer_backend.stop()
+            await self.sampler_backend.stop()
 
     @property
     def gateway(self) -> Gateway:
