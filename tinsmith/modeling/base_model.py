@@ -459,7 +459,9 @@ class BaseModel:
         for length, options in self._calls(layout):
             stop = start + length
             seen = None if sights is None else sights.within(start, stop)
-            places = {} if seen is None else {"position_ids": position_ids[..., start:stop]}
+            # Text after a picture has positions of its own, which the length of a cache does not tell.
+            told = seen is not None or (self.tower is not None and "past_key_values" in options)
+            places = {"position_ids": position_ids[..., start:stop]} if told else {}
             within = runs_within(runs, start, stop)
             outputs.append(self._decode(tokens_T[start:stop], within, seen, {**options, **places}))
             start = stop

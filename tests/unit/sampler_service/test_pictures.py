@@ -84,10 +84,14 @@ class Oracle:
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize("family", VISION)
-async def test_the_sampler_is_transformers(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "packs"), [*((family, True) for family in VISION), ("Qwen3VL", False)])
+async def test_the_sampler_is_transformers(
+    family: str, packs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts of one and two pictures and of text alone, computed in pieces that cut pictures, beside each other; their
     samples go on from one prompt."""
+    if not packs:  # one sequence at a time
+        monkeypatch.setattr("tinsmith.modeling.base_model._unpackable", lambda config: "a test")
     oracle = Oracle(make_vision_model(tmp_path, family))
     prompts: list[tuple[list[types_pb2.Chunk], list[Image.Image]]] = [
         ([text(3), chunk(WIDE, expected_tokens=15), text(4, seed=1), chunk(HIGH), text(2)], [WIDE, HIGH]),
