@@ -182,12 +182,10 @@ class TorchEngine:
 
     @property
     def tower(self) -> Tower | None:
-        return None if self.base.one_by_one else self.base.tower
+        return self.base.tower
 
     @property
     def why_no_pictures(self) -> str:
-        if self.base.one_by_one and self.base.tower is not None:  # its own cache counts positions without pictures
-            return "it is sampled one sequence at a time"
         return self.base.why_no_pictures
 
     async def submit(self, request: Request, *, stream: bool = False, request_id: str = "") -> Generation:

@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,14 +170,6 @@ async def test_a_picture_on_which_the_tower_fails_ends_its_own_request_only(
         monkeypatch.undo()
         bad = asked(engine, text(2), chunk(HIGH), text(20), prompt_logprobs=True)
         oracle.check(await answer(engine, bad), bad, [HIGH])  # nothing wrong was kept
-
-
-async def test_a_model_that_is_sampled_one_sequence_at_a_time_refuses_pictures(tmp_path: Path) -> None:
-    make_vision_model(tmp_path)
-    async with serving(tmp_path) as engine:
-        engine.base = replace(engine.base, one_by_one="for this test")
-        with pytest.raises(InvalidRequest, match=r"^prompt\[1\]: .*\(it is sampled one sequence at a time\)"):
-            asked(engine, text(2), chunk(HIGH))
 
 
 async def test_a_picture_that_cannot_be_taken_is_refused_by_its_chunk(tmp_path: Path) -> None:
