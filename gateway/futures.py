@@ -16,7 +16,6 @@ from typing import Protocol
 
 import orjson
 
-from gateway.database.tables.history import Span
 from gateway.ids import Target, is_model, sample_of, session_of
 from gateway.load import Share
 from gateway.metrics import Metrics
@@ -314,7 +313,19 @@ class Futures:
                 del self._pending[pending.request_id]
             if pending.answer is not None:
                 self._keep(pending.request_id, pending.fingerprint, pending.answer)
-                self._ledger.add(_span(pending, outcome))
+                started_at, computed_at = pending.ran or (None, None)
+                self._ledger.span(
+                    session_id=pending.session_id,
+                    track=pending.group,
+                    name=pending.name or pending.kind,
+                    request_id=pending.request_id,
+                    submitted_at=pending.submitted_at,
+                    started_at=started_at,
+                    computed_at=computed_at,
+                    ended_at=time.time(),
+                    outcome=outcome,
+                    num_tokens=pending.num_tokens,
+                )
             pending.wake()
             self._ended(pending.request_id)
         logger.info("%s: %s after %.3f s%s", pending.kind, outcome, seconds, f": {why}" if why else "")
@@ -394,19 +405,3 @@ class Futures:
 def _counted(pending: Pending) -> list[str | tuple[str, str]]:
     whose = [] if pending.hold is None else [(pending.kind, pending.hold.owner)]
     return [pending.kind, pending.group, *whose]
-
-
-def _span(pending: Pending, outcome: str) -> Span:
-    started_at, computed_at = pending.ran or (None, None)
-    return Span(
-        session_id=pending.session_id,
-        track=pending.group,
-        name=pending.name or pending.kind,
-        request_id=pending.request_id,
-        submitted_at=pending.submitted_at,
-        started_at=started_at,
-        computed_at=computed_at,
-        ended_at=time.time(),
-        outcome=outcome,
-        num_tokens=pending.num_tokens,
-    )

@@ -11,13 +11,14 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, cast
 
 from cachetools import LRUCache
 from sqlalchemy import Table, delete, func, select, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from gateway.dashboard.points import Columns, Observation, by_steps, columns, point_of, thinned
+from gateway.dashboard.points import Columns, by_steps, columns, point_of, thinned
 from gateway.database.store import Store
 from gateway.database.tables.history import MetricPoint
 from gateway.database.tables.sessions import Model
@@ -52,7 +53,8 @@ class History:
         """`max_points`: most points of each run, at least 16; 0: no history."""
         self._store = store
         self._max_points = max_points
-        self._waiting: deque[MetricPoint] = deque()
+        self._waiting: deque[dict[str, Any]] = deque()
+        """Columns of points."""
         self._unchecked: LRUCache[str, int] = LRUCache(_MAX_UNCHECKED)
         """run_id -> rows that this process has written since it last counted the run's rows."""
 
@@ -73,8 +75,8 @@ class History:
         """
         if self._max_points and isinstance(reply, (pb.ForwardBackwardResponse, pb.OptimStepResponse)):
             at, compute_s = (time.time(), None) if ran is None else (ran[1], ran[1] - ran[0])
-            seen = Observation(run_id, seq_id, at, reply, body, is_forward_only, compute_s)
-            self._waiting.append(point_of(seen))  # not `seen`, whose answer may be a thousand times larger
+            about = {"at": at, "body": body, "is_forward_only": is_forward_only, "compute_s": compute_s}
+            self._waiting.append(point_of(run_id, seq_id, reply, **about))
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
@@ -85,27 +87,27 @@ class History:
     async def flush(self) -> None:
         """Writes the waiting points. They go on waiting when that fails. One call at a time. Raises
         SQLAlchemyError."""
-        points = sorted(self._waiting, key=lambda point: point.run_id)
+        points = sorted(self._waiting, key=itemgetter("run_id"))
         self._waiting.clear()
         try:
             while points:  # the points of a long outage, all at once, would block the event loop for seconds
                 await self._write(points[:_PER_WRITE])
                 del points[:_PER_WRITE]
         except BaseException:
-            points.sort(key=lambda point: point.at)  # points of the same moment keep their order
+            points.sort(key=itemgetter("at"))  # points of the same moment keep their order
             self._waiting.extendleft(reversed(points))
             self._forget_oldest()
             raise
 
-    async def _write(self, waiting: Sequence[MetricPoint]) -> None:
-        by_run: dict[str, dict[int, MetricPoint]] = {}
+    async def _write(self, waiting: Sequence[dict[str, Any]]) -> None:
+        by_run: dict[str, dict[int, dict[str, Any]]] = {}
         for point in waiting:
-            by_run.setdefault(point.run_id, {})[point.seq_id] = point
+            by_run.setdefault(point["run_id"], {})[point["seq_id"]] = point
         async with self._store.begin() as db:
             for run_id, points in by_run.items():
                 merged = await _merged_ranges(db, run_id, since=min(points))
                 rows = [
-                    _as_dict(point)
+                    point
                     for seq_id, point in points.items()
                     if not any(first <= seq_id <= last for first, last in merged)
                 ]

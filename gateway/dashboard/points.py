@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gateway.database.tables.history import MetricPoint
@@ -24,43 +23,40 @@ FORWARD = "forward/"
 """Prefix of the metrics of batches without gradients, which are no part of the training curve."""
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """One answer of the trainer, as it passes through the gateway."""
+def point_of(
+    run_id: str,
+    seq_id: int,
+    reply: pb.ForwardBackwardResponse | pb.OptimStepResponse,
+    *,
+    at: float,
+    body: bytes = b"",
+    is_forward_only: bool = False,
+    compute_s: float | None = None,
+) -> dict[str, Any]:
+    """An answer of the trainer as the columns of a `MetricPoint`.
 
-    run_id: str
-    seq_id: int
-    at: float
-    reply: pb.ForwardBackwardResponse | pb.OptimStepResponse
-    body: bytes = b""
-    """The request of an OptimStep; empty when this gateway does not have it."""
-    is_forward_only: bool = False
-    compute_s: float | None = None
-
-
-def point_of(seen: Observation) -> MetricPoint:
-    """The observation as a row of the database."""
-    metrics = dict(seen.reply.metrics)
+    `body`: the request of an OptimStep; empty when this gateway does not have it.
+    """
+    metrics = dict(reply.metrics)
     weight = 1.0
-    if isinstance(seen.reply, pb.OptimStepResponse):
-        request = pb.OptimStepRequest.FromString(seen.body)
-        params = getattr(request, request.WhichOneof("params") or "adam_params")
-        if seen.body:
-            metrics[LEARNING_RATE] = params.learning_rate
+    if isinstance(reply, pb.OptimStepResponse):
+        if body:
+            request = pb.OptimStepRequest.FromString(body)
+            metrics[LEARNING_RATE] = getattr(request, request.WhichOneof("params") or "adam_params").learning_rate
     else:
         weight = metrics.get("num_sequences:sum") or 1.0
-    if seen.compute_s is not None:
-        metrics[COMPUTE_SECONDS] = seen.compute_s
-    prefix = FORWARD if seen.is_forward_only else ""
-    return MetricPoint(
-        run_id=seen.run_id,
-        seq_id=seen.seq_id,
-        first_seq_id=seen.seq_id,
-        at=seen.at,
-        num_steps=int(isinstance(seen.reply, pb.OptimStepResponse)),
-        num_operations=1,
-        sums={f"{prefix}{name}": _entry(name, value, weight) for name, value in metrics.items()},
-    )
+    if compute_s is not None:
+        metrics[COMPUTE_SECONDS] = compute_s
+    prefix = FORWARD if is_forward_only else ""
+    return {
+        "run_id": run_id,
+        "seq_id": seq_id,
+        "first_seq_id": seq_id,
+        "at": at,
+        "num_steps": int(isinstance(reply, pb.OptimStepResponse)),
+        "num_operations": 1,
+        "sums": {f"{prefix}{name}": _entry(name, value, weight) for name, value in metrics.items()},
+    }
 
 
 def _kind(name: str) -> str:

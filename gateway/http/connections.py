@@ -51,22 +51,57 @@ class _Waiting:
         return self.seconds > limits.transfer_grace_s + self.num_bytes / limits.min_transfer_bytes_s
 
 
-class _CountingTransport:
-    """A transport that counts the bytes that it has sent."""
+_HELD_BYTES = 4096
+"""Longest write that waits for the next one."""
 
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+
+class _Transport:
+    """A transport that counts the bytes that it has sent, and sends the head of an answer together with its body.
+
+    uvicorn writes the two one after the other, and each write is a call of the system. So a short write waits for the
+    next one, until the event loop's next pass at most.
+    """
+
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, close: Callable[[], None]
+    ) -> None:
         """`close`: called when uvicorn closes the transport."""
         self._transport = transport
+        self._loop = loop
+        self._close = close
         self._num_written = 0
-        self.close = close
+        self._held = b""
 
     def write(self, data: bytes) -> None:
         self._num_written += len(data)
-        self._transport.write(data)
+        if self._held:
+            held, self._held = self._held, b""
+            self._transport.writelines([held, data])
+        elif len(data) <= _HELD_BYTES:
+            self._held = data
+            self._loop.call_soon(self._flush)
+        else:
+            self._transport.write(data)
+
+    def _flush(self) -> None:
+        if self._held:
+            held, self._held = self._held, b""
+            self._transport.write(held)
+
+    def write_eof(self) -> None:
+        self._flush()
+        self._transport.write_eof()
+
+    def close(self) -> None:
+        self._flush()
+        self._close()
+
+    def get_write_buffer_size(self) -> int:
+        return len(self._held) + self._transport.get_write_buffer_size()
 
     @property
     def num_sent(self) -> int:
-        return self._num_written - self._transport.get_write_buffer_size()
+        return self._num_written - self.get_write_buffer_size()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -96,7 +131,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """The connection closes when the body that is still arriving is complete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._counting = _CountingTransport(transport, partial(self._close, transport))
+        self._counting = _Transport(transport, self.loop, partial(self._close, transport))
         super().connection_made(self._counting)  # type: ignore[arg-type]
         self._headers_since = time.monotonic()
         if len(self.connections) > self.limits.max_connections:

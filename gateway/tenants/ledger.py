@@ -39,8 +39,8 @@ _Used = tuple[int, Whose, str, str, str]
 _UNKNOWN = Whose("", "")
 _Operation = tuple[str, int]
 """model_id and seq_id."""
-_MAX_ROWS = 50_000
-"""Most spans and audit events that wait while the database cannot be written. Beyond that, spans are dropped."""
+_MAX_SPANS = 50_000
+"""Most spans that wait while the database cannot be written. Further ones are dropped."""
 _MAX_TRAINED = 50_000
 """Most training operations whose usage waits for the database. Beyond that, `check_room` refuses new ones, so that no
 usage is lost."""
@@ -70,11 +70,13 @@ class _Gathered:
 
     usage: Counter[_Used] = field(default_factory=Counter)
     trained: dict[_Operation, _Trained] = field(default_factory=dict)
-    rows: list[AuditEvent | Span] = field(default_factory=list)
+    events: list[AuditEvent] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    """Columns of `Span`. There is one for each request, and an object of a mapped class costs more."""
     touched: dict[str, float] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.usage or self.trained or self.rows or self.touched)
+        return bool(self.usage or self.trained or self.events or self.spans or self.touched)
 
 
 class Ledger:
@@ -166,11 +168,15 @@ class Ledger:
     def audit(self, event: str, *, owner: str, category: str = "checkpoints", **details: Any) -> None:
         self.add(audit_event(event, owner=owner, category=category, **details))
 
-    def add(self, row: AuditEvent | Span) -> None:
-        if isinstance(row, Span) and len(self._gathered.rows) >= _MAX_ROWS:
+    def add(self, event: AuditEvent) -> None:
+        self._gathered.events.append(event)
+
+    def span(self, **columns: Any) -> None:
+        """Adds a finished piece of work. `columns`: those of `Span`."""
+        if len(self._gathered.spans) >= _MAX_SPANS:
             self._store.dropped_rows.labels(kind="span").inc()
         else:
-            self._gathered.rows.append(row)
+            self._gathered.spans.append(columns)
 
     def check_room(self) -> None:
         """Raises NotReady when the usage of `_MAX_TRAINED` training operations waits for the database."""
@@ -300,12 +306,10 @@ async def _add_rows(db: AsyncSession, batch: _Gathered) -> None:
     if batch.touched:
         touch = update(_MODELS).where(_MODELS.c.model_id == bindparam("id")).values(last_request_at=bindparam("at"))
         await db.execute(touch, [{"id": model_id, "at": at} for model_id, at in sorted(batch.touched.items())])
-    for kind in (AuditEvent, Span):
-        rows = [row for row in batch.rows if isinstance(row, kind)]
+    for kind, rows in ((AuditEvent, [_values(event) for event in batch.events]), (Span, batch.spans)):
+        # As values, and a part at a time: after an outage, objects all at once would block the event loop for seconds.
         for start in range(0, len(rows), PER_STATEMENT):
-            # As values, and a part at a time: after an outage, objects all at once would block the event loop for
-            # seconds.
-            await db.execute(insert(kind), [_values(row) for row in rows[start : start + PER_STATEMENT]])
+            await db.execute(insert(kind), rows[start : start + PER_STATEMENT])
 
 
 async def _counts(db: AsyncSession, whose: Iterable[Whose]) -> dict[Whose, int]:
@@ -327,6 +331,6 @@ def _this_hour() -> int:
     return int(time.time() // 3600)
 
 
-def _values(row: AuditEvent | Span) -> dict[str, Any]:
+def _values(row: AuditEvent) -> dict[str, Any]:
     """The columns of the row, without the key that the database assigns."""
     return {column.name: getattr(row, column.name) for column in row.__table__.columns if not column.primary_key}

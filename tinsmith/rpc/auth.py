@@ -3,6 +3,7 @@ headers."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import ipaddress
@@ -94,6 +95,7 @@ def admins(api_keys: Iterable[SecretStr | ApiKey], service_key: SecretStr) -> li
     return accepted([key for key in named(api_keys) if key.admin], service_key)
 
 
+@functools.lru_cache(256)
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback

@@ -7,7 +7,7 @@ from starlette.responses import HTMLResponse
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.browsers import SecurityHeaders
+from gateway.http.middleware import SecurityHeaders
 from tests.unit.gateway.stack import Client, Stack
 
 CREATE = {"type": "create_session"}

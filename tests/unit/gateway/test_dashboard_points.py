@@ -10,7 +10,6 @@ import pytest
 from gateway.dashboard.points import (
     COMPUTE_SECONDS,
     LEARNING_RATE,
-    Observation,
     by_steps,
     columns,
     loss_per_token,
@@ -28,14 +27,15 @@ RUN = "s:train:0"
 def batch(seq_id: int, *, is_forward_only: bool = False, **metrics: float) -> MetricPoint:
     given = {name.replace("__", ":"): value for name, value in metrics.items()}
     reply = pb.ForwardBackwardResponse(metrics=given)
-    return point_of(Observation(RUN, seq_id, 100.0 + seq_id, reply, is_forward_only=is_forward_only, compute_s=0.5))
+    columns = point_of(RUN, seq_id, reply, at=100.0 + seq_id, is_forward_only=is_forward_only, compute_s=0.5)
+    return MetricPoint(**columns)
 
 
 def step(seq_id: int, *, norm: float = 1.0, learning_rate: float = 1e-3) -> MetricPoint:
     reply = pb.OptimStepResponse(metrics={"grad_norm:mean": norm})
     adam = pb.AdamParams(learning_rate=learning_rate)
     body = pb.OptimStepRequest(model_id=RUN, seq_id=seq_id, adam_params=adam).SerializeToString()
-    return point_of(Observation(RUN, seq_id, 100.0 + seq_id, reply, body))
+    return MetricPoint(**point_of(RUN, seq_id, reply, at=100.0 + seq_id, body=body))
 
 
 def run_of(num_steps: int) -> list[MetricPoint]:

@@ -362,7 +362,7 @@ async def test_an_outage_under_load_takes_bounded_memory_and_loses_nothing_bille
     await gateway.dashboard.flush()
     bounds = {"points": 6, "rows": 8, "trained": 20}
     monkeypatch.setattr("gateway.dashboard.history._MAX_WAITING", bounds["points"])
-    monkeypatch.setattr("gateway.tenants.ledger._MAX_ROWS", bounds["rows"])
+    monkeypatch.setattr("gateway.tenants.ledger._MAX_SPANS", bounds["rows"])
     monkeypatch.setattr("gateway.tenants.ledger._MAX_TRAINED", bounds["trained"])
     ledger, history = gateway.ledger, gateway.dashboard.history
     num_accepted = 0

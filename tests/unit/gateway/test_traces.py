@@ -3,7 +3,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from gateway.database.tables.history import Span
 from tests.unit.gateway.stack import Client, Stack
 from tests.unit.gateway.test_downloads import fetch
 from tests.unit.gateway.test_runs import get
@@ -11,12 +10,12 @@ from tests.unit.gateway.test_runs import get
 BEGIN = 1_800_000_000.0
 
 
-def span(session_id: str, track: str, begin: float, end: float, **facts: Any) -> Span:
+def span(session_id: str, track: str, begin: float, end: float, **facts: Any) -> dict[str, Any]:
     """Times count from BEGIN."""
     for name in ("started_at", "computed_at"):
         facts[name] = BEGIN + facts[name] if name in facts else None
     values = {"name": "asample", "request_id": f"{track}:{begin}", "outcome": "ok", "num_tokens": 3} | facts
-    return Span(session_id=session_id, track=track, submitted_at=BEGIN + begin, ended_at=BEGIN + end, **values)
+    return {"session_id": session_id, "track": track, "submitted_at": BEGIN + begin, "ended_at": BEGIN + end, **values}
 
 
 async def trace_of(client: Client, session_id: str) -> list[dict[str, Any]]:
@@ -38,10 +37,10 @@ async def test_each_track_is_a_thread_of_the_service_that_worked(stack: Stack, c
     ledger = stack.server.app.state.gateway.ledger
     session_id = await client.session()
     model, sampler = f"{session_id}:train:0", f"{session_id}:sample:0"
-    ledger.add(span(session_id, model, 0, 4, name="forward_backward", started_at=1, computed_at=3))
-    ledger.add(span(session_id, model, 4, 5, name="optim_step", outcome="user"))
-    ledger.add(span(session_id, sampler, 2, 3))
-    ledger.add(span("another", "another:train:0", 2, 3))
+    ledger.span(**span(session_id, model, 0, 4, name="forward_backward", started_at=1, computed_at=3))
+    ledger.span(**span(session_id, model, 4, 5, name="optim_step", outcome="user"))
+    ledger.span(**span(session_id, sampler, 2, 3))
+    ledger.span(**span("another", "another:train:0", 2, 3))
     events = await trace_of(client, session_id)
     names = {
         kind: {(event["pid"], event.get("tid")): event["args"]["name"] for event in events if event["name"] == kind}
@@ -66,7 +65,7 @@ async def test_requests_that_overlap_lie_on_threads_of_their_own(stack: Stack, c
     session_id = await client.session()
     sampler = f"{session_id}:sample:0"
     for begin, end in ((0, 10), (1, 3), (2, 5), (3, 4), (11, 12)):
-        stack.server.app.state.gateway.ledger.add(span(session_id, sampler, begin, end))
+        stack.server.app.state.gateway.ledger.span(**span(session_id, sampler, begin, end))
     events = await trace_of(client, session_id)
     threads: dict[int, list[tuple[float, float]]] = {}
     for event in slices(events, "request"):
@@ -96,6 +95,6 @@ async def test_a_long_session_is_read_in_pages(stack: Stack, client: Client) -> 
     gateway = stack.server.app.state.gateway
     session_id = await client.session()
     for n in range(2500):
-        gateway.ledger.add(span(session_id, f"{session_id}:train:0", n // 2, n // 2 + 0.5, request_id=str(n)))
+        gateway.ledger.span(**span(session_id, f"{session_id}:train:0", n // 2, n // 2 + 0.5, request_id=str(n)))
     requests = slices(await trace_of(client, session_id), "request")
     assert [event["args"]["request_id"] for event in requests] == [str(n) for n in range(2500)]
