@@ -20,8 +20,8 @@ import orjson
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
+from starlette import requests
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.config import GatewayConfig
@@ -97,7 +97,7 @@ def retry_after(error: ServiceError) -> dict[str, str] | None:
     return {"Retry-After": error.metadata.get("retry_after_s", "1")}
 
 
-async def service_error(request: Request, error: Exception) -> Response:
+async def service_error(request: requests.Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
     status = status_of(error)
     return detail(status, error.message, headers=retry_after(error))
@@ -157,7 +157,7 @@ class TooLarge(HTTPException):
         self.end = end
 
 
-async def read(request: Request, config: GatewayConfig) -> bytes:
+async def read(request: requests.Request, config: GatewayConfig) -> bytes:
     """The body as it was sent.
 
     Raises TooLarge above max_body_bytes, and OutOfCapacity when max_held_body_bytes leaves no room for it. The rest of
@@ -196,29 +196,55 @@ async def read(request: Request, config: GatewayConfig) -> bytes:
     return b"".join(chunks)
 
 
-def idempotency_key(request: Request) -> str | None:
-    """The client's key for this request and its repeats; None when it sent none.
+class Request(requests.Request):
+    """A request, with the gateway that it came to and the caller who sent it."""
 
-    Raises InvalidRequest for a key that is too long for the database's index.
-    """
-    key = request.headers.get("x-idempotency-key")
-    if key is not None and len(key) > _MAX_KEY_CHARACTERS:
-        raise InvalidRequest(
-            f"x-idempotency-key: has {len(key)} characters, and may have at most {_MAX_KEY_CHARACTERS}",
-            field="x-idempotency-key",
-        )
-    return key
+    raw: bytes
+    """The body as it was sent; there after `json_object`."""
 
+    @property
+    def gateway(self) -> Gateway:
+        return cast("Gateway", self.app.state.gateway)
 
-async def read_json(request: Request, config: GatewayConfig) -> tuple[dict[str, Any], bytes]:
-    """The JSON object in the body, and the body itself. Integers of any size stay exact.
+    @property
+    def caller(self) -> Caller:
+        """The holder of the request's key."""
+        return cast(Caller, self.state.caller)
 
-    Raises what `read` raises, HTTPException 400 when the body is no JSON object, and TooLarge when it holds more than
-    max_body_values.
-    """
-    body = await read(request, config)
-    async with turn_of(request, len(body)):
-        return await off_loop(lambda: json_object(body, config), num_bytes=len(body), config=config), body
+    @property
+    def owner(self) -> str:
+        """The owner of everything that the request makes."""
+        return self.caller.owner
+
+    @property
+    def idempotency_key(self) -> str | None:
+        """The client's key for this request and its repeats; None when it sent none.
+
+        Raises InvalidRequest for a key that is too long for the database's index.
+        """
+        key = self.headers.get("x-idempotency-key")
+        if key is not None and len(key) > _MAX_KEY_CHARACTERS:
+            raise InvalidRequest(
+                f"x-idempotency-key: has {len(key)} characters, and may have at most {_MAX_KEY_CHARACTERS}",
+                field="x-idempotency-key",
+            )
+        return key
+
+    async def json_object(self) -> dict[str, Any]:
+        """The JSON object in the body, which `raw` has from then on. Integers of any size stay exact.
+
+        Raises what `read` raises, HTTPException 400 when the body is no JSON object, and TooLarge when it holds more
+        than max_body_values.
+        """
+        config = self.gateway.config
+        self.raw = body = await read(self, config)
+        async with self.turn(len(body)):
+            return await off_loop(lambda: json_object(body, config), num_bytes=len(body), config=config)
+
+    def turn(self, num_bytes: int) -> AbstractAsyncContextManager[None]:
+        """The caller's turn to have a body worked on; for a small one there is nothing to wait for."""
+        gateway = self.gateway
+        return nullcontext() if num_bytes <= gateway.config.thread_body_bytes else gateway.turns.turn(self.owner)
 
 
 def check_values(number: int, body: bytes, config: GatewayConfig) -> None:
@@ -358,14 +384,6 @@ async def off_loop(work: Callable[[], T], *, num_bytes: int, config: GatewayConf
     return await asyncio.get_running_loop().run_in_executor(_PARSER, _announced, work, config.cores_page)
 
 
-def turn_of(request: Request, num_bytes: int) -> AbstractAsyncContextManager[None]:
-    """The caller's turn to have a body worked on; for a small one there is nothing to wait for."""
-    gateway = gateway_of(request)
-    if num_bytes <= gateway.config.thread_body_bytes:
-        return nullcontext()
-    return gateway.turns.turn(owner_of(request))
-
-
 def _announced(work: Callable[[], T], cores_page: str) -> T:
     with cores(cores_page).reading():
         return work()
@@ -377,27 +395,10 @@ def cores(page: str) -> Cores:
     return Cores(page, most=1, set_threads=lambda _: None)
 
 
-# The parts and the caller
-
-
-def gateway_of(request: Request) -> Gateway:
-    return cast("Gateway", request.app.state.gateway)
-
-
-def caller_of(request: Request) -> Caller:
-    """The holder of the request's key."""
-    return cast(Caller, request.state.caller)
-
-
-def owner_of(request: Request) -> str:
-    """The owner of everything that the request makes."""
-    return caller_of(request).owner
-
-
 # The client's headers
 
 
-async def negotiate(request: Request, answer: Answer, config: GatewayConfig) -> Response:
+async def negotiate(request: requests.Request, answer: Answer, config: GatewayConfig) -> Response:
     """The answer in protobuf if the header Accept names that, else in JSON: SDKs before 0.18.1 read only JSON."""
     to_json = answer.as_json
     weights = _weights(request.headers.get("accept", ""))

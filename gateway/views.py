@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from gateway.answers import checkpoints as answers
+from gateway.answers import training
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import Model, Session
 from tinsmith.rpc.paths import KINDS
@@ -132,7 +133,7 @@ def status_view(session: Session) -> Json | None:
 FINISH_REASONS = ("success", "errored", "interrupted")
 
 
-def session_view(session: Session, *, num_checkpoints: int, num_bytes: int) -> Json:
+def session_view(session: Session, *, num_checkpoints: int, num_bytes: int) -> training.SessionFacts:
     return {
         "session_id": session.session_id,
         "created_at": time_text(session.created_at),

@@ -1,6 +1,8 @@
-"""Types of the gateway's answers, as routes send them and as the OpenAPI document describes them. `gateway/views.py`
-and the routes of checkpoints and runs build answers of these types, which the type checker compares. Other handlers
-build theirs without them; the fuzz tests compare all answers with the document."""
+"""Types of the gateway's answers. A handler's signature names the type of its answer (gateway/http/endpoint.py).
+
+The type checker compares the two, and the OpenAPI document describes the type. OpenAI's completions are made as they
+stream, without these types. The fuzz tests compare them with the document.
+"""
 
 from gateway.answers import checkpoints, openai, records, service, training
 

@@ -49,7 +49,7 @@ class ModelInfo(TypedDict):
     model_id: str
     model_name: str
     is_lora: bool
-    lora_rank: int
+    lora_rank: int | None
     optimizer_config: OptimizerType
     model_data: ModelData
 
@@ -57,7 +57,7 @@ class ModelInfo(TypedDict):
 class WeightsFacts(TypedDict):
     base_model: str
     is_lora: bool
-    lora_rank: int
+    lora_rank: int | None
     train_unembed: bool
     train_mlp: bool
     train_attn: bool

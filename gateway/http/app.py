@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable
 
 import orjson
 from starlette.applications import Starlette
@@ -19,8 +18,7 @@ from gateway.config import GatewayConfig
 from gateway.database.outages import TRY_AGAIN, DatabaseUnusable
 from gateway.gateway import Gateway
 from gateway.http import middleware
-from gateway.http.openapi.document import document
-from gateway.http.openapi.operations import OPERATIONS
+from gateway.http.openapi import document
 from gateway.http.routes import (
     admin,
     checkpoints,
@@ -80,28 +78,12 @@ async def openapi(request: Request) -> Response:
 ROUTES: list[BaseRoute] = [
     Mount("/api/v1", routes=[route for group in GROUPS for route in group.routes]),
     Mount("/v1", routes=openai.routes),
-    Route("/metrics", service.metrics),
+    service.METRICS,
     Route("/openapi.json", openapi, include_in_schema=False),
     Mount("/download", routes=downloads.routes),
     *dashboard.page_routes,
 ]
 
-
-def _check_parameters(routes: Iterable[BaseRoute]) -> None:
-    """Makes documented routes that have no parameters refuse all of them.
-
-    Routes that need no key, such as health and metrics, are left out, since monitoring may add parameters of its own.
-    """
-    for route in routes:
-        if isinstance(route, Mount):
-            _check_parameters(route.routes)
-        elif isinstance(route, Route):
-            operation = OPERATIONS.get(route.endpoint)
-            if operation is not None and operation.needs_key and operation.query is None:
-                route.app = middleware.without_parameters(route.app)
-
-
-_check_parameters(ROUTES)
 
 # Errors that no route has handled
 

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway import codec, schemas
+from gateway import codec
 from gateway.load import Bodies, Pacer, Share
 from gateway.metrics import Metrics
 from gateway.openai import errors as openai_errors
@@ -327,14 +327,3 @@ class HoldBodies:
             await self._app(scope, receive, in_pieces)
         finally:
             share.release()
-
-
-def without_parameters(app: ASGIApp) -> ASGIApp:
-    """Makes a route without parameters refuse every parameter of the URL by name."""
-
-    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["query_string"]:
-            codec.parse(schemas.Query, dict(Request(scope).query_params))
-        await app(scope, receive, send)
-
-    return checked

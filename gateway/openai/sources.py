@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sqlalchemy import select
 
+from gateway.answers.openai import ModelCard
 from gateway.database.catalog import exists_now
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import SamplingSession
@@ -50,11 +49,11 @@ async def find_source(gateway: Gateway, model: str, *, caller: Caller) -> Source
     return Source(model, caller.owner, session, caller)
 
 
-def _model(name: str, *, created: float, parent: str | None = None) -> dict[str, Any]:
+def _model(name: str, *, created: float, parent: str | None = None) -> ModelCard:
     return {"id": name, "object": "model", "created": int(created), "owned_by": "tinsmith", "parent": parent}
 
 
-async def list_models(gateway: Gateway, *, owner: str) -> list[dict[str, Any]]:
+async def list_models(gateway: Gateway, *, owner: str) -> list[ModelCard]:
     """The base models, and then the caller's newest checkpoints."""
     infos = gateway.clients.samplers.infos()
     names = sorted({name for info in infos for name in info.base_models})
@@ -76,7 +75,7 @@ async def list_models(gateway: Gateway, *, owner: str) -> list[dict[str, Any]]:
     ]
 
 
-async def get_model(gateway: Gateway, name: str, *, caller: Caller) -> dict[str, Any]:
+async def get_model(gateway: Gateway, name: str, *, caller: Caller) -> ModelCard:
     """One entry of the list of models. Raises what `find_source` raises."""
     await find_source(gateway, name, caller=caller)
     if not name.startswith(SCHEME):

@@ -24,7 +24,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from gateway.http.app import ROUTES
-from gateway.http.openapi.document import document
+from gateway.http.openapi import document
 from tests.fuzz.servers import FakeServer, make_some
 from tests.support.examples import BASE_MODEL
 from tests.support.stack import Stack

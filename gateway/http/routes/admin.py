@@ -6,15 +6,13 @@ import time
 from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import select
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from gateway import schemas
-from gateway.codec import caller_of, gateway_of, json_response, parse
+from gateway import answers, schemas
+from gateway.codec import Request
 from gateway.database.tables.tenants import AuditEvent
+from gateway.http.endpoint import GET
 from gateway.tenants.billing import GIGABYTE, HOUR_S
-from gateway.views import Json, owner_of_urn, time_text, urn_of
+from gateway.views import owner_of_urn, time_text, urn_of
 from tinsmith.errors import InvalidRequest
 
 MAX_USAGE_DAYS = 14
@@ -22,12 +20,12 @@ MAX_USAGE_DAYS = 14
 
 def _whose(request: Request) -> str | None:
     """The owner whose usage the caller may see; None: all owners."""
-    caller = caller_of(request)
+    caller = request.caller
     return None if caller.admin else caller.owner
 
 
-def _entry(event: AuditEvent) -> Json:
-    entry: Json = {
+def _entry(event: AuditEvent) -> answers.records.AuditEntry:
+    entry: answers.records.AuditEntry = {
         "timestamp": time_text(event.at),
         "event": event.event,
         "event_details": {"actor": urn_of(event.owner), **event.details},
@@ -39,10 +37,12 @@ def _entry(event: AuditEvent) -> Json:
     return entry
 
 
-async def audit(request: Request) -> Response:
-    """The caller's actions on one day, from midnight to midnight UTC; for an admin, everyone's. Default: today."""
-    gateway = gateway_of(request)
-    query = parse(schemas.AuditQuery, dict(request.query_params))
+async def audit(request: Request, query: schemas.AuditQuery) -> answers.records.AuditLog:
+    """Audit log of a day.
+
+    The caller's actions from midnight to midnight UTC; for an admin, everyone's. Default: today.
+    """
+    gateway = request.gateway
     day = query.day or datetime.now(UTC).date()
     begin = datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()
     events = select(AuditEvent).where(AuditEvent.at >= begin, AuditEvent.at < begin + timedelta(days=1).total_seconds())
@@ -53,7 +53,7 @@ async def audit(request: Request) -> Response:
     await gateway.ledger.flush()
     async with gateway.store.begin() as db:
         found = list(await db.scalars(events.order_by(AuditEvent.at, AuditEvent.event_id)))
-    return json_response({"entries": [_entry(event) for event in found]})
+    return {"entries": [_entry(event) for event in found]}
 
 
 def _hour(at: datetime, *, field: str) -> int:
@@ -64,9 +64,9 @@ def _hour(at: datetime, *, field: str) -> int:
     return int(hour)
 
 
-async def billing_usage(request: Request) -> Response:
-    gateway = gateway_of(request)
-    query = parse(schemas.UsageQuery, dict(request.query_params))
+async def billing_usage(request: Request, query: schemas.UsageQuery) -> answers.records.UsageEvents:
+    """Usage by hour."""
+    gateway = request.gateway
     begin = _hour(query.starting_on, field="starting_on")
     end = _hour(query.ending_before, field="ending_before")
     if begin * HOUR_S > time.time():
@@ -81,20 +81,18 @@ async def billing_usage(request: Request) -> Response:
     for event in events:
         caller = gateway.tenants.callers.by_owner(owner_of_urn(event["user_id"]))
         event["user_name"] = caller.name if caller is not None else None
-    return json_response(
-        {
-            "data": events,
-            "sessions": {key: {"user_metadata": row.user_metadata or None} for key, row in sessions.items()},
-            "cost_data_through": None,  # there are no invoices; every cost is an estimate by the operator's prices
-        }
-    )
+    return {
+        "data": events,
+        "sessions": {key: {"user_metadata": row.user_metadata or None} for key, row in sessions.items()},
+        "cost_data_through": None,  # there are no invoices; every cost is an estimate by the operator's prices
+    }
 
 
-async def checkpoint_storage(request: Request) -> Response:
-    gateway = gateway_of(request)
-    query = parse(schemas.StorageQuery, dict(request.query_params))
+async def checkpoint_storage(request: Request, query: schemas.StorageQuery) -> answers.records.Storage:
+    """Stored checkpoints and their size."""
+    gateway = request.gateway
     price = gateway.tenants.billing.storage_price
-    data: list[Json] = []
+    data: list[answers.records.StorageRow] = []
     for project_id, owner, count, size in await gateway.tenants.billing.stored_now(
         query.project_id, owner=_whose(request)
     ):
@@ -111,11 +109,11 @@ async def checkpoint_storage(request: Request) -> Response:
                 "estimated_monthly_cost_usd": price * size / GIGABYTE,
             }
         )
-    return json_response({"effective_rate_usd_per_gigabyte_month": price, "data": data})
+    return {"effective_rate_usd_per_gigabyte_month": price, "data": data}
 
 
 routes = [
-    Route("/audit", audit),
-    Route("/billing/usage/events", billing_usage),
-    Route("/billing/usage/checkpoints/current", checkpoint_storage),
+    GET("/audit", audit, errors=(400,)),
+    GET("/billing/usage/events", billing_usage, errors=(400,)),
+    GET("/billing/usage/checkpoints/current", checkpoint_storage),
 ]

@@ -7,21 +7,21 @@ import time
 from email.utils import formatdate
 from functools import partial
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway import schemas
-from gateway.answers import checkpoints as answers
-from gateway.codec import caller_of, gateway_of, idempotency_key, json_response, owner_of, parse, read_json
+from gateway import answers, schemas
+from gateway.codec import Request, json_response
 from gateway.convert import check_ttl
 from gateway.database.tables.checkpoints import Checkpoint
+from gateway.http.endpoint import DELETE, GET, POST, PUT
 from gateway.views import certificate_view, checkpoint_details, file_view, time_text
 from tinsmith.errors import CheckpointNotFound, DataCorrupted, InvalidRequest
 from tinsmith.rpc.paths import KINDS, SCHEME
 
 _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 _BARE = "/training_runs/{run_id}/checkpoints/{name}"
+_ERRORS = (400, 404, 503)
 _ACTIONS = ("archive", "publish", "ttl")
 """Actions below a checkpoint that SDKs also ask for with a name that lacks its kind."""
 
@@ -41,20 +41,19 @@ def _path(request: Request) -> str:
 
 
 async def _find(request: Request) -> Checkpoint:
-    return await gateway_of(request).storage.checkpoints.find(_path(request), field="path", caller=caller_of(request))
+    return await request.gateway.storage.checkpoints.find(_path(request), field="path", caller=request.caller)
 
 
 async def _find_own(request: Request) -> Checkpoint:
-    return await gateway_of(request).storage.checkpoints.find_own(
-        _path(request), field="path", caller=caller_of(request)
-    )
+    return await request.gateway.storage.checkpoints.find_own(_path(request), field="path", caller=request.caller)
 
 
-async def delete(request: Request) -> Response:
-    await gateway_of(request).storage.checkpoints.delete(
-        _path(request), caller=caller_of(request), idempotency_key=idempotency_key(request)
+async def delete(request: Request) -> answers.service.Empty:
+    """Delete a checkpoint."""
+    await request.gateway.storage.checkpoints.delete(
+        _path(request), caller=request.caller, idempotency_key=request.idempotency_key
     )
-    return json_response({})
+    return {}
 
 
 async def without_kind(request: Request, action: str | None = None) -> Response:
@@ -62,30 +61,32 @@ async def without_kind(request: Request, action: str | None = None) -> Response:
     raise _lacks_kind(request.path_params["run_id"], request.path_params["name"], action)
 
 
-async def publish(request: Request) -> Response:
+async def publish(request: Request) -> answers.service.Empty:
+    """Publish a checkpoint."""
     checkpoint = await _find_own(request)
-    await gateway_of(request).storage.checkpoints.publish(checkpoint, public=True, owner=owner_of(request))
-    return json_response({})
+    await request.gateway.storage.checkpoints.publish(checkpoint, public=True, owner=request.owner)
+    return {}
 
 
-async def unpublish(request: Request) -> Response:
+async def unpublish(request: Request) -> answers.service.Empty:
+    """Unpublish a checkpoint."""
     checkpoint = await _find_own(request)
-    await gateway_of(request).storage.checkpoints.publish(checkpoint, public=False, owner=owner_of(request))
-    return json_response({})
+    await request.gateway.storage.checkpoints.publish(checkpoint, public=False, owner=request.owner)
+    return {}
 
 
-async def set_ttl(request: Request) -> Response:
-    gateway = gateway_of(request)
-    content, _ = await read_json(request, gateway.config)
-    ttl_seconds = check_ttl(parse(schemas.SetTtl, content).ttl_seconds)
-    await gateway.storage.checkpoints.set_ttl(await _find_own(request), ttl_seconds, owner=owner_of(request))
-    return json_response({})
+async def set_ttl(request: Request, body: schemas.SetTtl) -> answers.service.Empty:
+    """Set when a checkpoint expires."""
+    gateway = request.gateway
+    ttl_seconds = check_ttl(body.ttl_seconds)
+    await gateway.storage.checkpoints.set_ttl(await _find_own(request), ttl_seconds, owner=request.owner)
+    return {}
 
 
-async def external_weights_urls(request: Request) -> Response:
-    """A signed URL for each file."""
-    gateway = gateway_of(request)
-    path, caller = _path(request), caller_of(request)
+async def external_weights_urls(request: Request) -> answers.checkpoints.SignedUrls:
+    """Signed URLs of a checkpoint's files."""
+    gateway = request.gateway
+    path, caller = _path(request), request.caller
     if request.path_params["kind"] != "external_weights":
         raise InvalidRequest(f"path: {path} is not of kind external_weights; save_weights_external makes one")
     checkpoint = await gateway.storage.checkpoints.read(path, field="path", caller=caller, purpose="download")
@@ -97,82 +98,90 @@ async def external_weights_urls(request: Request) -> Response:
     }
     expires_at = min((download.expires_at for download in signed.values()), default=time.time())
     urls = {name: download.url for name, download in signed.items()}
-    answer: answers.SignedUrls = {"urls": urls, "expires": time_text(expires_at)}
-    return json_response(answer)
+    return {"urls": urls, "expires": time_text(expires_at)}
 
 
-async def pin(request: Request) -> Response:
-    """Tinsmith's own endpoint: pins the checkpoint, so that neither a retention policy nor its TTL deletes it."""
-    await gateway_of(request).storage.checkpoints.pin(await _find_own(request), pinned=True, owner=owner_of(request))
-    return json_response({})
+async def pin(request: Request) -> answers.service.Empty:
+    """Pin a checkpoint: neither retention nor TTL deletes it.
+
+    Tinsmith's own endpoint.
+    """
+    await request.gateway.storage.checkpoints.pin(await _find_own(request), pinned=True, owner=request.owner)
+    return {}
 
 
-async def unpin(request: Request) -> Response:
-    await gateway_of(request).storage.checkpoints.pin(await _find_own(request), pinned=False, owner=owner_of(request))
-    return json_response({})
+async def unpin(request: Request) -> answers.service.Empty:
+    """Unpin a checkpoint."""
+    await request.gateway.storage.checkpoints.pin(await _find_own(request), pinned=False, owner=request.owner)
+    return {}
 
 
-async def show(request: Request) -> Response:
-    """Tinsmith's own endpoint: all facts about the checkpoint, and its files."""
+async def show(request: Request) -> answers.checkpoints.CheckpointDetails:
+    """A checkpoint and its files.
+
+    Tinsmith's own endpoint.
+    """
     checkpoint = await _find(request)
-    files = await gateway_of(request).storage.checkpoints.files(checkpoint)
-    return json_response(checkpoint_details(checkpoint, files))
+    files = await request.gateway.storage.checkpoints.files(checkpoint)
+    return checkpoint_details(checkpoint, files)
 
 
-async def verify(request: Request) -> Response:
-    """Tinsmith's own endpoint: the trainer reads every file and compares it with the manifest."""
+async def verify(request: Request) -> answers.checkpoints.Verified:
+    """Read all files of a checkpoint and compare them with their checksums.
+
+    Tinsmith's own endpoint.
+    """
     checkpoint = await _find(request)
     try:
-        found = await gateway_of(request).storage.checkpoints.verify(checkpoint)
+        found = await request.gateway.storage.checkpoints.verify(checkpoint)
     except (DataCorrupted, CheckpointNotFound) as error:  # the manifest is damaged, or all files are gone
-        damaged: answers.Verified = {
-            "tinker_path": checkpoint.path,
-            "intact": False,
-            "files": [],
-            "problem": error.message,
-        }
-        return json_response(damaged)
-    answer: answers.Verified = {
+        return {"tinker_path": checkpoint.path, "intact": False, "files": [], "problem": error.message}
+    return {
         "tinker_path": checkpoint.path,
         "intact": not found.problems,
         "files": [{**file_view(file), "problem": found.problems.get(file.name)} for file in found.files],
         "problem": None,
     }
-    return json_response(answer)
 
 
-async def certificate(request: Request) -> Response:
-    """Tinsmith's own endpoint: how far the samplers were from the trainer when the version was last published."""
-    found = await gateway_of(request).sampling.certificates.of_checkpoint(await _find(request))
-    return json_response(certificate_view(found))
+async def certificate(request: Request) -> answers.checkpoints.Certificate:
+    """Certificate of a checkpoint: how far the samplers were from the trainer at the last publish.
+
+    Tinsmith's own endpoint.
+    """
+    found = await request.gateway.sampling.certificates.of_checkpoint(await _find(request))
+    return certificate_view(found)
 
 
 async def archive(request: Request) -> Response:
-    """The signed URL of a tar archive of the files. SDKs up to 0.30 use it; early ones only follow a 302."""
-    gateway = gateway_of(request)
-    path, caller = _path(request), caller_of(request)
+    """Signed URL of an archive of a checkpoint.
+
+    SDKs up to 0.30 use it; early ones only follow a 302.
+    """
+    gateway = request.gateway
+    path, caller = _path(request), request.caller
     checkpoint = await gateway.storage.checkpoints.read(path, field="path", caller=caller, purpose="download")
     download = gateway.storage.downloads.sign(
         request, "archives", *checkpoint.location.split("/"), version=checkpoint.version_id
     )
     headers = {"Location": download.url, "Expires": formatdate(download.expires_at, usegmt=True)}
-    answer: answers.SignedUrl = {"url": download.url, "expires": time_text(download.expires_at)}
+    answer: answers.checkpoints.SignedUrl = {"url": download.url, "expires": time_text(download.expires_at)}
     return json_response(answer, status=302, headers=headers)
 
 
 routes = [
-    Route(_ONE, delete, methods=["DELETE"]),
+    DELETE(_ONE, delete, errors=_ERRORS),
     Route(_BARE, without_kind, methods=["DELETE"], include_in_schema=False),
-    Route(_ONE, show),
-    Route(f"{_ONE}/verify", verify),
-    Route(f"{_ONE}/pin", pin, methods=["POST"]),
-    Route(f"{_ONE}/pin", unpin, methods=["DELETE"]),
-    Route(f"{_ONE}/publish", publish, methods=["POST"]),
-    Route(f"{_ONE}/publish", unpublish, methods=["DELETE"]),
-    Route(f"{_ONE}/ttl", set_ttl, methods=["PUT"]),
-    Route(f"{_ONE}/external_weights_urls", external_weights_urls),
-    Route(f"{_ONE}/archive", archive),
-    Route(f"{_ONE}/certificate", certificate),
+    GET(_ONE, show, errors=_ERRORS),
+    GET(f"{_ONE}/verify", verify, errors=_ERRORS),
+    POST(f"{_ONE}/pin", pin, errors=_ERRORS),
+    DELETE(f"{_ONE}/pin", unpin, errors=_ERRORS),
+    POST(f"{_ONE}/publish", publish, errors=_ERRORS),
+    DELETE(f"{_ONE}/publish", unpublish, errors=_ERRORS),
+    PUT(f"{_ONE}/ttl", set_ttl, errors=(404, 503)),
+    GET(f"{_ONE}/external_weights_urls", external_weights_urls, errors=_ERRORS),
+    GET(f"{_ONE}/archive", archive, errors=_ERRORS, answers=answers.checkpoints.SignedUrl, status=302),
+    GET(f"{_ONE}/certificate", certificate, errors=_ERRORS),
     Route(f"{_BARE}/publish", partial(without_kind, action="publish"), methods=["POST"], include_in_schema=False),
     Route(f"{_BARE}/ttl", partial(without_kind, action="ttl"), methods=["PUT"], include_in_schema=False),
 ]

@@ -5,20 +5,21 @@ from __future__ import annotations
 
 import codecs
 import time
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
-from starlette.requests import Request
 from starlette.responses import FileResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-from gateway.codec import gateway_of, json_response, owner_of
+from gateway.codec import Request
 from gateway.database.tables.samples import RecentSample
 from gateway.database.tables.sessions import SamplingSession
 from gateway.gateway import Gateway
+from gateway.http.endpoint import GET
 from gateway.openai.generator import Source
 from gateway.openai.text import Vocabulary
 from gateway.views import Json
@@ -59,7 +60,7 @@ async def page(request: Request) -> Response:
 
 def _scope(request: Request) -> str | None:
     """The owner whose data the caller may see; None: all owners."""
-    return None if request.state.caller.admin else owner_of(request)
+    return None if request.caller.admin else request.owner
 
 
 def _number(request: Request, name: str) -> int:
@@ -69,53 +70,51 @@ def _number(request: Request, name: str) -> int:
     return int(text)
 
 
-async def overview(request: Request) -> Response:
+async def overview(request: Request) -> Json:
     """The newest runs with their newest metrics, and facts about the server."""
-    gateway = gateway_of(request)
+    gateway = request.gateway
     clients = gateway.clients
     infos = [*clients.trainer_infos(), *clients.samplers.infos()]
-    return json_response(
-        {
-            "now": time.time(),
-            "version": __version__,
-            "started_at": gateway.dashboard.started_at,
-            "caller": request.state.caller.name,
-            "needs_key": not gateway.tenants.callers.anyone,
-            "base_models": sorted({name for info in infos for name in info.base_models}),
-            "unreached": clients.unreached,
-            "samplers": [replica.state for replica in clients.samplers.all],
-            **await gateway.dashboard.lists.runs(owner=_scope(request)),
-        }
-    )
+    return {
+        "now": time.time(),
+        "version": __version__,
+        "started_at": gateway.dashboard.started_at,
+        "caller": request.caller.name,
+        "needs_key": not gateway.tenants.callers.anyone,
+        "base_models": sorted({name for info in infos for name in info.base_models}),
+        "unreached": clients.unreached,
+        "samplers": [replica.state for replica in clients.samplers.all],
+        **await gateway.dashboard.lists.runs(owner=_scope(request)),
+    }
 
 
-async def services(request: Request) -> Response:
-    return json_response(await gateway_of(request).dashboard.services.state())
+async def services(request: Request) -> Json:
+    return await request.gateway.dashboard.services.state()
 
 
-async def sessions(request: Request) -> Response:
-    rows = await gateway_of(request).dashboard.lists.sessions(owner=_scope(request))
-    return json_response({"now": time.time(), "sessions": rows})
+async def sessions(request: Request) -> Json:
+    rows = await request.gateway.dashboard.lists.sessions(owner=_scope(request))
+    return {"now": time.time(), "sessions": rows}
 
 
-async def run(request: Request) -> Response:
+async def run(request: Request) -> Json:
     """One run, with its checkpoints."""
-    lists = gateway_of(request).dashboard.lists
+    lists = request.gateway.dashboard.lists
     found = await lists.run(request.path_params["run_id"], owner=_scope(request))
-    return json_response({"now": time.time(), **found})
+    return {"now": time.time(), **found}
 
 
-async def history(request: Request) -> Response:
+async def history(request: Request) -> Json:
     """The metrics of a run after the point `after`, up to which the page has counted `steps` steps."""
-    gateway, run_id = gateway_of(request), request.path_params["run_id"]
+    gateway, run_id = request.gateway, request.path_params["run_id"]
     await gateway.dashboard.lists.check_sees(run_id, owner=_scope(request))
     after, num_steps = _number(request, "after"), _number(request, "steps")
-    return json_response(await gateway.dashboard.history.read(run_id, after=after, num_steps=num_steps))
+    return await gateway.dashboard.history.read(run_id, after=after, num_steps=num_steps)
 
 
-async def samples(request: Request) -> Response:
+async def samples(request: Request) -> Json:
     """The caller's samples of a run that are newer than the one with id `after`; newest first."""
-    gateway, run_id = gateway_of(request), request.path_params["run_id"]
+    gateway, run_id = request.gateway, request.path_params["run_id"]
     await gateway.dashboard.lists.check_sees(run_id, owner=_scope(request))
     rows = await gateway.dashboard.samples.read(
         run_id, owner=_scope(request), after=_number(request, "after"), limit=_MAX_SAMPLES
@@ -123,13 +122,11 @@ async def samples(request: Request) -> Response:
     vocabularies = {
         row.base_model: await _vocabulary(gateway, row) for row in {row.base_model: row for row in rows}.values()
     }
-    return json_response(
-        {
-            "now": time.time(),
-            "keeps": gateway.config.recent_samples,
-            "samples": [_sample(row, vocabularies[row.base_model]) for row in rows],
-        }
-    )
+    return {
+        "now": time.time(),
+        "keeps": gateway.config.recent_samples,
+        "samples": [_sample(row, vocabularies[row.base_model]) for row in rows],
+    }
 
 
 async def _vocabulary(gateway: Gateway, row: RecentSample) -> Vocabulary | None:
@@ -174,35 +171,34 @@ def _texts(vocabulary: Vocabulary, tokens: list[int]) -> list[str]:
     return texts
 
 
-async def download(request: Request) -> Response:
+async def download(request: Request) -> Json:
     """A signed path on this host of the archive of a checkpoint's files."""
-    gateway = gateway_of(request)
+    gateway = request.gateway
     path = SCHEME + "/".join(request.path_params[part] for part in ("run_id", "kind", "name"))
-    checkpoint = await gateway.storage.checkpoints.read(
-        path, field="path", caller=request.state.caller, purpose="download"
-    )
+    checkpoint = await gateway.storage.checkpoints.read(path, field="path", caller=request.caller, purpose="download")
     signed = gateway.storage.downloads.sign(
         request, "archives", *checkpoint.location.split("/"), version=checkpoint.version_id
     )
     address = urlsplit(signed.url)
-    return json_response({"url": f"{address.path}?{address.query}"})
+    return {"url": f"{address.path}?{address.query}"}
 
 
 _RUN = "/runs/{run_id}"
+_get = partial(GET, include_in_schema=False)
 
-page_routes: list[BaseRoute] = [
+page_routes = [
     Route("/", page, include_in_schema=False),
     Mount("/dashboard/static", app=_Files(directory=STATIC)),
     Mount(
         "/dashboard/api",
         routes=[
-            Route("/overview", overview, include_in_schema=False),
-            Route("/services", services, include_in_schema=False),
-            Route("/sessions", sessions, include_in_schema=False),
-            Route(_RUN, run, include_in_schema=False),
-            Route(f"{_RUN}/history", history, include_in_schema=False),
-            Route(f"{_RUN}/samples", samples, include_in_schema=False),
-            Route("/checkpoints/{run_id}/{kind}/{name}/download", download, include_in_schema=False),
+            _get("/overview", overview),
+            _get("/services", services),
+            _get("/sessions", sessions),
+            _get(_RUN, run),
+            _get(f"{_RUN}/history", history),
+            _get(f"{_RUN}/samples", samples),
+            _get("/checkpoints/{run_id}/{kind}/{name}/download", download),
         ],
     ),
 ]

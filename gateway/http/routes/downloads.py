@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
 
 from gateway import traces
-from gateway.codec import gateway_of
+from gateway.codec import Request
 from gateway.database.tables.checkpoints import Checkpoint
+from gateway.http import bodies
+from gateway.http.endpoint import BINARY, GET
 from gateway.storage import downloads
 from gateway.storage.downloads import Content
 from tinsmith.errors import CheckpointNotFound
@@ -24,7 +26,7 @@ _OPTIMIZER = "optimizer."
 
 async def _find(request: Request, *, version: str) -> tuple[Checkpoint, Sequence[types_pb2.CheckpointFile]]:
     """The checkpoint of the path, and its files. Raises HTTPException 410 when it is another version by now."""
-    gateway = gateway_of(request)
+    gateway = request.gateway
     path = SCHEME + "/".join(request.path_params[part] for part in ("run_id", "kind", "name"))
     checkpoint = await gateway.storage.checkpoints.find(path, field="path", caller=None)
     if checkpoint.version_id != version:
@@ -50,14 +52,15 @@ async def _answer(
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{content.num_bytes}"
     if request.method == "HEAD":
         return Response(status_code=status, media_type=media_type, headers=headers)
-    trainer = gateway_of(request).clients.find_trainer(checkpoint.base_model)
+    trainer = request.gateway.clients.find_trainer(checkpoint.base_model)
     body = await content.read(trainer, checkpoint.location, start, stop)
     return StreamingResponse(body, status, media_type=media_type, headers=headers)
 
 
 async def checkpoint_file(request: Request) -> Response:
+    """A file, by its signed URL."""
     parts = [request.path_params[part] for part in ("run_id", "kind", "name", "file")]
-    version = gateway_of(request).storage.downloads.check(request, "files", *parts)
+    version = request.gateway.storage.downloads.check(request, "files", *parts)
     checkpoint, files = await _find(request, version=version)
     file = next((file for file in files if file.name == parts[-1]), None)
     if file is None:
@@ -67,8 +70,9 @@ async def checkpoint_file(request: Request) -> Response:
 
 
 async def archive(request: Request) -> Response:
+    """An archive, by its signed URL."""
     parts = [request.path_params[part] for part in ("run_id", "kind", "name")]
-    version = gateway_of(request).storage.downloads.check(request, "archives", *parts)
+    version = request.gateway.storage.downloads.check(request, "archives", *parts)
     checkpoint, files = await _find(request, version=version)
     weights = [file for file in files if not file.name.startswith(_OPTIMIZER)]
     content = downloads.tar(weights, modified_at=checkpoint.created_at)
@@ -76,8 +80,11 @@ async def archive(request: Request) -> Response:
 
 
 async def trace(request: Request) -> Response:
-    """The timeline of a session. It has no Content-Length, because its length is not known before its end."""
-    gateway = gateway_of(request)
+    """A timeline, by its signed URL.
+
+    It has no Content-Length, because its length is not known before its end.
+    """
+    gateway = request.gateway
     session_id = request.path_params["session_id"]
     gateway.storage.downloads.check(request, "traces", session_id)
     session = await gateway.store.sessions.get(session_id)
@@ -89,12 +96,25 @@ async def trace(request: Request) -> Response:
     return StreamingResponse(content, media_type="application/json", headers=headers)
 
 
+_SIGNED = partial(GET, asks=bodies.SignedQuery, needs_key=False)
+_FILE_ERRORS = (403, 404, 410, 503)
+
 # Starlette adds HEAD to GET, which would make the whole timeline and then send nothing of it.
-_TRACE = Route("/traces/{session_id}", trace, methods=["GET"])
+_TRACE = _SIGNED("/traces/{session_id}", trace, errors=(403, 404, 410), answers=dict[str, Any])
 _TRACE.methods = {"GET"}
 
-routes: list[BaseRoute] = [
-    Route("/files/{run_id}/{kind}/{name}/{file}", checkpoint_file),
-    Route("/archives/{run_id}/{kind}/{name}", archive),
+routes = [
+    _SIGNED(
+        "/files/{run_id}/{kind}/{name}/{file}",
+        checkpoint_file,
+        errors=_FILE_ERRORS,
+        also_answers={"application/octet-stream": BINARY},
+    ),
+    _SIGNED(
+        "/archives/{run_id}/{kind}/{name}",
+        archive,
+        errors=_FILE_ERRORS,
+        also_answers={"application/x-tar": BINARY},
+    ),
     _TRACE,
 ]

@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from typing import Any
 
-from gateway import schemas
-from gateway.codec import caller_of, gateway_of, json_response, negotiate, parse, read_json
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from gateway import answers, schemas
+from gateway.codec import Request, negotiate
 from gateway.futures import Answer, Gone, Progress, explain, failed
 from gateway.gateway import Gateway
+from gateway.http.endpoint import BINARY, POST, PROTOBUF
 from gateway.ids import Target, is_custom_loss, refusal_of, target_of, unloaded_by
 from gateway.sampling import samples
 from tinsmith.errors import InvalidRequest
 
 
-async def pass_on(
-    gateway: Gateway, request: Request, raw: bytes, target: Target | str, *, is_new: bool = False
-) -> Response | None:
+async def pass_on(request: Request, target: Target | str, *, is_new: bool = False) -> Response | None:
     """The answer of the gateway that has these samples; None when this one has to answer (`Forwarding.forward`)."""
-    forwarding = gateway.sampling.forwarding
-    return None if forwarding is None else await forwarding.forward(request, raw, target, is_new=is_new)
+    forwarding = request.gateway.sampling.forwarding
+    return None if forwarding is None else await forwarding.forward(request, request.raw, target, is_new=is_new)
 
 
-async def retrieve_future(request: Request) -> Response:
-    """The answer, or try_again after a long poll. A large answer is announced by its size if the client allows that.
+async def retrieve_future(request: Request, body: schemas.RetrieveFuture) -> dict[str, Any] | Response:
+    """A result, by a long poll; in protobuf if the header Accept names it.
 
-    Answers 410 for an unknown id.
+    A large answer is announced by its size if the client allows that.
     """
-    gateway = gateway_of(request)
-    content, raw = await read_json(request, gateway.config)
-    body = parse(schemas.RetrieveFuture, content)
+    gateway = request.gateway
     request_id = body.request_id
-    if not await gateway.tenants.access.owns(request_id, caller_of(request)):
+    if not await gateway.tenants.access.owns(request_id, request.caller):
         raise _unknown(request_id)
     if (refused := refusal_of(request_id)) is not None:
         return await negotiate(request, failed(InvalidRequest(refused[1])), gateway.config)
     is_sample = target_of(request_id) is not None
     if is_sample:
-        if (elsewhere := await pass_on(gateway, request, raw, request_id)) is not None:
+        if (elsewhere := await pass_on(request, request_id)) is not None:
             return elsewhere
         gateway.sampling.completions.settle([request_id])
     try:
@@ -51,18 +48,16 @@ async def retrieve_future(request: Request) -> Response:
             gateway.training.operations.told(request_id, failed=found.is_failure)
         size = len(found.body)
         if body.allow_metadata_only and not found.is_failure and size > gateway.config.metadata_only_bytes:
-            return json_response({"status": "complete_metadata", "response_payload_size": size})
+            return {"status": "complete_metadata", "response_payload_size": size}
         return await negotiate(request, found, gateway.config)
     if (pending := gateway.futures.pending(request_id)) is not None:
         found = await explain(pending)
-    return json_response(
-        {
-            "type": "try_again",
-            "request_id": request_id,
-            "queue_state": found.state,
-            "queue_state_reason": found.reason,
-        }
-    )
+    return {
+        "type": "try_again",
+        "request_id": request_id,
+        "queue_state": found.state,
+        "queue_state_reason": found.reason,
+    }
 
 
 def _unknown(request_id: str) -> HTTPException:
@@ -87,19 +82,17 @@ async def _poll(gateway: Gateway, request_id: str) -> Answer | Progress:
         return await gateway.futures.poll(request_id, timeout_s=timeout_s)
 
 
-async def retrieve_futures(request: Request) -> Response:
-    """The completed samples of one client, by one long poll for all of them."""
-    gateway = gateway_of(request)
-    content, raw = await read_json(request, gateway.config)
-    body = parse(schemas.RetrieveFutures, content)
+async def retrieve_futures(request: Request, body: schemas.RetrieveFutures) -> answers.training.Completions | Response:
+    """Which samples of a sampler are done, by a long poll."""
+    gateway = request.gateway
     sampling_session_id = body.target.sampling_session_id
-    if await gateway.tenants.access.sampling_session(sampling_session_id, caller_of(request)) is None:
+    if await gateway.tenants.access.sampling_session(sampling_session_id, request.caller) is None:
         raise HTTPException(404, f"target.sampling_session_id: there is no {sampling_session_id!r}")
     ended = HTTPException(410, f"target.sampling_session_id: the session of {sampling_session_id!r} has ended")
     if not gateway.store.samplers.lives(sampling_session_id):
         raise ended
     target = (sampling_session_id, body.target.cloned_sampler_id)
-    if (elsewhere := await pass_on(gateway, request, raw, target)) is not None:
+    if (elsewhere := await pass_on(request, target)) is not None:
         return elsewhere
     mine = [each for each in body.retrieved_request_ids if (of := target_of(each)) and of[0] == sampling_session_id]
     gateway.sampling.completions.settle(mine)
@@ -114,25 +107,27 @@ async def retrieve_futures(request: Request) -> Response:
         )
     except Gone:
         raise ended from None
-    return json_response({"completions": completions, "cursor": cursor})
+    return {"completions": completions, "cursor": cursor}
 
 
-async def cancel_future(request: Request) -> Response:
-    """Stops a sample. Does nothing for a sample that is done or unknown, and for other work."""
-    gateway = gateway_of(request)
-    content, raw = await read_json(request, gateway.config)
-    request_id = parse(schemas.CancelFuture, content).request_id
-    if not await gateway.tenants.access.owns(request_id, caller_of(request)):
-        return json_response({})
-    if (elsewhere := await pass_on(gateway, request, raw, request_id)) is not None:
+async def cancel_future(request: Request, body: schemas.CancelFuture) -> answers.service.Empty | Response:
+    """Stop a sample.
+
+    Does nothing for a sample that is done or unknown, and for other work.
+    """
+    gateway = request.gateway
+    request_id = body.request_id
+    if not await gateway.tenants.access.owns(request_id, request.caller):
+        return {}
+    if (elsewhere := await pass_on(request, request_id)) is not None:
         return elsewhere
     gateway.futures.abandon(request_id, kind=samples.KIND)
     gateway.sampling.completions.settle([request_id])
-    return json_response({})
+    return {}
 
 
 routes = [
-    Route("/retrieve_future", retrieve_future, methods=["POST"]),
-    Route("/retrieve_futures", retrieve_futures, methods=["POST"]),
-    Route("/cancel_future", cancel_future, methods=["POST"]),
+    POST("/retrieve_future", retrieve_future, errors=(410,), also_answers={PROTOBUF: BINARY}),
+    POST("/retrieve_futures", retrieve_futures, errors=(404, 410)),
+    POST("/cancel_future", cancel_future),
 ]

@@ -6,14 +6,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
-from gateway import convert, schemas
-from gateway.codec import caller_of, gateway_of, json_response, parse, parse_ids, read_json
+from gateway import answers, convert, schemas
+from gateway.codec import Request, parse, parse_ids
 from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway
+from gateway.http.endpoint import POST, SUBMISSION
 from gateway.http.routes.training import failed_receipt, receipt
 from gateway.ids import fingerprint, model_id_of, request_id_of, unload_id_of
 from gateway.tenants.access import Caller, refused_id
@@ -43,9 +40,9 @@ async def check_session(gateway: Gateway, session_id: str, *, caller: Caller) ->
         raise FailedPrecondition(f"session_id: session {session_id!r} has ended: {session.end_reason}")
 
 
-async def create_model(request: Request) -> Response:
-    gateway = gateway_of(request)
-    content, body = await read_json(request, gateway.config)
+async def create_model(request: Request) -> answers.training.Receipt:
+    """A new model."""
+    content = await request.json_object()
 
     async def to_message(model_id: str) -> tuple[trainer_pb2.CreateModelRequest, str | None]:
         asked = parse(schemas.CreateModel, content)
@@ -58,21 +55,22 @@ async def create_model(request: Request) -> Response:
         )
         return message, None
 
-    return await _create(gateway, "create_model", content, body, to_message, caller=caller_of(request))
+    return await _create(request, "create_model", content, to_message)
 
 
 class _LoadNew(schemas.LoadWeights, schemas.NewModelIds):
     """The form of load_weights that makes a model."""
 
 
-async def create_from_checkpoint(gateway: Gateway, content: dict[str, Any], body: bytes, *, caller: Caller) -> Response:
+async def create_from_checkpoint(request: Request, content: dict[str, Any]) -> answers.training.Receipt:
     """load_weights with session_id: makes a model with the rank, flags and base model of the checkpoint."""
+    gateway = request.gateway
 
     async def to_message(model_id: str) -> tuple[trainer_pb2.CreateModelRequest, str | None]:
         asked = parse(_LoadNew, content)
         if asked.weights_access_token is not None:
             raise Unsupported("weights_access_token: is not supported here")
-        checkpoint = await gateway.training.saves.read(asked.path, field="path", caller=caller)
+        checkpoint = await gateway.training.saves.read(asked.path, field="path", caller=request.caller)
         base_model = asked.base_model or checkpoint.base_model
         if not gateway.clients.are_same(base_model, checkpoint.base_model):
             raise InvalidRequest(f"base_model: {base_model!r} is not that of {asked.path}, {checkpoint.base_model!r}")
@@ -86,26 +84,24 @@ async def create_from_checkpoint(gateway: Gateway, content: dict[str, Any], body
         )
         return message, checkpoint.path
 
-    return await _create(gateway, "load_weights", content, body, to_message, caller=caller)
+    return await _create(request, "load_weights", content, to_message)
 
 
 async def _create(
-    gateway: Gateway,
+    request: Request,
     kind: str,
     content: dict[str, Any],
-    body: bytes,
     to_message: Callable[[str], Awaitable[tuple[trainer_pb2.CreateModelRequest, str | None]]],
-    *,
-    caller: Caller,
-) -> Response:
+) -> answers.training.Receipt:
     """Creates a model. `to_message` makes the trainer's request from the new model_id, and returns it with the path
     that it loads."""
+    gateway = request.gateway
     ids = parse_ids(schemas.NewModelIds, content)
-    await check_session(gateway, ids.session_id, caller=caller)
+    await check_session(gateway, ids.session_id, caller=request.caller)
     model_id = model_id_of(ids.session_id, ids.model_seq_id)
     request_id = request_id_of(model_id, 0)
     # The fingerprint is of the client's own bytes, because the checkpoint may be gone at a repeat.
-    mark = fingerprint(kind, body)
+    mark = fingerprint(kind, request.raw)
     if await gateway.training.operations.is_repeat(request_id, mark):
         return receipt(request_id, model_id)
     try:
@@ -156,11 +152,10 @@ async def _create(
     return receipt(request_id, model_id)
 
 
-async def get_info(request: Request) -> Response:
-    gateway = gateway_of(request)
-    content, _ = await read_json(request, gateway.config)
-    model_id = parse(schemas.GetInfo, content).model_id
-    model = await gateway.tenants.access.model(model_id, caller_of(request))
+async def get_info(request: Request, body: schemas.GetInfo) -> answers.training.ModelInfo:
+    """Facts about a model."""
+    gateway, model_id = request.gateway, body.model_id
+    model = await gateway.tenants.access.model(model_id, request.caller)
     if model is None:
         raise ModelNotFound(f"model_id: there is no model {model_id!r}")
     trainer = await gateway.clients.settle(
@@ -171,27 +166,26 @@ async def get_info(request: Request) -> Response:
         reply = await trainer.stub.GetModel(trainer_pb2.GetModelRequest(model_id=model_id))
         rank = reply.model.lora_config.rank
     is_path = model.base_model.startswith(("/", ".", "~"))
-    return json_response(
-        {
-            "type": "get_info",
-            "model_id": model_id,
+    return {
+        "type": "get_info",
+        "model_id": model_id,
+        "model_name": model.base_model,
+        **lora_view(rank),
+        "optimizer_config": {"type": model.optimizer},
+        "model_data": {
+            "arch": trainer.info.architecture if trainer.info is not None else None,
             "model_name": model.base_model,
-            **lora_view(rank),
-            "optimizer_config": {"type": model.optimizer},
-            "model_data": {
-                "arch": trainer.info.architecture if trainer.info is not None else None,
-                "model_name": model.base_model,
-                "tokenizer_id": gateway.config.tokenizers.get(model.base_model, None if is_path else model.base_model),
-            },
-        }
-    )
+            "tokenizer_id": gateway.config.tokenizers.get(model.base_model, None if is_path else model.base_model),
+        },
+    }
 
 
-async def unload_model(request: Request) -> Response:
-    """Ends a run, once its accepted work is done. Its checkpoints and their samplers stay."""
-    gateway, caller = gateway_of(request), caller_of(request)
-    content, _ = await read_json(request, gateway.config)
-    model_id = parse(schemas.UnloadModel, content).model_id
+async def unload_model(request: Request, body: schemas.UnloadModel) -> answers.training.Receipt:
+    """End a model.
+
+    Its accepted work is done first. Its checkpoints and their samplers stay.
+    """
+    gateway, caller, model_id = request.gateway, request.caller, body.model_id
     if await gateway.tenants.access.model(model_id, caller) is None:
         error = ModelNotFound(f"model_id: there is no model {model_id!r}", model_id=model_id)
         return receipt(refused_id(caller, error), model_id)
@@ -200,7 +194,7 @@ async def unload_model(request: Request) -> Response:
 
 
 routes = [
-    Route("/create_model", create_model, methods=["POST"]),
-    Route("/unload_model", unload_model, methods=["POST"]),
-    Route("/get_info", get_info, methods=["POST"]),
+    POST("/create_model", create_model, errors=(404, *SUBMISSION), takes=schemas.CreateModel),
+    POST("/unload_model", unload_model, errors=(429,)),
+    POST("/get_info", get_info, errors=(404, 503)),
 ]

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from functools import partial
 
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, Route
+from starlette.routing import Match
 
-from gateway.codec import caller_of, gateway_of, json_response, off_loop, owner_of, read_json, turn_of
+from gateway import answers
+from gateway.codec import Request, off_loop
+from gateway.http.endpoint import Endpoint
 from gateway.openai import errors, schemas, sources
 from gateway.openai.chat import chat
 from gateway.openai.completions import complete
 from gateway.openai.responses import respond
 from tinsmith.errors import ServiceError
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-Schema = TypeVar("Schema", bound=BaseModel)
-
 CLIENT_LEFT = 499
 """Status for a client that has left, as nginx uses it. Only metrics show it."""
 
 
-def _openai(endpoint: Endpoint) -> Endpoint:
-    """Wraps a handler, so that its errors have OpenAI's form."""
+class _Endpoint(Endpoint):
+    """An endpoint whose errors have OpenAI's form."""
 
-    @functools.wraps(endpoint)
-    async def answer(request: Request) -> Response:
+    async def answer(self, request: Request) -> Response:
         try:
-            return await endpoint(request)
+            return await super().answer(request)
         except ServiceError as error:
             return errors.service_error(error)
         except HTTPException as error:
@@ -40,51 +36,41 @@ def _openai(endpoint: Endpoint) -> Endpoint:
         except ClientDisconnect:
             return Response(status_code=CLIENT_LEFT)
 
-    return answer
+    async def read(self, request: Request, schema: type[BaseModel]) -> BaseModel:
+        content, config = await request.json_object(), request.gateway.config
+        try:
+            async with request.turn(len(request.raw)):
+                return await off_loop(lambda: schema.model_validate(content), num_bytes=len(request.raw), config=config)
+        except ValidationError as error:
+            raise errors.invalid(error, content) from None
 
 
-async def _body(request: Request, schema: type[Schema]) -> Schema:
-    config = gateway_of(request).config
-    content, raw = await read_json(request, config)
-    try:
-        async with turn_of(request, len(raw)):
-            return await off_loop(lambda: schema.model_validate(content), num_bytes=len(raw), config=config)
-    except ValidationError as error:
-        raise errors.invalid(error, content) from None
+async def list_models(request: Request) -> answers.openai.ModelCards:
+    """Base models and the newest checkpoints."""
+    data = await sources.list_models(request.gateway, owner=request.owner)
+    return {"object": "list", "data": data}
 
 
-@_openai
-async def list_models(request: Request) -> Response:
-    """Base models, and the caller's newest checkpoints."""
-    data = await sources.list_models(gateway_of(request), owner=owner_of(request))
-    return json_response({"object": "list", "data": data})
+async def get_model(request: Request) -> answers.openai.ModelCard:
+    """A base model or a checkpoint."""
+    return await sources.get_model(request.gateway, request.path_params["model"], caller=request.caller)
 
 
-@_openai
-async def get_model(request: Request) -> Response:
-    found = await sources.get_model(gateway_of(request), request.path_params["model"], caller=caller_of(request))
-    return json_response(found)
+async def completions(request: Request, body: schemas.Completion) -> Response:
+    """Continue text or tokens."""
+    return await complete(request.gateway, request, body, caller=request.caller)
 
 
-@_openai
-async def completions(request: Request) -> Response:
-    body = await _body(request, schemas.Completion)
-    return await complete(gateway_of(request), request, body, caller=caller_of(request))
+async def chat_completions(request: Request, body: schemas.Chat) -> Response:
+    """Answer in a conversation."""
+    return await chat(request.gateway, request, body, caller=request.caller)
 
 
-@_openai
-async def chat_completions(request: Request) -> Response:
-    body = await _body(request, schemas.Chat)
-    return await chat(gateway_of(request), request, body, caller=caller_of(request))
+async def responses(request: Request, body: schemas.Respond) -> Response:
+    """Answer items of a conversation."""
+    return await respond(request.gateway, request, body, caller=request.caller)
 
 
-@_openai
-async def responses(request: Request) -> Response:
-    body = await _body(request, schemas.Respond)
-    return await respond(gateway_of(request), request, body, caller=caller_of(request))
-
-
-@_openai
 async def no_such_path(request: Request) -> Response:
     """Refuses any other path below /v1: 405 if the path has another method, else 404."""
     others = [route for route in _ROUTES if route.matches(request.scope)[0] is Match.PARTIAL]
@@ -95,12 +81,15 @@ async def no_such_path(request: Request) -> Response:
     raise HTTPException(404, f"this server has no {what}")
 
 
+_get, _post = partial(_Endpoint, "GET"), partial(_Endpoint, "POST")
+_draws = partial(_post, errors=(404, 429, 503), also_answers={"text/event-stream": {}})
 _ROUTES = [
-    Route("/models", list_models),
-    Route("/models/{model:path}", get_model),
-    Route("/completions", completions, methods=["POST"]),
-    Route("/chat/completions", chat_completions, methods=["POST"]),
-    Route("/responses", responses, methods=["POST"]),
+    _get("/models", list_models),
+    _get("/models/{model:path}", get_model, errors=(400, 404, 503)),
+    _draws("/completions", completions, answers=answers.openai.Completion),
+    _draws("/chat/completions", chat_completions, answers=answers.openai.ChatCompletion),
+    _draws("/responses", responses, answers=answers.openai.Response),
 ]
-_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-routes: list[BaseRoute] = [*_ROUTES, Route("/{path:path}", no_such_path, methods=_METHODS, include_in_schema=False)]
+_OTHER = _get("/{path:path}", no_such_path, include_in_schema=False)
+_OTHER.methods = {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+routes = [*_ROUTES, _OTHER]

@@ -6,14 +6,13 @@ import time
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from gateway import convert, schemas
-from gateway.codec import caller_of, gateway_of, json_response, off_loop, parse, parse_ids, read_json, turn_of
+from gateway import answers, convert, schemas
+from gateway.codec import Request, off_loop, parse, parse_ids
 from gateway.database.tables.sessions import SamplingSession
 from gateway.gateway import Gateway
+from gateway.http.endpoint import GET, POST
 from gateway.http.routes.futures import pass_on
 from gateway.http.routes.models import check_session
 from gateway.ids import fingerprint, is_sampling_session, request_id_of, sampling_session_id_of
@@ -24,12 +23,14 @@ from tinsmith.errors import InvalidRequest, NotFound, NotReady, OutOfCapacity, S
 from tinsmith.v1 import sampler_pb2
 
 
-async def create_sampling_session(request: Request) -> Response:
-    """Makes a sampling session. Its weights are loaded when they are first sampled."""
-    gateway = gateway_of(request)
-    content, _ = await read_json(request, gateway.config)
-    body = parse(schemas.CreateSamplingSession, content)
-    caller = caller_of(request)
+async def create_sampling_session(
+    request: Request, body: schemas.CreateSamplingSession
+) -> answers.training.CreatedSampler:
+    """A new sampler.
+
+    Its weights are loaded when they are first sampled.
+    """
+    gateway, caller = request.gateway, request.caller
     await check_session(gateway, body.session_id, caller=caller)
     if body.base_model is None and body.model_path is None:
         raise InvalidRequest("base_model, model_path: send at least one of the two")
@@ -42,7 +43,7 @@ async def create_sampling_session(request: Request) -> Response:
     if not is_same or body.base_model not in (None, made.base_model):
         what = made.model_path or made.location or made.base_model
         raise SequenceConflict(f"sampling_session_seq_id: {made.sampling_session_id} samples from {what}")
-    return json_response({"type": "create_sampling_session", "sampling_session_id": made.sampling_session_id})
+    return {"type": "create_sampling_session", "sampling_session_id": made.sampling_session_id}
 
 
 def _id_of(body: schemas.CreateSamplingSession) -> str:
@@ -86,14 +87,16 @@ async def _sampling_session(
     )
 
 
-async def join_sampling_session(request: Request) -> Response:
-    """A number for a new client of the sampling session; its seq_ids begin at 10**9 times this number."""
-    gateway = gateway_of(request)
-    content, _ = await read_json(request, gateway.config)
-    sampling_session_id = parse(schemas.JoinSamplingSession, content).sampling_session_id
-    await _living_session(gateway, sampling_session_id, caller=caller_of(request))
+async def join_sampling_session(request: Request, body: schemas.JoinSamplingSession) -> answers.training.JoinedSampler:
+    """One more client of a sampler.
+
+    Answers the client's number; its seq_ids begin at 10**9 times this number.
+    """
+    gateway = request.gateway
+    sampling_session_id = body.sampling_session_id
+    await _living_session(gateway, sampling_session_id, caller=request.caller)
     client_counter = await gateway.store.samplers.join(sampling_session_id)
-    return json_response({"type": "join_sampling_session", "client_counter": client_counter})
+    return {"type": "join_sampling_session", "client_counter": client_counter}
 
 
 async def _living_session(gateway: Gateway, sampling_session_id: str, *, caller: Caller) -> SamplingSession:
@@ -104,22 +107,26 @@ async def _living_session(gateway: Gateway, sampling_session_id: str, *, caller:
     return session
 
 
-async def get_sampler(request: Request) -> Response:
+async def get_sampler(request: Request) -> answers.training.Sampler:
+    """The weights of a sampler."""
     sampler_id = request.path_params["sampling_session_id"]
-    row = await gateway_of(request).tenants.access.sampling_session(sampler_id, caller_of(request))
+    row = await request.gateway.tenants.access.sampling_session(sampler_id, request.caller)
     if row is None:
         raise HTTPException(404, f"there is no sampler {sampler_id!r}")
-    return json_response({"sampler_id": sampler_id, "base_model": row.base_model, "model_path": row.model_path})
+    return {"sampler_id": sampler_id, "base_model": row.base_model, "model_path": row.model_path}
 
 
-async def certificate(request: Request) -> Response:
-    """Tinsmith's own endpoint: the certificate of the version that a sample would be drawn from now."""
-    gateway = gateway_of(request)
+async def certificate(request: Request) -> answers.checkpoints.Certificate:
+    """Certificate of a sampler's version: how far the samplers are from the trainer.
+
+    Tinsmith's own endpoint. The version is the one that a sample would be drawn from now.
+    """
+    gateway = request.gateway
     sampler_id = request.path_params["sampling_session_id"]
-    session = await gateway.tenants.access.sampling_session(sampler_id, caller_of(request))
+    session = await gateway.tenants.access.sampling_session(sampler_id, request.caller)
     if session is None:
         raise HTTPException(404, f"there is no sampler {sampler_id!r}")
-    return json_response(certificate_view(await gateway.sampling.certificates.of_sampler(session)))
+    return certificate_view(await gateway.sampling.certificates.of_sampler(session))
 
 
 async def _named(gateway: Gateway, content: dict[str, Any], *, caller: Caller) -> dict[str, Any]:
@@ -155,17 +162,20 @@ async def _named(gateway: Gateway, content: dict[str, Any], *, caller: Caller) -
     return content
 
 
-async def asample(request: Request) -> Response:
-    """Submits a sample. Idempotent by sampling_session_id and seq_id if they are given."""
-    gateway, caller = gateway_of(request), caller_of(request)
+async def asample(request: Request) -> answers.training.SampleReceipt | Response:
+    """Samples.
+
+    Idempotent by sampling_session_id and seq_id if they are given.
+    """
+    gateway, caller = request.gateway, request.caller
     gateway.sampling.places.check(caller.owner)
-    content, raw = await read_json(request, gateway.config)
+    content = await request.json_object()
     content = await _named(gateway, content, caller=caller)
     ids = parse_ids(schemas.SampleIds, content)
     well_formed = is_sampling_session(ids.sampling_session_id)
     is_own = well_formed and await gateway.tenants.access.owns(ids.sampling_session_id, caller)
     request_id = request_id_of(ids.sampling_session_id, ids.seq_id) if is_own else ""
-    if (elsewhere := await pass_on(gateway, request, raw, request_id, is_new=True)) is not None:
+    if (elsewhere := await pass_on(request, request_id, is_new=True)) is not None:
         return elsewhere
     has_home = False
     try:
@@ -183,8 +193,9 @@ async def asample(request: Request) -> Response:
             mark = fingerprint(message.SerializeToString(deterministic=True), recorded)
             return message, bool(recorded), mark
 
-        async with turn_of(request, len(raw)):
-            message, is_recorded, mark = await off_loop(to_message, num_bytes=len(raw), config=gateway.config)
+        num_bytes = len(request.raw)
+        async with request.turn(num_bytes):
+            message, is_recorded, mark = await off_loop(to_message, num_bytes=num_bytes, config=gateway.config)
         hold = None
         held = Share(gateway.bodies)  # outlives this request, because the sample may have to be sent again
         if gateway.futures.fingerprint(request_id) is None:
@@ -197,7 +208,7 @@ async def asample(request: Request) -> Response:
     except (NotReady, OutOfCapacity):
         raise  # the SDK sends it again
     except ServiceError as error:
-        mark = fingerprint(raw)
+        mark = fingerprint(request.raw)
         if not has_home:  # the id may be another owner's, and the client may ask any gateway for the answer
             return _receipt(refused_id(caller, error), num_sequences=0)
         if gateway.futures.fingerprint(request_id) not in (None, mark):
@@ -212,15 +223,15 @@ async def asample(request: Request) -> Response:
     return _receipt(request_id, num_sequences=message.num_samples)
 
 
-def _receipt(request_id: str, *, num_sequences: int) -> Response:
+def _receipt(request_id: str, *, num_sequences: int) -> answers.training.SampleReceipt:
     sequence_ids = [f"{request_id}:{i}" for i in range(num_sequences)]
-    return json_response({"request_id": request_id, "model_id": None, "sample_sequence_ids": sequence_ids})
+    return {"request_id": request_id, "model_id": None, "sample_sequence_ids": sequence_ids}
 
 
 routes = [
-    Route("/create_sampling_session", create_sampling_session, methods=["POST"]),
-    Route("/join_sampling_session", join_sampling_session, methods=["POST"]),
-    Route("/samplers/{sampling_session_id}", get_sampler),
-    Route("/samplers/{sampling_session_id}/certificate", certificate),
-    Route("/asample", asample, methods=["POST"]),
+    POST("/create_sampling_session", create_sampling_session, errors=(404, 422, 503)),
+    POST("/join_sampling_session", join_sampling_session, errors=(404,)),
+    GET("/samplers/{sampling_session_id}", get_sampler, errors=(404,)),
+    GET("/samplers/{sampling_session_id}/certificate", certificate, errors=(400, 404, 503)),
+    POST("/asample", asample, errors=(422, 429, 503), takes=schemas.Sample),
 ]

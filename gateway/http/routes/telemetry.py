@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
-from gateway.codec import json_response
+from gateway import answers
+from gateway.codec import Request
+from gateway.http.endpoint import POST
 
 
-async def telemetry(request: Request) -> Response:
-    return json_response({"status": "accepted"})
+async def telemetry(request: Request) -> answers.service.Accepted:
+    """Accepted and thrown away unread."""
+    return {"status": "accepted"}
 
 
-routes = [Route("/telemetry", telemetry, methods=["POST"])]
+routes = [POST("/telemetry", telemetry)]

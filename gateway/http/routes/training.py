@@ -17,33 +17,28 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from gateway import convert, json_forms, schemas
+from gateway import answers, convert, json_forms, schemas
 from gateway.codec import (
     IDS_BYTES,
+    Request,
     Schema,
     TooLarge,
-    caller_of,
     check_values,
-    gateway_of,
     json_object,
-    json_response,
     off_loop,
     parse,
     parse_ids,
     protobuf_values,
     read,
-    read_json,
     sends_parts_at_once,
     too_many_bytes,
-    turn_of,
 )
 from gateway.config import GatewayConfig
 from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway
+from gateway.http import bodies
+from gateway.http.endpoint import BINARY, POST, PROTOBUF, SUBMISSION
 from gateway.ids import batch_fingerprint, fingerprint
 from gateway.load import Share
 from gateway.tenants.access import Caller, refused_id
@@ -61,23 +56,29 @@ Convert = Callable[[Submission, Schema], Awaitable[None]]
 """Sets the trainer's RPC of a submission, by its validated body. Raises ServiceError for a mistake in it."""
 
 
-async def forward_backward(request: Request) -> Response:
-    """A batch, in protobuf or in the JSON of older SDKs."""
+async def forward_backward(request: Request) -> answers.training.Receipt:
+    """Add gradients of a batch.
+
+    In protobuf, or in the JSON of older SDKs.
+    """
     return await _submit_batch(request, forward_only=False)
 
 
-async def forward(request: Request) -> Response:
-    """A batch without gradients; newer SDKs send forward_backward with forward_only instead."""
+async def forward(request: Request) -> answers.training.Receipt:
+    """The losses of a batch, without gradients; for SDKs before 0.25.
+
+    Newer SDKs send forward_backward with forward_only instead.
+    """
     return await _submit_batch(request, forward_only=True)
 
 
-async def _submit_batch(request: Request, *, forward_only: bool) -> Response:
+async def _submit_batch(request: Request, *, forward_only: bool) -> answers.training.Receipt:
     async with AsyncExitStack() as turn:  # of a large body, until the trainer has it
         return await _submit_read(request, turn, forward_only=forward_only)
 
 
-async def _submit_read(request: Request, turn: AsyncExitStack, *, forward_only: bool) -> Response:
-    gateway, caller = gateway_of(request), caller_of(request)
+async def _submit_read(request: Request, turn: AsyncExitStack, *, forward_only: bool) -> answers.training.Receipt:
+    gateway, caller = request.gateway, request.caller
     with counted_if_refused(gateway, caller):
         batch = await _read_batch(request, gateway.config, turn, forward_only=forward_only)
         given = parse(schemas.GivenIds, {"model_id": batch.model_id, "seq_id": batch.seq_id or None})
@@ -93,7 +94,7 @@ async def _submit_read(request: Request, turn: AsyncExitStack, *, forward_only: 
         return await _submit_numbered(gateway, caller, batch)
 
 
-async def _submit_numbered(gateway: Gateway, caller: Caller, batch: Submission) -> Response:
+async def _submit_numbered(gateway: Gateway, caller: Caller, batch: Submission) -> answers.training.Receipt:
     if batch.error is None and batch.loss_fn in ("custom", "stable_reinforce"):
         try:
             await _complete(gateway, batch)
@@ -127,7 +128,9 @@ async def _complete(gateway: Gateway, batch: Submission) -> None:
     batch.is_completed = True
 
 
-async def optim_step(request: Request) -> Response:
+async def optim_step(request: Request) -> answers.training.Receipt:
+    """Apply the gradients."""
+
     async def to_rpc(step: Submission, body: schemas.OptimStep) -> None:
         step.calls("OptimStep", convert.optim_step(body))
 
@@ -177,7 +180,7 @@ async def _read_batch(
     if is_compressed:
         num_bytes = _decompressed_size(body, config)
         cast(Share, request.state.held).take(min(num_bytes, config.max_body_bytes))
-    await turn.enter_async_context(turn_of(request, num_bytes))
+    await turn.enter_async_context(request.turn(num_bytes))
     return await off_loop(decode, num_bytes=num_bytes, config=config)
 
 
@@ -342,37 +345,32 @@ def counted_if_refused(gateway: Gateway, caller: Caller) -> Iterator[None]:
         raise
 
 
-def receipt(request_id: str, model_id: str) -> Response:
-    return json_response({"request_id": request_id, "model_id": model_id})
+def receipt(request_id: str, model_id: str) -> answers.training.Receipt:
+    return {"request_id": request_id, "model_id": model_id}
 
 
 async def failed_receipt(
     gateway: Gateway, request_id: str, model_id: str, error: ServiceError, *, kind: str, mark: str
-) -> Response:
+) -> answers.training.Receipt:
     """The receipt of a request that has failed already, and that the trainer need not know of."""
     await gateway.training.refusals.add(request_id, error, group=model_id, kind=kind, mark=mark)
     return receipt(request_id, model_id)
 
 
-async def submit_json(request: Request, kind: str, schema: type[Schema], convert: Convert[Schema]) -> Response:
+async def submit_json(
+    request: Request, kind: str, schema: type[Schema], convert: Convert[Schema]
+) -> answers.training.Receipt:
     """Reads and submits a JSON body with `model_id`, and numbers it if it has no `seq_id`."""
-    gateway, caller = gateway_of(request), caller_of(request)
-    with counted_if_refused(gateway, caller):
-        content, body = await read_json(request, gateway.config)
-    return await submit_content(gateway, caller, content, body, kind=kind, schema=schema, convert=convert)
+    with counted_if_refused(request.gateway, request.caller):
+        content = await request.json_object()
+    return await submit_content(request, content, kind=kind, schema=schema, convert=convert)
 
 
 async def submit_content(
-    gateway: Gateway,
-    caller: Caller,
-    content: dict[str, Any],
-    body: bytes,
-    *,
-    kind: str,
-    schema: type[Schema],
-    convert: Convert[Schema],
-) -> Response:
-    """`submit_json` of a body that is read. `content` is `body`, parsed."""
+    request: Request, content: dict[str, Any], *, kind: str, schema: type[Schema], convert: Convert[Schema]
+) -> answers.training.Receipt:
+    """`submit_json` of a body that is read."""
+    gateway, caller = request.gateway, request.caller
     with counted_if_refused(gateway, caller):
         given = parse_ids(schemas.GivenIds, content)
     model = await gateway.tenants.access.model(given.model_id, caller)
@@ -381,7 +379,7 @@ async def submit_content(
             return no_model(gateway, caller, given.model_id, None)
         async with gateway.training.numbers.next(model) as seq_id:
             numbered = {**content, "seq_id": seq_id}
-            return await submit_content(gateway, caller, numbered, body, kind=kind, schema=schema, convert=convert)
+            return await submit_content(request, numbered, kind=kind, schema=schema, convert=convert)
     ids = parse_ids(schemas.OperationIds, content)
     if model is None:  # `convert` may rely on the model
         return no_model(gateway, caller, ids.model_id, None)
@@ -398,12 +396,12 @@ async def submit_content(
     except NotReady:
         raise
     except ServiceError as error:
-        submission.fingerprint = fingerprint(kind, body)
+        submission.fingerprint = fingerprint(kind, request.raw)
         submission.refuse(error)
     return await submit(gateway, caller, submission)
 
 
-def no_model(gateway: Gateway, caller: Caller, model_id: str, model: Model | None) -> Response:
+def no_model(gateway: Gateway, caller: Caller, model_id: str, model: Model | None) -> answers.training.Receipt:
     """The receipt of a failed future, for a model that cannot be trained. Raises RateLimited.
 
     `model`: None when the caller has no such model.
@@ -448,7 +446,7 @@ async def _admit(gateway: Gateway, caller: Caller, model: Model, submission: Sub
         raise
 
 
-async def submit(gateway: Gateway, caller: Caller, submission: Submission) -> Response:
+async def submit(gateway: Gateway, caller: Caller, submission: Submission) -> answers.training.Receipt:
     """The receipt, once the trainer has the operation, or the SkipOperation of a refused one, in its journal.
 
     Raises what `Operations.submit` raises, and RateLimited.
@@ -474,8 +472,9 @@ async def submit(gateway: Gateway, caller: Caller, submission: Submission) -> Re
     return receipt(request_id, model_id)
 
 
+_batch_post = partial(POST, errors=SUBMISSION, also_takes={PROTOBUF: BINARY})
 routes = [
-    Route("/forward_backward", forward_backward, methods=["POST"]),
-    Route("/forward", forward, methods=["POST"]),
-    Route("/optim_step", optim_step, methods=["POST"]),
+    _batch_post("/forward_backward", forward_backward, takes=bodies.ForwardBackward),
+    _batch_post("/forward", forward, takes=bodies.Forward),
+    POST("/optim_step", optim_step, errors=SUBMISSION, takes=schemas.OptimStep),
 ]

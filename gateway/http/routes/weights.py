@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
-from gateway import schemas
-from gateway.codec import caller_of, gateway_of, idempotency_key, json_response, parse, read_json
+from gateway import answers, schemas
+from gateway.codec import Request
 from gateway.convert import check_ttl, ttl_of
+from gateway.http import bodies
+from gateway.http.endpoint import POST, SUBMISSION
 from gateway.http.routes.models import check_session, create_from_checkpoint
 from gateway.http.routes.training import counted_if_refused, submit_content, submit_json
 from gateway.ids import model_id_of, sampling_session_id_of, session_of
@@ -23,21 +21,24 @@ from tinsmith.v1 import trainer_pb2, types_pb2
 _ACCESS_TOKEN = "X-Tinker-Weights-Access-Token"  # noqa: S105  # a header's name
 
 
-async def save_weights(request: Request) -> Response:
+async def save_weights(request: Request) -> answers.training.Receipt:
+    """Save a model's state."""
+
     async def to_rpc(save: Submission, body: schemas.SaveWeights) -> None:
         path = TinkerPath(body.model_id, "weights", check_name(body.path, field="path"))
         if body.overwrite:
-            await gateway_of(request).storage.checkpoints.keep_for_samplers(path)
+            await request.gateway.storage.checkpoints.keep_for_samplers(path)
         more = {"overwrite": body.overwrite, "user_metadata": body.user_metadata}
         _saves(save, body, types_pb2.CHECKPOINT_KIND_TRAINING, path, **more)
 
     return await submit_json(request, "save_weights", schemas.SaveWeights, to_rpc)
 
 
-async def save_weights_for_sampler(request: Request) -> Response:
-    """Saves weights for samplers, under a name or as an ephemeral save, which makes a sampling session and has no path.
+async def save_weights_for_sampler(request: Request) -> answers.training.Receipt:
+    """Save and publish a model's weights.
 
-    With kind "inflight", all inflight samplers of the run move to these weights.
+    Under a name, or as an ephemeral save, which makes a sampling session and has no path. With kind "inflight", all
+    inflight samplers of the run move to these weights.
     """
 
     async def to_rpc(save: Submission, body: schemas.SaveWeightsForSampler) -> None:
@@ -55,8 +56,11 @@ async def save_weights_for_sampler(request: Request) -> Response:
     return await submit_json(request, "save_weights_for_sampler", schemas.SaveWeightsForSampler, to_rpc)
 
 
-async def save_weights_external(request: Request) -> Response:
-    """Saves files for download. With age_encryption_recipients each file is encrypted."""
+async def save_weights_external(request: Request) -> answers.training.Receipt:
+    """Save a model's weights for download.
+
+    With age_encryption_recipients each file is encrypted.
+    """
 
     async def to_rpc(save: Submission, body: schemas.SaveWeightsExternal) -> None:
         path = TinkerPath(body.model_id, "external_weights", check_name(body.path, field="path"))
@@ -90,14 +94,17 @@ class _LoadInto(schemas.LoadWeights, schemas.OperationIds):
     """The legacy form of load_weights: into an existing model."""
 
 
-async def load_weights(request: Request) -> Response:
-    """With session_id, creates a model from the checkpoint; with model_id, replaces the weights of that model."""
-    gateway, caller = gateway_of(request), caller_of(request)
+async def load_weights(request: Request) -> answers.training.Receipt:
+    """A new model from a checkpoint, or a checkpoint into a model.
+
+    With session_id, a new model; with model_id, the weights of that model are replaced.
+    """
+    gateway, caller = request.gateway, request.caller
     with counted_if_refused(gateway, caller):
-        content, body = await read_json(request, gateway.config)
+        content = await request.json_object()
     if content.get("session_id") is not None:
         gateway.tenants.limits.count(caller)  # it is no numbered operation of a run
-        return await create_from_checkpoint(gateway, content, body, caller=caller)
+        return await create_from_checkpoint(request, content)
 
     async def to_rpc(load: Submission, body: _LoadInto) -> None:
         for field, value in (
@@ -120,31 +127,30 @@ async def load_weights(request: Request) -> Response:
         load.calls("LoadCheckpoint", message)
         load.path = path
 
-    return await submit_content(gateway, caller, content, body, kind="load_weights", schema=_LoadInto, convert=to_rpc)
+    return await submit_content(request, content, kind="load_weights", schema=_LoadInto, convert=to_rpc)
 
 
-async def weights_info(request: Request) -> Response:
-    gateway = gateway_of(request)
-    content, _ = await read_json(request, gateway.config)
-    path = parse(schemas.WeightsInfo, content).tinker_path
-    checkpoint = await gateway.storage.checkpoints.find(path, field="tinker_path", caller=caller_of(request))
-    return json_response(
-        {
-            "base_model": checkpoint.base_model,
-            **lora_view(checkpoint.lora_rank),
-            "train_unembed": checkpoint.train_unembed,
-            "train_mlp": checkpoint.train_mlp,
-            "train_attn": checkpoint.train_attn,
-            "optimizer_config": {"type": checkpoint.optimizer},
-        }
-    )
+async def weights_info(request: Request, body: schemas.WeightsInfo) -> answers.training.WeightsFacts:
+    """Facts about a checkpoint."""
+    gateway = request.gateway
+    path = body.tinker_path
+    checkpoint = await gateway.storage.checkpoints.find(path, field="tinker_path", caller=request.caller)
+    return {
+        "base_model": checkpoint.base_model,
+        **lora_view(checkpoint.lora_rank),
+        "train_unembed": checkpoint.train_unembed,
+        "train_mlp": checkpoint.train_mlp,
+        "train_attn": checkpoint.train_attn,
+        "optimizer_config": {"type": checkpoint.optimizer},
+    }
 
 
-async def copy_weights(request: Request) -> Response:
-    """Copies a checkpoint into a run that cannot be trained, in a new session of a project or in a live session."""
-    gateway, caller = gateway_of(request), caller_of(request)
-    content, _ = await read_json(request, gateway.config)
-    body = parse(schemas.CopyWeights, content)
+async def copy_weights(request: Request, body: schemas.CopyWeights) -> answers.training.CopiedWeights:
+    """Copy a checkpoint.
+
+    Into a run that cannot be trained, in a new session of a project or in a live session.
+    """
+    gateway, caller = request.gateway, request.caller
     if body.weights_access_token is not None or _ACCESS_TOKEN in request.headers:
         raise Unsupported(
             f"weights_access_token (header {_ACCESS_TOKEN}): this server issues none; publish the checkpoint"
@@ -166,16 +172,16 @@ async def copy_weights(request: Request) -> Response:
             body.destination_project_id,
             ttl_seconds=ttl_seconds,
             caller=caller,
-            idempotency_key=idempotency_key(request),
+            idempotency_key=request.idempotency_key,
         )
-    return json_response({"tinker_path": copy.path})
+    return {"tinker_path": copy.path}
 
 
 routes = [
-    Route("/save_weights", save_weights, methods=["POST"]),
-    Route("/save_weights_for_sampler", save_weights_for_sampler, methods=["POST"]),
-    Route("/save_weights_external", save_weights_external, methods=["POST"]),
-    Route("/load_weights", load_weights, methods=["POST"]),
-    Route("/weights_info", weights_info, methods=["POST"]),
-    Route("/copy_weights", copy_weights, methods=["POST"]),
+    POST("/save_weights", save_weights, errors=SUBMISSION, takes=schemas.SaveWeights),
+    POST("/save_weights_for_sampler", save_weights_for_sampler, errors=SUBMISSION, takes=schemas.SaveWeightsForSampler),
+    POST("/save_weights_external", save_weights_external, errors=SUBMISSION, takes=schemas.SaveWeightsExternal),
+    POST("/load_weights", load_weights, errors=(404, *SUBMISSION), takes=bodies.LoadWeights),
+    POST("/weights_info", weights_info, errors=(404, 503)),
+    POST("/copy_weights", copy_weights, errors=(403, 404, 422, 503)),
 ]

@@ -11,9 +11,12 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from gateway.http.app import ROUTES
-from gateway.http.openapi.document import document, routes_of
-from gateway.http.openapi.operations import OPERATIONS
+from gateway.http.openapi import document, routes_of
 from tests.unit.gateway.stack import Stack
+from tests.unit.gateway.test_isolation import walk
+
+UNDESCRIBED = ("/api/v1/training_runs/{run_id}/checkpoints/{name}", "/v1/{path:path}")
+"""Beginnings of paths that only refuse: checkpoints without a kind, and paths that do not exist."""
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +30,18 @@ def operations(made: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]
             yield method, path, operation
 
 
-def test_every_route_is_described_and_nothing_else() -> None:
-    served = {route.endpoint for *_, route in routes_of(ROUTES)}
-    missing = {f"{each.__module__}.{each.__name__}" for each in served - OPERATIONS.keys()}
-    assert missing == set(), "gateway/http/openapi/operations.py lacks them"
-    stale = {f"{each.__module__}.{each.__name__}" for each in OPERATIONS.keys() - served}
-    assert stale == set(), "no route has them any more"
+def test_every_route_of_the_apis_is_described() -> None:
+    """A route that is no `Endpoint` would be missing in the document."""
+    described = {(method, path) for method, path, _ in routes_of(ROUTES)}
+    for each in walk(ROUTES):
+        method, _, path = each.partition(" ")
+        if path.startswith(("/api/v1", "/v1", "/download", "/metrics")) and not path.startswith(UNDESCRIBED):
+            assert (method.lower(), path) in described, each
+
+
+def test_every_operation_has_a_summary(made: dict[str, Any]) -> None:
+    for method, path, operation in operations(made):
+        assert re.fullmatch(r"[A-Z].{3,120}[^.]", operation["summary"]), (method, path)
 
 
 def test_ids_of_operations_are_unique(made: dict[str, Any]) -> None:

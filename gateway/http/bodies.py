@@ -1,4 +1,4 @@
-"""Schemas for the OpenAPI document of bodies that have two forms, or that are checked without a schema."""
+"""Schemas of bodies and queries that have two forms, or that are checked without a schema, for the OpenAPI document."""
 
 from __future__ import annotations
 

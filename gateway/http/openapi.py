@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document, made from the routes, the schemas of bodies and queries, and `operations`."""
+"""The OpenAPI 3.1 document, made from the endpoints, and the schemas of what they take and answer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from http import HTTPStatus
 from typing import Any, Literal
 
 from pydantic import BaseModel, TypeAdapter
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Mount
 
 from gateway.answers.openai import OpenAIError
 from gateway.answers.service import Detail
-from gateway.http.openapi.operations import JSON, OPERATIONS, Operation
+from gateway.http.endpoint import JSON, Endpoint
 from tinsmith import __version__
 
 Json = dict[str, Any]
@@ -36,12 +36,12 @@ _MEANING = {
 }
 
 
-def routes_of(routes: Sequence[BaseRoute], prefix: str = "") -> Iterator[tuple[str, str, Route]]:
-    """Method in lower case, path and route, of every route that belongs in the document."""
+def routes_of(routes: Sequence[BaseRoute], prefix: str = "") -> Iterator[tuple[str, str, Endpoint]]:
+    """Method in lower case, path and endpoint, of every route that belongs in the document."""
     for route in routes:
         if isinstance(route, Mount):
             yield from routes_of(route.routes, prefix + route.path)
-        elif isinstance(route, Route) and route.include_in_schema:
+        elif isinstance(route, Endpoint) and route.include_in_schema:
             for method in sorted((route.methods or set()) - {"HEAD"}):
                 yield method.lower(), prefix + route.path, route
 
@@ -49,12 +49,12 @@ def routes_of(routes: Sequence[BaseRoute], prefix: str = "") -> Iterator[tuple[s
 class _Schemas:
     """Schemas of all bodies and answers, as components of the document."""
 
-    def __init__(self, operations: Sequence[Operation]) -> None:
-        bodies = [op.body for op in operations if op.body is not None]
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        bodies = [each.takes for each in endpoints if each.takes is not None]
         answers = [
             Detail,
             OpenAIError,
-            *(each for op in operations for each in (op.answer, op.unready) if each is not None),
+            *(kind for each in endpoints for kind in (each.answers, each.unready) if kind is not None),
         ]
         inputs: list[tuple[Any, _Mode, TypeAdapter[Any]]] = []
         for types, mode in ((bodies, "validation"), (answers, "serialization")):
@@ -68,13 +68,13 @@ class _Schemas:
 
 
 def document(routes: Sequence[BaseRoute]) -> Json:
-    """The document of these routes. Raises KeyError with the function of a route that is missing in OPERATIONS."""
+    """The document of the endpoints among these routes."""
     found = list(routes_of(routes))
-    schemas = _Schemas([OPERATIONS[route.endpoint] for *_, route in found])
+    schemas = _Schemas([endpoint for *_, endpoint in found])
     paths: Json = {}
     names: Counter[str] = Counter()
-    for method, path, route in found:
-        operation = _operation(path, route, schemas)
+    for method, path, endpoint in found:
+        operation = _operation(path, endpoint, schemas)
         name = operation["operationId"]
         names[name] += 1
         if names[name] > 1:  # the function serves several paths
@@ -99,25 +99,24 @@ def document(routes: Sequence[BaseRoute]) -> Json:
     }
 
 
-def _operation(path: str, route: Route, schemas: _Schemas) -> Json:
-    operation = OPERATIONS[route.endpoint]
-    module = route.endpoint.__module__.rpartition(".")[2]
+def _operation(path: str, endpoint: Endpoint, schemas: _Schemas) -> Json:
+    module = endpoint.endpoint.__module__.rpartition(".")[2]
     made: Json = {
-        "operationId": f"{module}.{route.endpoint.__name__}",
+        "operationId": f"{module}.{endpoint.endpoint.__name__}",
         "tags": [module],
-        "summary": operation.summary,
+        "summary": endpoint.summary,
         "parameters": [
             *({"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
               for name in _PARAMETER.findall(path)),
-            *(_query(operation.query) if operation.query is not None else ()),
+            *(_query(endpoint.asks) if endpoint.asks is not None else ()),
         ],
-        "responses": _responses(path, operation, schemas),
+        "responses": _responses(path, endpoint, schemas),
     }  # fmt: skip
-    if operation.body is not None or operation.also_takes:
-        content = {JSON: {"schema": schemas.of(operation.body)}} if operation.body is not None else {}
-        content |= {media_type: {"schema": schema} for media_type, schema in operation.also_takes.items()}
+    if endpoint.takes is not None or endpoint.also_takes:
+        content = {JSON: {"schema": schemas.of(endpoint.takes)}} if endpoint.takes is not None else {}
+        content |= {media_type: {"schema": schema} for media_type, schema in endpoint.also_takes.items()}
         made["requestBody"] = {"required": True, "content": content}
-    if not operation.needs_key:
+    if not endpoint.needs_key:
         made["security"] = []
     return made
 
@@ -131,16 +130,16 @@ def _query(query: type[BaseModel]) -> list[Json]:
     ]
 
 
-def _responses(path: str, operation: Operation, schemas: _Schemas) -> Json:
-    content: Json = {} if operation.answer is None else {JSON: {"schema": schemas.of(operation.answer)}}
-    content |= {media_type: {"schema": schema} for media_type, schema in operation.also_answers.items()}
-    responses: Json = {str(operation.status): {"description": "Done", "content": content}} if content else {}
-    statuses = {*operation.errors}
-    if operation.body is not None:
+def _responses(path: str, endpoint: Endpoint, schemas: _Schemas) -> Json:
+    content: Json = {} if endpoint.answers is None else {JSON: {"schema": schemas.of(endpoint.answers)}}
+    content |= {media_type: {"schema": schema} for media_type, schema in endpoint.also_answers.items()}
+    responses: Json = {str(endpoint.status): {"description": "Done", "content": content}} if content else {}
+    statuses = {*endpoint.errors}
+    if endpoint.takes is not None:
         statuses |= {400, 413}
-    if operation.query is not None:
+    if endpoint.asks is not None:
         statuses.add(400)
-    if operation.needs_key:
+    if endpoint.needs_key:
         statuses |= {401, 429}
     error = schemas.of(OpenAIError if path.startswith(_OPENAI) else Detail)
     for status in sorted(statuses):
@@ -148,7 +147,7 @@ def _responses(path: str, operation: Operation, schemas: _Schemas) -> Json:
             "description": _MEANING.get(status, HTTPStatus(status).phrase),
             "content": {JSON: {"schema": error}},
         }
-    if operation.unready is not None:
-        content = {JSON: {"schema": schemas.of(operation.unready)}}
+    if endpoint.unready is not None:
+        content = {JSON: {"schema": schemas.of(endpoint.unready)}}
         responses["503"] = {"description": "Not every service has been reached yet", "content": content}
     return responses
