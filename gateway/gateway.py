@@ -1,4 +1,7 @@
-"""The gateway: all its parts, and how they start and stop."""
+"""The gateway: all its parts, one class for each package, and how they start and stop.
+
+Each part is built from those above it, and knows none below it.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,48 @@ import logging
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from gateway.clients import Clients
 from gateway.config import DATABASE, GatewayConfig
+from gateway.dashboard.recorder import Dashboard
 from gateway.database.catalog import Catalog
+from gateway.database.store import Store
 from gateway.database.urls import without_secrets
-from gateway.high_availability.peers import OtherGateways
-from gateway.parts import Core, Sampling, Storage, Tenants, Training
+from gateway.futures import Futures
+from gateway.high_availability.forwarding import Forwarding
+from gateway.high_availability.peers import OtherGateways, Peers
+from gateway.load import Bodies, Pacer, Turns
+from gateway.metrics import Metrics
+from gateway.openai.generator import Generator
 from gateway.reaper import Reaper
+from gateway.sampling.certificates import PublishCertificates
+from gateway.sampling.inflight import Inflight
+from gateway.sampling.publishing import Publishing
+from gateway.sampling.records import Records
+from gateway.sampling.samples import Completions, Places, Samples
+from gateway.sampling.unnamed import Unnamed
 from gateway.session_search import SessionSearch
+from gateway.storage.checkpoints import Checkpoints
+from gateway.storage.copies import Copies
+from gateway.storage.downloads import Downloads
+from gateway.storage.imports import Imports
+from gateway.storage.retention import Retention
+from gateway.storage.retired_checkpoints import RetiredCheckpoints
+from gateway.storage.transfers import Transfers
 from gateway.tasks import to_its_end
-from gateway.tenants.auth import REFRESH_S
-from tinsmith.rpc.auth import require_keys
+from gateway.tenants.access import Access
+from gateway.tenants.auth import REFRESH_S, Callers
+from gateway.tenants.billing import Billing
+from gateway.tenants.keys import Keys
+from gateway.tenants.ledger import Ledger
+from gateway.tenants.limits import Limits
+from gateway.tenants.tokens import Tokens
+from gateway.training.custom_losses import CustomLosses
+from gateway.training.numbers import Numbers
+from gateway.training.operations import Operations
+from gateway.training.refusals import Refusals
+from gateway.training.results import Results
+from gateway.training.saves import Saves
+from tinsmith.rpc.auth import named, require_keys
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +61,128 @@ class StartError(Exception):
     """The gateway cannot start; the message gives the reason."""
 
 
+class Core:
+    """Parts that all others use: database, services, futures and the other gateways."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.pacer = Pacer()
+        self.turns = Turns()
+        self.bodies = Bodies(config.max_held_body_bytes, self.metrics.http.held_body_bytes)
+        self.store = Store(config.resolved_database_url, self.metrics)
+        self.store.is_shared = bool(config.peer_url)
+        self.ledger = Ledger(self.store)
+        self.clients = Clients(
+            trainers=config.trainers,
+            samplers=config.samplers,
+            metrics=self.metrics,
+            api_key=config.service_key.get_secret_value(),
+            certificates=config.certificates,
+            sampler_timeout_s=config.sampler_timeout_s,
+            sampler_load_factor=config.sampler_load_factor,
+        )
+        self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics, ledger=self.ledger)
+        self.peers = Peers(self.store, self.futures, url=config.peer_url)
+        self.dashboard = Dashboard(
+            config, store=self.store, clients=self.clients, futures=self.futures, metrics=self.metrics
+        )
+
+
+class Tenants:
+    """Owners and their keys: authentication, access, rates, budgets and usage."""
+
+    def __init__(self, core: Core) -> None:
+        self.tokens = Tokens(core.config)
+        self.keys = Keys(core.store)
+        self.callers = Callers(named(core.config.api_keys), self.keys)
+        self.access = Access(core.store)
+        self.billing = Billing(core.config, store=core.store, ledger=core.ledger)
+        self.limits = Limits(
+            self.keys, core.ledger, context_length=core.clients.samplers.context_length, counting=core.clients.counting
+        )
+        self.callers.also_read = self.limits.refresh
+
+
+class Storage:
+    """Checkpoints: the index, copies, imports, downloads, deletion and retention."""
+
+    def __init__(self, core: Core, tenants: Tenants) -> None:
+        config, store, clients, ledger = core.config, core.store, core.clients, core.ledger
+        self.retired = RetiredCheckpoints(store, clients)
+        self.checkpoints = Checkpoints(
+            store, clients, ledger=ledger, retired=self.retired, timeout_s=config.submit_timeout_s
+        )
+        self.transfers = Transfers(store, self.checkpoints, gateway_id=core.peers.gateway_id)
+        self.copies = Copies(store, clients, self.checkpoints, limits=tenants.limits, transfers=self.transfers)
+        self.imports = Imports(config, store=store, clients=clients, transfers=self.transfers, limits=tenants.limits)
+        self.downloads = Downloads(config)
+        self.retention = Retention(config, store=store, checkpoints=self.checkpoints, metrics=core.metrics)
+
+
+class Sampling:
+    """Samples, the samplers that generate them, and the publishing of versions to samplers."""
+
+    def __init__(self, core: Core, tenants: Tenants, storage: Storage) -> None:
+        config, store, clients, peers = core.config, core.store, core.clients, core.peers
+        self.completions = Completions(store, core.futures, home=peers.gateway_id if peers.are_several else None)
+        self.forwarding = Forwarding(store, peers, self.completions) if peers.are_several else None
+        """None: this gateway has all samples."""
+        self.unnamed = Unnamed(store)
+        self.records = Records(store, retention_s=config.record_retention_s)
+        self.publishing = Publishing(clients, storage.retired)
+        self.inflight = Inflight(store, clients, self.publishing)
+        self.certificates = PublishCertificates(clients, self.inflight, storage.retired)
+        self.places = Places(config, core.futures)
+        self.samples = Samples(
+            config,
+            clients=clients,
+            futures=core.futures,
+            inflight=self.inflight,
+            records=self.records,
+            publishing=self.publishing,
+            ledger=core.ledger,
+            recent=core.dashboard.samples,
+            metrics=core.metrics,
+            pacer=core.pacer,
+        )
+        self.generator = Generator(
+            config,
+            clients=clients,
+            publishing=self.publishing,
+            inflight=self.inflight,
+            ledger=core.ledger,
+            limits=tenants.limits,
+            recent=core.dashboard.samples,
+            metrics=core.metrics,
+            pacer=core.pacer,
+        )
+
+
+class Training:
+    """Training operations: from the client's request through the trainer to the stored answer."""
+
+    def __init__(self, core: Core, storage: Storage, sampling: Sampling) -> None:
+        config, store, clients, futures = core.config, core.store, core.clients, core.futures
+        self.operations = Operations(
+            config,
+            clients=clients,
+            futures=futures,
+            results=Results(store, sampling.inflight, core.ledger),
+            store=store,
+            metrics=core.metrics,
+            ledger=core.ledger,
+            history=core.dashboard.history,
+            gateway_id=core.peers.gateway_id,
+        )
+        self.refusals = Refusals(store, futures, gateway_id=core.peers.gateway_id)
+        self.numbers = Numbers(clients, futures, timeout_s=config.submit_timeout_s, are_several=core.peers.are_several)
+        self.saves = Saves(store, storage.checkpoints, futures, self.operations, patience_s=config.submit_timeout_s)
+        self.custom_losses = CustomLosses(config, store=store, clients=clients, futures=futures, refusals=self.refusals)
+
+
 class Gateway(Core):
-    """All parts of the gateway. Handlers get it from `codec.gateway_of`."""
+    """All parts of the gateway. Handlers get it from their request."""
 
     def __init__(self, config: GatewayConfig) -> None:
         super().__init__(config)

@@ -47,8 +47,7 @@ class SessionSearch:
         query = select(Session.session_id).order_by(Session.created_at.desc(), Session.session_id.desc())
         if owner is not None:
             query = query.where(Session.owner == owner)
-        async with self._store.begin() as db:
-            return list(await db.scalars(query.limit(limit).offset(offset)))
+        return await self._store.all(query.limit(limit).offset(offset))
 
     async def members(self, session_id: str) -> tuple[list[str], list[str]]:
         """Ids of the session's training runs and of its sampling sessions, oldest first."""
@@ -139,8 +138,7 @@ class SessionSearch:
             .where(Model.session_id.in_(session_ids), exists_now())
             .group_by(Model.session_id)
         )
-        async with self._store.begin() as db:
-            return {session_id: (count, int(size)) for session_id, count, size in await db.execute(query)}
+        return {session_id: (count, int(size)) for session_id, count, size in await self._store.rows(query)}
 
 
 def _comes_after(created_at: float, session_id: str) -> ColumnElement[bool]:

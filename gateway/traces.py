@@ -100,8 +100,7 @@ async def spans(store: Store, session_id: str) -> AsyncIterator[Span]:
         if after is not None:
             same = and_(Span.submitted_at == after.submitted_at, Span.span_id > after.span_id)
             page = page.where(or_(Span.submitted_at > after.submitted_at, same))
-        async with store.begin() as db:
-            rows = list(await db.scalars(page))
+        rows = await store.all(page)
         for row in rows:
             yield row
         if len(rows) < _PAGE_ROWS:

@@ -144,8 +144,7 @@ class History:
 
     async def forget(self, *, before: float, keep_newest: int) -> None:
         """Deletes points from before this time, and all but the `keep_newest` newest points of all runs."""
-        async with self._store.begin() as db:
-            await db.execute(delete(MetricPoint).where(MetricPoint.at < before))
+        await self._store.run(delete(MetricPoint).where(MetricPoint.at < before))
         await self._store.keep_newest(MetricPoint, MetricPoint.at, number=keep_newest)
 
     # Reading

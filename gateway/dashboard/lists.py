@@ -173,8 +173,7 @@ class Lists:
     async def check_sees(self, run_id: str, *, owner: str | None) -> None:
         """Raises NotFound for a run that is unknown, or of another owner."""
         query = select(Session.owner).join(Model, Model.session_id == Session.session_id)
-        async with self._store.begin() as db:
-            found = await db.scalar(query.where(Model.model_id == run_id))
+        found = await self._store.first(query.where(Model.model_id == run_id))
         if found is None or owner not in (None, found):
             raise NotFound(f"run_id: there is no training run {run_id!r}")
 

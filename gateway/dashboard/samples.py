@@ -108,8 +108,7 @@ class RecentSamples:
 
     async def forget(self, *, before: float, keep_newest: int) -> None:
         """Deletes sequences from before this time, and all but the `keep_newest` newest ones of all runs and owners."""
-        async with self._store.begin() as db:
-            await db.execute(delete(RecentSample).where(RecentSample.at < before))
+        await self._store.run(delete(RecentSample).where(RecentSample.at < before))
         await self._store.keep_newest(RecentSample, RecentSample.at, number=keep_newest)
 
     async def read(self, run_id: str, *, owner: str | None, after: int = 0, limit: int = 64) -> list[RecentSample]:
@@ -117,8 +116,7 @@ class RecentSamples:
         query = select(RecentSample).where(RecentSample.run_id == run_id, RecentSample.sample_id > after)
         if owner is not None:
             query = query.where(RecentSample.owner == owner)
-        async with self._store.begin() as db:
-            return list(await db.scalars(query.order_by(RecentSample.sample_id.desc()).limit(limit)))
+        return await self._store.all(query.order_by(RecentSample.sample_id.desc()).limit(limit))
 
 
 def _version(sequence: types_pb2.SampledSequence) -> str:

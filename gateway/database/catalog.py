@@ -75,8 +75,7 @@ class Catalog:
 
     async def checkpoints_of_run(self, run_id: str, *, kinds: Sequence[str]) -> list[Checkpoint]:
         query = select(Checkpoint).where(Checkpoint.run_id == run_id, Checkpoint.kind.in_(kinds), exists_now())
-        async with self._store.begin() as db:
-            return list(await db.scalars(query.order_by(Checkpoint.created_at, Checkpoint.path)))
+        return await self._store.all(query.order_by(Checkpoint.created_at, Checkpoint.path))
 
     async def size_of_save(self, model: Model, *, kind: str, base_models: Collection[str]) -> int | None:
         """The size in bytes that a new checkpoint of this run will have: that of the run's newest one of this kind,

@@ -41,8 +41,7 @@ class CheckpointRows:
 
     async def get(self, path: str) -> Checkpoint | None:
         """The checkpoint, also an expired one."""
-        async with self._database.begin() as db:
-            return await db.get(Checkpoint, path)
+        return await self._database.get(Checkpoint, path)
 
     async def expired(self) -> list[Checkpoint]:
         async with self._database.begin() as db:
@@ -60,9 +59,7 @@ class CheckpointRows:
     async def delete(self, path: str, *, version_id: str) -> bool:
         """Deletes the row. False when it is gone already, or holds another version by now."""
         is_this = Checkpoint.path == path, Checkpoint.version_id == version_id
-        async with self._database.begin() as db:
-            result = await db.execute(delete(Checkpoint).where(*is_this))
-            return result.rowcount > 0  # type: ignore[attr-defined]
+        return await self._database.run(delete(Checkpoint).where(*is_this)) > 0
 
     async def update(self, path: str, event: AuditEvent | None = None, **facts: Any) -> None:
         """Sets columns of the row at this path. `event`: an entry for the audit log, in the same transaction."""

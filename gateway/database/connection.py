@@ -5,15 +5,15 @@ from __future__ import annotations
 import socket
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, ExceptionContext, Table, delete, event, func, make_url, select
+from sqlalchemy import Connection, ExceptionContext, Executable, Table, delete, event, func, make_url, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
@@ -22,6 +22,8 @@ from sqlalchemy.orm import InstrumentedAttribute
 from gateway.database.outages import DatabaseUnusable, in_words, is_outage
 from gateway.database.tables.base import Base
 from gateway.metrics import Metrics
+
+Row = TypeVar("Row", bound=Base)
 
 Note = Callable[[AsyncSession], Awaitable[None]]
 """A function that reads or writes further rows in the given transaction."""
@@ -94,6 +96,34 @@ class Database:
             if isinstance(error, DatabaseUnusable) or not is_outage(error):
                 raise
             raise DatabaseUnusable(in_words(error)) from error
+
+    # Transactions of one statement
+
+    async def get(self, table: type[Row], key: Any) -> Row | None:
+        """The row with this primary key."""
+        async with self.begin() as db:
+            return await db.get(table, key)
+
+    async def first(self, query: Executable) -> Any:
+        """The first column of the first row; None without any row."""
+        async with self.begin() as db:
+            return await db.scalar(query)
+
+    async def all(self, query: Executable) -> list[Any]:
+        """The first column of all rows, such as the objects of a mapped class."""
+        async with self.begin() as db:
+            return list(await db.scalars(query))
+
+    async def rows(self, query: Executable) -> list[Any]:
+        """All rows, as tuples."""
+        async with self.begin() as db:
+            return list(await db.execute(query))
+
+    async def run(self, statement: Executable, values: Sequence[Mapping[str, Any]] | None = None) -> int:
+        """Executes an UPDATE, DELETE or INSERT, for each of `values` if given. Returns the number of rows it met."""
+        async with self.begin() as db:
+            result: Any = await db.execute(statement, values)
+            return result.rowcount
 
     def insert(self, table: type[Base] | Table) -> Any:
         """An INSERT with the ON CONFLICT of this database."""

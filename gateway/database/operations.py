@@ -47,8 +47,7 @@ class OperationRows:
         Each operation goes to one gateway only.
         """
         query = update(Operation).where(*_are_left(gateway_id, kinds))
-        async with self._database.begin() as db:
-            return list(await db.scalars(query.values(gateway_id=gateway_id).returning(Operation.request_id)))
+        return await self._database.all(query.values(gateway_id=gateway_id).returning(Operation.request_id))
 
     async def left(self, gateway_id: str, *, kinds: Collection[str], in_work: Collection[str]) -> list[Operation]:
         """Unsettled operations that no gateway works on: those of gateways that are gone, and this one's own.
@@ -62,8 +61,7 @@ class OperationRows:
             Operation.request_id.not_in(in_work),
         )
         query = select(Operation).where(or_(and_(*_are_left(gateway_id, kinds)), and_(*mine)))
-        async with self._database.begin() as db:
-            return list(await db.scalars(query))
+        return await self._database.all(query)
 
     async def delete_refused(self, *, before: float, keep_newest: int) -> None:
         """Deletes refusals from before this time, and all but the `keep_newest` newest ones."""
@@ -75,8 +73,7 @@ class OperationRows:
             await db.execute(delete(Operation).where(refused, Operation.created_at <= last))
 
     async def delete(self, request_id: str) -> None:
-        async with self._database.begin() as db:
-            await db.execute(delete(Operation).where(Operation.request_id == request_id))
+        await self._database.run(delete(Operation).where(Operation.request_id == request_id))
 
     async def saving(self, path: TinkerPath) -> str | None:
         """The request id of an unsettled save that will make this checkpoint; None when there is none."""
@@ -87,12 +84,10 @@ class OperationRows:
             Operation.error.is_(None),
             Operation.settled_at.is_(None),
         )
-        async with self._database.begin() as db:
-            return await db.scalar(query.limit(1))
+        return await self._database.first(query.limit(1))
 
     async def get(self, request_id: str) -> Operation | None:
-        async with self._database.begin() as db:
-            return await db.get(Operation, request_id)
+        return await self._database.get(Operation, request_id)
 
 
 def _are_left(gateway_id: str, kinds: Collection[str]) -> tuple[ColumnElement[bool], ...]:

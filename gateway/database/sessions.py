@@ -1,19 +1,26 @@
-"""Rows of sessions: their owners, whether they live, and their heartbeats. Rows that belong to live sessions are cached
-(`Living`)."""
+"""Rows of sessions, and of the training runs and sampling sessions in them.
+
+Rows that belong to live sessions are cached (`Living`).
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 from uuid import uuid4
 
 from cachetools import LRUCache
-from sqlalchemy import bindparam, func, select, update
+from sqlalchemy import bindparam, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.database.connection import Database, Note
+from gateway.database.operations import settle
+from gateway.database.tables.operations import Operation
+from gateway.database.tables.samples import SampleMark
 from gateway.database.tables.sessions import Model, SamplingSession, Session
+from gateway.database.tables.tenants import CountedOperation
 from gateway.database.write_behind import WriteBehind
 
 _Row = TypeVar("_Row", Model, SamplingSession)
@@ -21,6 +28,11 @@ _Row = TypeVar("_Row", Model, SamplingSession)
 _MAX_WHOSE = 100_000
 _PER_QUERY = 500
 """Most ids in one query, because databases limit its parameters."""
+_COUNTED_S = 60.0
+"""How long a count of sampling sessions is used before they are counted again."""
+_FULL_S = 1.0
+"""How long a count is used that has reached the limit."""
+_MAX_UNMARKED = 4096
 
 
 class Living(Generic[_Row]):
@@ -135,20 +147,17 @@ class SessionRows:
         query = select(func.count()).where(Session.ended_at.is_(None))
         if owner is not None:
             query = query.where(Session.owner == owner)
-        async with self._database.begin() as db:
-            return await db.scalar(query) or 0
+        return await self._database.first(query) or 0
 
     async def of_key(self, owner: str, idempotency_key: str | None) -> Session | None:
         """The session that the owner made with this key; None when there is none."""
         if idempotency_key is None:
             return None
         query = select(Session).where(Session.owner == owner, Session.idempotency_key == idempotency_key)
-        async with self._database.begin() as db:
-            return (await db.scalars(query)).one_or_none()
+        return await self._database.first(query)
 
     async def get(self, session_id: str) -> Session | None:
-        async with self._database.begin() as db:
-            return await db.get(Session, session_id)
+        return await self._database.get(Session, session_id)
 
     async def whose(self, session_id: str) -> Whose | None:
         """Owner and key of the session; None for an unknown one."""
@@ -196,8 +205,7 @@ class SessionRows:
         session = Session.__table__.c
         query = update(Session.__table__).where(session.session_id == bindparam("id"))  # type: ignore[arg-type]
         try:
-            async with self._database.begin() as db:
-                await db.execute(query.values(last_seen_at=bindparam("at")), rows)
+            await self._database.run(query.values(last_seen_at=bindparam("at")), rows)
         except BaseException:
             self._beats = beats | self._beats
             raise
@@ -206,9 +214,7 @@ class SessionRows:
         """Ends the session. False, and nothing is changed, when it has ended before or is unknown."""
         live = update(Session).where(Session.session_id == session_id, Session.ended_at.is_(None))
         try:
-            async with self._database.begin() as db:
-                result = await db.execute(live.values(ended_at=time.time(), end_reason=reason, end_detail=detail))
-                return result.rowcount > 0  # type: ignore[attr-defined]
+            return await self._database.run(live.values(ended_at=time.time(), end_reason=reason, end_detail=detail)) > 0
         finally:
             self._forget({session_id})  # also after an error: a commit whose connection was lost may have succeeded
 
@@ -230,11 +236,153 @@ class SessionRows:
         return ended
 
     async def assign_project(self, session_id: str, project_id: str) -> None:
-        async with self._database.begin() as db:
-            await db.execute(update(Session).where(Session.session_id == session_id).values(project_id=project_id))
+        await self._database.run(update(Session).where(Session.session_id == session_id).values(project_id=project_id))
 
     async def silent(self, *, seen_before: float) -> list[str]:
         """Live sessions whose last heartbeat came before this time, in seconds since 1970."""
         query = select(Session.session_id).where(Session.ended_at.is_(None), Session.last_seen_at < seen_before)
+        return await self._database.all(query)
+
+
+class ModelRows:
+    """Rows of training runs, from their creation to their release."""
+
+    def __init__(self, database: Database, living: Living[Model]) -> None:
+        self._database = database
+        self._living = living
+
+    async def add(self, model: Model) -> None:
+        """Adds the model; a repeat changes nothing."""
+        await self._database.add_once(model)
+
+    async def get(self, model_id: str, *, is_newest: bool = False) -> Model | None:
+        """The model; None for an unknown id.
+
+        The row in memory may be older than the database's if another gateway has changed it. `is_newest` reads the
+        database then.
+        """
+        if is_newest and self._database.is_shared:
+            return await self._living.get_newest(model_id)
+        return await self._living.get(model_id)
+
+    async def complete(self, model_id: str, **facts: Any) -> None:
+        """Sets columns that are known only from the trainer's reply."""
+        await self._database.run(update(Model).where(Model.model_id == model_id).values(**facts))
+        self._living.forget(model_id)
+
+    async def move_inflight(
+        self, model_id: str, version_id: str, location: str, *, is_newer: Callable[[str, str], bool]
+    ) -> bool:
+        """Moves the model's inflight samplers to this version. False when they are at it, or at a newer one,
+        already."""
+        moved = False
+        while not moved:
+            async with self._database.begin() as db:
+                model = await db.get_one(Model, model_id)
+                seen = model.inflight_version_id
+                if seen is not None and not is_newer(version_id, seen):
+                    return False
+                unchanged = Model.inflight_version_id.is_(None) if seen is None else Model.inflight_version_id == seen
+                query = update(Model).where(Model.model_id == model_id, unchanged)
+                result = await db.execute(query.values(inflight_version_id=version_id, inflight_location=location))
+                moved = result.rowcount > 0  # type: ignore[attr-defined]
+        self._living.forget(model_id)
+        return True
+
+    async def end(self, model_id: str) -> None:
+        """Ends the run, so that it takes no more operations. A repeat changes nothing."""
         async with self._database.begin() as db:
-            return list(await db.scalars(query))
+            query = update(Model).where(Model.model_id == model_id, Model.ended_at.is_(None))
+            await db.execute(query.values(ended_at=time.time()))
+        self._living.forget(model_id)
+
+    async def unreleased(self) -> list[tuple[Model, Session]]:
+        """Models that the trainer still holds, though they or their sessions have ended."""
+        has_ended = or_(Session.ended_at.is_not(None), Model.ended_at.is_not(None))
+        query = select(Model, Session).join(Session).where(has_ended, Model.released_at.is_(None))
+        return [(model, session) for model, session in await self._database.rows(query)]
+
+    async def release(self, model_id: str) -> None:
+        """Notes that the trainer has freed the model, and deletes its operations."""
+        async with self._database.begin() as db:
+            await db.execute(update(Model).where(Model.model_id == model_id).values(released_at=time.time()))
+            await db.execute(delete(Operation).where(Operation.model_id == model_id))
+            await db.execute(delete(CountedOperation).where(CountedOperation.model_id == model_id))
+        self._living.forget(model_id)
+
+
+class SamplerRows:
+    """Rows of sampling sessions, of the clients that join them, and of each client's progress."""
+
+    def __init__(self, database: Database, living: Living[SamplingSession]) -> None:
+        self._database = database
+        self._living = living
+        self._counted: dict[str, tuple[float, int]] = {}
+        """owner -> time of the last count on the monotonic clock, and the number, including those made here since."""
+        self._unmarked: LRUCache[str, None] = LRUCache(_MAX_UNMARKED)
+        """Sampling sessions that were made here and have no mark yet; `mark` does not ask the database for them."""
+
+    async def take_place(self, owner: str, *, limit: int) -> bool:
+        """Counts one more sampling session of the owner. False, and nothing is counted, when the limit is reached.
+
+        Sampling sessions of ended sessions count until they are forgotten.
+        """
+        counted_at, number = self._counted.get(owner, (-math.inf, 0))
+        if time.monotonic() - counted_at > (_COUNTED_S if number < limit else _FULL_S):
+            counted_at = time.monotonic()
+            query = select(func.count(SamplingSession.sampling_session_id)).join(Session).where(Session.owner == owner)
+            number = await self._database.first(query) or 0
+        if is_free := number < limit:
+            number += 1
+        self._counted[owner] = counted_at, number
+        return is_free
+
+    async def add(self, row: SamplingSession, *, settles: str | None = None) -> SamplingSession:
+        """Adds the row and returns it. Returns the existing one when its id exists already.
+
+        `settles`: the request that has made the row. It is settled in the same transaction, unless the row exists.
+        """
+
+        async def note(db: AsyncSession) -> None:
+            if settles is not None:
+                await settle(db, settles)
+
+        if await self._living.add(row.sampling_session_id, row, note=note):
+            if not self._database.is_shared:
+                self._unmarked[row.sampling_session_id] = None
+            return row
+        async with self._database.begin() as db:
+            return await db.get_one(SamplingSession, row.sampling_session_id)
+
+    async def get(self, sampling_session_id: str) -> SamplingSession | None:
+        """The sampling session; None for an unknown id."""
+        return await self._living.get(sampling_session_id)
+
+    def lives(self, sampling_session_id: str) -> bool:
+        """Whether the session of this sampling session lives. Only right after `get`, which loads it into memory."""
+        return sampling_session_id in self._living
+
+    async def join(self, sampling_session_id: str) -> int:
+        """A number for a new client, from 1 on, that no other client of the sampling session has."""
+        row = update(SamplingSession).where(SamplingSession.sampling_session_id == sampling_session_id)
+        query = row.values(num_joined=SamplingSession.num_joined + 1).returning(SamplingSession.num_joined)
+        return await self._database.first(query)
+
+    async def mark(self, sampling_session_id: str, clone_id: int) -> SampleMark | None:
+        if sampling_session_id in self._unmarked:
+            return None
+        return await self._database.get(SampleMark, (sampling_session_id, clone_id))
+
+    async def put_mark(self, mark: SampleMark, *, home: str | None) -> bool:
+        """Stores the progress of a client. False, and nothing is stored, when another gateway is the samples' home.
+
+        `home`: this gateway's id; None when it is the only one.
+        """
+        self._unmarked.pop(mark.sampling_session_id, None)
+        values = {"low": mark.low, "high": mark.high}
+        key = {"sampling_session_id": mark.sampling_session_id, "clone_id": mark.clone_id}
+        query = self._database.insert(SampleMark).values(**key, **values, home=home)
+        query = query.on_conflict_do_update(
+            index_elements=list(key), set_=values, where=None if home is None else SampleMark.home == home
+        )
+        return await self._database.first(query.returning(SampleMark.low)) is not None

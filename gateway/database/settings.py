@@ -21,6 +21,4 @@ class SettingRows:
     async def swap(self, name: str, *, old: str, new: str) -> bool:
         """Sets the value if it is `old`. False when another gateway has changed it meanwhile."""
         query = update(Setting).where(Setting.name == name, Setting.value == old)
-        async with self._database.begin() as db:
-            result = await db.execute(query.values(value=new))
-            return result.rowcount > 0  # type: ignore[attr-defined]
+        return await self._database.run(query.values(value=new)) > 0

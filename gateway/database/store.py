@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from gateway.database.checkpoints import CheckpointRows
 from gateway.database.connection import Database
-from gateway.database.custom_losses import CustomLossRows
-from gateway.database.models import ModelRows
 from gateway.database.operations import OperationRows
-from gateway.database.samplers import SamplerRows
-from gateway.database.sessions import Living, SessionRows
+from gateway.database.sessions import Living, ModelRows, SamplerRows, SessionRows
 from gateway.database.settings import SettingRows
 from gateway.database.tables.sessions import Model, SamplingSession
 from gateway.metrics import Metrics
@@ -27,5 +24,4 @@ class Store(Database):
         self.samplers = SamplerRows(self, samplers)
         self.checkpoints = CheckpointRows(self)
         self.operations = OperationRows(self)
-        self.custom_losses = CustomLossRows(self)
         self.settings = SettingRows(self)

@@ -90,17 +90,14 @@ class Peers:
                     f"other gateways work on this database: {', '.join(alive)}; set peer_url to the address under "
                     "which they reach this one"
                 )
-            async with self._store.begin() as db:
-                await db.execute(delete(GatewayRow))
+            await self._store.run(delete(GatewayRow))
 
     async def _beats(self) -> dict[str, int]:
-        async with self._store.begin() as db:
-            return {row.url: row.beat for row in await db.scalars(select(GatewayRow))}
+        return {row.url: row.beat for row in await self._store.all(select(GatewayRow))}
 
     async def stop(self) -> None:
         if self.are_several:
-            async with self._store.begin() as db:
-                await db.execute(delete(GatewayRow).where(GatewayRow.gateway_id == self.gateway_id))
+            await self._store.run(delete(GatewayRow).where(GatewayRow.gateway_id == self.gateway_id))
 
     async def run(self) -> None:
         while self.are_several:
@@ -167,8 +164,7 @@ class Peers:
         query = statement.on_conflict_do_update(
             index_elements=["name"], set_={"holder": self.gateway_id}, where=is_free
         ).returning(Lease.holder)
-        async with self._store.begin() as db:
-            return (await db.scalars(query)).one_or_none() is not None
+        return await self._store.first(query) is not None
 
 
 def living() -> Select[str]:

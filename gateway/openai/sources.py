@@ -67,8 +67,7 @@ async def list_models(gateway: Gateway, *, owner: str) -> list[ModelCard]:
         .order_by(Checkpoint.created_at.desc())
         .limit(MAX_LISTED)
     )
-    async with gateway.store.begin() as db:
-        checkpoints = list(await db.scalars(mine))
+    checkpoints = await gateway.store.all(mine)
     return [
         *(_model(name, created=0) for name in names),
         *(_model(row.path, created=row.created_at, parent=row.base_model) for row in checkpoints),

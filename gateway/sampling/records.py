@@ -75,10 +75,9 @@ class Records:
             assert batch is not None
             statement = self._store.insert(SequenceRecord)
             values = {name: statement.excluded[name] for name in batch.rows[0] if name != "sequence_id"}
-            async with self._store.begin() as db:
-                await db.execute(
-                    statement.on_conflict_do_update(index_elements=["sequence_id"], set_=values), batch.rows
-                )
+            await self._store.run(
+                statement.on_conflict_do_update(index_elements=["sequence_id"], set_=values), batch.rows
+            )
 
     async def find(self, sequence_ids: Iterable[str], *, session_id: str) -> Mapping[str, SequenceRecord]:
         """sequence_id -> record, of those that belong to this session and have not expired. This counts as a use."""
@@ -99,5 +98,4 @@ class Records:
         return found
 
     async def delete_expired(self) -> None:
-        async with self._store.begin() as db:
-            await db.execute(delete(SequenceRecord).where(SequenceRecord.expires_at <= time.time()))
+        await self._store.run(delete(SequenceRecord).where(SequenceRecord.expires_at <= time.time()))

@@ -204,8 +204,7 @@ class Checkpoints:
             logger.warning("%s is deleted, but the reaper must remove its files: %s", known.path, error.message)
 
     async def _was_deleted(self, deletion: _Deletion) -> bool:
-        async with self._store.begin() as db:
-            return await db.get(Deletion, deletion) is not None
+        return await self._store.get(Deletion, deletion) is not None
 
     async def _mark_deleted(self, checkpoint: Checkpoint, deletion: _Deletion | None, *, owner: str) -> None:
         async with self._store.begin() as db:
@@ -218,8 +217,7 @@ class Checkpoints:
 
     async def forget_deletions(self) -> None:
         """Forgets the keys of deletions that are older than a day."""
-        async with self._store.begin() as db:
-            await db.execute(delete(Deletion).where(Deletion.at < time.time() - _DELETION_RETENTION_S))
+        await self._store.run(delete(Deletion).where(Deletion.at < time.time() - _DELETION_RETENTION_S))
 
     async def prune(self, checkpoint: Checkpoint, *, owner: str) -> bool:
         """Deletes a checkpoint for a retention policy.

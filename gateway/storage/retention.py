@@ -43,8 +43,7 @@ class Retention:
         self._metrics = metrics
 
     async def policy(self, run_id: str) -> RunPolicy:
-        async with self._store.begin() as db:
-            row = await db.get(RetentionPolicy, run_id)
+        row = await self._store.get(RetentionPolicy, run_id)
         return RunPolicy(self._default, True) if row is None else RunPolicy(Policy.model_validate(row.policy), False)
 
     async def set_policy(self, run_id: str, policy: Policy) -> None:
@@ -97,8 +96,7 @@ class Retention:
         concerned = select(Checkpoint.run_id).where(Checkpoint.kind.in_(KINDS.values())).distinct()
         if self._default.keep_all:
             concerned = concerned.where(own)
-        async with self._store.begin() as db:
-            run_ids = list(await db.scalars(concerned))
+        run_ids = await self._store.all(concerned)
         for run_id in run_ids:
             policy = (await self.policy(run_id)).policy
             if not policy.keep_all and (deleted := await self.prune(run_id, policy)):

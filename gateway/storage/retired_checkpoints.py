@@ -40,8 +40,7 @@ class RetiredCheckpoints:
 
     async def find(self, location: str, version_id: str) -> str | None:
         """Location of a version whose checkpoint was deleted; None when no sampler needed it at that time."""
-        async with self._store.begin() as db:
-            row = await db.get(RetiredCheckpoint, _retired(location, version_id))
+        row = await self._store.get(RetiredCheckpoint, _retired(location, version_id))
         return None if row is None else row.location
 
     async def keep_for_samplers(self, checkpoint: Checkpoint) -> None:
@@ -76,14 +75,12 @@ class RetiredCheckpoints:
         logger.info("%s was copied to %s, because samplers still use it", source, location)
 
     async def _add(self, row: Any) -> None:
-        async with self._store.begin() as db:
-            await db.execute(row.on_conflict_do_nothing())
+        await self._store.run(row.on_conflict_do_nothing())
 
     async def delete_unused(self) -> None:
         """Deletes the copies that no live sampler uses any more."""
         unused = select(RetiredCheckpoint).where(~is_sampled(RetiredCheckpoint.source, RetiredCheckpoint.version_id))
-        async with self._store.begin() as db:
-            rows = list(await db.scalars(unused))
+        rows = await self._store.all(unused)
         for row in rows:
             try:
                 trainer = self._clients.find_trainer(row.base_model)
@@ -91,8 +88,7 @@ class RetiredCheckpoints:
             except ServiceError as error:
                 logger.warning("%s cannot be deleted now: %s", row.location, error.message)
                 continue
-            async with self._store.begin() as db:
-                await db.execute(delete(RetiredCheckpoint).where(RetiredCheckpoint.location == row.location))
+            await self._store.run(delete(RetiredCheckpoint).where(RetiredCheckpoint.location == row.location))
             logger.info("%s was deleted: no sampler uses it any more", row.location)
 
 

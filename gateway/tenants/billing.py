@@ -63,8 +63,7 @@ class Billing:
             .where(until > since)
             .group_by(Checkpoint.owner, Checkpoint.base_model)
         )
-        async with self._store.begin() as db:
-            return [(owner, base_model, float(amount)) for owner, base_model, amount in await db.execute(query)]
+        return [(owner, base_model, float(amount)) for owner, base_model, amount in await self._store.rows(query)]
 
     async def stored_now(self, project_id: str | None, *, owner: str | None) -> list[tuple[str, str, int, int]]:
         """Project, owner, number of checkpoints and their bytes. None: all projects, or all owners."""
@@ -82,8 +81,7 @@ class Billing:
             query = query.where(in_project(project_id))
         if owner is not None:
             query = query.where(Checkpoint.owner == owner)
-        async with self._store.begin() as db:
-            return [(found, owner, count, int(size)) for found, owner, count, size in await db.execute(query)]
+        return [(found, owner, count, int(size)) for found, owner, count, size in await self._store.rows(query)]
 
     @property
     def storage_price(self) -> float:

@@ -108,8 +108,7 @@ class Keys:
 
     async def all(self) -> list[StoredKey]:
         """All keys, revoked ones too; oldest first."""
-        async with self._store.begin() as db:
-            return list(await db.scalars(select(StoredKey).order_by(StoredKey.created_at, StoredKey.key_hash)))
+        return await self._store.all(select(StoredKey).order_by(StoredKey.created_at, StoredKey.key_hash))
 
     async def revoke(self, key_id: str, *, by: str = OPERATOR) -> StoredKey:
         """Revokes the key with this id; a repeat changes nothing. Raises NotFound."""
@@ -164,24 +163,21 @@ class Keys:
         return before
 
     async def budgets(self) -> dict[str, Budget]:
-        async with self._store.begin() as db:
-            return {row.owner: row for row in await db.scalars(select(Budget))}
+        return {row.owner: row for row in await self._store.all(select(Budget))}
 
     async def token_counts(self, owners: Sequence[str] | None = None) -> list[TokenCount]:
         """The token counts of these owners; None: of all."""
         query = select(TokenCount)
         if owners is not None:
             query = query.where(TokenCount.owner.in_(owners))
-        async with self._store.begin() as db:
-            return list(await db.scalars(query))
+        return await self._store.all(query)
 
     async def stored_bytes(self, owner: str, *, without: Collection[str] = ()) -> int:
         """Bytes of all checkpoints of the owner, except those at the paths in `without`."""
         query = select(func.sum(Checkpoint.size_bytes)).where(
             Checkpoint.owner == owner, Checkpoint.path.not_in(without), exists_now()
         )
-        async with self._store.begin() as db:
-            return int(await db.scalar(query) or 0)
+        return int(await self._store.first(query) or 0)
 
     async def accounts(self) -> dict[str, Account]:
         """owner -> account, for every owner with a key, a budget or usage."""

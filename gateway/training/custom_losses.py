@@ -10,6 +10,7 @@ import json
 import time
 
 import orjson
+from sqlalchemy import func, select
 
 from gateway import schemas
 from gateway.clients import Clients
@@ -60,7 +61,7 @@ class CustomLosses:
         """
         content = message.SerializeToString(deterministic=True)
         mark = fingerprint(KIND, content)
-        known = await self._store.custom_losses.get(loss_id)
+        known = await self._store.get(CustomLoss, loss_id)
         if (known is not None and known.message != content) or self._futures.fingerprint(loss_id) not in (None, mark):
             raise SequenceConflict(f"custom_loss_seq_id: {loss_id} is another loss; this one was not stored")
         if self._futures.fingerprint(loss_id) is not None:
@@ -69,7 +70,7 @@ class CustomLosses:
             if known is None:
                 await self._check(message, session_id=session_id)
                 row = CustomLoss(loss_id=loss_id, session_id=session_id, message=content, created_at=time.time())
-                await self._store.custom_losses.add(row)
+                await self._store.add_once(row)
         except (NotReady, OutOfCapacity):
             raise
         except ServiceError as error:
@@ -78,7 +79,8 @@ class CustomLosses:
             self._futures.start(Pending(loss_id, KIND, session_id, mark), _answer(loss_id))
 
     async def _check(self, message: trainer_pb2.CustomLoss, *, session_id: str) -> None:
-        if await self._store.custom_losses.count(session_id) >= self._config.max_custom_losses:
+        query = select(func.count()).select_from(CustomLoss).where(CustomLoss.session_id == session_id)
+        if await self._store.first(query) >= self._config.max_custom_losses:
             raise InvalidRequest(
                 f"session {session_id} has {self._config.max_custom_losses} custom losses, which is max_custom_losses; "
                 "create a loss once, and use its handle again"
@@ -95,7 +97,7 @@ class CustomLosses:
 
     async def attach(self, request_id: str) -> None:
         """Makes a future for a stored loss. Raises Gone when no loss is stored under this id."""
-        row = await self._store.custom_losses.get(request_id)
+        row = await self._store.get(CustomLoss, request_id)
         if row is None:
             raise Gone
         if self._futures.fingerprint(request_id) is None:
@@ -112,7 +114,7 @@ class CustomLosses:
                 field="loss_fn_config",
             )
         loss_id = config["loss_id"].text
-        row = None if "\0" in loss_id else await self._store.custom_losses.get(loss_id)  # PostgreSQL takes no NUL
+        row = None if "\0" in loss_id else await self._store.get(CustomLoss, loss_id)  # PostgreSQL takes no NUL
         if row is None or row.session_id != session_id:
             raise InvalidRequest(
                 f"loss_fn_config.loss_id: there is no custom loss {loss_id!r} in session {session_id}; make one with "

@@ -51,8 +51,7 @@ async def audit(request: Request, query: schemas.AuditQuery) -> answers.records.
     if (owner := _whose(request)) is not None:
         events = events.where(AuditEvent.owner == owner)
     await gateway.ledger.flush()
-    async with gateway.store.begin() as db:
-        found = list(await db.scalars(events.order_by(AuditEvent.at, AuditEvent.event_id)))
+    found = await gateway.store.all(events.order_by(AuditEvent.at, AuditEvent.event_id))
     return {"entries": [_entry(event) for event in found]}
 
 

@@ -319,7 +319,7 @@ async def test_sessions_of_one_owner_are_limited_and_a_repeat_is_no_new_one(stac
 async def test_sampling_sessions_of_one_owner_are_limited_and_a_repeat_is_no_new_one(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.database.samplers._FULL_S", 0.0)
+    monkeypatch.setattr("gateway.database.sessions._FULL_S", 0.0)
     await stack.restart_gateway(max_sampling_sessions=3, ended_session_retention_s=0.001)
     session_id = await client.session()
     model_id = await client.model(session_id)

@@ -79,7 +79,7 @@ async def test_a_save_that_the_database_cannot_take_ends_when_it_can(stack: Stac
 
 
 @pytest.mark.parametrize(
-    "method", ["gateway.database.samplers.SamplerRows.add", "gateway.database.connection.Database.add_once"]
+    "method", ["gateway.database.sessions.SamplerRows.add", "gateway.database.connection.Database.add_once"]
 )
 async def test_an_ephemeral_save_that_the_database_cannot_take_ends_when_it_can(
     stack: Stack, client: Client, full: Full, method: str
@@ -182,9 +182,9 @@ async def test_a_save_for_samplers_and_a_model_wait_for_the_database_too(
     body = {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 5}
     saving = await client.call("save_weights_for_sampler", body)
     body = {"session_id": session_id, "model_seq_id": 1, "base_model": "Qwen/Qwen3-8B", "lora_config": {"rank": 8}}
-    with full("gateway.database.models.ModelRows.complete") as models:
+    with full("gateway.database.sessions.ModelRows.complete") as models:
         creating = await client.call("create_model", body)
-        with full("gateway.database.samplers.SamplerRows.add") as samplers:
+        with full("gateway.database.sessions.SamplerRows.add") as samplers:
             stack.trainer.go.set()
             await until(lambda: models and samplers)
         assert (await client.result(saving))["sampling_session_id"] == f"{session_id}:sample:5"
