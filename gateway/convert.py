@@ -9,11 +9,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.duration_pb2 import Duration
 
 from gateway import schemas
 from gateway.database.tables.checkpoints import Checkpoint
-from gateway.shown import shown, shown_name
+from gateway.shown import shown, shown_given, shown_name
 from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.pictures.counting import Counting
 from tinsmith.pictures.headers import size_of
@@ -26,11 +27,12 @@ MIN_TTL_S = 3600
 MAX_TTL_S = 10 * 365 * 86400
 _SEED_MASK = 2**63 - 1
 _INT32 = np.iinfo(np.int32)
-_INT64 = np.iinfo(np.int64)
+INT64 = np.dtype("<i8")
 _DTYPES = {
-    "int64": (types_pb2.DTYPE_INT64, np.dtype("<i8")),
+    "int64": (types_pb2.DTYPE_INT64, INT64),
     "float32": (types_pb2.DTYPE_FLOAT32, np.dtype("<f4")),
 }
+_TENSOR_FIELDS = schemas.TensorData.model_fields.keys()
 
 
 def fold_seed(seed: int) -> int:
@@ -219,37 +221,48 @@ def tokens_of_pictures(sizes: Iterable[tuple[int, int]], counting: Counting | No
     return num_tokens
 
 
-def tensor(value: schemas.TensorData, *, field: str) -> types_pb2.Tensor:
-    """A dense or CSR tensor. The service that computes with it checks its shape."""
-    number, dtype = _DTYPES[value.dtype]
-    sparse = (value.sparse_crow_indices, value.sparse_col_indices)
-    if (sparse[0] is None) != (sparse[1] is None):
+def tensor(value: Mapping[str, Any], *, field: str) -> types_pb2.Tensor:
+    """A dense or CSR tensor from its JSON. The service that computes with it checks its shape.
+
+    Raises InvalidRequest.
+    """
+    check_fields(value, _TENSOR_FIELDS, field=field)
+    dtype = value.get("dtype")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise InvalidRequest(
+            f"{field}.dtype: {shown_given(dtype)} is not one of {', '.join(_DTYPES)}", field=f"{field}.dtype"
+        )
+    number, kind = _DTYPES[dtype]
+    data = _numbers(value.get("data"), kind, field=f"{field}.data")
+    shape = value.get("shape")
+    sizes = [] if shape is None else _numbers(shape, INT64, field=f"{field}.shape").tolist()
+    crow, col = value.get("sparse_crow_indices"), value.get("sparse_col_indices")
+    if crow is None and col is None:
+        return types_pb2.Tensor(dense=data.tobytes(), dtype=number, shape=sizes)
+    if crow is None or col is None:
         raise InvalidRequest(f"{field}: sparse_crow_indices and sparse_col_indices go together", field=field)
-    data = _number_bytes(value.data, dtype, field=f"{field}.data")
-    shape = [_int64(size, field=f"{field}.shape") for size in value.shape or []]
-    if sparse[0] is None or sparse[1] is None:
-        return types_pb2.Tensor(dense=data, dtype=number, shape=shape)
     csr = types_pb2.SparseCsr(
-        values=data,
-        crow_indices=_number_bytes(sparse[0], _DTYPES["int64"][1], field=f"{field}.sparse_crow_indices"),
-        col_indices=_number_bytes(sparse[1], _DTYPES["int64"][1], field=f"{field}.sparse_col_indices"),
+        values=data.tobytes(),
+        crow_indices=_numbers(crow, INT64, field=f"{field}.sparse_crow_indices").tobytes(),
+        col_indices=_numbers(col, INT64, field=f"{field}.sparse_col_indices").tobytes(),
     )
-    return types_pb2.Tensor(sparse_csr=csr, dtype=number, shape=shape)
+    return types_pb2.Tensor(sparse_csr=csr, dtype=number, shape=sizes)
 
 
-def _int64(value: int, *, field: str) -> int:
-    if not _INT64.min <= value <= _INT64.max:
-        raise InvalidRequest(f"{field}: {value} does not fit into 64 bits", field=field)
-    return value
-
-
-def _number_bytes(values: Sequence[float], dtype: np.dtype[Any], *, field: str) -> bytes:
-    if dtype.kind == "i":
-        for value in values:
-            if not isinstance(value, int):
-                raise InvalidRequest(f"{field}: {shown(value)} is not an integer", field=field)
-            _int64(value, field=field)
-    return np.array(values, dtype).tobytes()
+def _numbers(values: Any, dtype: np.dtype[Any], *, field: str) -> npt.NDArray[Any]:
+    """A flat JSON list as an array. Raises InvalidRequest for a fraction, or an integer beyond 64 bits, as int64."""
+    if not isinstance(values, list):
+        raise InvalidRequest(f"{field}: {shown_given(values)} is not a list of numbers", field=field)
+    try:
+        array = np.array(values)
+    except (ValueError, OverflowError):  # it holds lists of different lengths
+        array = np.empty((), object)
+    # numpy makes an array of floats of an empty list, and one of objects of integers beyond 64 bits.
+    if array.ndim != 1 or array.dtype.kind not in ("i" if dtype.kind == "i" and values else "if"):
+        wanted = "integers of 64 bits" if dtype.kind == "i" else "numbers"
+        raise InvalidRequest(f"{field}: {shown_given(values)} is not a flat list of {wanted}", field=field)
+    with np.errstate(over="ignore"):  # a number too large for float32 becomes infinite, as in the SDK's conversion
+        return array.astype(dtype)
 
 
 def stop_condition(stop: str | Sequence[str] | Sequence[int] | None) -> sampler_pb2.StopCondition | None:
@@ -290,7 +303,9 @@ def sample_request(body: schemas.Sample, *, version_id: str) -> sampler_pb2.Samp
         sampling_params=sampling_params(body.sampling_params),
         prompt_logprobs=bool(body.prompt_logprobs),
         prompt_logprobs_last_n=None if last_n is None else check_int32(last_n, field="prompt_logprobs_last_n"),
-        target_prompt_logprobs=None if target is None else tensor(target, field="target_prompt_logprobs"),
+        target_prompt_logprobs=None
+        if target is None
+        else tensor(target.model_dump(exclude_none=True), field="target_prompt_logprobs"),
         topk_prompt_logprobs=check_int32(body.topk_prompt_logprobs, field="topk_prompt_logprobs"),
         topk_sample_logprobs=check_int32(body.topk_sample_logprobs, field="topk_sample_logprobs"),
         prompt_alt_tokens_k=check_int32(body.prompt_alt_tokens_k, field="prompt_alt_tokens_k"),

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from gateway import convert, schemas
-from gateway.shown import shown
+from gateway import convert
+from gateway.shown import shown_given
 from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
 
@@ -26,15 +26,9 @@ Array = npt.NDArray[Any]
 _EMPTY_LOGPROB = np.float32(-99999.0)
 """Together with token 0, this logprob marks an empty cell of a top-k table."""
 _STOP_REASONS = {types_pb2.PUBLIC_STOP_REASON_STOP: "stop", types_pb2.PUBLIC_STOP_REASON_LENGTH: "length"}
-_INT64 = np.dtype("<i8")
-_DTYPES = {
-    "int64": (types_pb2.DTYPE_INT64, _INT64),
-    "float32": (types_pb2.DTYPE_FLOAT32, np.dtype("<f4")),
-}
-_TENSOR_FIELDS = schemas.TensorData.model_fields.keys()
 _RESULT_DTYPES = {
     types_pb2.DTYPE_FLOAT32: (np.dtype("<f4"), "float32"),
-    types_pb2.DTYPE_INT64: (_INT64, "int64"),
+    types_pb2.DTYPE_INT64: (convert.INT64, "int64"),
     types_pb2.DTYPE_INT32: (np.dtype("<i4"), "int64"),
 }
 
@@ -55,11 +49,11 @@ def forward_backward(
     convert.check_fields(batch, {"data", "loss_fn", "loss_fn_config", "forward_only"}, field=key)
     for asked in (content.get("forward_only"), batch.get("forward_only")):
         if asked is not None and not isinstance(asked, bool):
-            raise InvalidRequest(f"forward_only: {_shown(asked)} is neither true nor false", field="forward_only")
+            raise InvalidRequest(f"forward_only: {shown_given(asked)} is neither true nor false", field="forward_only")
         forward_only = forward_only or bool(asked)
     loss_fn = batch.get("loss_fn")
     if not isinstance(loss_fn, str):
-        raise InvalidRequest(f"{key}.loss_fn: {_shown(loss_fn)} is not the name of a loss", field=f"{key}.loss_fn")
+        raise InvalidRequest(f"{key}.loss_fn: {shown_given(loss_fn)} is not the name of a loss", field=f"{key}.loss_fn")
     message = trainer_pb2.ForwardBackwardRequest(
         model_id=model_id, seq_id=seq_id, loss_fn=loss_fn, forward_only=forward_only
     )
@@ -70,7 +64,7 @@ def forward_backward(
             message.loss_fn_config[name] = message.loss_fn_config_v2[name].number = value  # both, as newer SDKs do
         else:
             where = f"{key}.loss_fn_config.{name}"
-            raise InvalidRequest(f"{where}: {_shown(value)} is neither a number nor a text", field=where)
+            raise InvalidRequest(f"{where}: {shown_given(value)} is neither a number nor a text", field=where)
     for index, value in enumerate(_list(batch.get("data"), field=f"{key}.data")):
         message.data.append(_datum(_object(value, field=f"data[{index}]"), field=f"data[{index}]"))
     return message
@@ -91,64 +85,20 @@ def _datum(value: Mapping[str, Any], *, field: str) -> types_pb2.Datum:
         datum.model_input.append(convert.chunk(dict(_object(chunk, field=name)), field=name))
     for key, tensor in _object(value.get("loss_fn_inputs"), field=f"{field}.loss_fn_inputs").items():
         name = f"{field}.loss_fn_inputs.{key}"
-        datum.loss_fn_inputs[key].CopyFrom(_tensor(_object(tensor, field=name), field=name))
+        datum.loss_fn_inputs[key].CopyFrom(convert.tensor(_object(tensor, field=name), field=name))
     return datum
-
-
-def _tensor(value: Mapping[str, Any], *, field: str) -> types_pb2.Tensor:
-    convert.check_fields(value, _TENSOR_FIELDS, field=field)
-    dtype = value.get("dtype")
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise InvalidRequest(
-            f"{field}.dtype: {_shown(dtype)} is not one of {', '.join(_DTYPES)}", field=f"{field}.dtype"
-        )
-    number, kind = _DTYPES[dtype]
-    data = _numbers(value.get("data"), kind, field=f"{field}.data")
-    shape = value.get("shape")
-    sizes = [] if shape is None else _numbers(shape, _INT64, field=f"{field}.shape").tolist()
-    crow, col = value.get("sparse_crow_indices"), value.get("sparse_col_indices")
-    if crow is None and col is None:
-        return types_pb2.Tensor(dense=data.tobytes(), dtype=number, shape=sizes)
-    if crow is None or col is None:
-        raise InvalidRequest(f"{field}: sparse_crow_indices and sparse_col_indices go together", field=field)
-    csr = types_pb2.SparseCsr(
-        values=data.tobytes(),
-        crow_indices=_numbers(crow, _INT64, field=f"{field}.sparse_crow_indices").tobytes(),
-        col_indices=_numbers(col, _INT64, field=f"{field}.sparse_col_indices").tobytes(),
-    )
-    return types_pb2.Tensor(sparse_csr=csr, dtype=number, shape=sizes)
-
-
-def _numbers(values: Any, dtype: np.dtype[Any], *, field: str) -> Array:
-    """A flat JSON list as an array. Raises InvalidRequest for a fraction, or an integer beyond 64 bits, as int64."""
-    if not isinstance(values, list):
-        raise InvalidRequest(f"{field}: {_shown(values)} is not a list of numbers", field=field)
-    try:
-        array = np.array(values)
-    except (ValueError, OverflowError):  # it holds lists of different lengths
-        array = np.empty((), object)
-    # numpy makes an array of floats of an empty list, and one of objects of integers beyond 64 bits.
-    if array.ndim != 1 or array.dtype.kind not in ("i" if dtype.kind == "i" and values else "if"):
-        wanted = "integers of 64 bits" if dtype.kind == "i" else "numbers"
-        raise InvalidRequest(f"{field}: {_shown(values)} is not a flat list of {wanted}", field=field)
-    with np.errstate(over="ignore"):  # a number too large for float32 becomes infinite, as in the SDK's conversion
-        return array.astype(dtype)
 
 
 def _object(value: Any, *, field: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{field}: {_shown(value)} is not an object", field=field)
+        raise InvalidRequest(f"{field}: {shown_given(value)} is not an object", field=field)
     return value
 
 
 def _list(value: Any, *, field: str) -> Sequence[Any]:
     if not isinstance(value, list):
-        raise InvalidRequest(f"{field}: {_shown(value)} is not a list", field=field)
+        raise InvalidRequest(f"{field}: {shown_given(value)} is not a list", field=field)
     return value
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is None else shown(value)
 
 
 # Results
@@ -184,7 +134,7 @@ def _outputs(record: types_pb2.ArrayRecord) -> list[dict[str, Any]]:
 
 def _split(tensor: types_pb2.BatchedTensor) -> list[dict[str, Any]]:
     values, name, itemsize = _values(tensor.data, tensor.dtype)
-    ends = (np.frombuffer(tensor.offsets, _INT64) // itemsize).tolist()
+    ends = (np.frombuffer(tensor.offsets, convert.INT64) // itemsize).tolist()
     trailing = list(tensor.trailing_shape)
     width = math.prod(trailing)
     return [
@@ -264,8 +214,8 @@ def _tensor_object(tensor: types_pb2.Tensor) -> dict[str, Any]:
     values, name, _ = _values(tensor.sparse_csr.values if is_sparse else tensor.dense, tensor.dtype)
     result = {"data": _floats(values) if name == "float32" else values, "dtype": name, "shape": list(tensor.shape)}
     if is_sparse:
-        result["sparse_crow_indices"] = np.frombuffer(tensor.sparse_csr.crow_indices, _INT64)
-        result["sparse_col_indices"] = np.frombuffer(tensor.sparse_csr.col_indices, _INT64)
+        result["sparse_crow_indices"] = np.frombuffer(tensor.sparse_csr.crow_indices, convert.INT64)
+        result["sparse_col_indices"] = np.frombuffer(tensor.sparse_csr.col_indices, convert.INT64)
     return result
 
 

@@ -31,3 +31,8 @@ def _beginning(value: Any, depth: int) -> Any:
             items = islice(value.items(), _ITEMS) if depth else ()
             return {_beginning(key, depth): _beginning(each, depth - 1) for key, each in items}
     return value
+
+
+def shown_given(value: Any) -> str:
+    """`shown`, but "nothing" for a value that is null or missing."""
+    return "nothing" if value is None else shown(value)
