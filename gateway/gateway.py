@@ -25,6 +25,7 @@ from gateway.metrics import Metrics
 from gateway.openai.generator import Generator
 from gateway.reaper import Reaper
 from gateway.sampling.certificates import PublishCertificates
+from gateway.sampling.drawing import Drawings
 from gateway.sampling.inflight import Inflight
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.records import Records
@@ -134,29 +135,16 @@ class Sampling:
         self.inflight = Inflight(store, clients, self.publishing)
         self.certificates = PublishCertificates(clients, self.inflight, storage.retired)
         self.places = Places(config, core.futures)
-        self.samples = Samples(
-            config,
-            clients=clients,
-            futures=core.futures,
-            inflight=self.inflight,
-            records=self.records,
-            publishing=self.publishing,
-            ledger=core.ledger,
-            recent=core.dashboard.samples,
-            metrics=core.metrics,
-            pacer=core.pacer,
-        )
-        self.generator = Generator(
-            config,
+        drawings = Drawings(
             clients=clients,
             publishing=self.publishing,
             inflight=self.inflight,
             ledger=core.ledger,
-            limits=tenants.limits,
             recent=core.dashboard.samples,
             metrics=core.metrics,
-            pacer=core.pacer,
         )
+        self.samples = Samples(config, drawings=drawings, futures=core.futures, records=self.records, pacer=core.pacer)
+        self.generator = Generator(config, clients=clients, drawings=drawings, limits=tenants.limits, pacer=core.pacer)
 
 
 class Training:

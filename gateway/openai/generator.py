@@ -20,21 +20,14 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
-from gateway.convert import num_tokens
-from gateway.dashboard.samples import RecentSamples
 from gateway.database.tables.sessions import SamplingSession
 from gateway.load import Pacer
-from gateway.metrics import Metrics
 from gateway.openai.resumption import resumed, with_seed
 from gateway.openai.text import Vocabulary
 from gateway.openai.tool_calls import Form
-from gateway.sampling.drawing import Drawing
-from gateway.sampling.inflight import Inflight
-from gateway.sampling.publishing import Publishing
+from gateway.sampling.drawing import Drawing, Drawings
 from gateway.sampling.replicas import Replica
-from gateway.sampling.samples import count_tokens
 from gateway.tenants.access import Caller
-from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold, Limits
 from tinsmith.errors import NotReady, ServiceError
 from tinsmith.v1 import sampler_pb2 as pb
@@ -86,23 +79,15 @@ class Generator:
         config: GatewayConfig,
         *,
         clients: Clients,
-        publishing: Publishing,
-        inflight: Inflight,
-        ledger: Ledger,
+        drawings: Drawings,
         limits: Limits,
-        recent: RecentSamples,
-        metrics: Metrics,
         pacer: Pacer,
     ) -> None:
         self._pacer = pacer
         self._config = config
         self._clients = clients
-        self._publishing = publishing
-        self._inflight = inflight
-        self._ledger = ledger
+        self._drawings = drawings
         self._limits = limits
-        self._recent = recent
-        self._metrics = metrics
         self._sampled: LRUCache[tuple[str, str], None] = LRUCache(_MAX_SAMPLED)
         """Pairs of an owner and a version that the owner has sampled here."""
         self._tokenizers: dict[str, asyncio.Task[TokenizerInfo]] = {}
@@ -231,15 +216,8 @@ class Generator:
                 await count()
 
     def _drawing(self, source: Source, request: pb.SampleRequest | None = None, *, request_id: str = "") -> Drawing:
-        return Drawing(
-            source.session,
-            request,
-            clients=self._clients,
-            publishing=self._publishing,
-            inflight=self._inflight,
-            request_id=request_id,
-            wait_s=self._config.openai_wait_s,
-        )
+        wait_s = self._config.openai_wait_s
+        return self._drawings.begin(source.session, request, request_id=request_id, wait_s=wait_s)
 
     @contextlib.contextmanager
     def _holding_budget(self, source: Source, request: pb.SampleRequest) -> Iterator[Hold | None]:
@@ -257,17 +235,15 @@ class Generator:
         self, source: Source, request: pb.SampleRequest, response: pb.SampleResponse, request_id: str
     ) -> None:
         if response.sequences:
-            self._recent.add(request_id, request, response.sequences, base_model=source.base_model, owner=source.owner)
+            about = {"base_model": source.base_model, "owner": source.owner}
+            self._drawings.recent.add(request_id, request, response.sequences, **about)
 
     async def _count(
         self, source: Source, request: pb.SampleRequest, hold: Hold | None, *, num_sampled: int, num_cached: int
     ) -> None:
-        num_prompt = num_tokens(request.prompt, self._clients.counting(source.base_model))
-        count_tokens(
-            self._metrics,
-            self._ledger,
+        self._drawings.count(
+            request,
             hold,
-            num_prompt=num_prompt,
             num_cached=num_cached,
             num_sampled=num_sampled,
             base_model=source.base_model,
@@ -276,7 +252,7 @@ class Generator:
         )
         if hold is not None and hold.is_budgeted:
             with contextlib.suppress(SQLAlchemyError):  # the answer goes out; the ledger logs the error and tries again
-                await self._ledger.flush()
+                await self._drawings.ledger.flush()
 
 
 async def _begun(

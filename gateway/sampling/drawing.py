@@ -14,18 +14,24 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc.aio
 
 from gateway.channel import ConnectionLost
 from gateway.clients import Clients
+from gateway.convert import num_tokens
+from gateway.dashboard.samples import RecentSamples
 from gateway.database.tables.sessions import SamplingSession
 from gateway.futures import Progress, ran_of
+from gateway.metrics import Metrics
 from gateway.sampling.inflight import Inflight
 from gateway.sampling.lives import Suspicion
 from gateway.sampling.publishing import Publishing
-from gateway.sampling.replicas import Replica
+from gateway.sampling.replicas import Replica, Replicas
+from gateway.tenants.ledger import Ledger
+from gateway.tenants.limits import Hold
 from tinsmith.errors import (
     CheckpointNotFound,
     EngineDead,
@@ -66,21 +72,20 @@ class Drawing:
         session: SamplingSession,
         request: pb.SampleRequest | None,
         *,
-        clients: Clients,
+        replicas: Replicas,
         publishing: Publishing,
         inflight: Inflight,
-        request_id: str = "",
-        progress: Progress | None = None,
-        wait_s: float | None = None,
+        request_id: str,
+        progress: Progress | None,
+        wait_s: float | None,
     ) -> None:
-        """`session`: the weights. `request` None: a call about text, which any sampler of the base model can answer.
-        `wait_s`: longest wait for a sampler; None: without end."""
+        """As `Drawings.begin`, which makes it."""
         self.progress = progress or Progress()
         self.ran: tuple[float, float] | None = None
         """Begin and end of the sampler's computation, in seconds since 1970; None while not known."""
         self._session = session
         self._request = request
-        self._replicas = clients.samplers
+        self._replicas = replicas
         self._publishing = publishing
         self._inflight = inflight
         self._request_id = request_id
@@ -281,6 +286,77 @@ class Drawing:
             if not died:
                 life.suspects.discard(mine)
                 life.on_trial = None if life.on_trial is mine else life.on_trial
+
+
+class Drawings:
+    """Begins the drawings of both APIs, and counts their tokens."""
+
+    def __init__(
+        self,
+        *,
+        clients: Clients,
+        publishing: Publishing,
+        inflight: Inflight,
+        ledger: Ledger,
+        recent: RecentSamples,
+        metrics: Metrics,
+    ) -> None:
+        self.ledger = ledger
+        self.recent = recent
+        self._clients = clients
+        self._publishing = publishing
+        self._inflight = inflight
+        self._metrics = metrics
+
+    def begin(
+        self,
+        session: SamplingSession,
+        request: pb.SampleRequest | None = None,
+        *,
+        request_id: str = "",
+        progress: Progress | None = None,
+        wait_s: float | None = None,
+    ) -> Drawing:
+        """`session`: the weights. `request` None: a call about text, which any sampler of the base model can answer.
+        `wait_s`: longest wait for a sampler; None: without end."""
+        return Drawing(
+            session,
+            request,
+            replicas=self._clients.samplers,
+            publishing=self._publishing,
+            inflight=self._inflight,
+            request_id=request_id,
+            progress=progress,
+            wait_s=wait_s,
+        )
+
+    def count(
+        self,
+        request: pb.SampleRequest,
+        hold: Hold | None,
+        *,
+        num_cached: int,
+        num_sampled: int,
+        base_model: str,
+        session_id: str = "",
+        owner: str | None = None,
+        key_id: str = "",
+    ) -> int:
+        """Counts the tokens of an answer, and releases its reservation. Owner and key as for `Ledger.use`. Returns the
+        number of tokens in all."""
+        num_prompt = num_tokens(request.prompt, self._clients.counting(base_model))
+        submissions = self._metrics.submissions
+        submissions.prompt_tokens.inc(num_prompt)
+        submissions.cached_prompt_tokens.inc(num_cached)
+        submissions.sampled_tokens.inc(num_sampled)
+        use = partial(self.ledger.use, base_model=base_model, session_id=session_id, owner=owner, key_id=key_id)
+        use("sampling_prefill", num_prompt - num_cached)
+        use("sampling_prefill_cached", num_cached)
+        use("sampling_sample", num_sampled)
+        if hold is not None:
+            hold.drawn(num_sampled)
+            hold.release()  # the tokens are counted now; held as well, they would count twice
+        return num_prompt + num_sampled
 
 
 def _is_death(error: NotReady) -> bool:

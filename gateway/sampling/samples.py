@@ -8,14 +8,10 @@ import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from gateway import json_forms
-from gateway.clients import Clients
 from gateway.config import GatewayConfig
-from gateway.convert import num_tokens
-from gateway.dashboard.samples import RecentSamples
 from gateway.database.outages import until_written
 from gateway.database.store import Store
 from gateway.database.tables.samples import SampleMark
@@ -23,12 +19,8 @@ from gateway.database.tables.sessions import SamplingSession
 from gateway.futures import PROTOBUF, Answer, Futures, Gone, Pending
 from gateway.ids import LAST_SEQ_ID, Target, first_of, sample_of
 from gateway.load import Pacer, Share
-from gateway.metrics import Metrics
-from gateway.sampling.drawing import Drawing
-from gateway.sampling.inflight import Inflight
-from gateway.sampling.publishing import Publishing
+from gateway.sampling.drawing import Drawings
 from gateway.sampling.records import Records
-from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold
 from tinsmith.errors import NotReady, OutOfCapacity, SequenceConflict, ServiceError
 from tinsmith.rpc import logs
@@ -92,32 +84,6 @@ class Places:
                 del self._prompts[owner]
 
 
-def count_tokens(
-    metrics: Metrics,
-    ledger: Ledger,
-    hold: Hold | None,
-    *,
-    num_prompt: int,
-    num_cached: int,
-    num_sampled: int,
-    base_model: str,
-    session_id: str = "",
-    owner: str | None = None,
-    key_id: str = "",
-) -> None:
-    """Counts the tokens of an answer, and releases its reservation. Owner and key as for `Ledger.use`."""
-    metrics.submissions.prompt_tokens.inc(num_prompt)
-    metrics.submissions.cached_prompt_tokens.inc(num_cached)
-    metrics.submissions.sampled_tokens.inc(num_sampled)
-    use = partial(ledger.use, base_model=base_model, session_id=session_id, owner=owner, key_id=key_id)
-    use("sampling_prefill", num_prompt - num_cached)
-    use("sampling_prefill_cached", num_cached)
-    use("sampling_sample", num_sampled)
-    if hold is not None:
-        hold.drawn(num_sampled)
-        hold.release()  # the tokens are counted now; held as well, they would count twice
-
-
 class Samples:
     """Runs samples of sampling sessions, each as a future."""
 
@@ -125,25 +91,15 @@ class Samples:
         self,
         config: GatewayConfig,
         *,
-        clients: Clients,
+        drawings: Drawings,
         futures: Futures,
-        inflight: Inflight,
         records: Records,
-        publishing: Publishing,
-        ledger: Ledger,
-        recent: RecentSamples,
-        metrics: Metrics,
         pacer: Pacer,
     ) -> None:
         self._config = config
-        self._publishing = publishing
-        self._ledger = ledger
-        self._recent = recent
-        self._clients = clients
+        self._drawings = drawings
         self._futures = futures
-        self._inflight = inflight
         self._records = records
-        self._metrics = metrics
         self._pacer = pacer
 
     def submit(
@@ -174,15 +130,7 @@ class Samples:
         self, pending: Pending, request: sampler_pb2.SampleRequest, session: SamplingSession, *, is_recorded: bool
     ) -> Answer:
         logs.model_id.set(run_of(session.version_id))
-        drawing = Drawing(
-            session,
-            request,
-            clients=self._clients,
-            publishing=self._publishing,
-            inflight=self._inflight,
-            request_id=pending.request_id,
-            progress=pending.progress,
-        )
+        drawing = self._drawings.begin(session, request, request_id=pending.request_id, progress=pending.progress)
         pending.ask = drawing.describe
         try:
             async with asyncio.timeout(self._config.sample_timeout_s):
@@ -200,28 +148,23 @@ class Samples:
                 await self._records.add(pending.request_id, request, response, session_id=session.session_id)
 
             await until_written(record, what=pending.request_id, pausing=pending.progress.paused)
-        self._recent.add(
+        self._drawings.recent.add(
             pending.request_id,
             request,
             response.sequences,
             base_model=session.base_model,
             session_id=session.session_id,
         )
-        num_prompt = num_tokens(request.prompt, self._clients.counting(session.base_model))
-        num_sampled = sum(len(sequence.tokens) // 4 for sequence in response.sequences)
-        pending.num_tokens = num_prompt + num_sampled
-        count_tokens(
-            self._metrics,
-            self._ledger,
+        pending.num_tokens = self._drawings.count(
+            request,
             pending.hold,
-            num_prompt=num_prompt,
             num_cached=response.prompt_cache_hit_tokens,
-            num_sampled=num_sampled,
+            num_sampled=sum(len(sequence.tokens) // 4 for sequence in response.sequences),
             base_model=session.base_model,
             session_id=session.session_id,
         )
         if pending.hold is not None and pending.hold.is_budgeted:
-            await until_written(self._ledger.flush, what="the usage", pausing=pending.progress.paused)
+            await until_written(self._drawings.ledger.flush, what="the usage", pausing=pending.progress.paused)
         return Answer(response.SerializeToString(), PROTOBUF, json_forms.sample_result)
 
 
