@@ -62,6 +62,8 @@ class Endpoint(Route):
         self.takes = self._reads or takes
         self._query: type[BaseModel] | None = hints.get("query")
         self.asks = self._query or asks
+        # Monitoring may add parameters of its own to a path without key.
+        self._refuses_query = self.asks is None and needs_key and include_in_schema
         made = hints["return"]
         kinds = get_args(made) if get_origin(made) in (Union, UnionType) else [made]
         self.answers = next((each for each in kinds if each is not Response), answers)
@@ -80,7 +82,7 @@ class Endpoint(Route):
         given: dict[str, BaseModel] = {}
         if self._query is not None:
             given["query"] = parse(self._query, dict(request.query_params))
-        elif self.needs_key and self.include_in_schema and request.scope["query_string"]:  # monitoring may add some
+        elif self._refuses_query and request.scope["query_string"]:
             parse(schemas.Query, dict(request.query_params))
         if self._reads is not None:
             given["body"] = await self.read(request, self._reads)

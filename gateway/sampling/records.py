@@ -75,9 +75,10 @@ class Records:
             assert batch is not None
             statement = self._store.insert(SequenceRecord)
             values = {name: statement.excluded[name] for name in batch.rows[0] if name != "sequence_id"}
-            await self._store.run(
-                statement.on_conflict_do_update(index_elements=["sequence_id"], set_=values), batch.rows
-            )
+            async with self._store.begin() as db:
+                await db.execute(
+                    statement.on_conflict_do_update(index_elements=["sequence_id"], set_=values), batch.rows
+                )
 
     async def find(self, sequence_ids: Iterable[str], *, session_id: str) -> Mapping[str, SequenceRecord]:
         """sequence_id -> record, of those that belong to this session and have not expired. This counts as a use."""
