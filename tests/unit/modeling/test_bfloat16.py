@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.adapters import random_adapter
 from tests.support.models import VOCAB_SIZE
 from tests.support.oracle import Oracle
-from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.kernels.choice import Kernels
@@ -30,13 +30,7 @@ def half(model_folder: Path) -> BaseModel:
 
 def tenants(base: BaseModel) -> list[Run]:
     """Two, of different ranks, with B that is not zero."""
-    adapters = [Adapter.create(AdapterConfig(rank=rank, seed=rank), base.targets, CPU) for rank in (8, 3)]
-    for adapter in adapters:
-        generator = torch.Generator().manual_seed(adapter.config.rank)
-        for weights in adapter.weights.values():
-            weights.b_O_R.normal_(0, 0.02, generator=generator)
-        for tensor in adapter.tensors():
-            tensor.requires_grad_(True)
+    adapters = [random_adapter(base.targets, seed=rank, rank=rank, b_std=0.02) for rank in (8, 3)]
     return [Run(adapters[0], slice(0, BORDER)), Run(adapters[1], slice(BORDER, NUM_TOKENS))]
 
 

@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from tests.support.adapters import random_adapter
 from tests.support.models import TINY_CONFIG
 from tests.support.oracle import Oracle
 from tinsmith.errors import Unsupported
@@ -175,16 +176,6 @@ def load(folder: Path, family: str) -> BaseModel:
     return BaseModel.load(make(folder, family, {**FAMILIES, **MORE}[family]), device=CPU, dtype=torch.float32)
 
 
-def random_adapter(base: BaseModel, seed: int, **config: Any) -> Adapter:
-    adapter = Adapter.create(AdapterConfig(seed=seed, **config), base.targets, CPU)
-    generator = torch.Generator().manual_seed(seed)
-    for weights in adapter.weights.values():
-        weights.b_O_R.normal_(0, 0.1, generator=generator)
-    for tensor in adapter.tensors():
-        tensor.requires_grad_(True)
-    return adapter
-
-
 def packed_logprobs(base: BaseModel, tokens: torch.Tensor, lengths: list[int], runs: list[Run]) -> torch.Tensor:
     """Logprob of each token as the successor of itself."""
     hidden = base.hidden_states(tokens, positions_of(lengths, CPU), Packed(lengths), runs)
@@ -195,7 +186,7 @@ def packed_logprobs(base: BaseModel, tokens: torch.Tensor, lengths: list[int], r
 @pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_family_equals_stock_peft_gradients_included(family: str, tmp_path: Path) -> None:
     base = load(tmp_path / "model", family)
-    adapter = random_adapter(base, 1, rank=3, train_mlp="mlp" in base.groups)  # of all layers
+    adapter = random_adapter(base.targets, seed=1, rank=3, train_mlp="mlp" in base.groups)  # of all layers
     assert set(base.groups) == {"attn", "unembed"} if "Mamba" in family else set(GROUPS)
     lengths = [7, 9]
     torch.manual_seed(1)
@@ -238,8 +229,11 @@ def test_family_equals_stock_peft_gradients_included(family: str, tmp_path: Path
 @pytest.mark.parametrize("family", ["Qwen2Moe", "GptOss"])
 def test_adapters_of_experts_do_not_feel_their_neighbours(family: str, tmp_path: Path) -> None:
     base = load(tmp_path, family)
-    first, second = random_adapter(base, 1, rank=3), random_adapter(base, 2, rank=8, train_unembed=False)
-    attention = random_adapter(base, 3, rank=2, train_mlp=False)
+    first, second = (
+        random_adapter(base.targets, seed=1, rank=3),
+        random_adapter(base.targets, seed=2, rank=8, train_unembed=False),
+    )
+    attention = random_adapter(base.targets, seed=3, rank=2, train_mlp=False)
     torch.manual_seed(1)
     tokens, factors, lengths = torch.randint(256, (26,)), torch.randn(26), [6, 5, 4, 7, 4]
     # The last sequence is the base model's; the second adapter has two sequences.
@@ -335,7 +329,7 @@ def test_a_family_without_a_cache_here_is_not_continued_from_one(tmp_path: Path)
 @pytest.mark.parametrize("family", ["Qwen3Next", "NemotronH", "KimiLinear", "Lfm2", "StableLm"])
 def test_sequences_of_any_lengths_and_tenants_are_computed_as_if_alone(family: str, tmp_path: Path) -> None:
     base = load(tmp_path, family)
-    adapters = [random_adapter(base, 1, rank=3), random_adapter(base, 2, rank=5)]
+    adapters = [random_adapter(base.targets, seed=1, rank=3), random_adapter(base.targets, seed=2, rank=5)]
     lengths = [6, 7, 7, 1, 70, 64, 9]  # some of which share a padded batch, and some go through several chunks
     starts = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
     torch.manual_seed(1)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.adapters import random_adapter
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
 from tinsmith.modeling.kernels.grouped_lora import Groups, torch_grouped_mm
 from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run
@@ -13,14 +14,7 @@ TARGETS = [Target("attn", "attn", 16, 24), Target("mlp", "mlp", 16, 24)]
 
 
 def tenant(rank: int, **flags: bool) -> Adapter:
-    config = AdapterConfig(rank=rank, seed=rank, train_unembed=False, **flags)
-    adapter = Adapter.create(config, TARGETS, CPU)
-    generator = torch.Generator().manual_seed(rank)
-    for weights in adapter.weights.values():
-        weights.b_O_R.normal_(0, 0.1, generator=generator)
-    for tensor in adapter.tensors():
-        tensor.requires_grad_(True)
-    return adapter
+    return random_adapter(TARGETS, seed=rank, rank=rank, train_unembed=False, **flags)
 
 
 def output_and_gradients(

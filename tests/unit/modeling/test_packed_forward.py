@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.adapters import random_adapter
 from tests.support.models import VOCAB_SIZE, make_model
 from tests.support.oracle import Oracle
 from tinsmith.errors import InvalidRequest, Unsupported
@@ -18,16 +19,6 @@ from tinsmith.modeling.logprobs import logits, logprob_chunks, target_logprobs
 from tinsmith.modeling.lora import Run
 
 CPU = torch.device("cpu")
-
-
-def random_adapter(base: BaseModel, seed: int, **config: object) -> Adapter:
-    adapter = Adapter.create(AdapterConfig(seed=seed, **config), base.targets, CPU)  # type: ignore[arg-type]
-    torch.manual_seed(seed)
-    for weights in adapter.weights.values():
-        weights.b_O_R.normal_(0, 0.1)
-    for tensor in adapter.tensors():
-        tensor.requires_grad_(True)
-    return adapter
 
 
 def random_tokens(n: int, seed: int = 0) -> torch.Tensor:
@@ -49,8 +40,8 @@ def test_two_adapters_of_different_rank_and_targets_equal_peft(
     base = BaseModel.load(folder, device=CPU, dtype=torch.float32)
     if rows_in_a_chunk:
         monkeypatch.setattr(logprobs.Head, "max_rows", rows_in_a_chunk)
-    first = random_adapter(base, 1, rank=8)
-    second = random_adapter(base, 2, rank=3, train_mlp=False, train_unembed=not tied)
+    first = random_adapter(base.targets, seed=1, rank=8)
+    second = random_adapter(base.targets, seed=2, rank=3, train_mlp=False, train_unembed=not tied)
     lengths = [7, 5, 5, 9]
     tokens, targets, weights = random_tokens(26), random_tokens(26, 1), torch.randn(26)
     weights[3:6] = 0
@@ -78,7 +69,7 @@ def test_two_adapters_of_different_rank_and_targets_equal_peft(
 
 
 def test_rows_without_an_adapter_are_the_base_model(base: BaseModel) -> None:
-    adapter = random_adapter(base, 1, rank=4)
+    adapter = random_adapter(base.targets, seed=1, rank=4)
     lengths = [6, 4]
     tokens, targets = random_tokens(10), random_tokens(10, 1)
     mixed = packed_logprobs(base, tokens, targets, lengths, [Run(adapter, slice(0, 6))])
@@ -97,7 +88,7 @@ def test_several_targets_of_one_row_equal_the_full_table(base: BaseModel) -> Non
 
 def test_logprob_chunks_cover_every_row_once(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs.Head, "max_rows", 3)
-    adapter = random_adapter(base, 1, rank=4)
+    adapter = random_adapter(base.targets, seed=1, rank=4)
     hidden = base.hidden_states(random_tokens(10), positions_of([10], CPU), Packed([10]), [])
     runs = [Run(adapter, slice(4, 9))]
     whole = logits(base.head, hidden, runs).log_softmax(-1)
@@ -113,7 +104,7 @@ def test_chunks_that_are_kept_and_chunks_that_are_computed_again_have_the_same_g
 ) -> None:
     monkeypatch.setattr(logprobs.Head, "max_rows", 3)
     monkeypatch.setitem(logprobs.MAX_KEPT_ELEMENTS, "cpu", kept_rows * VOCAB_SIZE)
-    adapter = random_adapter(base, 1, rank=4)
+    adapter = random_adapter(base.targets, seed=1, rank=4)
     weights = adapter.weights["lm_head"]
     hidden = torch.randn(14, 64, requires_grad=True)
     rows = torch.arange(1, 14).repeat_interleave(targets_of_a_row)
@@ -148,7 +139,7 @@ def test_the_full_logits_never_exist_at_once(base: BaseModel, monkeypatch: pytes
         return out
 
     monkeypatch.setattr(logprobs, "_project", watched)
-    adapter = random_adapter(base, 1, rank=4)
+    adapter = random_adapter(base.targets, seed=1, rank=4)
     tokens = random_tokens(50)
     ours = packed_logprobs(base, tokens, tokens, [50], [Run(adapter, slice(0, 50))])
     torch.autograd.grad(ours.sum(), adapter.tensors())
@@ -160,7 +151,7 @@ def test_cached_steps_equal_the_packed_forward(tmp_path: Path, window: int | Non
     settings = {"use_sliding_window": True, "sliding_window": window, "layer_types": ["sliding_attention"] * 2}
     folder = make_model(tmp_path, **(settings if window else {}))
     base = BaseModel.load(folder, device=CPU, dtype=torch.float32)
-    adapter = random_adapter(base, 1, rank=4)
+    adapter = random_adapter(base.targets, seed=1, rank=4)
     a, b = random_tokens(8), random_tokens(5, 1)
     lengths = [8, 5]
     whole = base.hidden_states(
@@ -219,7 +210,7 @@ def test_a_group_that_the_base_model_lacks_is_refused(base: BaseModel) -> None:
 
 
 def test_peft_files_load_back_bit_for_bit_and_refuse_another_layout(base: BaseModel, tmp_path: Path) -> None:
-    adapter = random_adapter(base, 1, rank=4)
+    adapter = random_adapter(base.targets, seed=1, rank=4)
     adapter.save_peft(tmp_path, base_model="x")
     assert torch.equal(Adapter.load_peft(tmp_path, adapter.config, base.targets).flat, adapter.flat)
     with pytest.raises(InvalidRequest, match="lm_head"):
@@ -238,7 +229,7 @@ def test_a_model_whose_packed_forward_differs_runs_one_sequence_at_a_time(
     assert "sequences probably see each other" in alone.one_by_one
     monkeypatch.undo()
     tokens, lengths = random_tokens(9), [4, 5]
-    adapter = random_adapter(base, 1, rank=4)
+    adapter = random_adapter(base.targets, seed=1, rank=4)
     runs = [Run(adapter, slice(4, 9))]
     ours, theirs = (packed_logprobs(one, tokens, tokens, lengths, runs) for one in (alone, base))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -255,7 +246,7 @@ def test_a_model_whose_adapted_layers_compute_something_else_is_refused(
 
 def test_a_bfloat16_base_trains_float32_adapters(model_folder: Path) -> None:
     base = BaseModel.load(model_folder, device=CPU, dtype=torch.bfloat16)
-    adapter = random_adapter(base, 1, rank=4)
+    adapter = random_adapter(base.targets, seed=1, rank=4)
     tokens = random_tokens(6)
     grads = torch.autograd.grad(
         packed_logprobs(base, tokens, tokens, [6], [Run(adapter, slice(0, 6))]).sum(), adapter.tensors()

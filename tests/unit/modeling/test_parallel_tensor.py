@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.adapters import random_adapter
 from tests.unit.modeling.test_families import DENSE, SPARSE, make
-from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.kernels.elementwise import EAGER, Elementwise, eager_on_host
@@ -83,16 +84,8 @@ def load(folder: Path, peers: ThreadPeers | None) -> BaseModel:
 
 
 def adapters(base: BaseModel) -> list[Adapter]:
-    made = []
-    for seed, rank, groups in ((1, 4, {}), (2, 3, {"train_mlp": False, "train_unembed": False})):
-        adapter = Adapter.create(AdapterConfig(rank=rank, seed=seed, **groups), base.targets, CPU)
-        generator = torch.Generator().manual_seed(seed)
-        for weights in adapter.weights.values():
-            weights.b_O_R.normal_(0, 0.1, generator=generator)
-        for tensor in adapter.tensors():
-            tensor.requires_grad_(True)
-        made.append(adapter)
-    return made
+    few = {"train_mlp": False, "train_unembed": False}
+    return [random_adapter(base.targets, seed=1, rank=4), random_adapter(base.targets, seed=2, rank=3, **few)]
 
 
 def step(base: BaseModel) -> tuple[Tensor, list[Tensor]]:

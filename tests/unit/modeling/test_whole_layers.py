@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.adapters import random_adapter
 from tests.support.models import TINY_CONFIG
 from tinsmith.modeling import whole_layers
-from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.kernels.cpu import CPU
@@ -29,16 +29,6 @@ def base_of(kind: str, **settings: Any) -> BaseModel:
         if "norm" in name or "bias" in name:
             parameter.data.normal_(0.5, 0.2)
     return BaseModel.of(model, path=kind)
-
-
-def adapter(base: BaseModel, seed: int, rank: int, **groups: bool) -> Adapter:
-    made = Adapter.create(AdapterConfig(rank=rank, seed=seed, **groups), base.targets, torch.device("cpu"))
-    torch.manual_seed(seed)
-    for weights in made.weights.values():
-        weights.b_O_R.normal_(0, 0.05)
-    for tensor in made.tensors():
-        tensor.requires_grad_()
-    return made
 
 
 def passed(base: BaseModel, runs: list[Run]) -> list[Tensor]:
@@ -72,8 +62,8 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_whole_layers_equal_their_own_code(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     base = base_of(kind, **KINDS[kind])
     assert all("forward" in module.__dict__ for module in (base.decoder, *base.layers))
-    same_rank = [adapter(base, n, rank=4) for n in range(2)]
-    other = adapter(base, 2, rank=3, train_mlp=False)
+    same_rank = [random_adapter(base.targets, seed=n, rank=4, b_std=0.05) for n in range(2)]
+    other = random_adapter(base.targets, seed=2, rank=3, b_std=0.05, train_mlp=False)
     runs = {
         "one": [Run(same_rank[0], slice(0, T))],
         "alike": [Run(one, slice(7 * n, 7 * n + 7)) for n, one in enumerate(same_rank)],
@@ -101,7 +91,7 @@ def test_whole_layers_equal_their_own_code(kind: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("rows", [slice(0, 7), slice(0, T)])
 def test_gradients_are_added_where_the_run_says(rows: slice) -> None:
     base = base_of("qwen3")
-    mine = adapter(base, 1, rank=4)
+    mine = random_adapter(base.targets, seed=1, rank=4, b_std=0.05)
     expected = passed(base, [Run(mine, rows)])[1:]
     (_, flat) = passed(base, [Run(mine, rows, PassGradient(mine))])
     torch.testing.assert_close(flat, torch.cat([grad.flatten() for grad in expected]))
@@ -109,7 +99,7 @@ def test_gradients_are_added_where_the_run_says(rows: slice) -> None:
 
 def test_layers_that_no_adapter_trains_are_not_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
     base = base_of("qwen3")
-    mine = adapter(base, 1, rank=4, train_attn=False)
+    mine = random_adapter(base.targets, seed=1, rank=4, b_std=0.05, train_attn=False)
     calls: list[int] = []
     attend_backward = whole_layers.attend_backward
     monkeypatch.setattr(whole_layers, "attend_backward", lambda *args: calls.append(1) or attend_backward(*args))
