@@ -11,6 +11,7 @@ import uuid
 from typing import Any, NoReturn
 
 import torch
+from prometheus_client import CollectorRegistry
 
 from tinsmith.allocator import exempt_from_collections, keep_freed_memory
 from tinsmith.cores import SWITCH_S, Cores, usable_cores
@@ -81,29 +82,10 @@ async def serve(config: TrainerConfig, group: RankGroup | None, cores: Cores) ->
     registry = new_registry()
     metrics = Metrics(registry)
     serve_metrics(registry, config.metrics_host, config.metrics_port)
-    journal_path = config.state_dir / journal_file.NAME
-    try:
-        check_journal(journal_path, config.state_dir / _SNAPSHOTS)
-    except OSError as error:
-        raise SystemExit(f"state_dir: {config.state_dir} cannot be used: {error}") from None
-    journal = Journal(
-        journal_path,
-        max_bytes=config.journal_max_bytes,
-        result_retention_s=config.result_retention_s,
-        metrics=metrics,
-    )
+    journal = open_journal(config, metrics)
     executing = Executing(journal.folder)
-    server = Server(
-        config.listen,
-        [trainer_pb2.DESCRIPTOR, trainer_admin_pb2.DESCRIPTOR, metrics_pb2.DESCRIPTOR],
-        api_keys=config.accepted_keys,
-        admin_keys=config.admin_keys,
-        certificates=config.certificates,
-    )
     servicer = TrainerServicer()
-    add_TrainerServiceServicer_to_server(servicer, server.grpc)
-    add_TrainerAdminServiceServicer_to_server(TrainerAdminServicer(servicer), server.grpc)
-    add_MetricsServiceServicer_to_server(MetricsServicer(registry), server.grpc)
+    server = new_server(config, servicer, registry)
     async with stop_event() as stop:
         await server.start()
         logger.info("listening on port %d", server.port)
@@ -113,27 +95,10 @@ async def serve(config: TrainerConfig, group: RankGroup | None, cores: Cores) ->
         if not starting.done():
             executing.close()  # restored models may run operations already
             _leave("stopped while the base model was loading")
-        try:
-            servicer.trainer = trainer = starting.result()
-        except StorageUnusable as error:
-            await server.stop(0)
-            raise SystemExit(str(error)) from None
-        except _RestoringFailed as error:
-            await server.stop(0)
-            raise SystemExit(f"cannot restore the models in {config.state_dir}: {error}") from error
-        except (UnsupportedModel, OSError, ValueError) as error:
-            await server.stop(0)
-            raise SystemExit(f"cannot load the base model {config.base_model}: {error}") from None
+        servicer.trainer = trainer = await _started(starting, server, config)
         await server.set_serving(True)
         logger.info("serving %s", ", ".join(config.public_names))
-        background: set[asyncio.Task[None]] = set()
-        if config.missing_operation_timeout_s:
-            lost = LostOperations(
-                trainer.scheduler, trainer.operations.work_of, timeout_s=config.missing_operation_timeout_s
-            )
-            background.add(asyncio.create_task(lost.run()))
-        if config.park_after_s:
-            background.add(asyncio.create_task(trainer.scheduler.parking.run(idle_s=config.park_after_s)))
+        background = _begin_background(config, trainer)
         died = asyncio.create_task(trainer.scheduler.engine_died.wait())
         await asyncio.wait({stopping, died}, return_when=asyncio.FIRST_COMPLETED)
         await server.set_serving(False)
@@ -141,16 +106,74 @@ async def serve(config: TrainerConfig, group: RankGroup | None, cores: Cores) ->
         for task in background:
             task.cancel()
         await server.stop(_CALL_GRACE_S)
-        ended = await trainer.scheduler.close(timeout_s=_STOP_TIMEOUT_S)
-        await trainer.operations.publishing.publisher.sender.close()
-        if ended and isinstance(trainer.operations.engine, LeadingEngine):
-            await asyncio.wait({asyncio.create_task(asyncio.to_thread(trainer.operations.engine.stop))}, timeout=1)
-        journal.close()
+        ended = await _close(trainer)
         if died.done():
             _leave("ended, because the engine has died", status=1)
         if group is None or ended or not await asyncio.to_thread(group.lacks_a_rank):
             executing.close()
         _leave("stopped" if ended else "stopped in the middle of a step")
+
+
+def open_journal(config: TrainerConfig, metrics: Metrics) -> Journal:
+    """Opens the journal of `state_dir`, or creates it. Raises SystemExit when it cannot be used."""
+    path = config.state_dir / journal_file.NAME
+    try:
+        check_journal(path, config.state_dir / _SNAPSHOTS)
+    except OSError as error:
+        raise SystemExit(f"state_dir: {config.state_dir} cannot be used: {error}") from None
+    return Journal(
+        path, max_bytes=config.journal_max_bytes, result_retention_s=config.result_retention_s, metrics=metrics
+    )
+
+
+def new_server(config: TrainerConfig, servicer: TrainerServicer, registry: CollectorRegistry) -> Server:
+    """The gRPC server, which is not listening yet, with the trainer's three services."""
+    server = Server(
+        config.listen,
+        [trainer_pb2.DESCRIPTOR, trainer_admin_pb2.DESCRIPTOR, metrics_pb2.DESCRIPTOR],
+        api_keys=config.accepted_keys,
+        admin_keys=config.admin_keys,
+        certificates=config.certificates,
+    )
+    add_TrainerServiceServicer_to_server(servicer, server.grpc)
+    add_TrainerAdminServiceServicer_to_server(TrainerAdminServicer(servicer), server.grpc)
+    add_MetricsServiceServicer_to_server(MetricsServicer(registry), server.grpc)
+    return server
+
+
+async def _started(starting: asyncio.Task[Trainer], server: Server, config: TrainerConfig) -> Trainer:
+    """The started trainer. If it cannot start, the server is stopped, and SystemExit says why."""
+    try:
+        return starting.result()
+    except StorageUnusable as error:
+        reason, cause = str(error), None
+    except _RestoringFailed as error:
+        reason, cause = f"cannot restore the models in {config.state_dir}: {error}", error
+    except (UnsupportedModel, OSError, ValueError) as error:
+        reason, cause = f"cannot load the base model {config.base_model}: {error}", None
+    await server.stop(0)
+    raise SystemExit(reason) from cause
+
+
+def _begin_background(config: TrainerConfig, trainer: Trainer) -> set[asyncio.Task[None]]:
+    """Starts the tasks that give up lost operations and park idle models, where they are configured."""
+    background: set[asyncio.Task[None]] = set()
+    if timeout_s := config.missing_operation_timeout_s:
+        lost = LostOperations(trainer.scheduler, trainer.operations.work_of, timeout_s=timeout_s)
+        background.add(asyncio.create_task(lost.run()))
+    if config.park_after_s:
+        background.add(asyncio.create_task(trainer.scheduler.parking.run(idle_s=config.park_after_s)))
+    return background
+
+
+async def _close(trainer: Trainer) -> bool:
+    """Ends the trainer's work and closes its journal. Returns False when the current micro-batch or step still runs."""
+    ended = await trainer.scheduler.close(timeout_s=_STOP_TIMEOUT_S)
+    await trainer.operations.publishing.publisher.sender.close()
+    if ended and isinstance(trainer.operations.engine, LeadingEngine):
+        await asyncio.wait({asyncio.create_task(asyncio.to_thread(trainer.operations.engine.stop))}, timeout=1)
+    trainer.journal.close()
+    return ended
 
 
 async def start(
@@ -174,48 +197,18 @@ async def start(
         metrics=metrics,
         min_free_bytes=config.min_free_bytes,
     )
-    sender = WeightSender(
-        config.samplers,
-        api_key=config.service_key.get_secret_value(),
-        certificates=config.certificates,
-        trainer_id=f"{socket.gethostname()}:{port}",
-        host=config.channel_host,
-        channel=config.channel,
-        device=device_of(config),
-        timeout_s=config.channel_timeout_s,
-        silence_s=config.channel_silence_s,
-        bucket_bytes=config.channel_bucket_bytes,
-        metrics=metrics,
-    )
+    sender = new_sender(config, metrics, port=port)
     sender.start()
     base = await asyncio.to_thread(load, config, group)
     cores.tokens_per_thread = base.tokens_per_thread
-    settings = {**engine_settings(config), "metrics": metrics}
-    engine = TrainingEngine(base, **settings) if group is None else LeadingEngine(base, group, **settings)
+    engine = new_engine(config, base, group, metrics)
     await asyncio.to_thread(lambda: engine.follow(plan(engine, config)))
     checkpoints = CheckpointStore(storage, metrics)
-    scheduler = Scheduler(
-        engine.passes,
-        journal,
-        max_queued_operations=config.max_queued_operations,
-        max_models=1 if config.full_training else config.max_models,
-        max_known_models=config.max_known_models,
-        max_queued_bytes=config.max_queued_bytes or host_bytes() // _QUEUED_SHARE,
-        metrics=metrics,
-        alone=config.deterministic,
-        executing=executing,
-        cores=cores,
-    )
+    scheduler = new_scheduler(config, engine, journal, executing, cores, metrics)
     sequences = canary_of(base)
     unadapted = await asyncio.to_thread(engine.score, None, sequences)
     publisher = Publisher(sender, sequences, gap_rule(config, base.dtype), metrics, unadapted)
-    try:
-        snapshot_files = await asyncio.to_thread(
-            SnapshotFiles, config.state_dir / _SNAPSHOTS, min_free_bytes=config.min_free_bytes
-        )
-    except OSError as error:
-        raise _RestoringFailed(str(error)) from error
-    snapshots = Snapshots(snapshot_files, journal, snapshot_policy(config), metrics)
+    snapshots = Snapshots(await _open_snapshots(config), journal, snapshot_policy(config), metrics)
     models = LiveModels(config.public_names, base.weights_sum, allow_other_weights=config.allow_other_base_weights)
     operations = Operations(
         engine,
@@ -234,6 +227,60 @@ async def start(
     except (OSError, ValueError) as error:
         raise _RestoringFailed(str(error)) from error
     return Trainer(uuid.uuid4().hex, operations, scheduler, journal, checkpoints, importer)
+
+
+def new_sender(config: TrainerConfig, metrics: Metrics, *, port: int) -> WeightSender:
+    """The sender of weights to the samplers, not started yet. `port`: the trainer's own, which is part of its id."""
+    return WeightSender(
+        config.samplers,
+        api_key=config.service_key.get_secret_value(),
+        certificates=config.certificates,
+        trainer_id=f"{socket.gethostname()}:{port}",
+        host=config.channel_host,
+        channel=config.channel,
+        device=device_of(config),
+        timeout_s=config.channel_timeout_s,
+        silence_s=config.channel_silence_s,
+        bucket_bytes=config.channel_bucket_bytes,
+        metrics=metrics,
+    )
+
+
+def new_engine(config: TrainerConfig, base: BaseModel, group: RankGroup | None, metrics: Metrics) -> TrainingEngine:
+    settings = {**engine_settings(config), "metrics": metrics}
+    return TrainingEngine(base, **settings) if group is None else LeadingEngine(base, group, **settings)
+
+
+def new_scheduler(
+    config: TrainerConfig,
+    engine: TrainingEngine,
+    journal: Journal,
+    executing: Executing,
+    cores: Cores,
+    metrics: Metrics,
+) -> Scheduler:
+    return Scheduler(
+        engine.passes,
+        journal,
+        max_queued_operations=config.max_queued_operations,
+        max_models=1 if config.full_training else config.max_models,
+        max_known_models=config.max_known_models,
+        max_queued_bytes=config.max_queued_bytes or host_bytes() // _QUEUED_SHARE,
+        metrics=metrics,
+        alone=config.deterministic,
+        executing=executing,
+        cores=cores,
+    )
+
+
+async def _open_snapshots(config: TrainerConfig) -> SnapshotFiles:
+    """The folder of snapshots. Raises _RestoringFailed when it cannot be used."""
+    try:
+        return await asyncio.to_thread(
+            SnapshotFiles, config.state_dir / _SNAPSHOTS, min_free_bytes=config.min_free_bytes
+        )
+    except OSError as error:
+        raise _RestoringFailed(str(error)) from error
 
 
 def follow(config: TrainerConfig, group: RankGroup, cores: Cores) -> None:
@@ -345,14 +392,28 @@ def main() -> None:
     if config.tracing and place.rank == 0:
         tracing.setup("trainer")
     logger.info("config: %s", config.model_dump_json())
+    cores = _prepare_process(config, place)
+    if place.alone:
+        asyncio.run(serve(config, None, cores))
+        return
+    group = RankGroup.join(place, device_of(config), timeout_s=config.rank_timeout_s)
+    logger.info("rank %d of %d", place.rank, place.world_size)
+    if place.rank == 0:
+        asyncio.run(serve(config, group, cores))
+    else:
+        process.follow(lambda: follow(config, group, cores))
+
+
+def _prepare_process(config: TrainerConfig, place: Place) -> Cores:
+    """Sets up memory allocation and deterministic kernels, and returns this rank's share of the cores.
+
+    Raises SystemExit for a channel or a cores_page that cannot be used here.
+    """
     device = device_of(config)
     try:
         check_channel(config.channel, gpu_uuid=gpu_uuid(device))
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
-    if device.type == "cpu" and config.keep_freed_memory and not keep_freed_memory():
-        logger.info("keep_freed_memory: has no effect here, the C library is not glibc")
-    try:
+        if device.type == "cpu" and config.keep_freed_memory and not keep_freed_memory():
+            logger.info("keep_freed_memory: has no effect here, the C library is not glibc")
         cores = cores_of(config, place, device)
     except ValueError as error:
         raise SystemExit(str(error)) from None
@@ -360,15 +421,7 @@ def main() -> None:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-    if place.alone:
-        asyncio.run(serve(config, None, cores))
-        return
-    group = RankGroup.join(place, device, timeout_s=config.rank_timeout_s)
-    logger.info("rank %d of %d", place.rank, place.world_size)
-    if place.rank == 0:
-        asyncio.run(serve(config, group, cores))
-    else:
-        process.follow(lambda: follow(config, group, cores))
+    return cores
 
 
 if __name__ == "__main__":
