@@ -147,6 +147,17 @@ def batch_of(
     return replace(batch, datums=[replace(datum, loss_s=loss_s) for datum in datums])
 
 
+def batch_to_bytes(batch: Batch) -> bytes:
+    """The request of a batch, from which another rank makes the batch (batch_from_bytes)."""
+    assert batch.request is not None
+    return batch.request.SerializeToString()
+
+
+def batch_from_bytes(request: bytes, limits: Limits) -> Batch:
+    """The batch of a serialized request that this server has accepted, so its custom loss was checked before."""
+    return batch_of(trainer_pb2.ForwardBackwardRequest.FromString(request), limits, check_loss=False)
+
+
 def _built_in(
     request: trainer_pb2.ForwardBackwardRequest, limits: Limits
 ) -> tuple[Loss, Mapping[str, float], list[Datum]]:

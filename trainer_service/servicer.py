@@ -25,7 +25,7 @@ from tinsmith.rpc import tensors
 from tinsmith.rpc.notes import check_notes
 from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.server import ACCEPTED, RAN
-from tinsmith.rpc.times import check_ttl
+from tinsmith.rpc.times import check_ttl, duration
 from tinsmith.rpc.words import value_of
 from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
@@ -297,7 +297,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.DescribeOperationRequest, context: Context
     ) -> pb.DescribeOperationResponse:
         status = await self._ready.scheduler.describe(request.model_id, request.seq_id)
-        return pb.DescribeOperationResponse(status=status)
+        expected = None if status.expected_s is None else duration(status.expected_s)
+        return pb.DescribeOperationResponse(
+            status=types_pb2.QueueStatus(
+                running=status.running,
+                position=status.position,
+                tokens_ahead=status.tokens_ahead,
+                expected_time=expected,
+                reason=status.reason,
+            )
+        )
 
     async def _submit(
         self,

@@ -80,6 +80,16 @@ def from_proto(status: status_pb2.Status) -> ServiceError:
     return ServiceError(f"{code_pb2.Code.Name(status.code)}: {status.message}")
 
 
+def to_bytes(error: ServiceError) -> bytes:
+    """The error as a serialized google.rpc.Status."""
+    return to_proto(error).SerializeToString()
+
+
+def from_bytes(data: bytes) -> ServiceError:
+    """The inverse of to_bytes. Raises DecodeError for bytes that are no google.rpc.Status."""
+    return from_proto(status_pb2.Status.FromString(data))
+
+
 def to_status(error: ServiceError) -> grpc.Status:
     return rpc_status.to_status(to_proto(error))
 

@@ -24,7 +24,6 @@ import xxhash
 import zstandard
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
-from google.rpc import status_pb2
 
 from tinsmith.errors import DataCorrupted, ModelLost, ModelNotFound, OutOfCapacity, ServiceError
 from tinsmith.rpc import errors, tracing
@@ -202,9 +201,8 @@ class Journal:
 
         def run(connection: sqlite3.Connection) -> None:
             failed = isinstance(outcome, ServiceError)
-            message = errors.to_proto(outcome) if isinstance(outcome, ServiceError) else outcome
             state = State.FAILED if failed else State.DONE
-            result = None if message is None else message.SerializeToString()
+            result = None if outcome is None else _result(outcome)
             checksum = None if result is None else result_sum(model_id, seq_id, state, result)
             row = connection.execute(
                 "SELECT length(request) FROM operations WHERE model_id = ? AND seq_id = ? AND state = 0",
@@ -248,7 +246,7 @@ class Journal:
             return Record(kind, digest, State(number), damage)
         try:
             if number == State.FAILED:
-                outcome = errors.from_proto(status_pb2.Status.FromString(result))
+                outcome = errors.from_bytes(result)
             else:
                 outcome = carried_over(trainer_pb2.WaitResultResponse.FromString(result))
         except DecodeError as error:
@@ -325,7 +323,7 @@ class Journal:
 
         def run(connection: sqlite3.Connection) -> None:
             now = time.time()
-            status = errors.to_proto(lost(model_id, reason)).SerializeToString()
+            status = errors.to_bytes(lost(model_id, reason))
             (num_bytes,) = connection.execute(
                 "SELECT coalesce(sum(length(request)), 0) FROM operations WHERE model_id = ? AND state = 0", (model_id,)
             ).fetchone()
@@ -443,6 +441,10 @@ def _serialized(request: Message) -> bytes:
         [after],
     )
     return b"".join(part.SerializeToString(deterministic=True) for part in parts)
+
+
+def _result(outcome: trainer_pb2.WaitResultResponse | ServiceError) -> bytes:
+    return errors.to_bytes(outcome) if isinstance(outcome, ServiceError) else outcome.SerializeToString()
 
 
 def _digest(kind: str, data: bytes) -> bytes:

@@ -11,14 +11,13 @@ import torch
 from tinsmith.cores import Cores
 from tinsmith.errors import ServiceError
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.v1 import trainer_pb2
 from trainer_service.engine.batch import Batch, MicroBatch
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.ranks.calls import make
 from trainer_service.ranks.group import RankGroup
 from trainer_service.ranks.team import RankTeam
 from trainer_service.ranks.wire import Message
-from trainer_service.requests import batch_of
+from trainer_service.requests import batch_from_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +67,7 @@ class Follower:
         for number in message.fields["ended"]:
             self._batches.pop(number, None)
         for (number, model_id), request in zip(message.fields["new"], message.tensors, strict=True):
-            parsed = trainer_pb2.ForwardBackwardRequest.FromString(request.numpy().tobytes())
-            batch = batch_of(parsed, self._engine.limits, check_loss=False)  # the leader has checked it
+            batch = batch_from_bytes(request.numpy().tobytes(), self._engine.limits)
             self._batches[number] = replace(batch, request=None, model_id=model_id)
         batches = {number: replace(self._batches[number]) for number, _ in message.fields["micro_batch"]}
         return [(batches[number], indices) for number, indices in message.fields["micro_batch"]]

@@ -26,6 +26,7 @@ from trainer_service.ranks.calls import message_of
 from trainer_service.ranks.group import RankGroup
 from trainer_service.ranks.team import RankTeam
 from trainer_service.ranks.wire import Message
+from trainer_service.requests import batch_to_bytes
 from trainer_service.weight_sync.canary import Scores, Tokens
 
 T = TypeVar("T")
@@ -157,8 +158,7 @@ class LeadingPasses(Passes):
                 self._last_number += 1
                 self._numbers[batch] = self._last_number
                 new.append((self._last_number, batch.model_id))
-                assert batch.request is not None
-                requests.append(torch.frombuffer(bytearray(batch.request.SerializeToString()), dtype=torch.uint8))
+                requests.append(torch.frombuffer(bytearray(batch_to_bytes(batch)), dtype=torch.uint8))
         fields = {
             "micro_batch": [(self._numbers[batch], list(indices)) for batch, indices in micro_batch],
             "new": new,

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
-from google.rpc import status_pb2
 from torch import Tensor
 
 from tinsmith.errors import ServiceError
@@ -147,9 +146,8 @@ class RankTeam:
 
 
 def _written(error: ServiceError) -> Message:
-    status = errors.to_proto(error).SerializeToString()
-    return Message("error", tensors=[torch.frombuffer(bytearray(status), dtype=torch.uint8)])
+    return Message("error", tensors=[torch.frombuffer(bytearray(errors.to_bytes(error)), dtype=torch.uint8)])
 
 
 def _read(message: Message) -> ServiceError:
-    return errors.from_proto(status_pb2.Status.FromString(message.tensors[0].numpy().tobytes()))
+    return errors.from_bytes(message.tensors[0].numpy().tobytes())

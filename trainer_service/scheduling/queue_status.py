@@ -8,15 +8,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 
-from tinsmith.rpc.times import duration
-from tinsmith.v1.types_pb2 import QueueStatus
 from trainer_service.operation import Operation
 from trainer_service.scheduling.compute import Backlog, Running, Speed
 from trainer_service.scheduling.model_queue import ModelQueue
 
-FINISHED = QueueStatus(expected_time=duration(0), reason="has finished")
+
+@dataclass(slots=True)
+class QueueStatus:
+    """What an operation waits for. types.proto describes the fields of the message of this name."""
+
+    reason: str = ""
+    running: bool = False
+    position: int = 0
+    tokens_ahead: int = 0
+    expected_s: float | None = None
+    """Time until the operation ends, in seconds; None before the first measurement."""
+
+
+FINISHED = QueueStatus(reason="has finished", expected_s=0.0)
 
 _BEFORE = {
     "create_model": "the checkpoint is being read",
@@ -54,7 +66,7 @@ def status_of(operation: Operation, model: ModelQueue, *, backlog: Backlog, spee
         num_calls = sum(tokens == 0 for _, tokens in works) + (running is not None and not now)
         expected = speed.seconds(num_tokens=now + sum(tokens for _, tokens in works), num_calls=num_calls)
         if expected is not None:
-            status.expected_time.CopyFrom(duration(max(0.0, expected - elapsed_s)))
+            status.expected_s = max(0.0, expected - elapsed_s)
     if operation.has_begun:
         status.running, status.reason = True, "is being computed"
         return status

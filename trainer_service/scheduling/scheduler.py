@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 from tinsmith.cores import Cores
 from tinsmith.errors import InvalidRequest, ModelNotFound, OutOfCapacity, ResultNotFound, SequenceConflict, ServiceError
 from tinsmith.rpc import logs, tracing
-from tinsmith.v1.types_pb2 import QueueStatus
 from trainer_service.durability.executing import Executing
 from trainer_service.durability.journal import Body, Entry, Journal, State
 from trainer_service.durability.journal_writer import Unstorable
@@ -38,7 +37,7 @@ from trainer_service.requests import answer_of
 from trainer_service.scheduling.compute import BatchEngine, ComputeThread, Pace, internal_error
 from trainer_service.scheduling.model_queue import HeldBytes, ModelQueue, ModelQueues
 from trainer_service.scheduling.parking import Parking
-from trainer_service.scheduling.queue_status import FINISHED, status_of
+from trainer_service.scheduling.queue_status import FINISHED, QueueStatus, status_of
 from trainer_service.scheduling.replay import Replay
 
 logger = logging.getLogger(__name__)

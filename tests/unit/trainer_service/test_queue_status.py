@@ -6,7 +6,6 @@ import pytest
 
 from tests.unit.trainer_service.scheduling import Bench, MakeBench, fake_batch
 from tinsmith.errors import ResultNotFound
-from tinsmith.rpc.times import seconds_of
 from trainer_service.operation import Answer, Turn
 from trainer_service.scheduling.compute import Speed
 
@@ -53,17 +52,17 @@ async def test_the_time_is_expected_from_the_measured_speed_and_from_what_others
     await bench.create("a", "b")  # which measures what other operations take
     await bench.hold("a", 1, num_tokens=10)
     second = await bench.batch("a", 2, num_tokens=1000)
-    assert not (await bench.scheduler.describe("a", 2)).HasField("expected_time")
+    assert (await bench.scheduler.describe("a", 2)).expected_s is None
     await asyncio.sleep(0.05)
     bench.engine.gate.set()
     await second.wait()
     await bench.hold("a", 3, num_tokens=10)
     await bench.batch("a", 4, num_tokens=40)
     await bench.batch("a", 5, num_tokens=4000)
-    soon, late = [seconds_of((await bench.scheduler.describe("a", seq_id)).expected_time) for seq_id in (4, 5)]
+    soon, late = [(await bench.scheduler.describe("a", seq_id)).expected_s for seq_id in (4, 5)]
     assert 0 <= soon < late
     await bench.batch("b", 1, lengths=[10] * 2000)
-    shared = seconds_of((await bench.scheduler.describe("a", 5)).expected_time)
+    shared = (await bench.scheduler.describe("a", 5)).expected_s
     assert 1.5 * late < shared < 2.5 * late
 
 
@@ -88,7 +87,7 @@ async def test_a_number_that_has_not_arrived_is_named(bench: Bench) -> None:
     assert (await bench.scheduler.describe("a", 5)).reason == "waits for seq_id 3 of this model, which has not arrived"
     status = await bench.scheduler.describe("a", 9)
     assert status.reason == "waits for seq_id 3 of this model, which has not arrived"
-    assert not status.HasField("expected_time")
+    assert status.expected_s is None
 
 
 async def test_a_save_that_is_being_written_and_what_waits_for_it_say_so(bench: Bench) -> None:
