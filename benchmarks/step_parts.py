@@ -47,7 +47,7 @@ def _adapted(base: BaseModel) -> list[LoraLinear]:
 
 def _products(base: BaseModel) -> Callable[[], None]:
     """Matrix products of the adapted layers as in a step: with the prepacked copy, if there is one."""
-    first = [layer for layer in _adapted(base) if layer.readers[0] is layer]
+    first = [layer for layer in _adapted(base) if layer.joined[0] is layer]
     inputs = [torch.randn(ROWS, layer.weight.shape[1], dtype=base.dtype) for layer in first]
 
     def run() -> None:
@@ -55,8 +55,8 @@ def _products(base: BaseModel) -> Callable[[], None]:
             if layer.prepacked is not None:
                 layer.prepacked.together(x_B_I)
             else:
-                for reader in layer.readers:
-                    torch.nn.functional.linear(x_B_I, reader.weight, reader.bias)
+                for one in layer.joined:
+                    torch.nn.functional.linear(x_B_I, one.weight, one.bias)
 
     return run
 

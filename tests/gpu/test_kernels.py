@@ -25,11 +25,10 @@ from tinsmith.modeling.kernels.choice import Kernels
 from tinsmith.modeling.kernels.compiled import compiled
 from tinsmith.modeling.kernels.elementwise import Elementwise
 from tinsmith.modeling.kernels.flash_attn import FlashAttn
-from tinsmith.modeling.kernels.grouped_lora import Groups, torch_grouped_mm
 from tinsmith.modeling.kernels.liger import liger
 from tinsmith.modeling.kernels.varlen import Kernel, TorchVarlen
 from tinsmith.modeling.logprobs import Head, target_logprobs
-from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run
+from tinsmith.modeling.lora import ActiveRuns, Groups, LoraLinear, Run, torch_grouped_mm
 
 pytestmark = [
     pytest.mark.gpu,

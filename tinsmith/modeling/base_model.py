@@ -31,7 +31,7 @@ from tinsmith.modeling.kernels.install import install
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.kv_cache import Cached, CachedTogether
 from tinsmith.modeling.logprobs import Head, target_logprobs
-from tinsmith.modeling.lora import ActiveRuns, Call, LoraLinear, Run, join_readers, listening, prepack
+from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run, prepack
 from tinsmith.modeling.padded import cached_batches, padded_batches, runs_within, uncached
 from tinsmith.modeling.parallel import Division
 from tinsmith.modeling.parallel_base import ShardedLayers
@@ -215,10 +215,8 @@ class BaseModel:
         )
         buffers = persistent_buffers(model)
         targets, refused = adapt(model, active, replace=not trainable)
-        calls: list[Call] = []
         if not trainable:
-            with listening(active) as calls:
-                probe.run_groups(model, targets)
+            probe.run_groups(model, targets)
         model.set_attn_implementation(attention.NAME)
         if tower is not None:
             tower.set_own_attention()
@@ -227,8 +225,6 @@ class BaseModel:
         if division is not None:
             layers = decoder_layers(decoder, model.config.get_text_config().num_hidden_layers)
             tensor_parallel, sharded = division.apply(model, layers, active, device)
-        if not trainable:
-            join_readers(model, calls)
         without_cache = ", ".join(uncached(decoder))
         recurrent, pads = pack_recurrent(decoder, active)
         if chosen.elementwise is CPU and not trainable and tensor_parallel is None and sharded is None:

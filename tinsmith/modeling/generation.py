@@ -20,8 +20,7 @@ from torch.nn.functional import linear, silu
 
 from tinsmith.modeling.attention import Layout
 from tinsmith.modeling.kernels.cpu import normalize, rotate
-from tinsmith.modeling.projections import Frozen, Layers
-from tinsmith.modeling.shares import add_rows
+from tinsmith.modeling.lora import add_rows
 
 if TYPE_CHECKING:
     from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run
@@ -34,7 +33,6 @@ class Joined:
 
     def __init__(self, layers: Sequence[LoraLinear]) -> None:
         self.layers = layers
-        self.names = [layer.name for layer in layers]
         sizes = [layer.weight.shape[0] for layer in layers]
         stops = list(accumulate(sizes))
         self._columns = [slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
@@ -51,9 +49,8 @@ class Joined:
                     for layer in layers
                 )
                 self._bias = torch.cat(list(biases))
-        whole = Frozen(self._weight, self._bias)
-        self.frozen = Layers([Frozen(layer.weight, layer.bias) for layer in layers], whole)
-        """The layers for passes with gradient."""
+        for layer in layers:
+            layer.joined = tuple(layers)
 
     @property
     def is_current(self) -> bool:
@@ -118,9 +115,8 @@ def generate(
     **kwargs: Any,
 ) -> Tensor:
     """The forward of a decoder layer. Uses `layer` where it can, and otherwise `own`, the layer's own forward."""
-    groups_or_calls = active.groups is not None or active.calls is not None
     rotates = position_embeddings is not None and layer.rotates_whole_heads(position_embeddings[0])
-    if not rotates or args or groups_or_calls or torch.is_grad_enabled() or not layer.is_current:
+    if not rotates or args or active.groups is not None or torch.is_grad_enabled() or not layer.is_current:
         return own(hidden_states, *args, position_embeddings=position_embeddings, layout=layout, **kwargs)
     assert position_embeddings is not None
     cos, sin = (angles.transpose(0, 1) for angles in position_embeddings)

@@ -1,34 +1,83 @@
-"""Linear layers with many adapters, of different ranks and targets, in one packed batch.
+"""The LoRA product, y = x W^T + b + scaling (x A^T) B^T, with many adapters in one packed batch.
 
-Shapes: T packed tokens, I input features, O output features, R rank.
+A `Run` says to which rows of the batch an adapter applies. `LoraLinear` is the frozen layer that computes the product.
+There are two backends, which compute the same:
+
+- `forward` and `backward` loop over the runs. They work on every device and in every dtype, for all ranks and for any
+  rows. Decoder layers that are differentiated by hand (whole_layers.py) call them directly.
+- `Groups` computes all adapters with grouped matrix products, a few kernels for each layer. A base model uses it where
+  kernels/choice.py finds a grouped product.
+
+Shapes: T packed tokens, n rows of one run, I input features, O output features, S outputs of several layers side by
+side, R rank, G groups of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.adapter import Adapter, LoraWeights
 from tinsmith.modeling.attention import Layout, Packed
-from tinsmith.modeling.kernels.grouped_lora import Groups
 from tinsmith.modeling.kernels.prepacked import Prepacked
-from tinsmith.modeling.pass_gradient import PassGradient
-from tinsmith.modeling.projections import Frozen, Layers, project
-from tinsmith.modeling.shares import Share, add_rows
+from tinsmith.modeling.kernels.transfer import table
 
 if TYPE_CHECKING:
     from tinsmith.modeling.padded import Padded
 
+_FEW_ROWS = 64
+"""Up to this number of rows the gradient of B is one operation. With more rows, two operations are faster."""
+RANK_MULTIPLE = 16
+"""Ranks are padded to a multiple of this, because the kernels read 16 bytes at a time."""
+FEATURE_MULTIPLE = 8
+"""Grouped products support layers whose features are a multiple of this: 16 bytes in bfloat16."""
+MAX_GROUPS = 1023
+"""Largest number of groups that torch's kernel supports."""
+
+GroupedMM = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(left, right, ends_G): [T, K] by [G, K, N] -> [T, N], row groups end at ends_G; [M, T] by [T, N] -> [G, M, N]."""
+
+
+class PassGradient:
+    """The gradient of one adapter in one backward pass, in one flat buffer.
+
+    Layers that are differentiated by hand add the gradients of A and B to it, and return none to autograd.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._buffer: Adapter | None = None
+        self.anchor = torch.zeros((), requires_grad=True)
+        """Input of such layers in place of A and B, so that autograd runs their backward. It gets no gradient."""
+
+    def of(self, name: str) -> LoraWeights:
+        """The gradient of A and B of the layer `name`, to be added to."""
+        return self._need_buffer().weights[name]
+
+    def gather(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """The whole gradient, flat. `grads`: gradients that autograd computed, in the order of the adapter's
+        tensors."""
+        buffer = self._need_buffer()
+        for there, grad in zip(buffer.tensors(), grads, strict=True):
+            if grad is not None:
+                there.add_(grad)
+        return buffer.flat
+
+    def _need_buffer(self) -> Adapter:
+        """The buffer. It is made at the first gradient, so that it takes no memory during the forward pass."""
+        if self._buffer is None:
+            self._buffer = self._adapter.like(torch.zeros_like(self._adapter.flat))
+        return self._buffer
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rows of the packed batch to which one adapter applies."""
+    """Rows of the packed batch to which one adapter applies. The runs of a batch do not overlap."""
 
     adapter: Adapter
     rows: slice | Tensor
@@ -45,10 +94,6 @@ class ActiveRuns:
     runs: Sequence[Run] = field(default_factory=tuple)
     groups: Groups | None = None
     """The runs in the form for grouped matrix products, if those are used."""
-    waiting: Waiting | None = None
-    """Outputs that are computed already, for layers that are called next."""
-    calls: list[Call] | None = None
-    """Calls of adapted layers, recorded while `listening`."""
     layout: Layout | None = None
     """The layout of the pass, for layers that transformers does not hand it to."""
     every_row: bool = False
@@ -63,9 +108,8 @@ class ActiveRuns:
         return self.layout.lengths if isinstance(self.layout, Packed) else ()
 
     def clear(self) -> None:
-        """Ends the pass. A recording of calls goes on."""
-        self.runs, self.groups, self.waiting, self.layout, self.padded = (), None, None, None, ()
-        self.every_row = False
+        """Ends the pass."""
+        self.runs, self.groups, self.layout, self.every_row, self.padded = (), None, None, False, ()
 
     @contextmanager
     def replaced_by(self, other: ActiveRuns) -> Iterator[None]:
@@ -78,34 +122,6 @@ class ActiveRuns:
         finally:
             for name, value in before.items():
                 setattr(self, name, value)
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A recorded call of an adapted layer."""
-
-    name: str
-    x: Tensor
-    version: int
-    """Version of x at the call. A tensor that was written in place since then is another input."""
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """Outputs of layers that read the same input as a layer that was called before them."""
-
-    x: Tensor
-    version: int
-    outputs: dict[str, Tensor]
-
-    def take(self, name: str, x: Tensor) -> Tensor | None:
-        """Removes and returns the layer's output for x; None if there is none."""
-        return self.outputs.pop(name, None) if self.x is x and self.version == _version(x) else None
-
-
-def _version(x: Tensor) -> int:
-    """Number of in-place writes to x; 0 for inference tensors, which have no counter."""
-    return 0 if x.is_inference() else x._version
 
 
 class LoraLinear(nn.Module):
@@ -121,110 +137,373 @@ class LoraLinear(nn.Module):
         self.bias = base.bias
         self.name = name
         self.active = active
-        self.readers: tuple[LoraLinear, ...] = (self,)
-        """All layers that read this layer's input, including itself, in the order of their calls."""
+        self.num_outputs, num_inputs = base.weight.shape
+        self.merges_above = 2 * num_inputs * self.num_outputs // (num_inputs + self.num_outputs)
+        """Number of rows of a run up to which merging does not pay (see `_shares`)."""
+        self.joined: tuple[LoraLinear, ...] = (self,)
+        """The layers that compute one product with this one in passes without gradient, including itself, in order
+        (generation.py)."""
         self.prepacked: Prepacked | None = None
-        """Prepacked matrices of all readers, in the first reader only."""
+        """Prepacked matrices of all joined layers, in the first of them only."""
 
     def forward(self, x: Tensor) -> Tensor:
         active = self.active
-        if active.calls is not None:
-            active.calls.append(Call(self.name, x, _version(x)))
         if active.groups is not None:
             y = active.groups.linear(x.flatten(0, -2), self.weight, self.bias, self.name)
             if y is not None:
                 return y.unflatten(0, x.shape[:-1])
         if not torch.is_grad_enabled():
             return self._without_gradient(x)
-        if len(self.readers) == 1:
-            return _project(x, self.readers)[0]
-        y = active.waiting.take(self.name, x) if active.waiting is not None else None
-        if y is None:
-            outputs = dict(zip((layer.name for layer in self.readers), _project(x, self.readers), strict=True))
-            y = outputs.pop(self.name)
-            active.waiting = Waiting(x, _version(x), outputs)
-        if active.waiting is not None and not active.waiting.outputs:
-            active.waiting = None
-        return y
+        parameters = parameters_of([self], active.runs)
+        if not parameters:
+            return nn.functional.linear(x, self.weight, self.bias)
+        y_T_O = _Linear.apply(x.reshape(-1, x.shape[-1]), self, active.runs, *parameters)
+        return y_T_O.unflatten(0, x.shape[:-1])
 
     def _without_gradient(self, x: Tensor) -> Tensor:
         """The output, in as few operations as possible: their fixed costs are the time of a decode step of one
         token."""
-        active = self.active
-        if active.waiting is not None:
-            y = active.waiting.take(self.name, x)
-            if y is not None:
-                if not active.waiting.outputs:
-                    active.waiting = None
-                return y
-        prepacked = self.prepacked
-        if prepacked is None or not prepacked.gains(x) or not prepacked.copies(self.weight):
+        prepacked = self.prepacked if len(self.joined) == 1 else None
+        if prepacked is not None and prepacked.gains(x) and prepacked.copies(self.weight):
+            y = prepacked.together(x)
+        else:
             y = nn.functional.linear(x, self.weight, self.bias)
-            self._add_shares(x, y)
-            return y
-        y, *others = prepacked(x)
-        self._add_shares(x, y)
-        if others:
-            outputs = {}
-            for layer, output in zip(self.readers[1:], others, strict=True):
-                layer._add_shares(x, output)
-                outputs[layer.name] = output
-            active.waiting = Waiting(x, _version(x), outputs)
-        return y
-
-    def _add_shares(self, x: Tensor, y: Tensor) -> None:
         for run in self.active.runs:
             weights = run.adapter.weights.get(self.name)
             if weights is not None:
                 rows = slice(None) if self.active.every_row else run.rows
                 low_n_R = x.reshape(-1, x.shape[-1])[rows] @ weights.a_R_I.to(x.dtype).T
                 add_rows(y.view(-1, y.shape[-1]), rows, low_n_R, weights.b_O_R.to(x.dtype).T, run.adapter.scaling)
-
-
-def shares_of(runs: Sequence[Run], names: Sequence[str]) -> list[Share]:
-    """The runs' shares for the layers `names`, which read the same input."""
-    shares = []
-    for run in runs:
-        weights = [run.adapter.weights.get(name) for name in names]
-        if any(one is not None for one in weights):
-            shares.append(Share(run.rows, run.adapter.scaling, weights, names, run.gradient))
-    return shares
-
-
-def _project(x: Tensor, layers: Sequence[LoraLinear]) -> Sequence[Tensor]:
-    shares = shares_of(layers[0].active.runs, [layer.name for layer in layers])
-    frozen = Layers([Frozen(layer.weight, layer.bias) for layer in layers])
-    if not shares:
-        return project(x, frozen, [])
-    return [y_T_O.unflatten(0, x.shape[:-1]) for y_T_O in project(x.reshape(-1, x.shape[-1]), frozen, shares)]
-
-
-@contextmanager
-def listening(active: ActiveRuns) -> Iterator[list[Call]]:
-    """Records the name and the input of every adapted layer that is called in the block."""
-    active.calls = calls = []
-    try:
-        yield calls
-    finally:
-        active.calls = None
-
-
-def join_readers(model: nn.Module, calls: Sequence[Call]) -> None:
-    """Makes layers that read the same tensor in consecutive `calls` compute together from now on."""
-    for _, group in groupby(calls, key=lambda call: (id(call.x), call.version)):
-        layers = [model.get_submodule(name) for name in dict.fromkeys(call.name for call in group)]
-        if len(layers) > 1 and all(type(layer) is LoraLinear for layer in layers):  # divided layers copy their input
-            for layer in layers:
-                layer.readers = tuple(layers)  # type: ignore[assignment]
+        return y
 
 
 @torch.no_grad()
 def prepack(model: nn.Module) -> None:
     """Gives adapted layers a prepacked copy of their frozen matrices, for passes without gradient on a CPU.
 
-    To be called after join_readers. Layers that are divided among ranks stay as they are.
+    Layers that are divided among ranks stay as they are.
     """
     for layer in model.modules():
-        if type(layer) is LoraLinear and layer.readers[0] is layer:
-            readers = layer.readers
-            layer.prepacked = Prepacked([one.weight for one in readers], [one.bias for one in readers])
+        if type(layer) is LoraLinear and layer.joined[0] is layer:
+            layer.prepacked = Prepacked([one.weight for one in layer.joined], [one.bias for one in layer.joined])
+
+
+# The loop over runs
+
+
+def parameters_of(layers: Sequence[LoraLinear], runs: Sequence[Run]) -> list[Tensor]:
+    """The inputs for autograd, in the order in which `backward` returns their gradients: A and B of each layer and run,
+    or in their place the anchor of the run's `gradient`."""
+    found = []
+    for layer in layers:
+        for run in runs:
+            weights = run.adapter.weights.get(layer.name)
+            if weights is not None:
+                found += [weights.a_R_I, weights.b_O_R] if run.gradient is None else [run.gradient.anchor]
+    return found
+
+
+def forward(x_T_I: Tensor, layers: Sequence[LoraLinear], runs: Sequence[Run]) -> tuple[Tensor, list[Tensor]]:
+    """The outputs of layers that read the same input, side by side, [T, S], and the tensors that `backward` takes as
+    `lows`: x A^T, [n, R], of each layer and run that is not merged."""
+    y_T_S = x_T_I.new_empty(x_T_I.shape[0], sum(layer.num_outputs for layer in layers))
+    lows = []
+    for layer, y_T_O in zip(layers, _columns(y_T_S, layers), strict=True):
+        shares = _shares(layer, runs, x_T_I)
+        for rows, weight_O_I in _pieces(layer.weight, shares, x_T_I.shape[0]):
+            torch.mm(_take(x_T_I, rows), weight_O_I.T, out=_take(y_T_O, rows))
+        if (bias_O := layer.bias) is not None:
+            y_T_O.add_(bias_O)
+        for run, weights, is_merged in shares:
+            if not is_merged:
+                low_n_R = torch.mm(_take(x_T_I, run.rows), weights.a_R_I.T)
+                add_rows(y_T_O, run.rows, low_n_R, weights.b_O_R.T, run.adapter.scaling)
+                lows.append(low_n_R)
+    return y_T_S, lows
+
+
+def backward(
+    x_T_I: Tensor,
+    layers: Sequence[LoraLinear],
+    runs: Sequence[Run],
+    lows: Sequence[Tensor],
+    grad_T_S: Tensor,
+    *,
+    need_x: bool,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """The gradients of x, if needed, and of `parameters_of(layers, runs)`, from the gradient of the outputs."""
+    grad_x_T_I = torch.empty_like(x_T_I) if need_x else None
+    grads: list[Tensor | None] = []
+    low = iter(lows)
+    for number, (layer, grad_T_O) in enumerate(zip(layers, _columns(grad_T_S, layers), strict=True)):
+        shares = _shares(layer, runs, x_T_I)
+        if grad_x_T_I is not None:
+            for rows, weight_O_I in _pieces(layer.weight, shares, x_T_I.shape[0]):
+                if number == 0:
+                    torch.mm(_take(grad_T_O, rows), weight_O_I, out=_take(grad_x_T_I, rows))
+                else:
+                    _take(grad_x_T_I, rows).addmm_(_take(grad_T_O, rows), weight_O_I)
+        for run, weights, is_merged in shares:
+            x_n_I, grad_n_O = _take(x_T_I, run.rows), _take(grad_T_O, run.rows)
+            low_n_R = torch.mm(x_n_I, weights.a_R_I.T) if is_merged else next(low)
+            grad_low_n_R = torch.mm(grad_n_O, weights.b_O_R)
+            if grad_x_T_I is not None and not is_merged:
+                add_rows(grad_x_T_I, run.rows, grad_low_n_R, weights.a_R_I, run.adapter.scaling)
+            grads += _gradients(run, layer.name, x_n_I, low_n_R, grad_n_O, grad_low_n_R)
+    return grad_x_T_I, grads
+
+
+def add_rows(out: Tensor, rows: slice | Tensor, left: Tensor, right: Tensor, alpha: float) -> None:
+    """out[rows] += alpha * left @ right, in place."""
+    if isinstance(rows, slice):
+        _take(out, rows).addmm_(left, right, alpha=alpha)
+    else:
+        out.index_add_(0, rows, left @ right, alpha=alpha)
+
+
+def _take(x: Tensor, rows: slice | Tensor) -> Tensor:
+    """x[rows]. All rows are x itself, because a view of few rows takes as long as a product."""
+    return x if isinstance(rows, slice) and rows.start == 0 and rows.stop == x.shape[0] else x[rows]
+
+
+def _columns(y_T_S: Tensor, layers: Sequence[LoraLinear]) -> Sequence[Tensor]:
+    """The part of each layer."""
+    if len(layers) == 1:
+        return (y_T_S,)
+    return torch.split_with_sizes(y_T_S, [layer.num_outputs for layer in layers], 1)
+
+
+def _shares(layer: LoraLinear, runs: Sequence[Run], x_T_I: Tensor) -> list[tuple[Run, LoraWeights, bool]]:
+    """The runs whose adapter has the layer, with its A and B in the dtype of x, and whether W + scaling B A is computed
+    as one matrix for the run's rows.
+
+    On a CPU both ways are bound by memory. Merging reads and writes W twice, forward and backward. Otherwise each of
+    the run's rows of the output and of the input's gradient is read and written once more. Half precision is never
+    merged, because it would round a small share away.
+    """
+    dtype = x_T_I.dtype
+    found = []
+    for run in runs:
+        weights = run.adapter.weights.get(layer.name)
+        if weights is None:
+            continue
+        rows, is_merged = run.rows, False
+        if weights.a_R_I.dtype != dtype:
+            weights = LoraWeights(weights.a_R_I.to(dtype), weights.b_O_R.to(dtype))
+        elif isinstance(rows, slice) and rows.stop - rows.start > layer.merges_above:
+            is_merged = x_T_I.device.type == "cpu" and dtype in (torch.float32, torch.float64)
+        found.append((run, weights, is_merged))
+    return found
+
+
+def _pieces(
+    weight_O_I: Tensor, shares: Sequence[tuple[Run, LoraWeights, bool]], num_rows: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Slices that cover all rows, in order, each with the weight for its rows.
+
+    A merged matrix is made when its slice comes, and again in backward: to keep all of them until then would take as
+    much memory as a model.
+    """
+    merged = [(run.rows, run, weights) for run, weights, is_merged in shares if is_merged]
+    if not merged:
+        yield slice(0, num_rows), weight_O_I
+        return
+    row = 0
+    for rows, run, weights in sorted(merged, key=lambda one: one[0].start):  # type: ignore[union-attr]
+        assert isinstance(rows, slice)
+        if rows.start > row:
+            yield slice(row, rows.start), weight_O_I
+        yield rows, torch.addmm(weight_O_I.T, weights.a_R_I.T, weights.b_O_R.T, alpha=run.adapter.scaling).T
+        row = rows.stop
+    if row < num_rows:
+        yield slice(row, num_rows), weight_O_I
+
+
+def _gradients(
+    run: Run, name: str, x_n_I: Tensor, low_n_R: Tensor, grad_n_O: Tensor, grad_low_n_R: Tensor
+) -> list[Tensor | None]:
+    """The gradients of A and B of one layer; [None] if they were added to the run's `gradient`."""
+    scaling = run.adapter.scaling
+    if run.gradient is None:
+        grad_a_R_I, grad_b_R_O = (grad_low_n_R.T @ x_n_I).mul_(scaling), (low_n_R.T @ grad_n_O).mul_(scaling)
+        dtype = run.adapter.flat.dtype
+        return [grad_a_R_I.to(dtype), grad_b_R_O.T.to(dtype)]
+    there = run.gradient.of(name)
+    if there.a_R_I.dtype == x_n_I.dtype:
+        there.a_R_I.addmm_(grad_low_n_R.T, x_n_I, alpha=scaling)
+    else:
+        there.a_R_I.add_(grad_low_n_R.T @ x_n_I, alpha=scaling)
+    if there.a_R_I.dtype == x_n_I.dtype and x_n_I.shape[0] <= _FEW_ROWS:
+        there.b_O_R.addmm_(grad_n_O.T, low_n_R, alpha=scaling)
+    else:  # a product [R, O] of a few long rows takes half the time of its transpose
+        there.b_O_R.add_((low_n_R.T @ grad_n_O).T, alpha=scaling)
+    return [None]
+
+
+class _Linear(torch.autograd.Function):
+    """Differentiated by hand, because autograd over slices would copy the whole [T, O] for every run."""
+
+    @staticmethod
+    def forward(ctx: Any, x_T_I: Tensor, layer: LoraLinear, runs: Sequence[Run], *parameters: Tensor) -> Tensor:
+        y_T_O, lows = forward(x_T_I, [layer], runs)
+        # The weight and the parameters are saved so that autograd notices if they were changed.
+        ctx.save_for_backward(x_T_I, layer.weight, *parameters, *lows)
+        ctx.layer, ctx.runs, ctx.num_lows = layer, runs, len(lows)
+        return y_T_O
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x_T_I, *rest = ctx.saved_tensors
+        lows = rest[len(rest) - ctx.num_lows :]
+        grad_x_T_I, grads = backward(
+            x_T_I, [ctx.layer], ctx.runs, lows, grad_outputs[0], need_x=ctx.needs_input_grad[0]
+        )
+        return grad_x_T_I, None, None, *grads
+
+
+# Grouped matrix products
+
+
+def torch_grouped_mm(left: Tensor, right: Tensor, ends_G: Tensor) -> Tensor:
+    return torch.nn.functional.grouped_mm(left, right, offs=ends_G)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The runs of one packed batch for grouped matrix products. Made once for each forward pass.
+
+    Rows are sorted by adapter, so each adapter has a group of rows. A and B of all adapters are stacked, cast to the
+    rows' dtype and padded with zeros to a common rank; the padding adds nothing. The stacks exist during one layer's
+    forward, and are made again in its backward. Making them costs little beside the products. Stacks that are kept
+    until backward would take half the memory of the adapters.
+    """
+
+    adapters: Sequence[Adapter | None]
+    """Adapter of each group; None for rows without an adapter."""
+    ends_G: Tensor
+    """int32, on the device: the row after each group's last."""
+    scalings_G: Tensor
+    """float32, on the device: scaling of each group's adapter."""
+    mm: GroupedMM
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], num_rows: int, device: torch.device, mm: GroupedMM) -> Groups | None:
+        """The groups of these runs. None if grouped products do not pay or are not possible: fewer than two runs,
+        rows that are numbers or out of order, or too many groups."""
+        if len(runs) < 2:
+            return None
+        adapters: list[Adapter | None] = []
+        ends: list[int] = []
+        row = 0
+        for run in runs:
+            if not isinstance(run.rows, slice) or run.rows.start < row:
+                return None
+            if run.rows.start > row:
+                adapters.append(None)
+                ends.append(run.rows.start)
+            adapters.append(run.adapter)
+            ends.append(run.rows.stop)
+            row = run.rows.stop
+        if row < num_rows:
+            adapters.append(None)
+            ends.append(num_rows)
+        if len(ends) > MAX_GROUPS:
+            return None
+        scalings = [adapter.scaling if adapter is not None else 0.0 for adapter in adapters]
+        return cls(adapters, table(ends, torch.int32, device), table(scalings, torch.float32, device), mm)
+
+    def linear(self, x_T_I: Tensor, weight_O_I: Tensor, bias_O: Tensor | None, name: str) -> Tensor | None:
+        """x W^T + bias + scaling (x A^T) B^T, with the A and B of each row's adapter. Differentiable in x, A and B.
+
+        None if no adapter has this layer, or if grouped products do not support its features.
+        """
+        layer = _GroupedLayer.of(self, name, weight_O_I)
+        if not layer.parameters or weight_O_I.shape[0] % FEATURE_MULTIPLE or weight_O_I.shape[1] % FEATURE_MULTIPLE:
+            return None
+        return _GroupedLinear.apply(x_T_I.contiguous(), weight_O_I, bias_O, layer, *layer.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupedLayer:
+    """One layer's part of the adapters."""
+
+    groups: Groups
+    where: Sequence[int]
+    """The groups whose adapter has this layer."""
+    parameters: Sequence[Tensor]
+    """A and B of each of these groups in turn."""
+    rank: int
+    """The common rank, to which all are padded."""
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, groups: Groups, name: str, like: Tensor) -> _GroupedLayer:
+        where: list[int] = []
+        parameters: list[Tensor] = []
+        for n, adapter in enumerate(groups.adapters):
+            weights = adapter.weights.get(name) if adapter is not None else None
+            if weights is not None:
+                where.append(n)
+                parameters += [weights.a_R_I, weights.b_O_R]
+        largest = max((a.shape[0] for a in parameters[::2]), default=1)
+        return cls(groups, where, parameters, -(-largest // RANK_MULTIPLE) * RANK_MULTIPLE, like.dtype)
+
+    @property
+    def ranks(self) -> list[int]:
+        return [a.shape[0] for a in self.parameters[::2]]
+
+    def stack_a(self, parameters: Sequence[Tensor]) -> Tensor:
+        """A of all groups, [G, R, I]."""
+        a_G_R_I = self._zeros(self.rank, parameters[0].shape[1], parameters[0].device)
+        rows = [a_G_R_I[n, : a.shape[0]] for n, a in zip(self.where, parameters[::2], strict=True)]
+        torch._foreach_copy_(rows, list(parameters[::2]))
+        return a_G_R_I
+
+    def stack_b(self, parameters: Sequence[Tensor]) -> Tensor:
+        """B of all groups, [G, O, R], multiplied by each adapter's scaling."""
+        b_G_O_R = self._zeros(parameters[1].shape[0], self.rank, parameters[1].device)
+        columns = [b_G_O_R[n, :, : b.shape[1]] for n, b in zip(self.where, parameters[1::2], strict=True)]
+        scalings = [adapter.scaling for n in self.where if (adapter := self.groups.adapters[n]) is not None]
+        torch._foreach_copy_(columns, torch._foreach_mul(list(parameters[1::2]), scalings))
+        return b_G_O_R
+
+    def _zeros(self, rows: int, columns: int, device: torch.device) -> Tensor:
+        full = len(self.where) == len(self.groups.adapters) and all(rank == self.rank for rank in self.ranks)
+        make = torch.empty if full else torch.zeros
+        return make(len(self.groups.adapters), rows, columns, dtype=self.dtype, device=device)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_T_I: Tensor, weight_O_I: Tensor, bias_O: Tensor | None, layer: _GroupedLayer, *parameters: Tensor
+    ) -> Tensor:
+        mm, ends_G = layer.groups.mm, layer.groups.ends_G
+        y_T_O = torch.nn.functional.linear(x_T_I, weight_O_I, bias_O)
+        low_T_R = mm(x_T_I, layer.stack_a(parameters).transpose(1, 2), ends_G)
+        y_T_O += mm(low_T_R, layer.stack_b(parameters).transpose(1, 2), ends_G)
+        ctx.save_for_backward(x_T_I, weight_O_I, low_T_R, *parameters)
+        ctx.layer = layer
+        return y_T_O
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad_T_O = grad_outputs[0].contiguous()
+        layer: _GroupedLayer = ctx.layer
+        mm, ends_G = layer.groups.mm, layer.groups.ends_G
+        x_T_I, weight_O_I, low_T_R, *parameters = ctx.saved_tensors
+        grad_low_T_R = mm(grad_T_O, layer.stack_b(parameters), ends_G)
+        grad_x_T_I = None
+        if ctx.needs_input_grad[0]:
+            grad_x_T_I = grad_T_O @ weight_O_I
+            grad_x_T_I += mm(grad_low_T_R, layer.stack_a(parameters), ends_G)
+        grads: list[Tensor | None] = [None] * len(parameters)
+        if any(ctx.needs_input_grad[4:]):
+            # One cast for all adapters, whose gradients are views of the result.
+            grad_a_G_R_I = mm(grad_low_T_R.T, x_T_I, ends_G).float()
+            grad_b_G_O_R = mm(grad_T_O.T, low_T_R, ends_G).float()
+            grad_b_G_O_R *= layer.groups.scalings_G[:, None, None]
+            for n, (group, rank) in enumerate(zip(layer.where, layer.ranks, strict=True)):
+                grads[2 * n] = grad_a_G_R_I[group, :rank]
+                grads[2 * n + 1] = grad_b_G_O_R[group, :, :rank]
+        return grad_x_T_I, None, None, None, *grads

@@ -35,9 +35,7 @@ from tinsmith.modeling.kernels.cpu import (
     swiglu_backward,
 )
 from tinsmith.modeling.kernels.install import FusedMLP, FusedRMSNorm
-from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run, shares_of
-from tinsmith.modeling.projections import backward, forward
-from tinsmith.modeling.shares import Share, parameters_of
+from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run, backward, forward, parameters_of
 
 _TOLERANCE = 1e-4
 """Largest relative difference from a layer's own code. It allows rounding in float32, and no other function."""
@@ -72,7 +70,7 @@ class WholeLayer:
     @property
     def num_heads(self) -> tuple[int, int]:
         """Number of query heads, and of key/value heads."""
-        queries, keys, _ = self.qkv.frozen.widths
+        queries, keys, _ = (layer.num_outputs for layer in self.qkv.layers)
         return queries // self.head_dim, keys // self.head_dim
 
     def rotates_whole_heads(self, angles: Tensor) -> bool:
@@ -81,9 +79,13 @@ class WholeLayer:
 
     def run(self, x_T_H: Tensor, cos_T_1_D: Tensor, sin_T_1_D: Tensor, layout: Packed, runs: Sequence[Run]) -> Tensor:
         """The layer's output [T, H]."""
-        shares = [shares_of(runs, one.names) for one in (self.qkv, self.out, self.gate_up, self.down)]
-        parameters = [tensor for one in shares for tensor in parameters_of(one)]
-        return _Layer.apply(x_T_H, cos_T_1_D, sin_T_1_D, self, layout, shares, *parameters)
+        parameters = parameters_of(self.linear_layers, runs)
+        return _Layer.apply(x_T_H, cos_T_1_D, sin_T_1_D, self, layout, runs, *parameters)
+
+    @property
+    def linear_layers(self) -> list[LoraLinear]:
+        """The layer's linear layers, in the order in which the gradients of their adapters are returned."""
+        return [*self.qkv.layers, *self.out.layers, *self.gate_up.layers, *self.down.layers]
 
 
 class _Layer(torch.autograd.Function):
@@ -97,13 +99,12 @@ class _Layer(torch.autograd.Function):
         sin_T_1_D: Tensor,
         layer: WholeLayer,
         layout: Packed,
-        shares: Sequence[Sequence[Share]],
+        runs: Sequence[Run],
         *parameters: Tensor,
     ) -> Tensor:
-        of_qkv, of_out, of_gate_up, of_down = shares
         num_queries, num_keys = layer.num_heads
         normal_T_H, scale_T_1 = normalize(x_T_H, layer.before_attention.weight, layer.before_attention.eps)
-        qkv_T_S, lows_qkv = forward(normal_T_H, layer.qkv.frozen, of_qkv)
+        qkv_T_S, lows_qkv = forward(normal_T_H, layer.qkv.layers, runs)
         heads = qkv_T_S.view(qkv_T_S.shape[0], -1, layer.head_dim)
         qk, v = torch.split_with_sizes(heads, [num_queries + num_keys, num_keys], 1)  # q and k are rotated as one
         normal_qk, of_heads = qk, ()
@@ -113,51 +114,47 @@ class _Layer(torch.autograd.Function):
         q, k = torch.split_with_sizes(rotate(normal_qk, cos_T_1_D, sin_T_1_D), [num_queries, num_keys], 1)
         attended, sums = attend(q, k, v, layout, layer.heads)
         attended_T_C = attended.flatten(1)
-        middle_T_H, lows_out = forward(attended_T_C, layer.out.frozen, of_out)
+        middle_T_H, lows_out = forward(attended_T_C, layer.out.layers, runs)
         middle_T_H.add_(x_T_H)
         second_T_H, second_T_1 = normalize(middle_T_H, layer.before_mlp.weight, layer.before_mlp.eps)
-        gate_up_T_S, lows_gate_up = forward(second_T_H, layer.gate_up.frozen, of_gate_up)
+        gate_up_T_S, lows_gate_up = forward(second_T_H, layer.gate_up.layers, runs)
         gate_T_F, up_T_F = gate_up_T_S.chunk(2, 1)
         active_T_F = silu(gate_T_F).mul_(up_T_F)
-        y_T_H, lows_down = forward(active_T_F, layer.down.frozen, of_down)
-        lows = (lows_qkv, lows_out, lows_gate_up, lows_down)
-        saved = (
+        y_T_H, lows_down = forward(active_T_F, layer.down.layers, runs)
+        groups = (
             (x_T_H, scale_T_1, normal_T_H, cos_T_1_D, sin_T_1_D, q, k, v, attended, attended_T_C),
             (middle_T_H, second_T_1, second_T_H, gate_T_F, up_T_F, active_T_F),
             of_heads,
             sums,
+            *(lows_qkv, lows_out, lows_gate_up, lows_down),
         )
-        groups = (*saved, *(one or () for one in lows))
         ctx.save_for_backward(*chain.from_iterable(groups))
-        ctx.sizes, ctx.merged = [len(group) for group in groups], [one is None for one in lows]
-        ctx.layer, ctx.layout, ctx.shares = layer, layout, shares
+        ctx.sizes = [len(group) for group in groups]
+        ctx.layer, ctx.layout, ctx.runs = layer, layout, runs
         return y_T_H.add_(middle_T_H)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_y_T_H,) = grad_outputs
         layer: WholeLayer = ctx.layer
+        runs: Sequence[Run] = ctx.runs
         tensors = iter(ctx.saved_tensors)
-        first, second, of_heads, sums, *saved_lows = (list(islice(tensors, size)) for size in ctx.sizes)
-        lows = [None if merged else one for merged, one in zip(ctx.merged, saved_lows, strict=True)]
-        of_qkv, of_out, of_gate_up, of_down = ctx.shares
+        first, second, of_heads, sums, *lows = (list(islice(tensors, size)) for size in ctx.sizes)
 
         middle_T_H, second_T_1, second_T_H, gate_T_F, up_T_F, active_T_F = second
-        grad_active, grads_down = backward(active_T_F, layer.down.frozen, of_down, lows[3], grad_y_T_H, need_x=True)
+        grad_active, grads_down = backward(active_T_F, layer.down.layers, runs, lows[3], grad_y_T_H, need_x=True)
         assert grad_active is not None
         grad_gate_up = grad_y_T_H.new_empty(gate_T_F.shape[0], 2 * gate_T_F.shape[1])
         swiglu_backward(grad_active, gate_T_F, up_T_F, out=grad_gate_up.chunk(2, 1))
-        grad_second, grads_up = backward(
-            second_T_H, layer.gate_up.frozen, of_gate_up, lows[2], grad_gate_up, need_x=True
-        )
+        grad_second, grads_up = backward(second_T_H, layer.gate_up.layers, runs, lows[2], grad_gate_up, need_x=True)
         assert grad_second is not None
         grad_middle = normalize_backward(grad_second, middle_T_H, second_T_1, layer.before_mlp.weight).add_(grad_y_T_H)
 
         x_T_H, scale_T_1, normal_T_H, cos, sin, q, k, v, attended, attended_T_C = first
         need_x = ctx.needs_input_grad[0]
-        need_attended = need_x or bool(of_qkv)
+        need_attended = need_x or bool(parameters_of(layer.qkv.layers, runs))
         grad_attended, grads_out = backward(
-            attended_T_C, layer.out.frozen, of_out, lows[1], grad_middle, need_x=need_attended
+            attended_T_C, layer.out.layers, runs, lows[1], grad_middle, need_x=need_attended
         )
         grad_x, grads_qkv = None, []
         if grad_attended is not None:
@@ -172,7 +169,7 @@ class _Layer(torch.autograd.Function):
                 qk, scale = of_heads
                 normalize_backward(grad_normal_qk, qk, scale, layer.of_heads.weight, out=grad_qk)
             grad_normal, grads_qkv = backward(
-                normal_T_H, layer.qkv.frozen, of_qkv, lows[0], together.flatten(1), need_x=need_x
+                normal_T_H, layer.qkv.layers, runs, lows[0], together.flatten(1), need_x=need_x
             )
             if grad_normal is not None:
                 grad_x = normalize_backward(grad_normal, x_T_H, scale_T_1, layer.before_attention.weight)
@@ -249,7 +246,7 @@ def _forward(
     layout: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    plain = type(layout) is Packed and layout.flash is None and active.groups is None and active.calls is None
+    plain = type(layout) is Packed and layout.flash is None and active.groups is None
     rotates = position_embeddings is not None and whole.rotates_whole_heads(position_embeddings[0])
     if args or not rotates or not plain or not torch.is_grad_enabled():
         return own(hidden_states, *args, position_embeddings=position_embeddings, layout=layout, **kwargs)

@@ -20,8 +20,7 @@ from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.full_logprobs import full_target_logprobs
 from tinsmith.modeling.kernels.transfer import on_device
-from tinsmith.modeling.lora import Run
-from tinsmith.modeling.pass_gradient import PassGradient
+from tinsmith.modeling.lora import PassGradient, Run
 from tinsmith.modeling.tower import positions_with_pictures
 from trainer_service.engine.activation_checkpointing import checkpointed
 from trainer_service.engine.batch import Batch, Datum, Example, MicroBatch, Output, describe_ratio, log_ratio

@@ -14,9 +14,8 @@ from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.kernels.choice import Kernels
-from tinsmith.modeling.kernels.grouped_lora import torch_grouped_mm
 from tinsmith.modeling.logprobs import target_logprobs
-from tinsmith.modeling.lora import Run
+from tinsmith.modeling.lora import Run, torch_grouped_mm
 
 CPU = torch.device("cpu")
 WAITING = {

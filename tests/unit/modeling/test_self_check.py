@@ -17,7 +17,6 @@ from tinsmith.modeling.generation import Joined
 from tinsmith.modeling.lora import LoraLinear, Run
 from tinsmith.modeling.reference import adapted
 from tinsmith.modeling.self_check import Gaps, only, random_adapter
-from tinsmith.modeling.shares import Share
 
 CPU = torch.device("cpu")
 
@@ -59,12 +58,21 @@ def lose_in_own_code(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
 
 
 def lose_in_training(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    shares_of = whole_layers.shares_of
+    forward, backward, parameters_of = whole_layers.forward, whole_layers.backward, whole_layers.parameters_of
 
-    def without(runs: Sequence[Run], names: Sequence[str]) -> list[Share]:
-        return shares_of(runs, [f"{name} is lost" if part in name else name for name in names])
+    def kept(layers: Sequence[LoraLinear], runs: Sequence[Run]) -> list[Run]:
+        return [] if any(part in layer.name for layer in layers) else list(runs)
 
-    monkeypatch.setattr(whole_layers, "shares_of", without)
+    def lossy_parameters(layers: Sequence[LoraLinear], runs: Sequence[Run]) -> list[torch.Tensor]:
+        return [tensor for layer in layers for tensor in parameters_of([layer], kept([layer], runs))]
+
+    monkeypatch.setattr(whole_layers, "forward", lambda x, layers, runs: forward(x, layers, kept(layers, runs)))
+    monkeypatch.setattr(
+        whole_layers,
+        "backward",
+        lambda x, layers, runs, *others, **options: backward(x, layers, kept(layers, runs), *others, **options),
+    )
+    monkeypatch.setattr(whole_layers, "parameters_of", lossy_parameters)
 
 
 def lose_in_generation(monkeypatch: pytest.MonkeyPatch, part: str) -> None:

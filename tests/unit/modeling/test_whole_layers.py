@@ -14,8 +14,7 @@ from tinsmith.modeling import whole_layers
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.kernels.cpu import CPU
-from tinsmith.modeling.lora import ActiveRuns, Run
-from tinsmith.modeling.pass_gradient import PassGradient
+from tinsmith.modeling.lora import ActiveRuns, PassGradient, Run
 
 LENGTHS = (7, 7, 3, 12, 12)
 T = sum(LENGTHS)

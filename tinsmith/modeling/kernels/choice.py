@@ -6,7 +6,7 @@ import importlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
@@ -14,12 +14,9 @@ from tinsmith.modeling.kernels.compiled import CannotCompile, attempt, compiled,
 from tinsmith.modeling.kernels.cpu import CPU
 from tinsmith.modeling.kernels.elementwise import Elementwise
 from tinsmith.modeling.kernels.flash_attn import FlashAttn
-from tinsmith.modeling.kernels.grouped_lora import GroupedMM, Groups, torch_grouped_mm
 from tinsmith.modeling.kernels.liger import liger
 from tinsmith.modeling.kernels.varlen import Kernel, TorchVarlen
-
-if TYPE_CHECKING:
-    from tinsmith.modeling.lora import Run
+from tinsmith.modeling.lora import GroupedMM, Groups, Run, torch_grouped_mm
 
 logger = logging.getLogger(__name__)
 
