@@ -17,12 +17,16 @@ from tinsmith.modeling.pretrained import auto_class
 class Oracle:
     """A base model with one adapter, loaded by stock PEFT from the files that Tinsmith writes."""
 
-    def __init__(self, model_folder: Path, adapter: Adapter, scratch: Path) -> None:
+    def __init__(
+        self, model_folder: Path, adapter: Adapter, scratch: Path, *, dtype: torch.dtype = torch.float32
+    ) -> None:
         scratch.mkdir(parents=True, exist_ok=True)
         adapter.save_peft(scratch, base_model=str(model_folder))
         kind = auto_class(load_config(model_folder))
         model = kind.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager")
-        self.model = peft.PeftModel.from_pretrained(model, scratch, is_trainable=True)
+        if dtype == torch.float64:
+            model.set_experts_implementation("eager")  # grouped products have no float64
+        self.model = peft.PeftModel.from_pretrained(model, scratch, is_trainable=True).to(dtype)
         self.targets = adapter.targets
 
     def logprobs(self, tokens: Sequence[int], targets: Tensor) -> Tensor:
