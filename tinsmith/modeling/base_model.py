@@ -296,11 +296,9 @@ class BaseModel:
         return replace(base, targets=targets, refused_groups=refused)._continuing(probe)
 
     def _continuing(self, probe: Probe) -> BaseModel:
-        """This model, knowing whether its recurrent layers, or transformers' own cache, go on from earlier tokens, and
-        with how many at a time."""
-        if not (self.recurrent or self.one_by_one) or self.why_not_cached:
-            return self
-        if self.tensor_parallel is not None or self.sharded is not None:
+        """This model, knowing whether its layers, or transformers' own cache, go on from earlier tokens, and with how
+        many at a time. Attention that does not go through attention.py, as GPT-J's, does not read the cache here."""
+        if self.why_not_cached or self.tensor_parallel is not None or self.sharded is not None:
             return self
         reasons = []
         for base in (self, replace(self, token_by_token=True)):

@@ -31,6 +31,11 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+TOWER = {
+    "hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
+    "num_position_embeddings": 16, "patch_size": 14,
+}  # fmt: skip
 IMAGE_TOKENS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
 GEMMA = {"sliding_window": 4, "query_pre_attn_scalar": 16}
 DENSE: dict[str, dict[str, Any]] = {
@@ -54,14 +59,11 @@ DENSE: dict[str, dict[str, Any]] = {
     "Olmo2": {},
     "Qwen3VL": {
         "text_config": COMMON,
-        "vision_config": {
-            "hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
-            "num_position_embeddings": 16, "patch_size": 14, "deepstack_visual_indexes": [0],
-        },
+        "vision_config": {**TOWER, "deepstack_visual_indexes": [0]},
         **IMAGE_TOKENS,
     },
     "OPT": {"ffn_dim": 96, "word_embed_proj_dim": 64},
-    "GPT2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "GPT2": GPT,
     "StableLm": {},  # its decoder layers hand no keyword arguments on to attention, and Nemotron's do not, either
     "Nemotron": {},
 }  # fmt: skip
@@ -94,10 +96,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "Qwen3_5MoeText": {**DELTA, **SHARED_EXPERT},
     "Qwen3_5": {
         "text_config": {**COMMON, **DELTA},
-        "vision_config": {
-            "hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
-            "num_position_embeddings": 16, "patch_size": 14,
-        },
+        "vision_config": TOWER,
         **IMAGE_TOKENS,
     },
     "Qwen3Next": {**DELTA, **SHARED_EXPERT},
@@ -159,6 +158,14 @@ MORE: dict[str, dict[str, Any]] = {
     "DeepseekV2": {**ROUTED, **SPARSE_ATTENTION},
     "DeepseekV32": {**ROUTED, **SPARSE_ATTENTION},
     "RecurrentGemma": {"lru_width": 64, "attention_window_size": 16, "num_hidden_layers": 3},
+    "Qwen3VLMoe": {
+        "text_config": {**COMMON, **EXPERTS}, "vision_config": {**TOWER, "deepstack_visual_indexes": [0]},
+        **IMAGE_TOKENS,
+    },
+    "Qwen3_5Moe": {"text_config": {**COMMON, **DELTA, **SHARED_EXPERT}, "vision_config": TOWER, **IMAGE_TOKENS},
+    # Attention of their own, which no cache here reaches:
+    **{family: {**GPT, "rotary_dim": 8} for family in ("GPTJ", "CodeGen")},
+    "GPTNeo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
 }  # fmt: skip
 """Families that only the slow tests hold against stock PEFT."""
 FAMILIES = {**DENSE, **SPARSE, **RECURRENT, **{family: settings for family, (settings, _) in ONE_BY_ONE.items()}}
