@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from transformers.activations import ACT2FN
 
+from tinsmith.modeling.kernels import recurrent_cuda
 from tinsmith.modeling.kernels.causal_conv import causal_conv
 from tinsmith.modeling.kernels.delta_rule import gated_delta_rule
 from tinsmith.modeling.kernels.delta_step import gated_delta_step
@@ -70,6 +71,10 @@ def _conv(
     """transformers' causal_conv1d_fn: [1, F, T] of [1, F, T]."""
     if not active.lengths:
         return theirs(hidden_states, weight, bias, activation=activation, **others)
+    fused = recurrent_cuda.function("causal_conv1d_fn", hidden_states)
+    if fused is not None and activation in (None, *_SILU):
+        numbers = recurrent_cuda.numbers_of(active.lengths, hidden_states.device)
+        return fused(hidden_states, weight, bias, seq_idx=numbers, activation=activation)
     x_T_F = hidden_states.squeeze(0).transpose(0, 1)
     y_T_F = causal_conv(x_T_F, weight, bias, active.lengths, activate=activation in _SILU)
     if activation is not None and activation not in _SILU:
@@ -92,6 +97,11 @@ def _delta_rule(
         return theirs(query, key, value, g=g, beta=beta, **others)
     if not others.get("use_qk_l2norm_in_kernel") or others.get("initial_state") is not None:
         raise ValueError("the packed gated delta rule is for normalized keys and sequences from their beginning")
+    fused = recurrent_cuda.function("chunk_gated_delta_rule", query)
+    if fused is not None:
+        borders = recurrent_cuda.borders_of(active.lengths, query.device)
+        out, _ = fused(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=borders)
+        return out, None
     q, k, v, g, beta = (one.squeeze(0) for one in (query, key, value, g, beta))
     return gated_delta_rule(q, k, v, g, beta, active.lengths)[None], None
 
@@ -142,6 +152,11 @@ def _mamba2(
         return theirs(hidden_states, dt, A, B, C, chunk_size, **settings)
     if others.get("initial_states") is not None or others.get("z") is not None or others.get("return_final_states"):
         raise ValueError("the packed Mamba2 scan is for sequences from their beginning, without a gate")
+    fused = recurrent_cuda.function("mamba_chunk_scan_combined", hidden_states)
+    if fused is not None:
+        settings = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+        numbers = recurrent_cuda.numbers_of(active.lengths, hidden_states.device)
+        return fused(hidden_states, dt, A, B, C, chunk_size, seq_idx=numbers, **settings)
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
     step = torch.clamp(softplus(dt) if dt_softplus else dt, *dt_limit)

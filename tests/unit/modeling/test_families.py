@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
+from transformers.models.nemotron_h import modeling_nemotron_h
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from tests.support.adapters import random_adapter
 from tests.support.models import TINY_CONFIG
@@ -19,6 +21,7 @@ from tinsmith.modeling.adapter import GROUPS, Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel, positions_of
 from tinsmith.modeling.full_logprobs import full_target_logprobs
+from tinsmith.modeling.kernels import recurrent_cuda
 from tinsmith.modeling.kv_cache import Cached, KVCache, Prefill
 from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.lora import Run
@@ -360,6 +363,53 @@ def test_sequences_of_any_lengths_and_tenants_are_computed_as_if_alone(family: s
         loss = loss + (alone * factors[rows]).sum()
     for grad, expected in zip(grads, torch.autograd.grad(loss, wanted), strict=True):
         assert (grad - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "NemotronH"])
+def test_packages_for_cuda_get_the_borders_of_sequences(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stand-ins for the packages, which compute each sequence by transformers' own functions."""
+    base = load(tmp_path, family)
+    lengths = [7, 70, 3]
+    tokens = torch.randint(256, (80,), generator=torch.Generator().manual_seed(1))
+    expected = packed_logprobs(base, tokens, lengths, [])
+    theirs = {
+        "causal_conv1d_fn": (modeling_qwen3_5.causal_conv1d_fn, 2, 2),
+        "chunk_gated_delta_rule": (modeling_qwen3_5.torch_chunk_gated_delta_rule, 1, 1),
+        "mamba_chunk_scan_combined": (modeling_nemotron_h.mamba2_chunk_scan, 1, 1),
+    }
+    called = set()
+
+    def stand_in(name: str, x: torch.Tensor) -> Any:
+        function, dim, out_dim = theirs[name]
+
+        def fused(*args: Any, seq_idx: Any = None, cu_seqlens: Any = None, **kwargs: Any) -> Any:
+            called.add(name)
+            if cu_seqlens is not None:
+                assert cu_seqlens.dtype == torch.int64
+                sizes = cu_seqlens.diff().tolist()
+            else:
+                assert (seq_idx.dtype, seq_idx.shape) == (torch.int32, (1, 80))
+                sizes = seq_idx[0].bincount().tolist()
+
+            def part(value: Any, n: int) -> Any:
+                whole = isinstance(value, torch.Tensor) and value.ndim > dim and value.shape[dim] == 80
+                return value.split(sizes, dim)[n] if whole else value
+
+            outputs = []
+            for n in range(len(sizes)):
+                output = function(*(part(one, n) for one in args), **{key: part(one, n) for key, one in kwargs.items()})
+                outputs.append(output[0] if isinstance(output, tuple) else output)
+            joined = torch.cat(outputs, out_dim)
+            return (joined, None) if name == "chunk_gated_delta_rule" else joined
+
+        return fused
+
+    monkeypatch.setattr(recurrent_cuda, "function", stand_in)
+    torch.testing.assert_close(packed_logprobs(base, tokens, lengths, []), expected, rtol=1e-5, atol=2e-5)
+    scan = "chunk_gated_delta_rule" if family == "Qwen3_5Text" else "mamba_chunk_scan_combined"
+    assert called == {"causal_conv1d_fn", scan}
 
 
 def test_only_layers_with_functions_that_are_unknown_here_are_padded(tmp_path: Path) -> None:
