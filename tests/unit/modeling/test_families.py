@@ -365,6 +365,39 @@ def test_sequences_of_any_lengths_and_tenants_are_computed_as_if_alone(family: s
         assert (grad - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "FalconH1", "Lfm2"])
+def test_recurrent_layers_in_bfloat16_are_as_exact_as_plain_transformers(family: str, tmp_path: Path) -> None:
+    """Logprobs and gradients of all parameters: the errors of packed sequences, and of the plain model, one sequence at
+    a time, both in bfloat16, against the plain model in float32."""
+    make(tmp_path, family, FAMILIES[family])
+    lengths = [70, 5, 33]
+    tokens = torch.randint(256, (108,), generator=torch.Generator().manual_seed(1))
+
+    def plain(dtype: torch.dtype) -> list[torch.Tensor]:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager")
+        parts = [model(part[None]).logits[0].float().log_softmax(-1) for part in tokens.split(lengths)]
+        logprobs = torch.cat(parts).gather(1, tokens[:, None])[:, 0]
+        logprobs.sum().backward()
+        named = dict(model.named_parameters())
+        return [logprobs.detach(), *(named[name].grad.float() for name in base.parameters)]  # type: ignore[union-attr]
+
+    base = BaseModel.load(tmp_path, device=CPU, dtype=torch.bfloat16, trainable=True)
+    hidden = base.hidden_states(tokens, positions_of(lengths, CPU), Packed(lengths), [])
+    logprobs = full_target_logprobs(base.head, hidden, torch.arange(108), tokens)
+    grads = torch.autograd.grad(logprobs.sum(), list(base.parameters.values()))
+    ours = [logprobs.detach().float(), *(grad.float() for grad in grads)]
+    exact, theirs = plain(torch.float32), plain(torch.bfloat16)
+    for own, their, true in ((ours[:1], theirs[:1], exact[:1]), (ours[1:], theirs[1:], exact[1:])):
+        assert _error(own, true) <= 1.25 * _error(their, true)
+        assert _error(own, true) > 0
+
+
+def _error(values: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    """Norm of all differences together, each relative to its exact value's norm."""
+    parts = [((a - b).norm() / b.norm()).square() for a, b in zip(values, exact, strict=True)]
+    return torch.stack(parts).mean().sqrt().item()
+
+
 @pytest.mark.parametrize("family", ["Qwen3_5Text", "NemotronH"])
 def test_packages_for_cuda_get_the_borders_of_sequences(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
