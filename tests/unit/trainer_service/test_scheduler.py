@@ -717,3 +717,24 @@ async def test_a_deleted_models_operations_are_no_suspects_any_more(make_bench: 
     assert bench.scheduler.executing.is_suspect("a", 1)
     await bench.scheduler.delete("a", lambda: None)
     assert not bench.scheduler.executing.is_suspect("a", 1)
+
+
+async def test_a_failed_creation_takes_no_place(make_bench: MakeBench) -> None:
+    bench = await make_bench(max_models=1)
+    creation = await bench.step("a", 0, error=InvalidRequest("rank: 0"))
+    with pytest.raises(InvalidRequest, match="rank: 0"):
+        await creation.wait()
+    await creation.stored.wait()
+    await bench.create("b")
+
+
+async def test_closing_gives_up_an_answer_that_cannot_be_stored(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(*arguments: object, **options: object) -> None:
+        raise OutOfCapacity("the disk is full")
+
+    monkeypatch.setattr("trainer_service.scheduling.scheduler._STORE_AGAIN_S", 0.01)
+    monkeypatch.setattr("trainer_service.scheduling.scheduler._LONGEST_PAUSE_S", 0.01)
+    await bench.create("a")
+    monkeypatch.setattr(bench.journal, "finish", full)
+    await (await bench.step("a", 1)).wait()
+    assert await bench.scheduler.close(timeout_s=60)
