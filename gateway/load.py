@@ -68,7 +68,7 @@ class Share:
 
 
 class _Waiting:
-    """Those who wait, by owner. Owners take turns one after the other, and those of one owner go in their order of
+    """A queue of requests. Owners take turns one after the other, and each owner's requests go in their order of
     arrival."""
 
     def __init__(self) -> None:

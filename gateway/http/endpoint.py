@@ -4,8 +4,9 @@ document is made of it, so each fact is written down once.
     async def assign_project(request: Request, body: schemas.AssignProject) -> answers.service.Empty:
 
 A handler may have a `body`, which is a schema of a JSON body, and a `query`, which is one of URL parameters. Its answer
-is a TypedDict, which is sent as JSON, or a Response. What a handler reads or makes by itself is described where its
-endpoint is made. The first line of its docstring is its summary.
+is a TypedDict, which is sent as JSON, or a Response. An endpoint is made with the facts that its handler's signature
+does not show, because the handler reads or makes them by itself. The first line of the handler's docstring is the
+endpoint's summary.
 """
 
 from __future__ import annotations
