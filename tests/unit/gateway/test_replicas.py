@@ -346,7 +346,8 @@ class Poisoned(TalkingSampler):
                 if tokens == b"\1\0\0\0" * 40:
                     self.num_deaths += 1
                     for one in self.in_work:
-                        one.set_exception(EngineDead("an illegal memory access"))
+                        if not one.done():  # its time may have ended in this pass of the event loop
+                            one.set_exception(EngineDead("an illegal memory access"))
                     self.in_work.clear()
                 await death
         except TimeoutError:
