@@ -379,6 +379,32 @@ def test_a_tab_that_comes_back_while_an_answer_is_on_its_way_does_not_ask_twice_
     assert num_points(page, "loss/token") == known + 2
 
 
+def test_a_run_that_is_ended_while_points_are_on_their_way_does_not_draw_them_twice(
+    visitor: Visitor, stack: Stack
+) -> None:
+    trainer = new_model(tinker.ServiceClient(base_url=stack.base_url, api_key=KEY))
+    train(trainer, batch(3), steps=8)
+    page = visitor.open(run_path(trainer))
+    wait_for_points(page, 8)
+    asked: list[Route] = []
+    is_held = True
+    page.route("**/history*", lambda route: asked.append(route) if is_held else route.continue_())
+    while not asked:
+        page.wait_for_timeout(50)
+    train(trainer, batch(3), steps=2)
+    page.get_by_role("button", name="End run").click()
+    page.get_by_role("dialog").get_by_role("button", name="End run").click()
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    page.wait_for_timeout(300)
+    is_held = False
+    for route in asked:
+        route.continue_()
+    expect(page.locator(".run-title .state")).to_have_text("ended")
+    wait_for_points(page, 10)
+    page.wait_for_timeout(2500)
+    assert num_points(page, "loss/token") == 10
+
+
 # How it looks
 
 

@@ -131,7 +131,8 @@ class AdamW:
     def moved(self, parameter: float, moment: float, params: AdamParams) -> float:
         rate = params.learning_rate / (1 - params.beta1 ** (self.num_steps.item() + 1))
         decay = abs(1 - params.learning_rate * params.weight_decay)
-        if max(rate, decay) >= LARGEST:  # infinite in the kernel's float32: infinity times 0 would be NaN
+        # Infinite in the kernel's float32, which multiplies before it divides: infinity times 0 would be NaN.
+        if max(rate, decay, rate * moment) >= LARGEST:
             return math.inf
         return _ROUNDED * (decay * parameter + rate * moment / params.eps)
 

@@ -481,7 +481,11 @@ def _resolve(results: Sequence[tuple[asyncio.Future[Any], object]]) -> None:
     for future, result in results:
         if future.done():  # cancelled meanwhile
             continue
-        if isinstance(result, Exception):
+        if isinstance(result, StopIteration):  # a future takes none
+            error = RuntimeError(repr(result))
+            error.__cause__ = result
+            future.set_exception(error)
+        elif isinstance(result, Exception):
             future.set_exception(result)
         else:
             future.set_result(result)

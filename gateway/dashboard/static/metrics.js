@@ -146,7 +146,15 @@ export class Metrics {
     this.group.marks = [...new Set(marks.filter((each) => each !== null))];
   }
 
-  async refresh() {
+  /** Adds the newest points. One request at a time, because two would add the same points twice. */
+  refresh() {
+    this.adding ??= this.add().finally(() => {
+      this.adding = null;
+    });
+    return this.adding;
+  }
+
+  async add() {
     const { seq, step } = this.data;
     const after = seq.length ? `?after=${seq[seq.length - 1]}&steps=${step[step.length - 1]}` : "";
     const found = await dashboard(`runs/${encodeURIComponent(this.runId)}/history${after}`);

@@ -86,6 +86,16 @@ async def test_a_fault_of_the_device_in_a_step_ends_the_engine_and_fails_no_oper
     await ends(bench, step)
 
 
+async def test_a_stop_iteration_fails_its_operation_like_any_other_error(bench: Bench) -> None:
+    """A future takes no StopIteration, so the operation would wait for ever."""
+    await bench.create("a", "b")
+    step = await bench.step("a", 1, fault=StopIteration("next() of nothing"))
+    other = await bench.step("b", 1)
+    async with asyncio.timeout(5):
+        assert "the trainer's log has the cause" in str(await asyncio.shield(step.outcome))
+        assert not isinstance(await asyncio.shield(other.outcome), Exception)
+
+
 async def test_a_fault_of_the_device_in_what_belongs_to_no_operation_ends_the_engine(bench: Bench) -> None:
     def faults() -> None:
         raise FAULT

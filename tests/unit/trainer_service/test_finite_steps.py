@@ -108,6 +108,16 @@ def test_a_step_that_would_lead_out_of_float32_is_refused_and_changes_nothing(en
     assert_trains_on(engine)
 
 
+@pytest.mark.parametrize("engine", ["adamw", "full"], indirect=True)
+def test_a_step_whose_product_overflows_before_it_is_divided_is_refused_and_changes_nothing(
+    engine: TrainingEngine,
+) -> None:
+    run(engine, "m", batch(engine))
+    params = AdamParams(learning_rate=3e38, beta1=0.0, beta2=0.95, eps=3e38, weight_decay=0.0, grad_clip_norm=0.0)
+    assert_refused_and_unchanged(engine, params, r"a learning rate \(3e\+38\)")
+    assert_trains_on(engine)
+
+
 def test_a_gradient_of_infinite_norm_touches_no_moment(engine: TrainingEngine) -> None:
     run(engine, "m", batch(engine, scale=1e21))
     assert_refused_and_unchanged(engine, params_for(engine), r"the gradient has a norm of .*e\+2\d.*Set grad_clip_norm")
@@ -228,7 +238,7 @@ MAGNITUDES = st.floats(-45, 38).map(lambda power: 10.0**power) | st.just(0.0)
 RATES = st.floats(-20, 30).map(lambda power: 10.0**power) | st.sampled_from([0.0, 1.0])
 DECAYS = st.floats(0, 1, exclude_max=True) | st.sampled_from([0.0, 0.9, 0.999])
 ADAMS = st.builds(
-    AdamParams, RATES, DECAYS, DECAYS, st.floats(-37, 3).map(lambda power: 10.0**power), RATES, st.just(0.0)
+    AdamParams, RATES, DECAYS, DECAYS, st.floats(-37, 38).map(lambda power: 10.0**power), RATES, st.just(0.0)
 )
 DIMUONS = st.builds(DimuonParams, RATES, DECAYS, st.just(0.0))
 
