@@ -120,9 +120,13 @@ class Hostile:
 
         def send() -> str:
             with closing(HTTPConnection(self.address, timeout=120)) as connection:
-                connection.request(method, path, content, headers)
-                response = connection.getresponse()
-                body = response.read()
+                try:
+                    with suppress(BrokenPipeError):  # a refusal may come before the whole body is sent
+                        connection.request(method, path, content, headers)
+                    response = connection.getresponse()
+                    body = response.read()
+                except ConnectionError:
+                    return "refused, and the connection was closed before its answer could be read"
             if says is None or response.status != 200:
                 assert not says or response.status == 429, (path, response.status, body[:300])
                 return f"{response.status} {body[:300]!r}"
