@@ -83,7 +83,7 @@ class SamplingEngine(Protocol):
 
     @property
     def tower(self) -> Tower | None:
-        """What makes features of pictures; None when prompts cannot have any."""
+        """The vision tower; None when prompts cannot have pictures."""
         ...
 
     @property

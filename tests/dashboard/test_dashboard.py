@@ -355,25 +355,35 @@ def test_a_hidden_tab_asks_nothing_and_a_lost_server_is_told(visitor: Visitor) -
     expect(text).to_have_text("live")
 
 
+class HeldPoints:
+    """Requests of a page for new points, which wait from its first one on until they are released."""
+
+    def __init__(self, page: Page) -> None:
+        self.asked: list[Route] = []
+        self._is_held = True
+        page.route("**/history*", lambda route: self.asked.append(route) if self._is_held else route.continue_())
+        while not self.asked:
+            page.wait_for_timeout(50)
+
+    def release(self) -> None:
+        self._is_held = False
+        for route in self.asked:
+            route.continue_()
+
+
 def test_a_tab_that_comes_back_while_an_answer_is_on_its_way_does_not_ask_twice_or_draw_points_twice(
     visitor: Visitor, trainer: tinker.TrainingClient
 ) -> None:
     page = visitor.open(run_path(trainer))
     wait_for_points(page, 8)
-    asked: list[Route] = []
-    is_held = True
-    page.route("**/history*", lambda route: asked.append(route) if is_held else route.continue_())
-    while not asked:
-        page.wait_for_timeout(50)
+    held = HeldPoints(page)
     known = num_points(page, "loss/token")
     train(trainer, batch(3), steps=2)
     for _ in range(3):  # the tab goes and comes back
         page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
     page.wait_for_timeout(300)
-    assert len(asked) == 1
-    is_held = False
-    for route in asked:
-        route.continue_()
+    assert len(held.asked) == 1
+    held.release()
     wait_for_points(page, known + 2)
     page.wait_for_timeout(2500)
     assert num_points(page, "loss/token") == known + 2
@@ -386,20 +396,14 @@ def test_a_run_that_is_ended_while_points_are_on_their_way_does_not_draw_them_tw
     train(trainer, batch(3), steps=8)
     page = visitor.open(run_path(trainer))
     wait_for_points(page, 8)
-    asked: list[Route] = []
-    is_held = True
-    page.route("**/history*", lambda route: asked.append(route) if is_held else route.continue_())
-    while not asked:
-        page.wait_for_timeout(50)
+    held = HeldPoints(page)
     train(trainer, batch(3), steps=2)
     page.get_by_role("button", name="End run").click()
     page.get_by_role("dialog").get_by_role("button", name="End run").click()
     expect(page.locator(".toast")).to_have_text("The run accepts no more work")
     page.wait_for_timeout(300)
-    assert len(asked) == 1
-    is_held = False
-    for route in asked:
-        route.continue_()
+    assert len(held.asked) == 1
+    held.release()
     expect(page.locator(".run-title .state")).to_have_text("ended")
     wait_for_points(page, 10)
     page.wait_for_timeout(2500)

@@ -108,7 +108,7 @@ class BaseModel:
     why_not_cached: str = ""
     """The reason for which tokens cannot be computed one after the other from a cache; empty if they can."""
     tower: Tower | None = None
-    """What makes features of pictures; None if the model takes none here."""
+    """The vision tower; None if the model takes no pictures here."""
     why_no_pictures: str = ""
     """The reason for which the model takes no pictures here; empty if it takes them."""
 

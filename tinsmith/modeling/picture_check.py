@@ -32,7 +32,7 @@ class PictureProbe:
     tokens_T: Tensor
     placed: tuple[Placed, ...]
     logits_N_V: Tensor
-    """Of the second sequence."""
+    """float [N, V]: the logits of the second sequence."""
 
     @classmethod
     @torch.no_grad()

@@ -47,7 +47,7 @@ class Limits:
     """Where max_context_length comes from, in the words of an error message."""
     max_targets_per_token: int = MAX_TARGETS_PER_TOKEN
     tower: Tower | None = None
-    """What makes features of pictures; None when the base model takes no pictures."""
+    """The base model's vision tower; None when it takes no pictures."""
     why_no_pictures: str = "it sees text only"
     """Why the base model takes no pictures, when `tower` is None."""
     longest_datum: int | None = None

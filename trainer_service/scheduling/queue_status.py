@@ -18,7 +18,7 @@ from trainer_service.scheduling.model_queue import ModelQueue
 
 @dataclass(slots=True)
 class QueueStatus:
-    """What an operation waits for. types.proto describes the fields of the message of this name."""
+    """The reason for which an operation waits. types.proto describes the fields of the message of this name."""
 
     reason: str = ""
     running: bool = False

@@ -33,7 +33,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 PICTURE = "<tool call>"
-"""What the chat template renders for a picture."""
+"""The text that the chat template renders for a picture."""
 
 
 def _content(message: Any) -> str:
