@@ -41,7 +41,7 @@ def optimizer_step(bench: Bench) -> Iterator[Figure]:
 def finite_check(bench: Bench) -> Iterator[Figure]:
     """Cost of checking that a step leaves only finite values: a step with and without the check, in turns."""
     engine, model_id = bench.engine, bench.create("checked")
-    model = engine._models[model_id]
+    model = engine.models[model_id]
     name, lengths = next(iter(bench.shapes.items()))
     batch = bench.batch(lengths)
     params = dataclasses.replace(ADAM, learning_rate=0.0)  # so that no round differs from another

@@ -118,7 +118,7 @@ def test_training_waits_for_the_device_only_where_it_must(engine: TrainingEngine
         assert set(cuda.waits) == PASS
         assert cuda.waits.total() == 3 + len(names)
     for name in ("adam", "dimuon"):
-        gradient = engine._models[name].gradient
+        gradient = engine.models[name].gradient
         assert gradient is not None
         assert (gradient.flat.device, gradient.flat.dtype) == (DEVICE, torch.float32)
     for _ in range(2):  # the first step asks once how large the numbers are, and the later ones go on from there

@@ -96,14 +96,15 @@ class TrainingEngine:
             tower=base.tower,
             why_no_pictures=base.why_no_pictures,
         )
-        self._models: dict[str, ModelState] = {}
+        self.models: dict[str, ModelState] = {}
+        """The state of each live model, by its id. The compute thread changes it."""
         self._base_changed = False
         """True once a full model has taken the base model's own parameters for training."""
         self._team = Alone() if team is None else team
         self._metrics = Metrics(CollectorRegistry()) if metrics is None else metrics
         self._memory = MemoryBudget(
             base,
-            self._models,
+            self.models,
             Plan(token_budget=max_tokens_per_microbatch),
             Residency.on(base.device) if residency is None else residency,
             checkpointing=activation_checkpointing,
@@ -114,7 +115,7 @@ class TrainingEngine:
         """The passes that run micro-batches. The compute thread calls them directly."""
 
     def _passes(self) -> Passes:
-        return Passes(self.base, self._models, self._memory, self._team, self._metrics)
+        return Passes(self.base, self.models, self._memory, self._team, self._metrics)
 
     @property
     def plan(self) -> Plan:
@@ -171,7 +172,7 @@ class TrainingEngine:
         return full_bytes(numel * torch.float32.itemsize)
 
     def add_model(self, model_id: str, model: ModelState) -> None:
-        self._models[model_id] = model
+        self.models[model_id] = model
         if model.movable:
             self._memory.residency.add(model_id, model)
 
@@ -200,8 +201,8 @@ class TrainingEngine:
         """The weights of a new model, which computes what the base model does."""
         if config.rank != 0:
             return Adapter.create(config, self.base.targets, self.base.device)
-        if self._models:
-            live = next(iter(self._models))
+        if self.models:
+            live = next(iter(self.models))
             raise FailedPrecondition(
                 f"model {live!r} is live, and a server that trains all parameters (--full-training) has one model at a "
                 "time; end its session first",
@@ -213,7 +214,7 @@ class TrainingEngine:
         return TrainedWeights.take(self.base)
 
     def delete_model(self, model_id: str) -> None:
-        self._models.pop(model_id, None)
+        self.models.pop(model_id, None)
         self._memory.residency.remove(model_id)
 
     def forward_backward(self, works: Sequence[tuple[str, Batch]]) -> list[Output | ServiceError]:
@@ -254,7 +255,7 @@ class TrainingEngine:
 
     def is_tainted(self, model_id: str) -> bool:
         """True when the model's next optim_step will be refused, because a forward_backward has failed."""
-        return bool(self._models[model_id].tainted)
+        return bool(self.models[model_id].tainted)
 
     def optim_step(self, model_id: str, params: Params, *, failure_seen: int = 0) -> Mapping[str, float]:
         """Makes a step with the accumulated gradients, zero when there are none, and clears them.
@@ -266,7 +267,7 @@ class TrainingEngine:
         forward_backward since the last step has failed, and NotFinite when the step would leave the range of float32;
         both clear the gradients. After these errors the parameters and the optimizer are as before.
         """
-        model = self._models[model_id]
+        model = self.models[model_id]
         if params.kind != model.optimizer_kind:
             raise InvalidRequest(
                 f"{params.field}: are for optimizer {params.kind!r}, but the model was made with "
@@ -305,7 +306,7 @@ class TrainingEngine:
         Measuring all numbers after every step would take a third of the step's time. So a bound on the numbers is
         carried from step to step. They are measured only when the bound is too large, as before a model's first step.
         """
-        model = self._models[model_id]
+        model = self.models[model_id]
         if (foreseen := model.foreseen(norm, params)) is None:
             model.look()
             foreseen = model.foreseen(norm, params)
@@ -326,7 +327,7 @@ class TrainingEngine:
 
         The step's temporary memory is allocated once on trial, so that memory does not run out in the middle of a step.
         """
-        model = self._models[model_id]
+        model = self.models[model_id]
         self._memory.have_for_a_step(model_id)
         gradient = model.need_gradient()
         model.need_optimizer()
@@ -335,7 +336,7 @@ class TrainingEngine:
 
     def capture(self, model_id: str, *, with_optimizer: bool, with_accumulation: bool = False) -> State:
         """Copies a model into host memory."""
-        model = self._models[model_id]
+        model = self.models[model_id]
         with self._metrics.compute.phases["capture"].time():
             return State(
                 config=model.adapter.config,
@@ -348,7 +349,7 @@ class TrainingEngine:
     def gather_gradient(self, model_id: str) -> None:
         """Sums the accumulated gradients of all ranks into the first rank's gradient, and clears the others'."""
         self._memory.have_for_a_step(model_id)
-        gradient = self._models[model_id].need_gradient()
+        gradient = self.models[model_id].need_gradient()
         self._team.sum_(gradient.flat)
         if not self._team.is_first:
             gradient.flat.zero_()
@@ -365,7 +366,7 @@ class TrainingEngine:
 
     def weights(self, model_id: str) -> Weights:
         """The model's live weights, not a copy."""
-        return self._models[model_id].adapter
+        return self.models[model_id].adapter
 
     def score(self, weights: Weights | None, sequences: Sequence[Tokens]) -> Scores:
         """Scores the sequences with any weights for this base model; None means the base model alone (canary.score).
@@ -394,7 +395,7 @@ class TrainingEngine:
         Raises InvalidRequest when the state has another configuration, or when the optimizer is wanted and the state
         has none or one of another kind.
         """
-        model = self._models[model_id]
+        model = self.models[model_id]
         ours, theirs = model.adapter.config, state.config
         if (ours.rank, ours.groups) != (theirs.rank, theirs.groups):
             raise InvalidRequest(

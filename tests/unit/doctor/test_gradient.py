@@ -12,7 +12,7 @@ from trainer_service.engine.engine import TrainingEngine
 def test_large_gradients_are_read_as_exactly_as_small_ones(base: BaseModel) -> None:
     engine = TrainingEngine(base, max_tokens_per_microbatch=100)
     create(engine, "m")
-    gradient = engine._models["m"].need_gradient().flat
+    gradient = engine.models["m"].need_gradient().flat
     sizes = torch.tensor([0.0, 0.1, -3.0, 500.0, -2000.0])
     gradient.copy_(sizes[torch.arange(len(gradient)) % len(sizes)])
     expected = gradient.clone()

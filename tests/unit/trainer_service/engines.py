@@ -22,7 +22,7 @@ def create(engine: TrainingEngine, model_id: str, *, rank: int = 4) -> None:
     engine.create_model(model_id, AdapterConfig(rank=rank, seed=1), "adamw")
     torch.manual_seed(2)
     with torch.no_grad():
-        for weights in engine._models[model_id].adapter.weights.values():
+        for weights in engine.models[model_id].adapter.weights.values():
             weights.b_O_R.normal_(0, 0.05)
 
 
@@ -40,7 +40,7 @@ def run(engine: TrainingEngine, model_id: str, one: Batch) -> Output:
 
 
 def gradient(engine: TrainingEngine, model_id: str) -> torch.Tensor:
-    return engine._models[model_id].need_gradient().flat.clone()
+    return engine.models[model_id].need_gradient().flat.clone()
 
 
 def assert_near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-6) -> None:

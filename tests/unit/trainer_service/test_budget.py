@@ -66,7 +66,7 @@ def test_memory_predicted_from_short_probes_is_that_of_a_longer_batch(engine: Tr
 def test_measuring_finds_a_budget_within_its_bounds_and_leaves_nothing_behind(engine: TrainingEngine) -> None:
     plan = measure(engine, Bounds(max_tokens_per_microbatch=128, max_lora_rank=16))
     assert plan.token_budget == 128
-    assert engine._models == {}
+    assert engine.models == {}
     assert engine.passes.token_budget == 512  # until it follows the plan
     engine.follow(plan)
     assert engine.passes.token_budget == plan.token_budget

@@ -45,7 +45,7 @@ def tenants(engine: TrainingEngine) -> Sequence[Tenant]:
         engine.create_model(model_id, config, "dimuon" if n % 5 == 0 else "adamw")
         torch.manual_seed(n)
         with torch.no_grad():
-            for weights in engine._models[model_id].adapter.weights.values():
+            for weights in engine.models[model_id].adapter.weights.values():
                 weights.b_O_R.normal_(0, 0.05)  # so that every gradient lives
         made.append(Tenant(model_id, batch_of(message(loss_fn, n, forward_only=n % 4 == 3), engine.limits)))
     return made
@@ -81,7 +81,7 @@ def alone(engine: TrainingEngine, tenant: Tenant) -> tuple[Output, torch.Tensor]
     (output,) = engine.forward_backward([(tenant.model_id, tenant.batch)])
     assert isinstance(output, Output), output
     expected = gradient(engine, tenant.model_id)
-    engine._models[tenant.model_id].clear_gradient()
+    engine.models[tenant.model_id].clear_gradient()
     return output, expected
 
 
@@ -118,7 +118,7 @@ def test_sixteen_tenants_of_every_kind_in_shared_micro_batches_equal_each_alone(
         theirs, their_gradient = expected[model_id]
         assert_same(output, theirs)
         assert_near(gradient(engine, model_id), their_gradient, 1e-5)
-        assert engine._models[model_id].need_gradient().flat.any() == their_gradient.any()
+        assert engine.models[model_id].need_gradient().flat.any() == their_gradient.any()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -142,7 +142,7 @@ def test_weight_decay_and_moments_of_one_tenant_never_touch_another(engine: Trai
     """Models step between the micro-batches of others; those that do not step stay as they are, to the last bit."""
     decaying, dimuon, still, reading = (tenants(engine)[n] for n in (1, 0, 2, 3))
     assert reading.batch.forward_only
-    flats = {tenant.model_id: engine._models[tenant.model_id].adapter.flat for tenant in (still, reading)}
+    flats = {tenant.model_id: engine.models[tenant.model_id].adapter.flat for tenant in (still, reading)}
     before = {model_id: flat.clone() for model_id, flat in flats.items()}
     for _ in range(3):
         batches = list(begun([decaying, dimuon, still, reading]).values())
@@ -155,5 +155,5 @@ def test_weight_decay_and_moments_of_one_tenant_never_touch_another(engine: Trai
     for model_id, flat in flats.items():
         assert torch.equal(flat, before[model_id])
     accumulated = gradient(engine, still.model_id)
-    engine._models[still.model_id].clear_gradient()
+    engine.models[still.model_id].clear_gradient()
     assert_near(accumulated, 3 * alone(engine, still)[1], 1e-5)

@@ -111,7 +111,7 @@ def engine(base: BaseModel) -> TrainingEngine:
     engine.create_model("m", AdapterConfig(rank=4, seed=1), "adamw")
     torch.manual_seed(2)
     with torch.no_grad():
-        for weights in engine._models["m"].adapter.weights.values():
+        for weights in engine.models["m"].adapter.weights.values():
             weights.b_O_R.normal_(0, 0.05)
     return engine
 
@@ -120,8 +120,8 @@ def run(engine: TrainingEngine, message: pb.ForwardBackwardRequest) -> tuple[Out
     """The output and the gradient, which is cleared."""
     (output,) = engine.forward_backward([("m", batch_of(message, engine.limits))])
     assert isinstance(output, Output), output
-    gradient = engine._models["m"].need_gradient().flat.clone()
-    engine._models["m"].clear_gradient()
+    gradient = engine.models["m"].need_gradient().flat.clone()
+    engine.models["m"].clear_gradient()
     return output, gradient
 
 
@@ -194,7 +194,7 @@ def test_a_loss_that_is_not_finite_adds_nothing(engine: TrainingEngine) -> None:
     (refused,) = engine.forward_backward([("m", batch)])
     assert isinstance(refused, InvalidRequest)
     assert "custom: the loss (inf)" in str(refused)
-    assert not engine._models["m"].need_gradient().flat.any()
+    assert not engine.models["m"].need_gradient().flat.any()
 
 
 def test_an_error_that_only_values_show_fails_its_own_request_only(engine: TrainingEngine) -> None:

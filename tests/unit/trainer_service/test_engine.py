@@ -34,7 +34,7 @@ def create(engine: TrainingEngine, model_id: str, **config: object) -> None:
     engine.create_model(model_id, AdapterConfig(**{"rank": 4, "seed": 1, **config}), "adamw")  # type: ignore[arg-type]
     torch.manual_seed(2)
     with torch.no_grad():
-        for weights in engine._models[model_id].adapter.weights.values():
+        for weights in engine.models[model_id].adapter.weights.values():
             weights.b_O_R.normal_(0, 0.05)
 
 
@@ -51,7 +51,7 @@ def run(engine: TrainingEngine, model_id: str, one: Batch) -> Output:
 
 
 def gradient(engine: TrainingEngine, model_id: str) -> torch.Tensor:
-    model = engine._models[model_id]
+    model = engine.models[model_id]
     return torch.zeros_like(model.adapter.flat) if model.gradient is None else model.gradient.flat.clone()
 
 
@@ -89,7 +89,7 @@ def test_every_loss_and_gradient_equals_the_oracle(
     ours = batch(engine, data, name)
     output = run(engine, "m", ours)
 
-    oracle = Oracle(model_folder, engine._models["m"].adapter, tmp_path)
+    oracle = Oracle(model_folder, engine.models["m"].adapter, tmp_path)
     loss_spec = LOSS_FNS[name]
 
     def loss(datums=ours.datums) -> torch.Tensor:
@@ -106,7 +106,7 @@ def test_every_loss_and_gradient_equals_the_oracle(
         expected = oracle.logprobs(one.tokens_N.tolist(), torch.tensor(one.targets)).detach().numpy()
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-5)
     grads = oracle.gradients(loss)
-    for mine, theirs_grad in zip(engine._models["m"].need_gradient().tensors(), grads, strict=True):
+    for mine, theirs_grad in zip(engine.models["m"].need_gradient().tensors(), grads, strict=True):
         assert_near(mine, theirs_grad)
 
 
@@ -133,7 +133,7 @@ def test_tenants_of_different_rank_in_one_micro_batch_equal_each_alone(base: Bas
     joint = {model_id: gradient(engine, model_id) for model_id in configs}
     for (model_id, one), output in zip(works, together, strict=True):
         assert isinstance(output, Output)
-        engine._models[model_id].clear_gradient()
+        engine.models[model_id].clear_gradient()
         alone = run(engine, model_id, one)
         assert_near(gradient(engine, model_id), joint[model_id])
         assert output.metrics == pytest.approx(alone.metrics, rel=1e-5)
@@ -144,17 +144,17 @@ def test_tenants_of_different_rank_in_one_micro_batch_equal_each_alone(base: Bas
 def test_weight_decay_of_one_tenant_leaves_the_other_untouched(engine: TrainingEngine) -> None:
     create(engine, "a")
     create(engine, "b", rank=8)
-    before = engine._models["b"].adapter.flat.clone()
+    before = engine.models["b"].adapter.flat.clone()
     run(engine, "a", batch(engine, [random_datum(5, 0, vocab_size=VOCAB_SIZE)]))
-    a = engine._models["a"].adapter.flat.clone()
+    a = engine.models["a"].adapter.flat.clone()
     engine.optim_step("a", AdamParams(1e-2, 0.9, 0.95, 1e-8, 0.5, 0.0))
-    assert torch.equal(engine._models["b"].adapter.flat, before)
-    assert not torch.equal(engine._models["a"].adapter.flat, a)
+    assert torch.equal(engine.models["b"].adapter.flat, before)
+    assert not torch.equal(engine.models["a"].adapter.flat, a)
 
 
 def test_optim_step_equals_torch_adamw_on_the_adapters_own_tensors(engine: TrainingEngine) -> None:
     create(engine, "m")
-    model = engine._models["m"]
+    model = engine.models["m"]
     parameters = [torch.nn.Parameter(tensor.detach().clone()) for tensor in model.adapter.tensors()]
     reference = torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     for seed in range(3):
@@ -200,10 +200,10 @@ def test_after_a_failed_chunk_the_step_is_refused_once_and_clears_the_gradients(
     one = batch(engine, [random_datum(5, 0, vocab_size=VOCAB_SIZE)])
     run(engine, "m", one)
     engine.taint("m", "data[3] was wrong", seq_id=7)
-    before = engine._models["m"].adapter.flat.clone()
+    before = engine.models["m"].adapter.flat.clone()
     with pytest.raises(FailedPrecondition, match=r"data\[3\] was wrong"):
         engine.optim_step("m", ADAM)
-    assert torch.equal(engine._models["m"].adapter.flat, before)
+    assert torch.equal(engine.models["m"].adapter.flat, before)
     assert not gradient(engine, "m").any()
     run(engine, "m", one)
     assert engine.optim_step("m", ADAM)["grad_norm:mean"] > 0
@@ -211,9 +211,9 @@ def test_after_a_failed_chunk_the_step_is_refused_once_and_clears_the_gradients(
 
 def test_a_step_without_gradients_is_a_step_of_zero(engine: TrainingEngine) -> None:
     create(engine, "m")
-    before = engine._models["m"].adapter.flat.clone()
+    before = engine.models["m"].adapter.flat.clone()
     assert engine.optim_step("m", ADAM) == {"grad_norm:mean": 0.0}
-    assert torch.equal(engine._models["m"].adapter.flat, before)
+    assert torch.equal(engine.models["m"].adapter.flat, before)
 
 
 def test_a_restored_model_continues_as_the_first_would_have(engine: TrainingEngine) -> None:
@@ -229,10 +229,10 @@ def test_a_restored_model_continues_as_the_first_would_have(engine: TrainingEngi
     for model_id in ("m", "copy", "fresh"):
         run(engine, model_id, batch(engine, data))
         engine.optim_step(model_id, ADAM)
-    flats = {model_id: engine._models[model_id].adapter.flat for model_id in ("m", "copy", "fresh")}
+    flats = {model_id: engine.models[model_id].adapter.flat for model_id in ("m", "copy", "fresh")}
     assert torch.equal(flats["m"], flats["copy"])
     assert not torch.equal(flats["m"], flats["fresh"])
-    assert engine._models["fresh"].step == 2
+    assert engine.models["fresh"].step == 2
 
 
 def test_a_state_of_another_rank_or_without_optimizer_is_refused(engine: TrainingEngine) -> None:
@@ -301,7 +301,7 @@ def test_a_restored_dimuon_continues_as_the_first_would_have_and_is_not_loaded_i
     for model_id in ("m", "copy"):
         run(engine, model_id, batch(engine, data))
         engine.optim_step(model_id, DIMUON)
-    assert torch.equal(engine._models["m"].adapter.flat, engine._models["copy"].adapter.flat)
+    assert torch.equal(engine.models["m"].adapter.flat, engine.models["copy"].adapter.flat)
     engine.create_model("adam", AdapterConfig(rank=4), "adamw")
     with pytest.raises(InvalidRequest, match="the checkpoint's optimizer is 'dimuon', the model's 'adamw'"):
         engine.restore("adam", state, with_optimizer=True)

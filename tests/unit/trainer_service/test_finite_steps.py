@@ -44,7 +44,7 @@ def engine(request: pytest.FixtureRequest, model_folder: Path) -> TrainingEngine
 
 
 def params_for(engine: TrainingEngine, **changed: float) -> Params:
-    return dataclasses.replace(KINDS[engine._models["m"].optimizer_kind], **changed)  # type: ignore[arg-type]
+    return dataclasses.replace(KINDS[engine.models["m"].optimizer_kind], **changed)  # type: ignore[arg-type]
 
 
 def batch(engine: TrainingEngine, *, seed: int = 0, scale: float = 1.0) -> Batch:
@@ -68,7 +68,7 @@ def assert_refused_and_unchanged(engine: TrainingEngine, params: Params, match: 
     assert after.step == before.step
     for one, other in zip(everything(before), everything(after), strict=True):
         assert torch.equal(one, other)
-    gradient = engine._models["m"].gradient
+    gradient = engine.models["m"].gradient
     assert gradient is not None
     assert not gradient.flat.any()
 
@@ -126,7 +126,7 @@ def test_a_gradient_of_infinite_norm_touches_no_moment(engine: TrainingEngine) -
 
 def test_sums_of_gradients_that_overflow_are_refused(engine: TrainingEngine) -> None:
     for _ in range(3):
-        model = engine._models["m"]
+        model = engine.models["m"]
         model.need_gradient().flat.add_(2e38)
     assert_refused_and_unchanged(engine, params_for(engine, grad_clip_norm=1.0), "the gradient is not finite")
 
@@ -165,7 +165,7 @@ def test_a_step_that_only_might_lead_too_far_is_made_with_the_same_bits(base: Ba
             if model_id == "m":
                 engine.optim_step(model_id, tiny)
             else:
-                model = engine._models[model_id]
+                model = engine.models[model_id]
                 model.need_optimizer().step(model.adapter.flat, model.need_gradient().flat, tiny)
                 model.clear_gradient()
         states[model_id] = engine.capture(model_id, with_optimizer=True)
@@ -176,13 +176,13 @@ def test_a_step_that_only_might_lead_too_far_is_made_with_the_same_bits(base: Ba
 def test_a_model_whose_parameters_have_diverged_says_how_to_get_out(engine: TrainingEngine) -> None:
     good = engine.capture("m", with_optimizer=True)
     with torch.no_grad():
-        engine._models["m"].adapter.flat.fill_(math.nan)
+        engine.models["m"].adapter.flat.fill_(math.nan)
     result = engine.forward_backward([("m", batch(engine))])[0]
     assert isinstance(result, errors.NotFinite)
     assert "Load a checkpoint" in result.message
     with pytest.raises(errors.FailedPrecondition, match="a forward_backward before it failed"):
         engine.optim_step("m", params_for(engine))
-    engine._models["m"].farthest = math.inf  # nobody has looked, as after a restart
+    engine.models["m"].farthest = math.inf  # nobody has looked, as after a restart
     with pytest.raises(errors.NotFinite, match=r"before it\. Load a checkpoint"):
         engine.optim_step("m", params_for(engine))
     engine.restore("m", good, with_optimizer=True)
@@ -192,7 +192,7 @@ def test_a_model_whose_parameters_have_diverged_says_how_to_get_out(engine: Trai
 def test_finite_parameters_that_have_grown_too_large_are_not_blamed_on_the_request(engine: TrainingEngine) -> None:
     good = engine.capture("m", with_optimizer=True)
     with torch.no_grad():
-        engine._models["m"].adapter.flat.fill_(9e17)
+        engine.models["m"].adapter.flat.fill_(9e17)
     result = engine.forward_backward([("m", batch(engine))])[0]
     assert isinstance(result, errors.NotFinite)
     assert "Load a checkpoint" in result.message

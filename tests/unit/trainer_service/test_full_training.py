@@ -101,7 +101,7 @@ def plain(folder: Path) -> PreTrainedModel:
 
 
 def named_gradients(engine: TrainingEngine) -> dict[str, torch.Tensor]:
-    gradient = engine._models["m"].need_gradient()
+    gradient = engine.models["m"].need_gradient()
     return dict(zip((name for name, _ in gradient.specs()), gradient.tensors(), strict=True))
 
 

@@ -14,7 +14,7 @@ def test_buffers_come_when_they_are_needed_and_go_with_the_model(base: BaseModel
     with Allocations() as allocations:
 
         def buffers() -> float:
-            return allocations.live_bytes / engine._models["m"].adapter.num_bytes
+            return allocations.live_bytes / engine.models["m"].adapter.num_bytes
 
         create(engine, "m")
         run(engine, "m", forward)
@@ -23,7 +23,7 @@ def test_buffers_come_when_they_are_needed_and_go_with_the_model(base: BaseModel
         assert 2 <= buffers() < 2.05
         engine.optim_step("m", ADAM)
         assert 4 <= buffers() < 4.05
-        assert engine._models["m"].num_bytes == 4 * engine._models["m"].adapter.num_bytes
+        assert engine.models["m"].num_bytes == 4 * engine.models["m"].adapter.num_bytes
         engine.delete_model("m")
         assert allocations.live_bytes < 1000
 
@@ -37,7 +37,7 @@ def test_64_models_in_training_take_their_own_buffers_and_5_percent_at_most(base
         engine.forward_backward([(f"m{n}", one) for n in range(64)])
         for n in range(64):
             engine.optim_step(f"m{n}", ADAM)
-        own = 4 * 64 * engine._models["m0"].adapter.num_bytes
+        own = 4 * 64 * engine.models["m0"].adapter.num_bytes
         assert own <= allocations.live_bytes <= 1.05 * own
 
 
@@ -49,7 +49,7 @@ def test_a_step_touches_no_other_model(base: BaseModel) -> None:
         run(engine, model_id, one)
         engine.optim_step(model_id, ADAM)
         run(engine, model_id, one)
-    b = engine._models["b"]
+    b = engine.models["b"]
     assert b.gradient is not None
     before = engine.capture("b", with_optimizer=True), b.gradient.flat.clone()
     versions = b.adapter.flat._version, b.gradient.flat._version
@@ -68,7 +68,7 @@ def test_a_model_without_a_step_captures_the_optimizer_that_its_first_step_would
     engine = TrainingEngine(base, max_tokens_per_microbatch=200)
     create(engine, "m")
     state = engine.capture("m", with_optimizer=True)
-    assert engine._models["m"].optimizer is None
+    assert engine.models["m"].optimizer is None
     assert state.optimizer is not None
     assert not any(tensor.any() for tensor in state.optimizer.tensors.values())
     create(engine, "copy")
@@ -77,4 +77,4 @@ def test_a_model_without_a_step_captures_the_optimizer_that_its_first_step_would
     for model_id in ("m", "copy"):
         run(engine, model_id, one)
         engine.optim_step(model_id, ADAM)
-    assert torch.equal(engine._models["m"].adapter.flat, engine._models["copy"].adapter.flat)
+    assert torch.equal(engine.models["m"].adapter.flat, engine.models["copy"].adapter.flat)

@@ -146,7 +146,7 @@ def test_without_moves_a_micro_batch_has_as_many_models_as_their_gradients_have_
     engine, _ = make(base)
     for n in range(4):
         create(engine, str(n))
-    size = engine._models["0"].adapter.num_bytes
+    size = engine.models["0"].adapter.num_bytes
     engine.follow(Plan(200, memory_bytes=8 * size + 100, plain=Footprint(0, 0, 0)))
     # Four adapters are there; each in the micro-batch adds its gradient and the buffer for it.
     assert engine._memory.go_together(["0", "1"], tokens=200)
@@ -235,7 +235,7 @@ def test_a_step_without_room_changes_nothing_and_can_be_sent_again(
     engine, _ = make(base)
     create(engine, "m")
     run(engine, "m", batch(engine, LENGTHS))
-    before, grads = engine._models["m"].adapter.flat.clone(), gradient(engine, "m")
+    before, grads = engine.models["m"].adapter.flat.clone(), gradient(engine, "m")
 
     def fail(*_: Any) -> None:
         raise MemoryError
@@ -244,7 +244,7 @@ def test_a_step_without_room_changes_nothing_and_can_be_sent_again(
         patch.setattr(torch, "empty_like", fail)
         with pytest.raises(OutOfCapacity, match="an optimizer step of m"):
             engine.optim_step("m", ADAM)
-    assert torch.equal(engine._models["m"].adapter.flat, before)
+    assert torch.equal(engine.models["m"].adapter.flat, before)
     assert torch.equal(gradient(engine, "m"), grads)
     assert engine.optim_step("m", ADAM)["grad_norm:mean"] > 0
 
@@ -299,7 +299,7 @@ create(engine, "free")
 create(engine, "starved")
 one = batch(engine, [250] * 72)  # its activations take 230 MB
 run(engine, "free", batch(engine, [20]))
-engine._models["free"].clear_gradient()
+engine.models["free"].clear_gradient()
 gradient(engine, "starved")
 _, hard = resource.getrlimit(resource.RLIMIT_AS)
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

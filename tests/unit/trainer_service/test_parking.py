@@ -57,7 +57,7 @@ def step(model_id: str, seq_id: int) -> pb.OptimStepRequest:
 
 
 def in_memory(process: Process) -> set[str]:
-    return set(process.engine._models)
+    return set(process.engine.models)
 
 
 async def park(process: Process) -> None:

@@ -146,7 +146,7 @@ def test_a_move_to_and_fro_changes_no_bit_and_leaves_the_parameters_trainable(ba
     run(engine, "m", one)
     engine.optim_step("m", ADAM)
     run(engine, "m", one)
-    model = engine._models["m"]
+    model = engine.models["m"]
     assert model.gradient is not None
     gradient, state = model.gradient.flat.clone(), engine.capture("m", with_optimizer=True)
     engine.residency.offload_all_but([])
@@ -179,7 +179,7 @@ def test_a_move_that_finds_no_room_changes_nothing(base: BaseModel) -> None:
     create(engine, "m")
     run(engine, "m", batch(engine, [9]))
     engine.optim_step("m", ADAM)
-    model = engine._models["m"]
+    model = engine.models["m"]
     before = model.adapter, model.gradient, model.optimizer
     with pytest.raises(torch.OutOfMemoryError):
         model.move(full)

@@ -564,7 +564,7 @@ async def test_a_checkpoint_with_moments_that_are_not_finite_is_named_when_it_is
 ) -> None:
     await stub.ForwardBackward(batch(1))
     await stub.OptimStep(step(2))
-    model = service.trainer.operations.engine._models[MODEL]
+    model = service.trainer.operations.engine.models[MODEL]
     optimizer: Any = model.need_optimizer()
     optimizer.exp_avg_sq[7] = np.inf
     location = (await stub.SaveCheckpoint(save(3))).checkpoint.location
