@@ -50,7 +50,7 @@ class LeadingEngine(TrainingEngine):
         super().__init__(base, max_tokens_per_microbatch=budget, team=self._ranks, **settings)
 
     def _passes(self) -> LeadingPasses:
-        return LeadingPasses(self.base, self._models, self._memory, self._ranks, self._metrics, self._group)
+        return LeadingPasses(self.base, self.models, self._memory, self._ranks, self._metrics, self._group)
 
     def stop(self) -> None:
         """Ends the other ranks. Nothing can be computed afterwards."""
