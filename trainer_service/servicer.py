@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import grpc.aio
 from google.protobuf.message import Message
 
-from tinsmith.errors import InvalidRequest, ModelNotFound, NotReady, ServiceError
+from tinsmith.errors import InvalidRequest, ModelNotFound, NotReady, SequenceConflict, ServiceError
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.modeling.tower import Tower
 from tinsmith.rpc import tensors
@@ -30,6 +30,7 @@ from tinsmith.rpc.words import value_of
 from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc, types_pb2
+from trainer_service.durability.executing import arriving
 from trainer_service.durability.journal import Body, Journal
 from trainer_service.engine.batch import LOSS_FN_NAMES
 from trainer_service.engine.optimizers import OPTIMIZERS
@@ -133,17 +134,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         check_notes(request.user_metadata, field="user_metadata")
         if (deleting := self._deleting.get(request.model_id)) is not None:
             await asyncio.wait([deleting])  # otherwise the deletion would remove the new model's data
-        body = Body.pack("create_model", request)
-        # The fields below are stored, so that a replay makes the same model. They are not in the digest, because a
-        # repeated request does not have them.
-        request.creation_id = secrets.token_hex(_CREATION_BYTES)
-        if request.lora_config.rank and not request.lora_config.HasField("seed"):
-            request.lora_config.seed = secrets.randbits(31)
-        request.base_weights = request.base_weights or operations.models.base_weights
-        body = replace(body, compressed=Body.pack("create_model", request).compressed)
         operations.create_model(request)  # a request with errors of its own makes no operation
         await operations.check_servable(request)
-        answer = await self._operate(request, 0, body, context)
+
+        def pack() -> Body:
+            body = Body.pack("create_model", request)
+            # The fields below are stored, so that a replay makes the same model. They are not in the digest, because a
+            # repeated request does not have them.
+            request.creation_id = secrets.token_hex(_CREATION_BYTES)
+            if request.lora_config.rank and not request.lora_config.HasField("seed"):
+                request.lora_config.seed = secrets.randbits(31)
+            request.base_weights = request.base_weights or operations.models.base_weights
+            return replace(body, compressed=Body.pack("create_model", request).compressed)
+
+        answer = await self._operate("create_model", request, 0, pack, context)
         return answer.create_model
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
@@ -172,11 +176,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             failure_seen = request.failure_seen
         self._drop_idle(request.model_id)
         request.ClearField("failure_seen")
-        body = Body.pack("optim_step", request)
-        if failure_seen:  # stored for a replay, but not in the digest: a repeat may have another value
-            request.failure_seen = failure_seen
-            body = replace(body, compressed=Body.pack("optim_step", request).compressed)
-        answer = await self._operate(request, request.seq_id, body, context)
+
+        def pack() -> Body:
+            body = Body.pack("optim_step", request)
+            if failure_seen:  # stored for a replay, but not in the digest: a repeat may have another value
+                request.failure_seen = failure_seen
+                body = replace(body, compressed=Body.pack("optim_step", request).compressed)
+            return body
+
+        answer = await self._operate("optim_step", request, request.seq_id, pack, context)
         return answer.optim_step
 
     async def SkipOperation(self, request: pb.SkipOperationRequest, context: Context) -> pb.SkipOperationResponse:
@@ -320,15 +328,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         _check_seq_id(request.seq_id)
         if _adds_gradients(request):
             self._told.setdefault(request.model_id, Told()).sent(request.seq_id)
-        on_thread = _is_large(request)
-        body = await self._run(lambda: Body.pack(kind, request), on_thread=on_thread)
-        return await self._operate(request, request.seq_id, body, context, on_thread=on_thread)
+        return await self._operate(kind, request, request.seq_id, lambda: Body.pack(kind, request), context)
 
     async def _operate(
-        self, request: Request, seq_id: int, body: Body, context: Context, *, on_thread: bool = False
+        self, kind: str, request: Request, seq_id: int, pack: Callable[[], Body], context: Context
     ) -> Answer:
-        """Has an operation accepted, acknowledges it, and waits for its answer."""
-        accepting = self._ready.scheduler.spawn(self._accept(request, seq_id, body, on_thread=on_thread))
+        """Has an operation accepted, acknowledges it, and waits for its answer. `pack` makes its body."""
+        check_model_id(request.model_id, field="model_id")
+        accepting = self._ready.scheduler.spawn(self._accept(kind, request, seq_id, pack))
         try:
             operation = await asyncio.shield(accepting)  # a call that is cancelled leaves no operation without work
         except ServiceError:
@@ -339,20 +346,49 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await context.send_initial_metadata((ACCEPTED,))
         return await self._answer(operation, context)
 
-    async def _accept(self, request: Request, seq_id: int, body: Body, *, on_thread: bool) -> Operation:
-        """Has the scheduler accept an operation, and makes its work while the journal writes."""
-        scheduler = self._ready.scheduler
-        held_bytes = needed = None
-        if isinstance(request, pb.ForwardBackwardRequest):
-            counting = self._ready.operations.engine.limits.counting
-            needed = await self._run(lambda: batch_bytes(request, counting), on_thread=on_thread)
-            if needed <= scheduler.max_operation_bytes:  # a larger one is refused, and holds only its body
-                held_bytes = needed
-        operation, is_new = await scheduler.accept(request.model_id, seq_id, body, held_bytes=held_bytes)
+    async def _accept(self, kind: str, request: Request, seq_id: int, pack: Callable[[], Body]) -> Operation:
+        """Has the scheduler accept an operation, and makes its work while the journal writes.
+
+        A request that cannot be packed, because the trainer ends each time, becomes an operation that fails.
+        """
+        scheduler, executing = self._ready.scheduler, self._ready.scheduler.executing
+        arrival = arriving(kind, request.model_id), seq_id
+        on_thread = _is_large(request)
+        given_up: ServiceError | None = None
+        try:
+            executing.check(*arrival)
+        except ServiceError as error:
+            if not seq_id:  # there is no model, and so nobody waits for this operation
+                raise
+            given_up = error
+            request = pb.SkipOperationRequest(
+                model_id=request.model_id,
+                seq_id=seq_id,
+                reason=error.message,
+                gradients_missing=_adds_gradients(request),
+            )
+            body, needed = Body.pack("skip", request), None
+        else:
+            async with executing.stage(*arrival):
+                body, needed = await self._run(lambda: (pack(), self._batch_bytes(request)), on_thread=on_thread)
+            executing.forget(*arrival)
+        held_bytes = needed  # a batch above the limit is refused, and holds only its body
+        if needed is not None and needed > scheduler.max_operation_bytes:
+            held_bytes = None
+        try:
+            operation, is_new = await scheduler.accept(request.model_id, seq_id, body, held_bytes=held_bytes)
+        except SequenceConflict as error:  # one that was given up is perhaps the repeat of an accepted operation
+            raise given_up or error from None
         if is_new:
             work = await self._work_of(operation, request, held_bytes=needed, on_thread=on_thread)
             await scheduler.begin(operation, work)
         return operation
+
+    def _batch_bytes(self, request: Request) -> int | None:
+        """Memory that a batch takes until it is answered, in bytes; None for other requests."""
+        if not isinstance(request, pb.ForwardBackwardRequest):
+            return None
+        return batch_bytes(request, self._ready.operations.engine.limits.counting)
 
     async def _work_of(
         self, operation: Operation, request: Request, *, held_bytes: int | None, on_thread: bool

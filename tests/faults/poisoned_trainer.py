@@ -1,6 +1,7 @@
-"""The trainer service, in which a batch with a poisoned datum ends the process that computes it.
+"""The trainer service, in which a batch with a poisoned datum ends the process that computes or packs it.
 
 POISON="SIGKILL" (as for want of memory) or "fault" (as an illegal memory access) of POISON_RANK, which is 0 by default.
+POISON="arrival": the process is killed while it packs the request for the journal.
 POISON_TIMES=file holds how often it still does so; without the file it always does.
 """
 
@@ -12,11 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from trainer_service import servicer
 from trainer_service.__main__ import main
 from trainer_service.engine.batch import Example
 from trainer_service.engine.passes import Passes
+from trainer_service.requests import batch_bytes
 
 TOKENS = (3, 1, 4, 1, 5)
 """A poisoned datum begins with these."""
@@ -35,6 +39,16 @@ def strike() -> None:
     raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
+def install_at_arrival() -> None:
+    def poisoned(request: Any, *options: Any) -> int:
+        tokens = np.asarray(TOKENS, np.int32).tobytes()
+        if any(chunk.encoded_text.tokens.startswith(tokens) for one in request.data for chunk in one.model_input):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch_bytes(request, *options)
+
+    servicer.batch_bytes = poisoned  # type: ignore[assignment]
+
+
 def install() -> None:
     compute: Any = Passes._compute
 
@@ -48,5 +62,5 @@ def install() -> None:
 
 if __name__ == "__main__":
     if HOW and os.environ.get("RANK", "0") == os.environ.get("POISON_RANK", "0"):
-        install()
+        (install_at_arrival if HOW == "arrival" else install)()
     main()

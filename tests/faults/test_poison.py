@@ -144,6 +144,17 @@ def test_a_request_that_kills_the_trainer_is_not_run_a_third_time_and_sixteen_mo
     check_poisoned(poisoned)
 
 
+def test_a_request_that_kills_the_trainer_before_it_is_in_the_journal_is_not_read_a_third_time(
+    model: Path, tmp_path: Path, trainers: ExitStack
+) -> None:
+    trainer = make(trainers, tmp_path / "arrival", model, flags=TOGETHER, POISON="arrival")
+    sent = [requests(POISONED, poisoned_step=1), requests(OTHERS[0])]
+    (poisoned, other), num_ends = supervised(trainer, sent, most_ends=4)
+    assert num_ends == 2
+    check_poisoned(poisoned)
+    assert weights(trainer, other)
+
+
 def check_poisoned(results: list[Any]) -> None:
     """Its second batch and the step on it have failed. All else was done."""
     failed = {n: str(one) for n, one in enumerate(results) if isinstance(one, errors.ServiceError)}

@@ -5,6 +5,10 @@ answer becomes a message. During that time its name is in a slot of a file besid
 `pwrite` without a sync, which survives the end of the process. The end of the machine does not count, because no
 operation cuts the power: the file begins with the kernel's boot id, and slots of an earlier boot are ignored.
 
+Other work has a name of its own, because it is no operation of the journal, or not yet: a request that is being packed
+for the journal, for example. The client sends such a request again after a restart. Its deaths are forgotten when the
+work has ended without one.
+
 Each operation that was being executed when the process ended is a suspect. A suspect runs again while nothing else
 runs. Once its answer is stored, it is a suspect no longer. If the process ends again before that, the suspect must be
 the cause, and does not run a third time. An operation that has an answer runs again after a restart only to change its
@@ -21,6 +25,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -43,8 +48,13 @@ _SLOT_BYTES = 256
 _POLL_S = 0.005
 """Pause between two attempts to begin, of an operation that waits for a suspect, or of a suspect that waits for all."""
 
+_MOST_OTHERS = 1000
+"""Names of other work than operations that are kept over a restart. Without a limit, requests that nobody sends again
+would stay in the file for ever."""
+
 Name = tuple[str, int]
-"""An operation: (model_id, seq_id)."""
+"""An operation: (model_id, seq_id). Other work: ("WORD MODEL_ID", number), or without a model ("WORD WORD", number);
+no model id has a space."""
 
 _IDLE, _EXECUTING, _STORING = "idle", "executing", "storing"
 """What an operation does, as written in its slot."""
@@ -72,7 +82,8 @@ class Executing:
         self._lock = threading.Lock()
         self._deaths: dict[Name, Deaths] = {}
         """Deaths of the process during each operation; operations without deaths are absent."""
-        self._executing: set[Name] = set()
+        self._executing: Counter[Name] = Counter()
+        """Executions in progress. A request that is sent twice may be packed twice at a time."""
         self._storing: set[Name] = set()
         """Operations that read or write a checkpoint. A save may also be in `_executing`: its version is scored while
         its files are written."""
@@ -126,7 +137,7 @@ class Executing:
         raise ServiceError(
             f"the trainer ended {often} while it {what}; the log of the trainer, before it was started again, has "
             "the cause",
-            model_id=model_id,
+            model_id=model_id.rpartition(" ")[2],
             seq_id=seq_id,
         )
 
@@ -135,11 +146,16 @@ class Executing:
         self._forget(lambda name: name == (model_id, seq_id))
 
     def forget_model(self, model_id: str) -> None:
-        self._forget(lambda name: name[0] == model_id)
+        """Forgets the deaths of a model's operations, and of other work for the model."""
+        self._forget(lambda name: name[0].rpartition(" ")[2] == model_id)
 
     def keep_models(self, model_ids: Collection[str]) -> None:
-        """Forgets the deaths of operations of all other models."""
-        self._forget(lambda name: name[0] not in model_ids)
+        """Forgets the deaths of operations of all other models. Deaths in other work are kept: the model of a request
+        that is not in the journal may not exist yet."""
+        others = [name for name in self._deaths if " " in name[0]]
+        others.sort(key=lambda name: self._deaths[name].executing + self._deaths[name].storing, reverse=True)
+        kept = set(others[:_MOST_OTHERS])
+        self._forget(lambda name: name not in kept and name[0] not in model_ids)
 
     @asynccontextmanager
     async def stage(self, model_id: str, seq_id: int) -> AsyncIterator[None]:
@@ -182,7 +198,7 @@ class Executing:
             self._num_entered -= 1
             if self._alone in names:
                 self._alone = None
-            self._executing.difference_update(names)
+            self._executing -= Counter(names)  # drops what is 0
             for name in names:
                 self._write(name)
 
@@ -258,6 +274,12 @@ class Executing:
                 *(self._path, error),
             )
         self._has_failed = True
+
+
+def arriving(kind: str, model_id: str) -> str:
+    """First part of the name of a request that is being packed for the journal. `kind`: kind of its operation. A skip
+    has another name, so that it can take the place of a request that is given up."""
+    return f"{kind} {model_id}"
 
 
 def _boot_id() -> str:

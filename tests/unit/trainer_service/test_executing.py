@@ -16,7 +16,14 @@ import pytest
 
 from tests.unit.trainer_service.scheduling import Bench, MakeBench
 from tinsmith.errors import ServiceError
-from trainer_service.durability.executing import MOST_DEATHS_ANSWERED, MOST_DEATHS_STORING, NAME, Deaths, Executing
+from trainer_service.durability.executing import (
+    MOST_DEATHS_ANSWERED,
+    MOST_DEATHS_STORING,
+    NAME,
+    Deaths,
+    Executing,
+    arriving,
+)
 
 A, B = ("a:train:0", 7), ("b:train:0", 3)
 
@@ -104,6 +111,36 @@ def test_operations_of_models_that_are_gone_are_forgotten(tmp_path: Path) -> Non
     assert not again.is_suspect(*B)
     again.forget_model(A[0])
     assert not died(tmp_path)._deaths
+
+
+def test_deaths_in_other_work_are_kept_without_a_model_up_to_a_limit(tmp_path: Path) -> None:
+    """The model of a request that is not in the journal may not exist yet."""
+    executing = Executing(tmp_path)
+    executing.begin([("gone:train:0", 1)])
+    executing.begin([(arriving("create_model", f"m{n}:train:0"), 0) for n in range(1200)])
+    again = died(tmp_path)
+    again.begin([(arriving("create_model", "m7:train:0"), 0)])
+    again = died(tmp_path)
+    again.keep_models(set())
+    assert len(again._deaths) == 1000
+    assert is_condemned(again, (arriving("create_model", "m7:train:0"), 0))
+    assert not again.is_suspect("gone:train:0", 1)
+    again.forget_model("m7:train:0")
+    assert not is_condemned(again, (arriving("create_model", "m7:train:0"), 0))
+
+
+def test_a_name_of_the_greatest_length_fits_its_slot(tmp_path: Path) -> None:
+    names = [(arriving("forward_backward", letter * 200), 2**63 - 1) for letter in "ab"]
+    Executing(tmp_path).begin(names)
+    assert set(died(tmp_path)._deaths) == set(names)
+
+
+def test_a_request_that_is_sent_again_does_not_end_the_record_of_the_first(tmp_path: Path) -> None:
+    executing = Executing(tmp_path)
+    executing.begin([A])
+    executing.begin([A])
+    executing.end([A])
+    assert died(tmp_path).is_suspect(*A)
 
 
 def test_a_process_that_is_really_killed_leaves_what_it_was_executing(tmp_path: Path) -> None:

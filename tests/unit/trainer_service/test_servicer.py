@@ -40,6 +40,7 @@ from tinsmith_cli import main
 from trainer_service.__main__ import serve
 from trainer_service.admin_servicer import TrainerAdminServicer
 from trainer_service.config import TrainerConfig
+from trainer_service.durability.executing import arriving
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
@@ -284,6 +285,50 @@ async def test_a_failure_that_is_not_before_the_step_is_refused_by_name(stub: An
     said = step(1)
     said.failure_seen = seen
     await fails(stub.OptimStep(said), errors.InvalidRequest, f"failure_seen: {seen} is no seq_id before this step's, 1")
+
+
+async def die_while_arriving(start: StartService, kind: str, model_id: str, seq_id: int, *, times: int = 2) -> Service:
+    """The service after its process has died so often while it packed this request."""
+    service = await start()
+    for _ in range(times):
+        service.trainer.scheduler.executing.begin([(arriving(kind, model_id), seq_id)])
+        service = await start()
+    return service
+
+
+async def test_a_request_that_ended_the_trainer_twice_before_it_was_in_the_journal_fails_in_its_turn(
+    start: StartService, stub: Any
+) -> None:
+    await stub.ForwardBackward(batch(1))
+    service = await die_while_arriving(start, "forward_backward", MODEL, 2)
+    with mock.patch("trainer_service.servicer.batch_bytes", side_effect=AssertionError("read again")):
+        for _ in range(2):
+            await fails(service.stub.ForwardBackward(batch(2)), errors.InvalidRequest, "ended twice while it ran this")
+    said = step(3)
+    said.failure_seen = 0
+    await fails(service.stub.OptimStep(said), errors.FailedPrecondition, "ended twice while it ran this")
+    await service.stub.ForwardBackward(batch(4))
+    assert (await service.stub.OptimStep(step(5))).metrics["grad_norm:mean"] > 0
+
+
+async def test_a_request_that_ended_the_trainer_once_before_it_was_in_the_journal_runs(
+    start: StartService, stub: Any
+) -> None:
+    for kind, seq_id, one in (("forward_backward", 1, batch(1)), ("optim_step", 2, step(2))):
+        service = await die_while_arriving(start, kind, MODEL, seq_id, times=1)
+        await getattr(service.stub, type(one).__name__.removesuffix("Request"))(one)
+        assert not service.trainer.scheduler.executing._deaths
+
+
+async def test_a_creation_and_the_repeat_of_an_operation_that_ended_the_trainer_twice_are_refused(
+    start: StartService, stub: Any
+) -> None:
+    await stub.ForwardBackward(batch(1))
+    service = await die_while_arriving(start, "forward_backward", MODEL, 1)
+    await fails(service.stub.ForwardBackward(batch(1)), errors.ServiceError, "ended twice while it ran this")
+    service = await die_while_arriving(start, "create_model", "new:train:0", 0)
+    await fails(service.stub.CreateModel(creation("new:train:0")), errors.ServiceError, "ended twice while it ran this")
+    await service.stub.OptimStep(step(2))
 
 
 async def test_another_body_is_a_conflict(stub: Any) -> None:
