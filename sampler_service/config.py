@@ -83,7 +83,8 @@ class SamplerConfig(GrpcTls, BaseSettings):
     after loading can hold."""
     prefix_cache_bytes: int | None = Field(default=None, ge=0)
     """Most memory, in bytes, for the keys and values of earlier prompts and outputs, which requests that begin with the
-    same tokens reuse. 0 switches the cache off. Default: an eighth of the memory that is free after loading."""
+    same tokens reuse. States of recurrent layers get half of it. 0 switches the cache off. Default: an eighth of the
+    memory that is free after loading."""
     prefill_tokens_per_step: int = Field(default=0, ge=0)
     """Most prompt tokens that one step computes, so that a long prompt does not stall the running sequences. 0: 512
     on a CPU, 8192 on CUDA."""

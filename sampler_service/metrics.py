@@ -63,7 +63,9 @@ class Cache:
         self.prefix_hit_tokens = declare.counter(
             "prefix_cache_hit_tokens", "Prompt tokens that were in the prefix cache, and were not computed."
         )
-        self.prefix_bytes = declare.gauge("prefix_cache_bytes", "Keys and values in the prefix cache, in bytes.")
+        self.prefix_bytes = declare.gauge(
+            "prefix_cache_bytes", "Keys, values and states in the prefix cache, in bytes."
+        )
         self.prefix_limit_bytes = declare.gauge("prefix_cache_limit_bytes", "Limit of the prefix cache, in bytes.")
 
 

@@ -61,8 +61,8 @@ class Sizes:
         fitting = min(free_bytes // 4 // bytes_per_token, config.max_running * base.max_context_length)
         lanes = free_bytes // 8 // bytes_per_lane if bytes_per_lane else config.max_running + PASSING
         prefix_bytes = config.prefix_cache_bytes
-        if bytes_per_lane or base.one_by_one:
-            prefix_bytes = 0  # a state, or a cache of transformers, cannot be joined from blocks
+        if base.one_by_one:
+            prefix_bytes = 0  # a cache of transformers cannot be joined from blocks
         return cls(
             bytes_per_token=bytes_per_token,
             bytes_per_lane=bytes_per_lane,

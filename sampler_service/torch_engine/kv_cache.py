@@ -1,8 +1,9 @@
-"""Keys and values of the running sequences, in lanes, and of earlier prompts and outputs, in the prefix cache. Both
-belong to the compute thread."""
+"""Keys, values and states of the running sequences, in lanes, and of earlier prompts and outputs, in the prefix cache.
+Both belong to the compute thread."""
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,10 +14,16 @@ from sampler_service.core.sequence import Sequence
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.planner import Job, Piece
 from tinsmith.modeling.kv_cache import KVBlocks, KVCache
+from tinsmith.modeling.recurrent_cache import RecurrentCache
 from tinsmith.modeling.tower import Placed
+
+logger = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 16
 """Tokens of a block of the prefix cache."""
+_RECORD_BYTES = 400
+"""Size of a block's record in the index, in bytes. Models without attention have blocks of nothing else."""
+_MAX_BLOCKS = 2**20
 IDLE_CACHE_BYTES = 64 * 1024 * 1024
 """Larger lanes are given back when nothing runs."""
 
@@ -64,12 +71,24 @@ class PrefixCache:
     nothing that is running ever depends on a block that is evicted.
 
     A request that uses a block also uses the blocks before it, and those count as used later. So the least recently
-    used block is always the last one of its chain, and what is left is never out of reach."""
+    used block is always the last one of its chain, and what is left is never out of reach.
 
-    def __init__(self, *, max_bytes: int, bytes_per_token: int) -> None:
-        self._block_bytes = BLOCK_TOKENS * bytes_per_token
-        num_blocks = max_bytes // self._block_bytes
+    A state of recurrent layers stands for all tokens before it, and cannot be joined from blocks. With such layers,
+    some blocks have the states after their last token, and a request can begin only there. States leave with their
+    block, or before it when others need their room."""
+
+    def __init__(self, *, max_bytes: int, bytes_per_token: int, bytes_per_lane: int = 0) -> None:
+        """`bytes_per_lane`: of a sequence's states, 0 without recurrent layers. They get half of `max_bytes`."""
+        self._block_bytes = max(BLOCK_TOKENS * bytes_per_token, _RECORD_BYTES)
+        self._bytes_per_lane = bytes_per_lane
+        self.max_states = max_bytes // 2 // bytes_per_lane if bytes_per_lane else 0
+        """Most states, those that running passes fill included."""
+        num_blocks = min((max_bytes - self.max_states * bytes_per_lane) // self._block_bytes, _MAX_BLOCKS)
+        if bytes_per_lane and not self.max_states:
+            num_blocks = 0
         self._blocks = KVBlocks(num_blocks, BLOCK_TOKENS)
+        self._states: OrderedDict[int, RecurrentCache] = OrderedDict()
+        """By the number of the block after whose last token they are; least recently used first."""
         self._index: OrderedDict[bytes, _Block] = OrderedDict()
         """Least recently used first."""
         self._namespaces: dict[int, set[bytes]] = {}
@@ -81,8 +100,8 @@ class PrefixCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the blocks that are filled."""
-        return len(self._index) * self._block_bytes
+        """Bytes of the blocks that are filled, and of their states."""
+        return len(self._index) * self._block_bytes + len(self._states) * self._bytes_per_lane
 
     def match(self, digests: list[bytes]) -> list[int]:
         """Blocks of the longest chain that is there; they count as used."""
@@ -96,12 +115,40 @@ class PrefixCache:
             self._index.move_to_end(digest)
         return found
 
-    def load(self, cache: KVCache, lane: int, ids: list[int], length: int) -> None:
-        """Copies `length` tokens of matched blocks into a lane; before anything else is put."""
-        self._blocks.load(cache, lane, ids, length)
+    def has_states(self, block_id: int) -> bool:
+        return block_id in self._states
 
-    def put(self, namespace: int, digests: list[bytes], cache: KVCache, lane: int) -> None:
-        """Copies what is new of a lane's blocks out of it, the first of them if not all have room."""
+    def up_to_states(self, ids: list[int]) -> list[int]:
+        """The first of these blocks, up to the last one with states, which count as used."""
+        count = len(ids)
+        while count and ids[count - 1] not in self._states:
+            count -= 1
+        if count:
+            self._states.move_to_end(ids[count - 1])
+        return ids[:count]
+
+    def load(self, cache: KVCache, lane: int, ids: list[int], length: int) -> None:
+        """Copies `length` tokens of matched blocks into a lane, and the last block's states; before anything else is
+        put."""
+        self._blocks.load(cache, lane, ids, length)
+        if (states := self._states.get(ids[-1])) is not None:
+            cache.states.write(lane, states)
+
+    def make_room(self, num_states: int) -> None:
+        """Drops states until there is room for so many, at most `max_states`, that are not here yet."""
+        while len(self._states) + num_states > self.max_states:
+            self._states.popitem(last=False)
+
+    def put(
+        self,
+        namespace: int,
+        digests: list[bytes],
+        cache: KVCache,
+        lane: int,
+        states: Mapping[int, RecurrentCache] | None = None,
+    ) -> None:
+        """Copies what is new of a lane's blocks out of it, the first of them if not all have room. `states`: of
+        recurrent layers, by the number of tokens before them; there must be room for them."""
         chain = digests[: self._blocks.num_blocks]
         num_old = len(self.match(chain))
         new = chain[num_old:]
@@ -118,6 +165,11 @@ class PrefixCache:
                 mine.add(digest)
             for digest in reversed(chain[:num_old]):
                 self._index.move_to_end(digest)
+        for num_tokens, one in (states or {}).items():
+            if num_tokens <= len(chain) * BLOCK_TOKENS:
+                block_id = self._index[chain[num_tokens // BLOCK_TOKENS - 1]].id
+                self._states[block_id] = one
+                self._states.move_to_end(block_id)
 
     def forget(self, namespace: int) -> None:
         """Drops what belongs to a version that is gone."""
@@ -131,6 +183,7 @@ class PrefixCache:
     def _drop(self, digest: bytes) -> None:
         block = self._index.pop(digest)
         self._free.append(block.id)
+        self._states.pop(block.id, None)
         mine = self._namespaces[block.namespace]
         mine.discard(digest)
         if not mine:
@@ -155,12 +208,28 @@ class Wanted:
 
 class KVCacheManager:
     def __init__(
-        self, *, max_lanes: int, max_tokens: int, bytes_per_token: int, prefix_bytes: int, metrics: SamplerMetrics
+        self,
+        *,
+        max_lanes: int,
+        max_tokens: int,
+        bytes_per_token: int,
+        prefix_bytes: int,
+        metrics: SamplerMetrics,
+        bytes_per_lane: int = 0,
     ) -> None:
-        """`max_tokens`: lanes x tokens of one, of all caches; `prefix_bytes`: of the prefix cache, 0 for none."""
+        """`max_tokens`: lanes x tokens of one, of all caches; `prefix_bytes`: of the prefix cache, 0 for none;
+        `bytes_per_lane`: of the states of recurrent layers, 0 without such layers."""
         self.caches: defaultdict[int, KVCache] = defaultdict(KVCache)
         """By the size of sequences (planner.py)."""
-        self.prefixes = PrefixCache(max_bytes=prefix_bytes, bytes_per_token=bytes_per_token)
+        self.prefixes = PrefixCache(
+            max_bytes=prefix_bytes, bytes_per_token=bytes_per_token, bytes_per_lane=bytes_per_lane
+        )
+        if prefix_bytes and bytes_per_lane and not self.prefixes.enabled:
+            logger.warning(
+                "no prefix cache: half of prefix_cache_bytes (%d) is less than the states of one sequence, %d bytes",
+                prefix_bytes,
+                bytes_per_lane,
+            )
         self._max_lanes = max_lanes
         self._max_tokens = max_tokens
         self._bytes_per_token = bytes_per_token
@@ -225,13 +294,39 @@ class KVCacheManager:
         most = job.length - 1
         if job.scored and group.scorer is not None:
             most = min(most, group.scorer.first_row)
-        num_blocks = -(-most // BLOCK_TOKENS)
-        job.blocks = self.prefixes.match(_digests(job.sequences[0])[:num_blocks]) if most else []
-        tokens = min(most, len(job.blocks) * BLOCK_TOKENS)
+        digests = _digests(job.sequences[0])
+        if self.prefixes.max_states:
+            tokens = self._reuse_with_states(job, digests, most)
+        else:
+            num_blocks = -(-most // BLOCK_TOKENS)
+            job.blocks = self.prefixes.match(digests[:num_blocks]) if most else []
+            tokens = min(most, len(job.blocks) * BLOCK_TOKENS)
         self._metrics.cache.prefix_lookups.inc()
         self._metrics.cache.prefix_hits.inc(tokens > 0)
         self._metrics.cache.prefix_hit_tokens.inc(tokens)
         return tokens
+
+    def _reuse_with_states(self, job: Job, digests: list[bytes], most: int) -> int:
+        """As `reuse`, up to a block with states, `most` tokens at most. The job is to give states at the last block
+        border that a request with the same tokens can begin at, and where others with the same beginning parted."""
+        last = (job.length - 1) // BLOCK_TOKENS
+        chain = self.prefixes.match(digests[:last])
+        job.blocks = self.prefixes.up_to_states(chain[: most // BLOCK_TOKENS])
+        wanted = {last, len(chain)}
+        if chain and self.prefixes.has_states(chain[-1]):
+            wanted.discard(len(chain))
+        job.borders = [number * BLOCK_TOKENS for number in sorted(wanted) if number > len(job.blocks)]
+        return len(job.blocks) * BLOCK_TOKENS
+
+    def want_states(self, pieces: list[Piece]) -> None:
+        """Has the next pass copy states at the borders within its pieces, as many as the prefix cache can hold."""
+        room = self.prefixes.max_states - sum(len(piece.job.states) for piece in pieces)
+        for piece in pieces:
+            for border in piece.job.borders:
+                if piece.start < border <= piece.stop and room > 0:
+                    piece.job.states[border] = RecurrentCache(1)
+                    room -= 1
+        self.prefixes.make_room(sum(len(piece.job.states) for piece in pieces))
 
     def load(self, piece: Piece) -> None:
         """Brings a job's reused tokens to its lane, before its first piece is computed."""
@@ -240,12 +335,13 @@ class KVCacheManager:
             self.prefixes.load(self.caches[job.size], job.lane, job.blocks, piece.start)
             job.blocks = []
 
-    def remember(self, sequence: Sequence, lane: int) -> None:
+    def remember(self, sequence: Sequence, lane: int, states: Mapping[int, RecurrentCache] | None = None) -> None:
         """Keeps the computed tokens of a sequence, which lie in this lane of its size, before that is given away or
-        shared; unless they are of more than one version, for then no request may find them."""
+        shared; unless they are of more than one version, for then no request may find them. `states`: as of
+        PrefixCache.put."""
         if self.prefixes.enabled and not sequence.mixed:
             cache = self.caches[sequence.size]
-            self.prefixes.put(sequence.namespace, _digests(sequence), cache, lane)
+            self.prefixes.put(sequence.namespace, _digests(sequence), cache, lane, states)
 
 
 def _power_of_two(number: int) -> int:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from itertools import chain, count
 
 from sampler_service.core.sequence import PASSING, Sequence, SequenceGroup
+from tinsmith.modeling.recurrent_cache import RecurrentCache
 
 SHORT_TOKENS = 1024
 """Most tokens of a sequence of size 0; each size is for 4 times as many as the one before it."""
@@ -61,6 +62,10 @@ class Job:
     lane: int = 0
     blocks: list[int] = field(default_factory=list)
     """Blocks of the prefix cache that its first `done` tokens come from, until they lie in its lane."""
+    borders: list[int] = field(default_factory=list)
+    """Numbers of tokens after which the prefix cache wants the states of recurrent layers."""
+    states: dict[int, RecurrentCache] = field(default_factory=dict)
+    """These states by number of tokens, filled by the passes, until the prefix cache gets them."""
     run: str = ""
     """The training run whose version computes it, none for the base model, and the group, by the request's cache_salt.
     They take turns."""
@@ -89,8 +94,12 @@ class Piece:
     """Lane that holds the earlier pieces; differs from job.lane when they have to be moved first."""
 
     @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+    @property
     def ends(self) -> bool:
-        return self.start + self.length == self.job.length
+        return self.stop == self.job.length
 
 
 class Reservations:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -348,9 +348,7 @@ class Runner:
                     shared = decoding.shared[size]
                 else:
                     lanes_B = torch.tensor([running[row].lane for row in rows], device=self.base.device)
-            prefills = [
-                Prefill(piece.job.lane, piece.start, piece.length) for piece in one.pieces if piece.job.size == size
-            ]
+            prefills = [part for piece in one.pieces if piece.job.size == size for part in prefills_of(piece)]
             yield Cached(self.caches[size], positions_B, prefills, lanes_B=lanes_B, shared=shared)
 
     def _score(self, one: Pass, hidden_T_H: Tensor) -> None:
@@ -389,6 +387,14 @@ class Runner:
         if decoding is None or one.pieces or len(decoding.passes) > 1:
             return None
         return decoding.runs
+
+
+def prefills_of(piece: Piece) -> Iterator[Prefill]:
+    """The piece, divided where a copy of the states is wanted."""
+    job = piece.job
+    wanted = [border for border in job.states if piece.start < border <= piece.stop]
+    for start, stop in pairwise(sorted({piece.start, *wanted, piece.stop})):
+        yield Prefill(job.lane, start, stop - start, job.states.get(stop))
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

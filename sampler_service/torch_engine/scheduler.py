@@ -57,6 +57,7 @@ class Scheduler:
             max_tokens=sizes.max_kv_tokens,
             bytes_per_token=sizes.bytes_per_token,
             prefix_bytes=sizes.prefix_cache_bytes,
+            bytes_per_lane=sizes.bytes_per_lane,
             metrics=metrics,
         )
         self.planner: Planner = Planner(
@@ -258,6 +259,7 @@ class Scheduler:
                 self.kv.caches[piece.job.size].move(piece.came_from, piece.job.lane, piece.start)
         for piece in pieces:
             self.kv.load(piece)
+        self.kv.want_states(pieces)
         return pieces
 
     def _move_out(self, outgrown: list[Sequence]) -> list[tuple[Sequence, KVCache]]:
@@ -297,7 +299,8 @@ class Scheduler:
                 self.kv.caches[job.size].wipe(job.lane)
                 continue
             if not job.scored or job.group.scorer is None or job.group.scorer.finite:
-                self.kv.remember(job.sequences[0], job.lane)
+                self.kv.remember(job.sequences[0], job.lane, job.states)
+            job.states = {}  # the sequences keep the job
             self.kv.place(job, first, len(going_on))
             for sequence in going_on:
                 self.planner.join(sequence, size=job.size)

@@ -151,6 +151,8 @@ class Prefill:
     lane: int
     start: int
     length: int
+    states_after: RecurrentCache | None = None
+    """Gets a copy of the lane's states after these tokens. A later `Prefill` of the same pass may go on from them."""
 
 
 @dataclass(frozen=True, slots=True)

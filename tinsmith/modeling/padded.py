@@ -139,7 +139,8 @@ def cached_batches(
     for one in layout.parts:
         for piece in one.prefills:
             lanes = slice(piece.lane, piece.lane + 1)
-            parts.append(([piece.length], LaneStates(one.cache.states, lanes, begun=piece.start > 0)))
+            states = LaneStates(one.cache.states, lanes, begun=piece.start > 0, copy=piece.states_after)
+            parts.append(([piece.length], states))
     starts = accumulate((sum(lengths) for lengths, _ in parts), initial=0)
     return [
         Padded.of(
@@ -204,6 +205,7 @@ class Apart:
         if not batch.token_by_token:
             output = self.inner(*args, **kwargs)
             batch.states.keep()
+            batch.states.end_layer()
             return output
         outputs = []
         for place in range(batch.num_tokens):  # of one piece of a prompt
@@ -213,6 +215,7 @@ class Apart:
                 output = self.inner(*token, **named)
             batch.states.keep()
             outputs.append(output if isinstance(output, Tensor) else output[0])
+        batch.states.end_layer()
         return torch.cat(outputs, 1)
 
 

@@ -77,12 +77,17 @@ class LaneStates:
     """The states of the B sequences that a layer computes in one call, in the order of the rows. To the layer it is a
     `Cache` of transformers."""
 
-    def __init__(self, cache: RecurrentCache, lanes: slice | Tensor, *, begun: bool) -> None:
+    def __init__(
+        self, cache: RecurrentCache, lanes: slice | Tensor, *, begun: bool, copy: RecurrentCache | None = None
+    ) -> None:
         """`lanes`: of the sequences, as a slice or int64 [B]. `begun`: whether they have states; if not, the layers
-        begin anew, whatever the lanes hold."""
+        begin anew, whatever the lanes hold. `copy`: gets a copy of the states after this call, of a single sequence."""
         self.begun = begun
         self._cache = cache
         self._lanes = lanes
+        self._copy = copy
+        self._uncopied: set[Key] = set()
+        """What the layer has read or written since `end_layer`."""
         self._copies: dict[Key, Tensor] = {}
         """Copies of the states of lanes that do not follow each other, which a layer may change in place."""
 
@@ -91,6 +96,7 @@ class LaneStates:
         store = self._cache.stores.get(key)
         if store is None or not self.begun:
             return None
+        self._uncopied.add(key)
         if isinstance(self._lanes, slice):
             return store[self._lanes]
         if key not in self._copies:
@@ -99,15 +105,23 @@ class LaneStates:
 
     def write(self, key: Key, value: Tensor) -> None:
         store = self._cache.store(key, value)
+        self._uncopied.add(key)
         self._copies.pop(key, None)
         if not isinstance(self._lanes, slice) or value.data_ptr() != store[self._lanes].data_ptr():
             store[self._lanes] = value  # else a layer has changed the lanes in place
 
     def keep(self) -> None:
-        """Stores what a layer has changed in place. To be called after each layer."""
+        """Stores what a layer has changed in place. To be called after each call of a layer."""
         for key, value in self._copies.items():
             self._cache.stores[key][self._lanes] = value
         self._copies.clear()
+
+    def end_layer(self) -> None:
+        """Copies the layer's states out, if a copy is wanted. To be called when the layer has computed all tokens."""
+        if self._copy is not None:
+            for key in self._uncopied:
+                self._copy.stores[key] = self._cache.stores[key][self._lanes].clone()
+        self._uncopied.clear()
 
     # The methods that layers of transformers call, under its names.
 

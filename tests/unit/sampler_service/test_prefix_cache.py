@@ -5,8 +5,9 @@ import torch
 
 from sampler_service.torch_engine.kv_cache import BLOCK_TOKENS, PrefixCache, digests_of
 from tinsmith.modeling.kv_cache import KVCache
+from tinsmith.modeling.recurrent_cache import RecurrentCache
 
-BYTES_PER_TOKEN = 8
+BYTES_PER_TOKEN = 32
 BLOCK_BYTES = BLOCK_TOKENS * BYTES_PER_TOKEN
 
 
@@ -120,6 +121,71 @@ def test_a_forgotten_namespace_gives_its_room_back() -> None:
 
 def test_no_room_at_all_is_off() -> None:
     assert not PrefixCache(max_bytes=BLOCK_BYTES - 1, bytes_per_token=BYTES_PER_TOKEN).enabled
+
+
+LANE_BYTES = 2 * BLOCK_BYTES
+
+
+def with_states(num_states: int) -> PrefixCache:
+    """Room for so many states, and for twice as many blocks."""
+    size = 2 * num_states * LANE_BYTES
+    return PrefixCache(max_bytes=size, bytes_per_token=BYTES_PER_TOKEN, bytes_per_lane=LANE_BYTES)
+
+
+def put_states(cache: PrefixCache, *blocks: int) -> None:
+    """With the states after the last block, which are its number."""
+    states = RecurrentCache(1, {("state", 0, 0): torch.full((1, 2), float(blocks[-1]))})
+    cache.make_room(1)
+    chain = digests_of(0, tokens(*blocks))
+    cache.put(0, chain, lanes(tokens(*blocks)), 0, {len(blocks) * BLOCK_TOKENS: states})
+
+
+def begun(cache: PrefixCache, *blocks: int) -> tuple[int, float]:
+    """How many blocks a request with these tokens begins after, and the states that its lane gets."""
+    ids = cache.up_to_states(cache.match(digests_of(0, tokens(*blocks))))
+    if not ids:
+        return 0, 0.0
+    out = KVCache()
+    out.reserve(2, len(ids) * BLOCK_TOKENS)
+    cache.load(out, 1, ids, len(ids) * BLOCK_TOKENS)
+    assert torch.equal(out.keys[0][1, 0, :, 0], torch.from_numpy(tokens(*blocks[: len(ids)])).float())
+    assert not out.states.stores["state", 0, 0][0].any()
+    return len(ids), out.states.stores["state", 0, 0][1, 0].item()
+
+
+def test_a_request_begins_only_where_there_are_states() -> None:
+    cache = with_states(4)
+    put_states(cache, 1, 2)
+    put_states(cache, 1, 2, 3, 4)
+    assert begun(cache, 1, 2, 3, 4, 9) == (4, 4.0)
+    assert begun(cache, 1, 2, 3, 9) == (2, 2.0)
+    assert begun(cache, 1, 9) == (0, 0.0)
+    assert cache.num_bytes == 4 * BLOCK_BYTES + 2 * LANE_BYTES
+
+
+def test_the_states_used_least_recently_leave_for_others_and_their_blocks_stay() -> None:
+    cache = with_states(2)
+    put_states(cache, 1)
+    put_states(cache, 2)
+    assert begun(cache, 1) == (1, 1.0)
+    put_states(cache, 3)
+    assert [begun(cache, n) for n in (1, 2, 3)] == [(1, 1.0), (0, 0.0), (1, 3.0)]
+    assert found(cache, 2) == 1
+    cache.make_room(2)
+    assert [begun(cache, n) for n in (1, 2, 3)] == [(0, 0.0)] * 3
+
+
+def test_states_leave_with_their_block() -> None:
+    cache = with_states(2)
+    put_states(cache, 1)
+    put(cache, 5, 6, 7, 8)  # all the room for blocks
+    assert begun(cache, 1) == (0, 0.0)
+    assert cache.num_bytes == 4 * BLOCK_BYTES
+    put_states(cache, 5, 6)
+    cache.forget(0)
+    assert cache.num_bytes == 0
+    put(cache, 5, 6)
+    assert begun(cache, 5, 6) == (0, 0.0)
 
 
 def test_content_is_right_and_no_block_is_lost_after_any_operations() -> None:

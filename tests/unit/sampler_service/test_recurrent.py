@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
 from sampler_service.config import SamplerConfig
@@ -15,7 +16,9 @@ from sampler_service.core import sizing
 from sampler_service.core.request import Result
 from sampler_service.core.sequence import PASSING
 from sampler_service.core.sizing import Sizes
+from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.engine import TorchEngine
+from sampler_service.torch_engine.scheduler import Scheduler
 from tests.unit.modeling.test_families import MORE, ONE_BY_ONE, RECURRENT, make
 from tests.unit.sampler_service.full_versions import make_full
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, request, serving
@@ -176,6 +179,15 @@ def test_memory_for_states_bounds_the_sequences_that_run(tmp_path: Path, monkeyp
     assert sizes.bytes_per_lane == 4 * (4 * 16 * 16 + (2 * 2 * 16 + 4 * 16) * 4)  # a state, and a window of 4 inputs
     assert sizes.bytes_per_token == 4 * 2 * 2 * 16  # of the layer with attention
     assert sizes.max_running == 64
-    assert sizes.prefix_cache_bytes == 0
     monkeypatch.setattr(sizing, "free_bytes_of", lambda device: 2 * 8 * sizes.bytes_per_lane * (PASSING + 6))
-    assert Sizes.of(base, config).max_running == 6
+    sizes = Sizes.of(base, config)
+    assert sizes.max_running == 6
+    prefixes = Scheduler(sizes, metrics=SamplerMetrics(CollectorRegistry())).kv.prefixes
+    assert sizes.prefix_cache_bytes == sizes.bytes_per_lane * (PASSING + 6)
+    assert prefixes.max_states == (PASSING + 6) // 2
+
+
+def test_a_model_that_runs_one_sequence_at_a_time_has_no_prefix_cache(tmp_path: Path) -> None:
+    folder = family_folder(tmp_path, "Bloom")
+    base = BaseModel.load(folder, device=torch.device("cpu"), dtype=torch.float32)
+    assert Sizes.of(base, SamplerConfig(base_model=str(folder))).prefix_cache_bytes == 0

@@ -22,20 +22,25 @@ from sampler_service.core.versions import Version
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine import planner as planning
 from sampler_service.torch_engine.planner import Job, size_of
-from sampler_service.torch_engine.runner import Batch, Runner
+from sampler_service.torch_engine.runner import Batch, Runner, prefills_of
 from sampler_service.torch_engine.scheduler import Scheduler
-from tinsmith.errors import Cancelled, OutOfCapacity, ServiceError
+from tinsmith.errors import Cancelled, OutOfCapacity
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.recurrent_cache import Key
 
 VOCAB = 50
 MAX_KV_TOKENS = 700
 MAX_RUNNING = 6
+LANE_BYTES = 5120
+"""Of states: the prefix cache has room for 2, and for 20 blocks."""
+STATE: Key = ("state", 0, 0)
 SHORT_TOKENS = 16
 """In place of 1,024, so that small requests have all sizes."""
 
 
 class NotingModel(Runner):
-    """A runner without a model. A token's key is the token, its value its position. Logits are flat. It may fail."""
+    """A runner without a model. A token's key is the token, its value its position. The state after some tokens is
+    their number and their sum. Logits are flat. It may fail."""
 
     def __init__(self, base: BaseModel, scheduler: Scheduler) -> None:
         super().__init__(base, scheduler.kv.caches, metrics=scheduler.metrics)
@@ -48,9 +53,13 @@ class NotingModel(Runner):
             self._store(sequence.size, sequence.lane, known, len(known) - 1)
         for piece in batch.pieces:
             job = piece.job
-            known = self.tokens(job.sequences[0])[: piece.start + piece.length]
-            self._check(job.size, job.lane, known[: piece.start])
-            self._store(job.size, job.lane, known, piece.start)
+            known = self.tokens(job.sequences[0])
+            for part in prefills_of(piece):
+                assert part.lane == job.lane
+                self._check(job.size, job.lane, known[: part.start])
+                self._store(job.size, job.lane, known[: part.start + part.length], part.start)
+                if part.states_after is not None:
+                    part.states_after.stores.update(self.caches[job.size].states.read(job.lane).stores)
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
@@ -66,6 +75,9 @@ class NotingModel(Runner):
         keys, values = cache.layer(0, torch.zeros(1, 1, 1), torch.zeros(1, 1, 1))
         keys[lane, 0, start : len(known), 0] = torch.tensor(known[start:], dtype=torch.float32)
         values[lane, 0, start : len(known), 0] = torch.arange(start, len(known), dtype=torch.float32)
+        state = self.caches[size].states.store(STATE, torch.zeros(1, 2))
+        before = state[lane] if start else torch.zeros(2)
+        state[lane] = before + torch.tensor([len(known) - start, sum(known[start:])])
 
     def _check(self, size: int, lane: int, known: list[int]) -> None:
         """Asserts that the lane holds the sequence's tokens."""
@@ -73,13 +85,14 @@ class NotingModel(Runner):
             cache = self.caches[size]
             assert cache.keys[0][lane, 0, : len(known), 0].tolist() == known
             assert cache.values[0][lane, 0, : len(known), 0].tolist() == list(range(len(known)))
+            assert cache.states.stores[STATE][lane].tolist() == [len(known), sum(known)]
 
 
 def make_scheduler() -> tuple[Scheduler, NotingModel]:
     base: Any = type("Base", (), {"vocab_size": VOCAB, "device": torch.device("cpu")})()
     sizes = Sizes(
-        bytes_per_token=8, bytes_per_lane=0, max_running=MAX_RUNNING, max_kv_tokens=MAX_KV_TOKENS,
-        prefix_cache_bytes=8 * 320, tokens_per_step=40,
+        bytes_per_token=32, bytes_per_lane=LANE_BYTES, max_running=MAX_RUNNING, max_kv_tokens=MAX_KV_TOKENS,
+        prefix_cache_bytes=2 * 2 * LANE_BYTES, tokens_per_step=60,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sampler_service.torch_engine.runner.Parameters", lambda base: None)
@@ -101,6 +114,7 @@ class BatchMachine(RuleBasedStateMachine):
         self.scheduler, self.model = make_scheduler()
         self.waiting: dict[SequenceGroup, None] = {}
         """Requests that have not ended."""
+        self.broken: set[SequenceGroup] = set()
         self.order = 0
         self.namespace = 0
 
@@ -186,7 +200,7 @@ class BatchMachine(RuleBasedStateMachine):
                     one.max_length - one.prompt_length for one in group.sequences
                 ]
             else:
-                assert isinstance(outcome, ServiceError)
+                assert group in self.broken or isinstance(outcome, Cancelled | OutOfCapacity), outcome
 
     @precondition(lambda self: bool(self.waiting))
     @rule(data=st.data())
@@ -207,6 +221,7 @@ class BatchMachine(RuleBasedStateMachine):
     def break_one(self, data: st.DataObject) -> None:
         group = data.draw(st.sampled_from(list(self.waiting)))
         group.fail(ValueError("no such luck"))
+        self.broken.add(group)
 
     @precondition(lambda self: bool(self.waiting))
     @rule()
@@ -247,6 +262,11 @@ class BatchMachine(RuleBasedStateMachine):
         blocks = [*prefixes._free, *(block.id for block in prefixes._index.values())]
         assert sorted(blocks) == list(range(prefixes._blocks.num_blocks))
         assert sum(len(digests) for digests in prefixes._namespaces.values()) == len(prefixes._index)
+        # States have a block, and with those that a prompt in pieces has left, no more than their room.
+        assert prefixes._states.keys() <= {block.id for block in prefixes._index.values()}
+        of_partial = planner.partial.states if planner.partial is not None else {}
+        assert len(prefixes._states) + len(of_partial) <= prefixes.max_states == 2
+        assert not any(one.origin.states for one in planner.running if isinstance(one.origin, Job))
 
 
 BatchMachine.TestCase.settings = settings(
