@@ -64,7 +64,7 @@ class Pause:
 class Drawing:
     """One request on its way to a sampler's answer.
 
-    A request that has killed two replicas is not sent to another (lives.py).
+    A request that may have killed two replicas is sent to no more than one other, which it has to itself (lives.py).
     """
 
     def __init__(
@@ -127,6 +127,8 @@ class Drawing:
                 self._publishing.top_up(drawn_from)
             if self.is_suspect:
                 self.progress.paused("a sampler died with this request in work; such requests run one at a time")
+            elif replica.life.is_closed:
+                self.progress.paused("the sampler runs a request alone, with which other samplers died")
             try:
                 return await call(replica)
             except NotReady as error:
@@ -162,7 +164,9 @@ class Drawing:
         name = self._session.base_model
         try:
             async with asyncio.timeout(self._wait_s):
-                self._replica = await self._replicas.route(name, self._request, avoid=self._in_vain)
+                self._replica = await self._replicas.route(
+                    name, self._request, avoid=self._in_vain, alone=self._suspicion.runs_alone
+                )
         except TimeoutError:
             raise NotReady(f"no sampler of {name!r} can be reached; try again") from None
         return self._replica
@@ -195,7 +199,7 @@ class Drawing:
     # Calls of one replica
 
     async def sample(self, replica: Replica) -> pb.SampleResponse:
-        """The answer in one piece. A suspect's call is a stream, because its first piece ends the trial."""
+        """The answer in one piece. A suspect's call is a stream, because its first piece may end its trial."""
         request = self._request
         assert request is not None
         if not self.is_suspect:
@@ -207,7 +211,17 @@ class Drawing:
         return result
 
     async def stream(self, replica: Replica) -> AsyncGenerator[pb.StreamSampleResponse, None]:
-        """The answer in pieces: deltas, and then the result."""
+        """The answer in pieces: deltas, and then the result. If the request has to run alone, the sampler has ended it
+        before the first piece, because the others may not wait for a slow reader."""
+        if self._suspicion.runs_alone:
+            for piece in [piece async for piece in self._stream(replica)]:
+                yield piece
+        else:
+            async with aclosing(self._stream(replica)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def _stream(self, replica: Replica) -> AsyncGenerator[pb.StreamSampleResponse, None]:
         request = self._request
         assert request is not None
         wrapped = pb.StreamSampleRequest(request=request)
@@ -251,41 +265,23 @@ class Drawing:
 
     @asynccontextmanager
     async def _watched(self, replica: Replica) -> AsyncIterator[Callable[[], None]]:
-        """Watches the request while the replica has it in work, which is until the block ends.
+        """Watches the request while the replica has it in work, which is until the block ends. A suspect waits here for
+        its turn.
 
-        The block gets a function, and must call it at the first token. A suspect waits here for its trial. Raises
-        NotReady when the replica is lost, and ServiceError when the request has killed two replicas.
+        The block gets a function, and must call it at the first token. Raises NotReady when the replica is lost, and
+        ServiceError when the request has killed two replicas or more.
         """
         mine, life = self._suspicion, replica.life
-        was_over = life.is_over
-        if self.is_suspect:
-            await life.trial.acquire()
+        async with life.work(mine) as begun:
             if life.is_over or replica.state != "serving":
-                life.trial.release()
                 raise NotReady(f"the sampler at {replica.address} went away before it had the request")
-            life.on_trial = mine
-
-        def begun() -> None:
-            if life.on_trial is mine and mine.deaths < 2:
-                life.on_trial = None
-                life.suspects.add(mine)
-                life.trial.release()
-
-        died = False
-        try:
-            yield begun
-        except NotReady as error:
-            self._replicas.lost(replica)
-            died = _is_death(error) and not was_over
-            if died and life.ends(mine):
-                raise _killer(mine, error) from error
-            raise
-        finally:
-            if life.on_trial is mine:
-                life.trial.release()
-            if not died:
-                life.suspects.discard(mine)
-                life.on_trial = None if life.on_trial is mine else life.on_trial
+            try:
+                yield begun
+            except NotReady as error:
+                self._replicas.lost(replica)
+                if _is_death(error) and life.ends(mine):
+                    raise _killer(mine, error) from error
+                raise
 
 
 class Drawings:

@@ -1,16 +1,22 @@
-"""Finds requests that kill samplers.
+"""Finds requests that kill samplers, and condemns none that does not.
 
-When a sampler's process or engine dies, any request that it had in work may be the cause, and becomes a suspect. A
-suspect is on trial until its first token, and a sampler takes one suspect on trial at a time. If the sampler dies
-during a trial, the suspect on trial is the cause, and no other request is suspected. If it dies without a trial, all
-its requests become suspects. A suspect that is present at a second death is the cause if it is the only suspect there;
-several such suspects stay on trial until they end.
+When a sampler's process or engine dies, any request that it had in work may be the cause, so the death counts against
+all of them. A request is condemned by its second death, or a later one, if it had the sampler to itself. Therefore a
+request with one death is on trial until its first token: a sampler takes one such request at a time, so that few
+requests share a second death. A request with two deaths has a sampler to itself until it ends, so it is given to no
+more than one sampler after these two.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+PATIENCE_S = 30.0
+"""Longest time for which a request that has to run alone waits for those in work, in seconds. They may be long, or have
+slow readers. They are taken away then, and sent again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -19,24 +25,121 @@ class Suspicion:
 
     deaths: int = 0
     """Number of samplers that died and may have been killed by the request."""
+    came_alone_as: int | None = None
+    """Its number among the requests of its sampler, if there were no others when it came."""
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether a sampler may have no other request in work beside this one."""
+        return self.deaths >= 2
 
 
-@dataclass(slots=True, eq=False)
 class Life:
-    """One life of a sampler's process: from when it begins to serve until it is lost."""
+    """One life of a sampler's process: from when it begins to serve until it is lost.
 
-    is_over: bool = False
-    trial: asyncio.Lock = field(default_factory=asyncio.Lock)
-    on_trial: Suspicion | None = None
-    """The suspect that has no token from this sampler yet. It is kept when the sampler dies."""
-    suspects: set[Suspicion] = field(default_factory=set)
-    """Suspects in work here that have their first token. They are kept when the sampler dies."""
+    Requests that run alone, and the others, are let in by turns. So each request waits for no more than one that runs
+    alone, and for those in work before that.
+    """
 
-    def ends(self, suspicion: Suspicion) -> bool:
-        """Notes that the sampler died with this request in work. True when the request has now killed two samplers."""
+    def __init__(self, boot_id: str = "", *, take_away: Callable[[], None] = lambda: None) -> None:
+        """`take_away` ends the calls in work, whose requests are then sent again."""
+        self.boot_id = boot_id
+        self.is_over = False
+        self._take_away = take_away
+        self._trial = asyncio.Lock()
+        self._in_work: set[Suspicion] = set()
+        self._num_let_in = 0
+        self._alone: Suspicion | None = None
+        """The request that has the sampler to itself."""
+        self._waiting: dict[Suspicion, asyncio.Future[None]] = {}
+        """Requests that wait for their turn, in the order of their arrival."""
+        self._patience: asyncio.TimerHandle | None = None
+        """Runs while a request that has to run alone waits for those in work."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether a request runs here alone, or will as soon as those in work have ended."""
+        return self._alone is not None or bool(self._waiting)
+
+    @asynccontextmanager
+    async def work(self, mine: Suspicion) -> AsyncIterator[Callable[[], None]]:
+        """Waits for the request's turn. The sampler has the request in work until the block ends.
+
+        The block gets a function, and must call it at the first token. It must look at `is_over`: the sampler may have
+        died before the request's turn.
+        """
+        on_trial = mine.deaths == 1
+        if on_trial:
+            await self._trial.acquire()
+
+        def begun() -> None:
+            nonlocal on_trial
+            if on_trial:
+                on_trial = False
+                self._trial.release()
+
+        turn = self._waiting[mine] = asyncio.get_running_loop().create_future()
+        try:
+            self._let_in()
+            await turn
+            yield begun
+        finally:
+            begun()
+            self._leave(mine)
+
+    def ends(self, mine: Suspicion) -> bool:
+        """Notes that the sampler died with this request in work. True when the request is condemned."""
         self.is_over = True
-        if self.on_trial is not None and self.on_trial is not suspicion:
-            return False
-        suspicion.deaths += 1
-        is_sole = self.on_trial is suspicion or self.suspects == {suspicion}
-        return suspicion.deaths > 1 and is_sole
+        self._let_in()
+        mine.deaths += 1
+        return mine.deaths >= 2 and mine.came_alone_as == self._num_let_in
+
+    def _leave(self, mine: Suspicion) -> None:
+        self._waiting.pop(mine, None)
+        self._in_work.discard(mine)
+        was_alone = self._alone is mine
+        if was_alone:
+            self._alone = None
+        self._let_in(others_first=was_alone)
+
+    def _let_in(self, *, others_first: bool = False) -> None:
+        """Begins the turns of those that may go now."""
+        if self.is_over:
+            for turn in self._waiting.values():
+                _begin(turn)
+            self._waiting.clear()
+        elif self._alone is None:
+            alone = [one for one in self._waiting if one.runs_alone]
+            others = [one for one in self._waiting if not one.runs_alone]
+            if others and (others_first or not alone):
+                self._admit(others)
+            elif alone and not self._in_work:
+                self._alone = alone[0]
+                self._admit(alone[:1])
+        self._set_patience()
+
+    def _admit(self, those: list[Suspicion]) -> None:
+        for mine in those:
+            self._num_let_in += 1
+            mine.came_alone_as = None if self._in_work else self._num_let_in
+            self._in_work.add(mine)
+            _begin(self._waiting.pop(mine))
+
+    def _set_patience(self) -> None:
+        waits = not self.is_over and self._alone is None and any(one.runs_alone for one in self._waiting)
+        if waits and self._patience is None:
+            self._patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._clear)
+        elif not waits and self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _clear(self) -> None:
+        self._patience = None
+        self._take_away()
+        self._in_work.clear()
+        self._let_in()
+
+
+def _begin(turn: asyncio.Future[None]) -> None:
+    if not turn.done():  # its caller may have left
+        turn.set_result(None)

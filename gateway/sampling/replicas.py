@@ -54,7 +54,7 @@ class Replica:
         self.address = address
         # gRPC must not resend a lost call, which may have killed the sampler; drawing.py decides about that.
         self.channel = connect(address, api_key=api_key, certificates=certificates, resends=False)
-        self.life = Life()
+        self.life = Life(take_away=self.take_away)
         self.stub: Any = sampler_pb2_grpc.SamplerServiceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
@@ -72,6 +72,12 @@ class Replica:
 
     def serves(self, base_model: str) -> bool:
         return self.state == "serving" and self.info is not None and base_model in self.info.base_models
+
+    def take_away(self) -> None:
+        """Cancels its calls, whose requests are then sent again."""
+        for held in self.held:
+            held.is_taken_away = True
+            held.call.cancel()
 
     async def ask(self) -> None:
         """Asks what it serves and which versions it holds."""
@@ -176,8 +182,9 @@ class Replicas:
         return "serving"
 
     async def _set_state(self, replica: Replica, state: ReplicaState) -> None:
-        if state == "serving" and (replica.state != "serving" or replica.life.is_over):
-            replica.life = Life()
+        boot_id = "" if replica.info is None else replica.info.boot_id
+        if state == "serving" and (replica.life.is_over or replica.life.boot_id != boot_id):
+            replica.life = Life(boot_id, take_away=replica.take_away)
         if state == replica.state:
             return
         before, replica.state = replica.state, state
@@ -200,9 +207,7 @@ class Replicas:
             if replica.state not in ("silent", "loading") or replica.info is None:
                 continue
             if any(other.serves(name) for other in self.all for name in replica.info.base_models):
-                for held in replica.held:
-                    held.is_taken_away = True
-                    held.call.cancel()
+                replica.take_away()
 
     # Work
 
@@ -290,11 +295,17 @@ class Replicas:
             return usable
 
     async def route(
-        self, base_model: str, request: sampler_pb2.SampleRequest | None = None, *, avoid: Collection[Replica] = ()
+        self,
+        base_model: str,
+        request: sampler_pb2.SampleRequest | None = None,
+        *,
+        avoid: Collection[Replica] = (),
+        alone: bool = False,
     ) -> Replica:
         """Chooses a replica for a request; waits until there is one. Without `request`: the least loaded one.
 
-        A replica in `avoid` is chosen only when no other may have the request.
+        A replica in `avoid` is chosen only when no other may have the request. `alone`: the request needs a replica to
+        itself (lives.py). All such requests go to one replica while there is one that the others are kept from.
         """
         await self.wait(base_model)
         version_id = "" if request is None else request.version_id
@@ -302,6 +313,9 @@ class Replicas:
             await self.list_versions(base_model)
         candidates = self.candidates(base_model, version_id) or await self.wait(base_model)
         candidates = [replica for replica in candidates if replica not in avoid] or candidates
+        if alone:
+            return min(candidates, key=lambda replica: (not replica.life.is_closed, replica.load))
+        candidates = [replica for replica in candidates if not replica.life.is_closed] or candidates
         if request is None:
             return min(candidates, key=lambda replica: replica.load)
         if len(candidates) == 1:

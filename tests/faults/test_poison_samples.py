@@ -1,4 +1,4 @@
-"""A sample request that kills its sampler: two die of it, no third gets it, and whatever else was there is answered."""
+"""Sample requests that kill their samplers: no more than three die of one, and whatever else was there is answered."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from tests.support.examples import BASE_MODEL, new_model, random_tokens
 
 pytestmark = pytest.mark.slow
 
-KILLED_TWO = "2 samplers ended while they computed this request, so it is not given to another"
+KILLED = "samplers ended while they computed this request, so it is not given to another"
 NUM_OTHERS = 24
-NUM_TOKENS = 120
+NUM_TOKENS = 600
+"""Of the others, which so are in work long before and after a death."""
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +70,22 @@ class Others:
             assert len(sequence.tokens) == NUM_TOKENS
 
 
+@pytest.mark.parametrize("num_guilty", [1, 2])
 @pytest.mark.parametrize("after", [0, 40], ids=["with its prompt", "with its output"])
-def test_a_request_that_kills_two_samplers_fails_alone(
-    service: tinker.ServiceClient, deaths: Callable[[], int], after: int
+def test_requests_that_kill_samplers_fail_alone(
+    service: tinker.ServiceClient, deaths: Callable[[], int], after: int, num_guilty: int
 ) -> None:
     client = service.create_sampling_client(base_model=BASE_MODEL).result()
     others = Others(service)
-    guilty = client.sample(ModelInput.from_ints([MARK, after, 3]), 1, SamplingParams(max_tokens=100, stop=[]))
-    with pytest.raises(tinker.RequestFailedError, match=KILLED_TWO if not after else "samplers ended while they"):
-        guilty.result()
+    params = SamplingParams(max_tokens=100, stop=[])
+    prompts = [ModelInput.from_ints([MARK, after, 3 + n]) for n in range(num_guilty)]
+    guilty = [client.sample(prompt, 1, params) for prompt in prompts]
+    for future in guilty:
+        with pytest.raises(tinker.RequestFailedError, match=KILLED):
+            future.result()
     others.check()
-    # One that kills only later has company at its first two deaths at most, and is alone at the third.
-    assert 2 <= deaths() <= (2 if not after else 3)
+    # Each has company at its first two deaths at most, and is alone at the third.
+    assert 2 <= deaths() <= 3 * num_guilty
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -89,7 +94,7 @@ def test_so_does_one_of_the_openai_api(
 ) -> None:
     others = Others(service)
     body = {"model": BASE_MODEL, "prompt": [MARK, 0, 3], "max_tokens": 100, "stream": stream}
-    reply = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120, trust_env=False)
-    assert KILLED_TWO in reply.text
+    reply = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=240, trust_env=False)
+    assert KILLED in reply.text
     others.check()
-    assert deaths() == 2
+    assert 2 <= deaths() <= 3

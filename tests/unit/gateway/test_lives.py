@@ -1,33 +1,166 @@
-"""The rule that finds the request that kills samplers, alone, without samplers."""
+"""The rules that find the request that kills samplers, without samplers: each test lets requests in, and ends lives."""
 
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from gateway.sampling import lives
 from gateway.sampling.lives import Life, Suspicion
 
 
-def test_a_first_death_makes_suspects_of_all_that_were_there() -> None:
-    life, requests = Life(), [Suspicion() for _ in range(3)]
-    assert [life.ends(one) for one in requests] == [False] * 3
-    assert [one.deaths for one in requests] == [1] * 3
-    assert life.is_over
+class Work:
+    """One request at one sampler: it waits for its turn, then is in work until `end`."""
+
+    def __init__(self, life: Life, mine: Suspicion) -> None:
+        self.life, self.mine = life, mine
+        self.is_in_work = False
+        self._first_token, self._end = asyncio.Event(), asyncio.Event()
+        self._tasks = [asyncio.create_task(self._run())]
+
+    async def _run(self) -> None:
+        async with self.life.work(self.mine) as begun:
+            self.is_in_work = not self.life.is_over
+            self._tasks.append(asyncio.create_task(self._begin(begun)))
+            await self._end.wait()
+
+    async def _begin(self, begun: Callable[[], None]) -> None:
+        await self._first_token.wait()
+        begun()
+
+    async def first_token(self) -> None:
+        self._first_token.set()
+        await settled()
+
+    async def end(self) -> None:
+        self._end.set()
+        await settled()
+
+    async def leave(self) -> None:
+        self._tasks[0].cancel()
+        await settled()
+
+    def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
 
 
-def test_the_request_on_trial_at_a_death_is_guilty_and_nobody_else_is_suspected() -> None:
-    guilty, cleared, fresh = Suspicion(deaths=1), Suspicion(deaths=1), Suspicion()
-    for order in ([guilty, cleared, fresh], [fresh, cleared, guilty]):
-        guilty.deaths = 1
-        life = Life(on_trial=guilty, suspects={cleared})
-        assert [life.ends(one) for one in order] == [one is guilty for one in order]
-        assert (cleared.deaths, fresh.deaths) == (1, 0)
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
-def test_a_request_alone_at_two_deaths_is_guilty_also_after_its_first_token() -> None:
-    late, fresh = Suspicion(deaths=1), Suspicion()
-    life = Life(suspects={late})
-    assert [life.ends(fresh), life.ends(late)] == [False, True]
-    assert fresh.deaths == 1
+@contextmanager
+def at(life: Life, *requests: Suspicion) -> Iterator[list[Work]]:
+    works = [Work(life, mine) for mine in requests]
+    yield works
+    for work in works:
+        work.stop()
 
 
-def test_several_that_share_two_deaths_are_suspects_still() -> None:
-    one, other = Suspicion(deaths=1), Suspicion(deaths=1)
-    life = Life(suspects={one, other})
-    assert [life.ends(one), life.ends(other)] == [False, False]
-    assert (one.deaths, other.deaths) == (2, 2)
+def in_work(works: list[Work]) -> list[bool]:
+    return [work.is_in_work for work in works]
+
+
+async def test_a_death_counts_against_all_that_were_there_and_condemns_none_of_several() -> None:
+    for deaths in (0, 1):
+        life, requests = Life(), [Suspicion(deaths), Suspicion(), Suspicion()]
+        with at(life, *requests) as works:
+            await settled()
+            assert in_work(works) == [True] * 3
+            assert [life.ends(one) for one in requests] == [False] * 3
+            assert [one.deaths for one in requests] == [deaths + 1, 1, 1]
+            assert life.is_over
+
+
+@pytest.mark.parametrize(("deaths", "is_guilty"), [(0, False), (1, True), (2, True)])
+async def test_a_second_death_alone_condemns(deaths: int, is_guilty: bool) -> None:
+    life, mine = Life(), Suspicion(deaths)
+    with at(life, mine):
+        await settled()
+        assert life.ends(mine) is is_guilty
+
+
+async def test_one_that_had_company_for_a_while_was_not_alone() -> None:
+    for order in ("before", "after"):
+        life, mine, other = Life(), Suspicion(deaths=1), Suspicion()
+        with at(life, *([other, mine] if order == "before" else [mine, other])) as works:
+            await settled()
+            await works[order == "after"].end()
+            assert not life.ends(mine)
+
+
+async def test_requests_with_one_death_wait_for_the_first_token_of_the_one_before_and_others_do_not() -> None:
+    life = Life()
+    with at(life, Suspicion(deaths=1), Suspicion(deaths=1), Suspicion()) as works:
+        await settled()
+        assert in_work(works) == [True, False, True]
+        await works[0].first_token()
+        assert in_work(works) == [True, True, True]
+
+
+async def test_a_request_with_two_deaths_has_the_sampler_to_itself() -> None:
+    life, suspect = Life(), Suspicion(deaths=2)
+    with at(life, Suspicion(), suspect, Suspicion(), Suspicion(deaths=1)) as works:
+        await settled()
+        assert in_work(works) == [True, False, False, False]
+        assert life.is_closed
+        await works[0].end()
+        assert in_work(works)[1:] == [True, False, False]
+        assert life.is_closed
+        await works[1].end()
+        assert in_work(works)[1:] == [True, True, True]
+        assert not life.is_closed
+
+
+async def test_those_that_run_alone_and_the_others_take_turns() -> None:
+    life = Life()
+    with at(life, Suspicion(deaths=2), Suspicion(deaths=2), Suspicion(), Suspicion()) as works:
+        await settled()
+        assert in_work(works) == [True, False, False, False]
+        await works[0].end()
+        assert in_work(works)[1:] == [False, True, True]
+        with at(life, Suspicion()) as late:
+            await settled()
+            await works[2].end()
+            await works[3].leave()
+            assert works[1].is_in_work
+            assert in_work(late) == [False]
+            await works[1].end()
+            assert in_work(late) == [True]
+
+
+async def test_the_others_need_not_wait_for_one_that_has_left() -> None:
+    life = Life()
+    with at(life, Suspicion(), Suspicion(deaths=2), Suspicion()) as works:
+        await settled()
+        await works[1].leave()
+        assert in_work(works) == [True, False, True]
+
+
+async def test_long_work_is_taken_away_from_before_one_that_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lives, "PATIENCE_S", 0.0)
+    taken: list[Life] = []
+    life = Life(take_away=lambda: taken.append(life))
+    suspect = Suspicion(deaths=2)
+    with at(life, Suspicion(), suspect, Suspicion()) as works:
+        await settled()
+        await asyncio.sleep(0.01)
+        assert taken == [life]
+        assert in_work(works) == [True, True, False]
+        await works[0].end()  # its call has ended by then
+        assert not works[2].is_in_work
+        assert life.ends(suspect)
+
+
+async def test_those_that_wait_hear_of_a_death() -> None:
+    life, mine = Life(), Suspicion()
+    with at(life, mine, Suspicion(deaths=2), Suspicion(), Suspicion(deaths=1)) as works:
+        await settled()
+        life.ends(mine)
+        await settled()
+        assert in_work(works) == [True, False, False, False]
+        assert not life.is_closed
