@@ -98,6 +98,46 @@ def test_policy_losses_are_their_formulas_and_raise_what_has_an_advantage(
     assert gains[0] < gains[1] < gains[2]
 
 
+def _gspo(p: np.ndarray, q: np.ndarray, a: np.ndarray) -> np.ndarray:
+    ratio = np.exp((p - q).mean())
+    return -np.minimum(ratio * a, ratio.clip(0.8, 1.2) * a)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "formula"),
+    [
+        ("importance_sampling", lambda p, q, a: -_ratio(p, q) * a),
+        ("ppo", lambda p, q, a: _ppo(p, q, a, 0.8, 1.2)),
+        ("cispo", lambda p, q, a: _cispo(p, q, a, 0.0, 4.0)),
+        ("dro", lambda p, q, a: _dro(p, q, a, 0.05)),
+        ("gspo", _gspo),
+    ],
+)
+def test_a_token_of_weight_0_adds_nothing_to_a_policy_loss(
+    loss_fn: tinker.types.LossFnType, formula: Callable[..., np.ndarray], service: tinker.ServiceClient
+) -> None:
+    """Whatever else is sent for it: the loss and the step are those of the other tokens, to the last bit."""
+    rng = np.random.default_rng(0)
+    text = random_tokens(12, 0)
+    weights = (np.arange(11) >= 4).astype(np.float32)
+    noise, advantages = (rng.normal(0, size, 11).astype(np.float32) for size in (0.1, 1))
+    found = []
+    for far in (0.0, 80.0):
+        client = new_model(service)
+        (p,) = forward(client, text)
+        q = (p + noise - far * (1 - weights)).astype(np.float32)
+        inputs = {"logprobs": q, "advantages": advantages + far * (1 - weights), "weights": weights}
+        if loss_fn == "gspo":
+            inputs["sequence_ratio_mask"] = np.ones(11, np.float32)
+        output = client.forward_backward([next_token_datum(text, **inputs)], loss_fn).result()
+        norm = client.optim_step(ADAM).result().metrics["grad_norm:mean"]
+        mine = formula(p.astype(np.float64)[4:], q[4:], advantages[4:]).sum()
+        assert output.metrics["loss:sum"] == pytest.approx(mine, rel=1e-4, abs=1e-4)
+        assert norm > 0
+        found.append((output.metrics["loss:sum"], norm, *forward(client, text)[0]))
+    assert found[0] == found[1]
+
+
 def test_cross_entropy_weights_scale_each_token(service: tinker.ServiceClient) -> None:
     client = new_model(service)
     weights = np.array([0.0, 1.0, -2.0, 0.5], np.float32)

@@ -69,6 +69,27 @@ def test_stable_reinforce_trains_on_what_the_sampler_recorded(
     assert metrics["grad_norm:mean"] > 0
 
 
+def test_a_token_of_weight_0_adds_nothing(
+    service: tinker.ServiceClient, client: tinker.TrainingClient, sequences: Sequence[tinker.SampledSequence]
+) -> None:
+    """Not even where its advantage would be refused, as that of a token of the prompt."""
+    state = client.save_state("masked").result().path
+    num_prompt, num_sampled = len(PROMPT) - 1, len(sequences[0].tokens)
+    weights = [0.0] * (num_prompt + 4) + [1.0] * (num_sampled - 4)
+    found = []
+    for ignored in (0.0, 100.0):
+        advantages = [ignored] * (num_prompt + 4) + [1.0] * (num_sampled - 4)
+        other = service.create_training_client_from_state(state).result()
+        data = [datum_of(sequences[0], 1.0, advantages=advantages, weights=weights)]
+        output = other.forward_backward(data, "stable_reinforce").result()
+        gap = logprobs(output)[0][num_prompt + 4 :] - np.array(sequences[0].logprobs)[4:]
+        wanted = (0.05 * gap**2 - np.minimum(np.exp(gap), 2.0)).sum()
+        assert output.metrics["loss:sum"] == pytest.approx(wanted, rel=1e-4)
+        norm = other.optim_step(ADAM).result().metrics["grad_norm:mean"]
+        found.append((output.metrics["loss:sum"], norm, *forward(other, PROMPT)[0]))
+    assert found[0] == found[1]
+
+
 def test_logprobs_may_be_sent_too_and_must_be_the_recorded_ones(
     client: tinker.TrainingClient, sequences: Sequence[tinker.SampledSequence]
 ) -> None:

@@ -88,16 +88,18 @@ def ppo(x: Targets) -> Tensor:
 
 
 def gspo(x: Targets) -> Tensor:
-    """ppo with one ratio for all targets of a datum: s = exp(mean of p - q over the targets of sequence_ratio_mask).
+    """ppo with one ratio for all targets of a datum: s = exp(mean of p - q over the targets of sequence_ratio_mask
+    whose weight is not 0).
 
     This is the GSPO-token form (Zheng et al. 2025, arXiv:2507.18071): s is a constant in the gradient, which reaches
     each target through its own p.
     """
-    mask_M = (x.arrays["sequence_ratio_mask"] != 0).to(x.p_M.dtype)
-    gap_M = (x.p_M.detach() - x.arrays["logprobs"]) * mask_M
+    in_ratio_M = (x.arrays["sequence_ratio_mask"] != 0) & (x.arrays["weights"] != 0)
+    mask_M, gap_M = in_ratio_M.to(x.p_M.dtype), x.gap_M.detach() * in_ratio_M
     sizes_D = torch.tensor(x.sizes, device=x.p_M.device)
     totals_D, counts_D = (torch.segment_reduce(values_M, "sum", lengths=sizes_D) for values_M in (gap_M, mask_M))
-    mean_M = (totals_D / counts_D).repeat_interleave(sizes_D, output_size=x.p_M.shape[0])
+    # Only a datum of weight 0 everywhere has a count of 0. Its loss is 0, and 0 / 0 would make it NaN.
+    mean_M = (totals_D / counts_D.clamp(min=1)).repeat_interleave(sizes_D, output_size=x.p_M.shape[0])
     return _pessimistic(x, mean_M + (x.p_M - x.p_M.detach()))
 
 
@@ -172,17 +174,25 @@ def _sequence_ratio(arrays: Arrays, where: str) -> None:
     if not arrays["sequence_ratio_mask"].any():
         field = f"{where}.sequence_ratio_mask"
         raise InvalidRequest(f"{field}: is zero everywhere; gspo needs a target to take the ratio from", field=field)
+    weights = arrays["weights"]
+    if weights.any() and not (weights * arrays["sequence_ratio_mask"]).any():
+        field = f"{where}.weights"
+        raise InvalidRequest(
+            f"{field}: is zero at each target of sequence_ratio_mask but not everywhere; gspo needs a target to "
+            "take the ratio from",
+            field=field,
+        )
 
 
 def _only_sampled_targets(arrays: Arrays, where: str) -> None:
     advantages = arrays["advantages"]
-    bad = (advantages != 0) & (arrays["sampled_mask"] == 0)
+    bad = (advantages != 0) & (arrays["sampled_mask"] == 0) & (arrays["weights"] != 0)
     if bad.any():
         n = int(np.argmax(bad))
         field = f"{where}.advantages"
         raise InvalidRequest(
             f"{field}[{n}]: {advantages[n]} is at a target that was not sampled (sampled_mask is 0); "
-            "stable_reinforce trains sampled targets only",
+            "stable_reinforce trains sampled targets only; set the advantage or the weight to 0",
             field=field,
         )
 

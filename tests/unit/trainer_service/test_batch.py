@@ -90,6 +90,12 @@ def clip(low: list[float], high: list[float]) -> dict[str, object]:
             {},
             r"data\[0\].loss_fn_inputs\.sequence_ratio_mask: is zero everywhere",
         ),
+        (
+            [datum([1, 2], **GSPO, weights=np.float32([1, 0]))],
+            "gspo",
+            {},
+            r"data\[0\].loss_fn_inputs\.weights: is zero at each target of sequence_ratio_mask",
+        ),
         ([datum([1, 2], **POLICY)], "stable_reinforce", {}, r"\.sampled_mask: missing"),
         (
             [datum([1, 2], **POLICY, sampled_mask=np.float32([1, 0]))],

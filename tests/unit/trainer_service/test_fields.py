@@ -25,6 +25,7 @@ from trainer_service.requests import batch_of, params_of
 LIMITS = Limits(vocab_size=100, max_context_length=64)
 SAMPLING = SamplingLimits(100, max_context_length=64, max_kv_tokens=64, max_num_samples=8, max_topk_logprobs=4)
 ONES = np.ones(3, np.float32)
+ONE = np.array([1, 0, 0], np.float32)
 NUMBER = types_pb2.LossConfigValue(number=1)
 
 
@@ -72,6 +73,7 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ),
     ("data[0].loss_fn_inputs.advantages", lambda: loss("stable_reinforce", sampled_mask=0 * ONES)),
     ("data[0].loss_fn_inputs.sequence_ratio_mask", lambda: loss("gspo", sequence_ratio_mask=0 * ONES)),
+    ("data[0].loss_fn_inputs.weights", lambda: loss("gspo", weights=ONE, sequence_ratio_mask=ONES - ONE)),
     (
         "data[0].loss_fn_inputs.clip_low_threshold",
         lambda: loss("ppo", clip_low_threshold=2 * ONES, clip_high_threshold=ONES),

@@ -163,16 +163,23 @@ def test_weights_multiply_the_loss_of_each_target(
     torch.testing.assert_close(gradient(name, {**POLICY, **more, "weights": MASK}, **config), MASK * unweighted)
 
 
-def test_weights_of_gspo_leave_the_ratio_of_the_datum_alone() -> None:
+def test_the_ratio_of_gspo_is_over_the_targets_that_have_a_weight() -> None:
     inputs = {**POLICY, "sequence_ratio_mask": torch.ones(4)}
     wide = {"clip_low_threshold": 0.0, "clip_high_threshold": 10.0}
-    ratio = torch.exp((P.detach() - Q).mean())  # of all four targets, weighted or not
+    ratio = torch.exp((P.detach() - Q)[1:].mean())  # MASK[0] is 0; the size of the others is no factor
     torch.testing.assert_close(gradient("gspo", {**inputs, "weights": MASK}, **wide), -MASK * ratio * A)
 
 
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro", "stable_reinforce"])
+def test_a_datum_of_gspo_without_any_weight_counts_nothing() -> None:
+    inputs = {**POLICY, "sequence_ratio_mask": torch.ones(4), "weights": torch.zeros(4)}
+    assert not evaluated("gspo", inputs, {}, [4]).any()
+    assert not gradient("gspo", inputs).any()
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"])
 def test_a_target_of_weight_0_counts_nothing_though_its_ratio_is_infinite(name: str) -> None:
-    far = {"logprobs": torch.tensor([-1e5, -1.0, -1.5, -3.2]), "advantages": -A.abs(), "sampled_mask": torch.ones(4)}
+    far = {"logprobs": torch.tensor([-1e5, -1.0, -1.5, -3.2]), "advantages": -A.abs()}
+    far |= {"sampled_mask": torch.ones(4), "sequence_ratio_mask": torch.ones(4)}
     near = far | {"logprobs": Q}
     mask = torch.tensor([0.0, 1.0, 1.0, 1.0])
     got = gradient(name, far | {"weights": mask})
