@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -20,7 +20,7 @@ from gateway.gateway import Gateway
 from gateway.openai.answers import Json
 from gateway.openai.chat import chat, put_together
 from gateway.openai.errors import body_of, invalid
-from gateway.openai.schemas import Chat, Respond
+from gateway.openai.schemas import Chat, InputImage, OutputPart, Respond
 from gateway.tenants.access import Caller
 from tinsmith.errors import InvalidRequest, ServiceError
 
@@ -73,8 +73,21 @@ def _messages(body: Respond) -> list[Json]:
             messages.append({"role": "tool", "content": put_together(item.output), "tool_call_id": item.call_id})
         else:
             role = "system" if item.role == "developer" else item.role  # most templates do not know developer
-            messages.append({"role": role, "content": put_together(item.content)})
+            messages.append({"role": role, "content": _content(item.content)})
     return messages
+
+
+def _content(content: str | Sequence[OutputPart | InputImage]) -> str | list[Json]:
+    """The content of a chat's message: text, or parts if there is a picture among them."""
+    if isinstance(content, str):
+        return content
+    parts: list[Json] = [
+        {"type": "image_url", "image_url": {"url": part.image_url}}
+        if isinstance(part, InputImage)
+        else {"type": "text", "text": part.text}
+        for part in content
+    ]
+    return parts if any(part["type"] == "image_url" for part in parts) else "".join(part["text"] for part in parts)
 
 
 def chat_of(body: Respond) -> Chat:

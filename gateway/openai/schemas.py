@@ -405,13 +405,20 @@ class OutputPart(Body):
     text: str
 
 
+class InputImage(Body):
+    type: Literal["input_image"]
+    image_url: str
+    """A data URL, as in a chat."""
+    detail: Annotated[Any, _Only("auto")] = None
+
+
 class InputMessage(Body):
     HARMLESS = frozenset({"id", "status", "phase"})
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     """Role of the message. The chat template gets developer as system."""
-    content: str | Listed[OutputPart]
-    """Text; parts are put together."""
+    content: str | Listed[Annotated[OutputPart | InputImage, Field(discriminator="type")]]
+    """Text; parts of text are put together. Pictures as data URLs, for models that see."""
 
 
 class FunctionCall(Body):

@@ -74,6 +74,40 @@ async def test_pictures_of_a_chat_become_chunks(stack: Stack, sampler: TalkingSa
     assert len(sampler.requests[-1].prompt) == 5
 
 
+async def test_pictures_of_a_response_become_the_chunks_of_the_same_chat(
+    stack: Stack, sampler: TalkingSampler, client: Client
+) -> None:
+    await sees(stack, sampler)
+    await ask(client, "chat/completions", CHAT)
+    image = {"type": "input_image", "image_url": URL, "detail": "auto"}
+    content = [{"type": "input_text", "text": "A"}, image, {"type": "input_text", "text": "B"}, image]
+    items = [{"role": "user", "content": content}, {"role": "assistant", "content": "C"}]
+    answer = await ask(client, "responses", {"model": BASE_MODEL, "input": items})
+    assert answer["output"][0]["content"][0]["text"] == SAYS
+    chat, response = sampler.requests[-2:]
+    assert list(response.prompt) == list(chat.prompt)
+    assert answer["usage"]["input_tokens"] > 2 * 15
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        ({"image_url": "https://example.org/cat.png"}, "input: 'https://example.org/cat.png' is no data URL of a PNG"),
+        ({"image_url": "data:image/jpeg;base64,AAAA"}, "input: picture 1.data: the picture is no jpeg file"),
+        ({"image_url": URL, "detail": "high"}, "detail"),
+        ({"file_id": "file-1"}, "image_url"),
+    ],
+)
+async def test_a_response_refuses_what_is_no_picture(
+    stack: Stack, sampler: TalkingSampler, client: Client, image: dict[str, str], message: str
+) -> None:
+    await sees(stack, sampler)
+    items = [{"role": "user", "content": [{"type": "input_image", **image}]}]
+    error = await refusal(client, "responses", {"model": BASE_MODEL, "input": items})
+    assert message in error["message"], error
+    assert not sampler.requests
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [

@@ -167,7 +167,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": ""}, "input", "empty"),
     ({"input": []}, "input", "empty"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "types message, function_call and"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "", "input_image"),
+    ({"input": [{"role": "user", "content": [{"type": "input_audio", "data": "x"}]}]}, "", "input_audio"),
     ({"input": [{"role": "martian", "content": "Hi"}]}, "", "martian"),
     ({"max_output_tokens": 0}, "max_output_tokens", "0"),
     ({"max_output_tokens": 2**40}, "max_output_tokens", "max_output_tokens: 1099511627776"),
