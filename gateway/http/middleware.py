@@ -43,10 +43,20 @@ _START, _NUMBERS = secrets.token_hex(4), itertools.count()
 
 _FRONT = "/services/tinker-prod"
 _HOSTED_OPENAI = "/oai/api/v1/"
+_TINKER = "/api/v1/"
+_OPENAI_RESOURCES = ("models", "completions", "chat/completions", "responses")
+"""What OpenAI's API has below its base URL; the Tinker API has none of these names."""
+
+
+def _is_openai_below_tinker(path: str) -> bool:
+    """True where an OpenAI client has the Tinker API's base URL."""
+    rest = path.removeprefix(_TINKER)
+    return rest != path and any(rest == name or rest.startswith(f"{name}/") for name in _OPENAI_RESOURCES)
 
 
 class HostedPaths:
-    """ASGI middleware, outside all others: rewrites paths of the hosted service to this server's paths.
+    """ASGI middleware, outside all others: rewrites paths of the hosted service, and OpenAI's resources below the
+    Tinker API, to this server's paths.
 
     So everything behind it, such as the check of keys, knows only one form of a path.
     """
@@ -58,7 +68,9 @@ class HostedPaths:
         if scope["type"] == "http":
             path = scope["path"].removeprefix(_FRONT)
             if path.startswith(_HOSTED_OPENAI):
-                path = f"/v1/{path.removeprefix(_HOSTED_OPENAI)}"
+                path = f"{_OPENAI}{path.removeprefix(_HOSTED_OPENAI)}"
+            elif _is_openai_below_tinker(path):
+                path = f"{_OPENAI}{path.removeprefix(_TINKER)}"
             if path.startswith("/"):
                 scope["path"] = path
         await self._app(scope, receive, send)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from gateway.http import middleware
 from tests.unit.gateway.stack import BASE_MODEL, Stack
 from tests.unit.gateway.test_sdk import run_program
 
@@ -39,6 +40,31 @@ async def test_the_paths_of_the_hosted_service_need_a_key_as_the_own_ones(
         for path in (f"{openai}/models", f"{tinker}/sessions"):
             reply = await client.get(path, headers={"authorization": "Bearer tml-one"})
             assert reply.status_code == 200, path
+
+
+async def test_openais_resources_are_found_below_the_tinker_apis_base_url(stack: Stack) -> None:
+    async with httpx.AsyncClient(base_url=stack.url) as client:
+        document = (await client.get("/openapi.json")).json()
+        paths = document["paths"]
+        resources = {path.removeprefix("/v1/"): set(paths[path]) for path in paths if path.startswith("/v1/")}
+        assert {name.split("/{")[0] for name in resources} == {*middleware._OPENAI_RESOURCES}
+        assert not {f"/api/v1/{name}" for name in resources} & {*paths}
+        for name, methods in resources.items():
+            for method in methods:
+                path = name.replace("{model}", BASE_MODEL)
+                own, other = [await client.request(method, f"{base}/{path}", json={}) for base in OWN]
+                assert own.status_code in (200, 400, 422), (own.status_code, own.text)
+                assert (other.status_code, other.json()) == (own.status_code, own.json()), path
+        for path in ("/api/v1/modelsx", "/api/v1/embeddings", "/api/v1/chat", "/api/v2/models"):
+            assert (await client.get(path)).status_code == 404, path
+
+
+async def test_openais_resources_below_the_tinker_api_need_a_key(stack: Stack) -> None:
+    await stack.restart_gateway(api_keys=["tml-one"])
+    async with httpx.AsyncClient(base_url=stack.url) as client:
+        reply = await client.get("/api/v1/models")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert (await client.get("/api/v1/models", headers={"authorization": "Bearer tml-one"})).status_code == 200
 
 
 async def test_the_sdk_trains_below_the_path_of_its_default_base_url(stack: Stack) -> None:
