@@ -19,7 +19,7 @@ from torch.nn.functional import softplus
 from transformers.activations import ACT2FN
 
 from tinsmith.modeling.kernels import recurrent_cuda
-from tinsmith.modeling.kernels.causal_conv import causal_conv
+from tinsmith.modeling.kernels.causal_conv import causal_conv, causal_conv_step
 from tinsmith.modeling.kernels.delta_rule import gated_delta_rule
 from tinsmith.modeling.kernels.delta_step import gated_delta_step
 from tinsmith.modeling.kernels.install import with_functions
@@ -80,6 +80,23 @@ def _conv(
     if activation is not None and activation not in _SILU:
         y_T_F = ACT2FN[activation](y_T_F)
     return y_T_F.transpose(0, 1)[None]
+
+
+def _conv_step(
+    active: ActiveRuns,
+    theirs: Callable[..., Tensor],
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """transformers' causal_conv1d_update: [B, F, 1] of [B, F, 1]. Changes the window in place."""
+    is_plain = hidden_states.device.type == "cpu" and hidden_states.shape[2] == 1 and activation in (None, *_SILU)
+    if not is_plain or conv_state.shape[2] + 1 < weight.shape[1] or torch.is_grad_enabled():
+        return theirs(hidden_states, conv_state, weight, bias, activation)
+    out = causal_conv_step(hidden_states[..., 0], conv_state, weight, bias, activate=activation is not None)
+    return out.to(hidden_states.dtype)[..., None]
 
 
 def _delta_rule(
@@ -166,13 +183,13 @@ def _mamba2(
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _conv,
+    "causal_conv1d_update": _conv_step,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "torch_recurrent_gated_delta_rule": _delta_step,
     "mamba2_chunk_scan": _mamba2,
 }
 """Replacements of transformers' functions, by their names there."""
 _OF_OTHER_PASSES = (
-    "causal_conv1d_update",
     "mamba2_selective_state_update",
     "mamba2_split_conv1d_scan_combined",
 )

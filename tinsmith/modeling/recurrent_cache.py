@@ -31,7 +31,7 @@ class RecurrentCache:
         self.num_lanes = num_lanes
         for key, old in self.stores.items():
             if old.shape[0] != num_lanes:
-                new = self.stores[key] = old.new_zeros(num_lanes, *old.shape[1:])
+                new = self.stores[key] = _zeros(key, num_lanes, old)
                 kept = old[:num_lanes]
                 new[: kept.shape[0]] = kept
 
@@ -69,8 +69,16 @@ class RecurrentCache:
         """The tensor of all lanes. If there is none, it is made with the type of `like` [B, ...] and its shape but for
         the first dimension."""
         if key not in self.stores:
-            self.stores[key] = like.new_zeros(self.num_lanes, *like.shape[1:])
+            self.stores[key] = _zeros(key, self.num_lanes, like)
         return self.stores[key]
+
+
+def _zeros(key: Key, num_lanes: int, like: Tensor) -> Tensor:
+    """For so many lanes, with the other dimensions of `like`. The channels of an input of a window lie together, as
+    causal_conv_step reads them."""
+    if key[0] == "window":
+        return like.new_zeros(num_lanes, like.shape[2], like.shape[1]).transpose(1, 2)
+    return like.new_zeros(num_lanes, *like.shape[1:])
 
 
 class LaneStates:

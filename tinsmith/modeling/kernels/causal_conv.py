@@ -2,7 +2,7 @@
 
     y_t = bias + sum over j of w_j x_(t-j),  over the j for which token t - j is in the same sequence
 
-Shapes: T packed tokens, F features, W width of the window.
+Shapes: T packed tokens, B sequences in generation, F features, W width of the window, S inputs that are kept.
 """
 
 from __future__ import annotations
@@ -26,6 +26,25 @@ def causal_conv(
     x = x_T_F.to(weight_F_W.dtype)
     out: Tensor = _CausalConv.apply(x, weight_F_W, bias_F, tuple(lengths), activate)
     return out.to(x_T_F.dtype)
+
+
+def causal_conv_step(
+    x_B_F: Tensor, kept_B_F_S: Tensor, weight_F_W: Tensor, bias_F: Tensor | None, *, activate: bool
+) -> Tensor:
+    """The convolution of one more token of each sequence [B, F], followed by SiLU if `activate`, in the weight's dtype.
+
+    `kept_B_F_S`: the sequences' newest inputs, at least W - 1. They are changed in place: the oldest leaves for the
+    token. This is fastest if the features of an input lie together in memory.
+    """
+    x_B_F = x_B_F.to(weight_F_W.dtype)
+    taps_W_F = weight_F_W.T.contiguous()
+    y_B_F = x_B_F * taps_W_F[-1] if bias_F is None else torch.addcmul(bias_F, x_B_F, taps_W_F[-1])
+    for j in range(1, taps_W_F.shape[0]):
+        y_B_F.addcmul_(kept_B_F_S[..., -j].to(y_B_F.dtype), taps_W_F[-1 - j])
+    for j in range(kept_B_F_S.shape[-1] - 1):
+        kept_B_F_S[..., j] = kept_B_F_S[..., j + 1]
+    kept_B_F_S[..., -1] = x_B_F
+    return silu(y_B_F, inplace=True) if activate else y_B_F
 
 
 class _CausalConv(torch.autograd.Function):
