@@ -10,10 +10,11 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Text, and_, cast, false, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import load_only
+from sqlalchemy.orm import defer, load_only
 
 from gateway import schemas
 from gateway.database.catalog import exists_now, in_project
+from gateway.database.connection import all_of
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import Model, SamplingSession, Session
@@ -54,7 +55,7 @@ class SessionSearch:
         models = select(Model.model_id).where(Model.session_id == session_id).order_by(Model.created_at)
         samplers = select(SamplingSession.sampling_session_id).where(SamplingSession.session_id == session_id)
         async with self._store.begin() as db:
-            return list(await db.scalars(models)), list(await db.scalars(samplers.order_by(SamplingSession.created_at)))
+            return await all_of(db, models), await all_of(db, samplers.order_by(SamplingSession.created_at))
 
     async def search(self, asked: schemas.SearchSessions, *, caller: Caller) -> tuple[list[Found], Session | None]:
         """One page of sessions, newest first, and the session after which the next page begins; None: no next page.
@@ -98,7 +99,8 @@ class SessionSearch:
                 await asyncio.sleep(0)
             else:
                 is_cut = len(matching) <= asked.limit
-            rows = await db.scalars(select(Session).where(Session.session_id.in_(matching[: asked.limit])))
+            listed = select(Session).options(defer(Session.tags))
+            rows = await all_of(db, listed.where(Session.session_id.in_(matching[: asked.limit])))
             by_id = {row.session_id: row for row in rows}
         page_rows = [by_id[session_id] for session_id in matching[: asked.limit] if session_id in by_id]
         sizes = await self._sizes([row.session_id for row in page_rows])

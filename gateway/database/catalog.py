@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, SelectBase, and_, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from gateway.database.connection import all_of, rows_of
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint
 from gateway.database.tables.sessions import Model, Session
@@ -60,7 +61,7 @@ class Catalog:
             query = query.where(in_project(project_id))
         page = query.order_by(Model.created_at.desc(), Model.model_id.desc()).limit(limit).offset(offset)
         async with self._store.begin() as db:
-            found = [(model, whose) for model, whose in await db.execute(page)]
+            found = [(model, whose) for model, whose in await rows_of(db, page)]
             last = await _last_checkpoints(db, [model.model_id for model, _ in found])
             return [_run(model, whose, last) for model, whose in found], await _count(db, query)
 
@@ -107,7 +108,7 @@ class Catalog:
         query = select(Checkpoint).where(Checkpoint.owner == owner, Checkpoint.kind.in_(kinds), exists_now())
         page = query.order_by(Checkpoint.created_at.desc(), Checkpoint.path.desc()).limit(limit).offset(offset)
         async with self._store.begin() as db:
-            return list(await db.scalars(page)), await _count(db, query)
+            return await all_of(db, page), await _count(db, query)
 
 
 async def _count(db: AsyncSession, query: SelectBase) -> int:
@@ -123,7 +124,7 @@ async def _last_checkpoints(db: AsyncSession, run_ids: Sequence[str]) -> dict[tu
     query = select(Checkpoint.path, place.label("place")).where(Checkpoint.run_id.in_(run_ids), exists_now())
     newest = query.subquery()
     rows = select(Checkpoint).join(newest, Checkpoint.path == newest.c.path).where(newest.c.place == 1)
-    return {(row.run_id, row.kind): row for row in await db.scalars(rows)}
+    return {(row.run_id, row.kind): row for row in await all_of(db, rows)}
 
 
 def _run(model: Model, owner: str, last: dict[tuple[str, str], Checkpoint]) -> RunWithCheckpoints:

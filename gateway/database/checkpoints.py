@@ -6,8 +6,9 @@ import time
 from typing import Any
 
 from sqlalchemy import delete, func, or_, select, update
+from sqlalchemy.orm import defer
 
-from gateway.database.connection import Database, Note
+from gateway.database.connection import Database, Note, all_of
 from gateway.database.operations import settle
 from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint
 from gateway.database.tables.tenants import AuditEvent
@@ -47,7 +48,7 @@ class CheckpointRows:
         async with self._database.begin() as db:
             over = Checkpoint.expires_at <= time.time()
             query = select(Checkpoint).where(over, or_(~Checkpoint.pinned, Checkpoint.expires_at == DELETED_AT))
-            return list(await db.scalars(query))
+            return await all_of(db, query.options(defer(Checkpoint.user_metadata)))
 
     async def count(self) -> dict[str, tuple[int, int]]:
         """Kind of a path -> number of checkpoints and their bytes."""

@@ -31,12 +31,29 @@ Note = Callable[[AsyncSession], Awaitable[None]]
 MIGRATIONS = Path(__file__).parent / "migrations"
 _MIGRATION_LOCK = 0x74696E736D697468
 """Number of an advisory lock of PostgreSQL."""
+_PER_PASS = 50
+"""Most rows of a list that are read in one pass of the event loop: up to 20 ms, with metadata of 64 Ki characters
+each."""
 _CONNECT_TIMEOUT_S = 10.0
 _LOCKED_S = 30
 """How long SQLite waits for a lock that another connection holds."""
 _SILENT_S = 10
 """A PostgreSQL server whose machine does not answer is given up after one to two times this. Its name may lead to
 another machine by then."""
+
+
+async def rows_of(db: AsyncSession, query: Executable) -> list[Any]:
+    """All rows, as tuples, read a few at a time. Other work of the event loop runs in between.
+
+    SQLAlchemy makes rows on the event loop, and parses their JSON there: a thousand runs or checkpoints with long
+    metadata, read in one go, would block it for a second.
+    """
+    return [row async for row in await db.stream(query, execution_options={"yield_per": _PER_PASS})]
+
+
+async def all_of(db: AsyncSession, query: Executable) -> list[Any]:
+    """The first column of all rows, read as in `rows_of`."""
+    return [row async for row in await db.stream_scalars(query, execution_options={"yield_per": _PER_PASS})]
 
 
 def _upgrade(connection: Connection) -> None:
@@ -112,12 +129,12 @@ class Database:
     async def all(self, query: Executable) -> list[Any]:
         """The first column of all rows, such as the objects of a mapped class."""
         async with self.begin() as db:
-            return list(await db.scalars(query))
+            return await all_of(db, query)
 
     async def rows(self, query: Executable) -> list[Any]:
         """All rows, as tuples."""
         async with self.begin() as db:
-            return list(await db.execute(query))
+            return await rows_of(db, query)
 
     async def run(self, statement: Executable, values: Sequence[Mapping[str, Any]] | None = None) -> int:
         """Executes an UPDATE, DELETE or INSERT, for each of `values` if given. Returns the number of rows it met."""

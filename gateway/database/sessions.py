@@ -14,6 +14,7 @@ from uuid import uuid4
 from cachetools import LRUCache
 from sqlalchemy import bindparam, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import defer, load_only
 
 from gateway.database.connection import Database, Note
 from gateway.database.operations import settle
@@ -162,10 +163,9 @@ class SessionRows:
     async def whose(self, session_id: str) -> Whose | None:
         """Owner and key of the session; None for an unknown one."""
         if session_id not in self._whose:
-            session = await self.get(session_id)
-            if session is None:
-                return None
-            self._know(session)
+            query = select(Session.owner, Session.key_id).where(Session.session_id == session_id)
+            for owner, key_id in await self._database.rows(query):
+                self._whose[session_id] = Whose(owner, key_id)
         return self._whose.get(session_id)
 
     def _know(self, session: Session) -> None:
@@ -300,7 +300,8 @@ class ModelRows:
         """Models that the trainer still holds, though they or their sessions have ended."""
         has_ended = or_(Session.ended_at.is_not(None), Model.ended_at.is_not(None))
         query = select(Model, Session).join(Session).where(has_ended, Model.released_at.is_(None))
-        return [(model, session) for model, session in await self._database.rows(query)]
+        without_notes = defer(Model.user_metadata), load_only(Session.ended_at, Session.end_reason)
+        return [(model, session) for model, session in await self._database.rows(query.options(*without_notes))]
 
     async def release(self, model_id: str) -> None:
         """Notes that the trainer has freed the model, and deletes its operations."""

@@ -29,6 +29,8 @@ class WriteBehind:
         self._what = what
         self._every_s = every_s
         self._writing = asyncio.Lock()
+        self._next_end = asyncio.Event()
+        """Set when the next call of `write` has ended, with or without success."""
 
     async def run(self) -> None:
         while True:
@@ -42,6 +44,14 @@ class WriteBehind:
         """Writes what has gathered. Raises SQLAlchemyError."""
         await to_its_end(self._locked())
 
+    async def next_write(self) -> None:
+        """Waits until the next write has ended, with or without success."""
+        await self._next_end.wait()
+
     async def _locked(self) -> None:
         async with self._writing:
-            await self._write()
+            ended, self._next_end = self._next_end, asyncio.Event()
+            try:
+                await self._write()
+            finally:
+                ended.set()

@@ -14,6 +14,7 @@ from sqlalchemy import ColumnElement, exists, or_, select
 
 from gateway.config import GatewayConfig
 from gateway.database.catalog import exists_now
+from gateway.database.connection import rows_of
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint, RetentionPolicy
 from gateway.database.tables.operations import Operation
@@ -64,7 +65,7 @@ class Retention:
         """
         is_this = Checkpoint.run_id == run_id, Checkpoint.kind.in_(KINDS.values()), exists_now()
         async with self._store.begin() as db:
-            rows = list(await db.execute(select(Checkpoint, _is_in_use()).where(*is_this)))
+            rows = await rows_of(db, select(Checkpoint, _is_in_use()).where(*is_this))
         in_use = {one.path for one, used in rows if used}
         now = time.time()
         return [

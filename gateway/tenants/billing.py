@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import case, func, literal_column, select
+import orjson
+from sqlalchemy import Text, case, cast, func, literal_column, select
 
 from gateway.config import GatewayConfig, TokenKind
 from gateway.database.catalog import exists_now, in_project
@@ -25,6 +28,20 @@ HOURS_OF_MONTH = 720
 
 MAX_EVENTS = 20_000
 """Most events in one answer, which is held in memory as a whole."""
+
+MAX_METADATA = 4 * 2**20
+"""Most characters of sessions' metadata in one answer."""
+_PER_PASS = 200
+"""Most events that are made, or sessions whose metadata is read, in one pass of the event loop."""
+_PER_QUERY = 500
+"""Most ids in one query, because databases limit its parameters."""
+_EVENT = (
+    *(Usage.hour, Usage.owner, Usage.session_id, Usage.base_model, Usage.kind, Usage.amount),
+    *(Session.session_id.label("known"), Session.project_id),
+)
+"""Columns of an event, in the order of the arguments of `_event`. Tags and metadata of a session may have 64 Ki
+characters each. They would be read for each event, and parsed on the event loop."""
+_SIZES = select(Session.session_id, func.length(cast(Session.user_metadata, Text)))
 
 _METERED_UNTIL = "storage_metered_until"
 
@@ -92,56 +109,91 @@ class Billing:
 
     async def usage(
         self, begin_hour: int, end_hour: int, *, owner: str | None
-    ) -> tuple[list[Json], dict[str, Session]]:
-        """The usage events of a span of hours, and the sessions that they name.
+    ) -> tuple[list[Json], dict[str, orjson.Fragment]]:
+        """The usage events of a span of hours, and the user metadata of the sessions that they name.
 
-        Hours count from 1970; `end_hour` is not included. `owner` None: the events of all owners. Raises InvalidRequest
-        when the hours have more than MAX_EVENTS events.
+        Hours count from 1970; `end_hour` is not included. `owner` None: the events of all owners. The metadata has at
+        most MAX_METADATA characters in all; the longest is left out. Raises InvalidRequest when the hours have more
+        than MAX_EVENTS events.
         """
-        await self._ledger.flush()
+        await self._ledger.caught_up()
         query = (
-            select(Usage, Session)
+            select(*_EVENT)
             .outerjoin(Session, Session.session_id == Usage.session_id)
             .where(Usage.hour >= begin_hour, Usage.hour < end_hour)
             .order_by(Usage.hour, Usage.amount.desc(), Usage.kind)
         )
         if owner is not None:
             query = query.where(Usage.owner == owner)
-        async with self._store.begin() as db:
-            rows = [(usage, session) for usage, session in await db.execute(query.limit(MAX_EVENTS + 1))]
+        rows = await self._store.rows(query.limit(MAX_EVENTS + 1))
         if len(rows) > MAX_EVENTS:
             raise InvalidRequest(
                 f"ending_before: the {end_hour - begin_hour} hours have more than {MAX_EVENTS} events, which is the "
                 "most of one answer; ask for fewer hours at a time",
                 field="ending_before",
             )
-        sessions = {session.session_id: session for _, session in rows if session is not None}
-        return [self._event(usage, session) for usage, session in rows], sessions
+        events = []
+        for start in range(0, len(rows), _PER_PASS):
+            events += [self._event(*row) for row in rows[start : start + _PER_PASS]]
+            await asyncio.sleep(0)
+        session_ids = list({row.session_id: None for row in rows if row.known is not None})
+        return events, await self._metadata(session_ids)
 
-    def _event(self, usage: Usage, session: Session | None) -> Json:
-        bucket_start = usage.hour * HOUR_S
+    async def _metadata(self, session_ids: Sequence[str]) -> dict[str, orjson.Fragment]:
+        """session_id -> user metadata as JSON; the shortest ones, as many as MAX_METADATA characters hold.
+
+        The text goes from the database into the answer as it is, because parsing it would block the event loop.
+        """
+        text = cast(Session.user_metadata, Text)
+        sizes: list[tuple[int, str]] = []
+        for start in range(0, len(session_ids), _PER_QUERY):
+            some = Session.session_id.in_(session_ids[start : start + _PER_QUERY])
+            sizes += [(size, found) for found, size in await self._store.rows(_SIZES.where(some))]
+        sizes.sort()
+        totals = itertools.accumulate(size for size, _ in sizes)
+        kept = [found for (_, found), total in zip(sizes, totals, strict=True) if total <= MAX_METADATA]
+        texts: dict[str, orjson.Fragment] = {}
+        for start in range(0, len(kept), _PER_PASS):
+            some = Session.session_id.in_(kept[start : start + _PER_PASS])
+            for found, metadata in await self._store.rows(select(Session.session_id, text).where(some)):
+                texts[found] = orjson.Fragment("null" if metadata == "{}" else metadata)
+        return {session_id: texts[session_id] for session_id in session_ids if session_id in texts}
+
+    def _event(
+        self,
+        hour: int,
+        owner: str,
+        session_id: str,
+        base_model: str,
+        kind: str,
+        amount: int,
+        known: str | None,
+        project_id: str | None,
+    ) -> Json:
+        """`known`: the session's id when there is a session."""
+        bucket_start = hour * HOUR_S
         event: Json = {
             "bucket_start": time_text(bucket_start),
             "bucket_end": time_text(bucket_start + HOUR_S),
-            "base_model": usage.base_model or None,
-            "user_id": urn_of(usage.owner),
-            "session_id": usage.session_id or None,
-            "project_id": None if session is None else session.project_id or DEFAULT_PROJECT,
+            "base_model": base_model or None,
+            "user_id": urn_of(owner),
+            "session_id": session_id or None,
+            "project_id": None if known is None else project_id or DEFAULT_PROJECT,
         }
-        match usage.kind:
+        match kind:
             case "storage":
-                gigabyte_hours = usage.amount / GIGABYTE
+                gigabyte_hours = amount / GIGABYTE
                 # The field `free`, which would be false, is left out: SDKs before 0.33 refuse unknown fields.
                 event["event_info"] = {"type": "storage", "gigabyte_hours": gigabyte_hours}
                 event["effective_rate_usd_per_gigabyte_month"] = self._storage_price
                 event["estimated_cost_usd"] = self._storage_price * gigabyte_hours / HOURS_OF_MONTH
             case "checkpoint":
-                event["event_info"] = {"type": "checkpoint", "count": usage.amount}
-            case "training" | "sampling_prefill" | "sampling_prefill_cached" | "sampling_sample" as kind:
-                rate = self._token_price(usage.base_model, kind)
-                event["event_info"] = _token_info(kind, usage.amount)
+                event["event_info"] = {"type": "checkpoint", "count": amount}
+            case "training" | "sampling_prefill" | "sampling_prefill_cached" | "sampling_sample":
+                rate = self._token_price(base_model, kind)
+                event["event_info"] = _token_info(kind, amount)
                 event["effective_rate_usd_per_million_tokens"] = rate
-                event["estimated_cost_usd"] = rate * usage.amount / 1e6
+                event["estimated_cost_usd"] = rate * amount / 1e6
         return event
 
     def _token_price(self, base_model: str, kind: TokenKind) -> float:

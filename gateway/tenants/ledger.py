@@ -195,6 +195,15 @@ class Ledger:
         """Writes the gathered rows to the database. They are kept when that fails. Raises SQLAlchemyError."""
         await self.behind.flush()
 
+    async def caught_up(self) -> None:
+        """Waits until what was noted before is in the database, or could not be written; a second at most.
+
+        For requests that read the ledger. They do not write it themselves, because SQLite has one writer, and anyone
+        may repeat a GET.
+        """
+        if self._gathered or self._batch:
+            await self.behind.next_write()
+
     async def _write(self) -> None:
         if self._batch:
             await self._write_batch()

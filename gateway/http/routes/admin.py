@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import select
+import orjson
+from sqlalchemy import Select, and_, or_, select
+from starlette.responses import Response, StreamingResponse
 
 from gateway import answers, schemas
 from gateway.codec import Request
+from gateway.database.store import Store
 from gateway.database.tables.tenants import AuditEvent
 from gateway.http.endpoint import GET
 from gateway.tenants.billing import GIGABYTE, HOUR_S
@@ -16,6 +20,8 @@ from gateway.views import owner_of_urn, time_text, urn_of
 from tinsmith.errors import InvalidRequest
 
 MAX_USAGE_DAYS = 14
+_PAGE_ROWS = 500
+"""Entries of the audit log that are read at a time."""
 
 
 def _whose(request: Request) -> str | None:
@@ -37,12 +43,11 @@ def _entry(event: AuditEvent) -> answers.records.AuditEntry:
     return entry
 
 
-async def audit(request: Request, query: schemas.AuditQuery) -> answers.records.AuditLog:
+async def audit(request: Request, query: schemas.AuditQuery) -> Response:
     """Audit log of a day.
 
     The caller's actions from midnight to midnight UTC; for an admin, everyone's. Default: today.
     """
-    gateway = request.gateway
     day = query.day or datetime.now(UTC).date()
     begin = datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()
     events = select(AuditEvent).where(AuditEvent.at >= begin, AuditEvent.at < begin + timedelta(days=1).total_seconds())
@@ -50,9 +55,25 @@ async def audit(request: Request, query: schemas.AuditQuery) -> answers.records.
         events = events.where(AuditEvent.category == query.event_type)
     if (owner := _whose(request)) is not None:
         events = events.where(AuditEvent.owner == owner)
-    await gateway.ledger.flush()
-    found = await gateway.store.all(events.order_by(AuditEvent.at, AuditEvent.event_id))
-    return {"entries": [_entry(event) for event in found]}
+    events = events.order_by(AuditEvent.at, AuditEvent.event_id).limit(_PAGE_ROWS)
+    await request.gateway.ledger.caught_up()
+    first = await request.gateway.store.all(events)
+    return StreamingResponse(_entries(request.gateway.store, events, first), media_type="application/json")
+
+
+async def _entries(store: Store, events: Select[AuditEvent], page: list[AuditEvent]) -> AsyncIterator[bytes]:
+    """The audit log as JSON, made a page at a time, because a day may have a million entries. `page`: the first
+    page."""
+    yield b'{"entries":['
+    comma = b""
+    while page:
+        yield comma + orjson.dumps([_entry(event) for event in page])[1:-1]
+        if len(page) < _PAGE_ROWS:
+            break
+        comma, last = b",", page[-1]
+        after = or_(AuditEvent.at > last.at, and_(AuditEvent.at == last.at, AuditEvent.event_id > last.event_id))
+        page = await store.all(events.where(after))
+    yield b"]}"
 
 
 def _hour(at: datetime, *, field: str) -> int:
@@ -64,7 +85,10 @@ def _hour(at: datetime, *, field: str) -> int:
 
 
 async def billing_usage(request: Request, query: schemas.UsageQuery) -> answers.records.UsageEvents:
-    """Usage by hour."""
+    """Usage by hour.
+
+    The sessions with the longest metadata may be left out of `sessions`.
+    """
     gateway = request.gateway
     begin = _hour(query.starting_on, field="starting_on")
     end = _hour(query.ending_before, field="ending_before")
@@ -76,13 +100,15 @@ async def billing_usage(request: Request, query: schemas.UsageQuery) -> answers.
             f"{MAX_USAGE_DAYS} days",
             field="ending_before",
         )
-    events, sessions = await gateway.tenants.billing.usage(begin, end, owner=_whose(request))
+    billing, by_owner = gateway.tenants.billing, gateway.tenants.callers.by_owner
+    events, sessions = await billing.usage(begin, end, owner=_whose(request))
+    users = {urn: by_owner(owner_of_urn(urn)) for urn in {event["user_id"] for event in events}}
     for event in events:
-        caller = gateway.tenants.callers.by_owner(owner_of_urn(event["user_id"]))
+        caller = users[event["user_id"]]
         event["user_name"] = caller.name if caller is not None else None
     return {
         "data": events,
-        "sessions": {key: {"user_metadata": row.user_metadata or None} for key, row in sessions.items()},
+        "sessions": {key: {"user_metadata": metadata} for key, metadata in sessions.items()},
         "cost_data_through": None,  # there are no invoices; every cost is an estimate by the operator's prices
     }
 
@@ -112,7 +138,7 @@ async def checkpoint_storage(request: Request, query: schemas.StorageQuery) -> a
 
 
 routes = [
-    GET("/audit", audit, errors=(400,)),
+    GET("/audit", audit, errors=(400,), answers=answers.records.AuditLog),
     GET("/billing/usage/events", billing_usage, errors=(400,)),
     GET("/billing/usage/checkpoints/current", checkpoint_storage),
 ]

@@ -90,7 +90,7 @@ async def trace(request: Request) -> Response:
     session = await gateway.store.sessions.get(session_id)
     if session is None:
         raise HTTPException(404, f"there is no session {session_id!r}")
-    await gateway.ledger.flush()
+    await gateway.ledger.caught_up()
     content = traces.trace(gateway.store, session)
     headers = {"Content-Disposition": f'attachment; filename="{session_id}.json"'}
     return StreamingResponse(content, media_type="application/json", headers=headers)
