@@ -18,7 +18,14 @@ EXAMPLE = ROOT / "examples/grpc/go"
 FILES = ("client.go", "go.mod", "buf.gen.yaml")
 PACKAGE = "example.org/tinsmith/client"
 DEBIAN = Path("/usr/share/gocode")
-"""GOPATH of Debian's packages: golang-google-grpc-dev and what it depends on."""
+"""GOPATH of Debian's packages."""
+NEEDED = {
+    "google.golang.org/grpc": "golang-google-grpc-dev",
+    "google.golang.org/protobuf/proto": "golang-google-protobuf-dev",
+    # Version 1.3, which satisfies golang-google-grpc-dev too, cannot read what today's plugin makes.
+    "github.com/golang/protobuf/proto/registry.go": "golang-github-golang-protobuf-1-5-dev",
+}
+"""What the client needs of them, with the package that has it."""
 SINCE_DEBIAN = {
     '\t"google.golang.org/grpc/credentials/insecure"\n': "",
     "grpc.WithTransportCredentials(insecure.NewCredentials())": "grpc.WithInsecure()",
@@ -49,7 +56,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Path:
     buf = str(Path(sys.executable).with_name("buf"))
     if complaint := run(buf, "generate", str(ROOT / "proto"), cwd=source):
         pytest.skip(f"the plugins for Go make no code of proto/: {complaint}")
-    if (DEBIAN / "src/google.golang.org/grpc").is_dir():
+    missing = [package for name, package in NEEDED.items() if not (DEBIAN / "src" / name).exists()]
+    if not missing:
         env = {"GO111MODULE": "off", "GOPATH": f"{gopath}:{DEBIAN}"}
         program = (source / "client.go").read_text()
         for name, older in SINCE_DEBIAN.items():
@@ -59,9 +67,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Path:
     else:
         env = {"GO111MODULE": "on"}
         if complaint := run("go", "mod", "tidy", cwd=source, env=env):
-            pytest.skip(
-                f"go cannot fetch the client's modules, and Debian's golang-google-grpc-dev is not here: {complaint}"
-            )
+            pytest.skip(f"go cannot fetch the client's modules, and Debian's {missing} are not here: {complaint}")
     assert run("go", "build", "-o", "client", cwd=source, env=env) == ""
     return source / "client"
 

@@ -10,12 +10,13 @@ import pytest
 from sampler_service import grammars, tokenizer
 from sampler_service.config import SamplerConfig
 from sampler_service.core import request
-from tinsmith.rpc import tensors
+from tinsmith.pictures import counting, headers
+from tinsmith.rpc import notes, tensors
 from trainer_service import servicer
 from trainer_service.config import TrainerConfig
 from trainer_service.engine.batch import Limits
 from trainer_service.objectives import custom_loss, custom_loss_graph
-from trainer_service.storage import encryption
+from trainer_service.storage import encryption, imports
 
 PROTO = Path(__file__).parents[3] / "proto/tinsmith/v1"
 
@@ -29,6 +30,14 @@ LIMITS = [
     ("trainer", "OptimStepRequest", "seq_id", "({:,} unless set)", default(TrainerConfig, "max_queued_operations")),
     ("trainer", "CustomLoss", "inputs", "1 to {}", custom_loss.MAX_INPUTS),
     ("trainer", "CustomLoss", "graph", "1 to {:,} nodes", custom_loss_graph.MAX_NODES),
+    ("trainer", "CustomLoss", "graph", "at most {} KiB", custom_loss_graph.MAX_JSON_BYTES // 2**10),
+    ("trainer", "CreateModelRequest", "user_metadata", "at most {:,} entries", notes.MAX_ENTRIES),
+    ("trainer", "CreateModelRequest", "user_metadata", "{:,} characters", notes.MAX_CHARACTERS),
+    ("trainer", "SaveCheckpointRequest", "user_metadata", "at most {:,} entries", notes.MAX_ENTRIES),
+    ("trainer", "SaveCheckpointRequest", "user_metadata", "{:,} characters", notes.MAX_CHARACTERS),
+    ("trainer", "ImportCheckpointHeader", "user_metadata", "at most {:,} entries", notes.MAX_ENTRIES),
+    ("trainer", "ImportCheckpointHeader", "user_metadata", "{:,} characters", notes.MAX_CHARACTERS),
+    ("trainer", "ImportCheckpointRequest", "archive", "{:,} files", imports._MAX_MEMBERS),
     ("trainer", "SaveCheckpointRequest", "age_recipients", "at most {}", encryption.MAX_RECIPIENTS),
     ("trainer", "CreateModelRequest", "creation_id", "{} hexadecimal", 2 * servicer._CREATION_BYTES),
     ("trainer", "ReadCheckpointFileResponse", "data", "{} MiB", servicer._PIECE_BYTES // 2**20),
@@ -36,10 +45,15 @@ LIMITS = [
     ("sampler", "SampleRequest", "num_samples", "{:,} unless set", default(SamplerConfig, "max_num_samples")),
     ("sampler", "SampleRequest", "topk_prompt_logprobs", "{} unless set", default(SamplerConfig, "max_topk_logprobs")),
     ("sampler", "SamplingParams", "logit_bias", "at most {:,} tokens", request.MAX_BIASES),
+    ("sampler", "StopCondition", "strings", "{:,} bytes", request.MAX_STOP_BYTES),
     ("sampler", "Grammar", "json_schema", "{} KiB", grammars.MAX_TEXT_BYTES // 2**10),
     ("sampler", "Grammar", "lark", "{} KiB", grammars.MAX_TEXT_BYTES // 2**10),
     ("sampler", "TokenizeRequest", "text", "{} MiB", tokenizer.MAX_TEXT_BYTES // 2**20),
     ("types", "Tensor", "shape", "{:,} elements", tensors.MAX_ELEMENTS),
+    ("types", "Datum", "loss_fn_inputs", "{:,} unless set", default(TrainerConfig, "max_targets_per_token")),
+    ("types", "Image", "data", "{} MiB", headers.MAX_BYTES // 2**20),
+    ("types", "Image", "data", "{:,} pixels", headers.MAX_PIXELS),
+    ("types", "Image", "data", "at most {} times", counting._MAX_RATIO),
 ]
 
 
