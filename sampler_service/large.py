@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from sampler_service.threads import storable
+
 T = TypeVar("T")
 
 _thread = ThreadPoolExecutor(1, thread_name_prefix="large-messages")
@@ -17,4 +19,11 @@ _thread = ThreadPoolExecutor(1, thread_name_prefix="large-messages")
 
 async def run(work: Callable[[], T]) -> T:
     """Does `work` on the thread for large messages."""
-    return await asyncio.get_running_loop().run_in_executor(_thread, work)
+
+    def storing() -> T:
+        try:
+            return work()
+        except StopIteration as error:
+            raise storable(error) from error
+
+    return await asyncio.get_running_loop().run_in_executor(_thread, storing)

@@ -10,6 +10,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+def storable(error: StopIteration) -> RuntimeError:
+    """The error for a future, which takes no StopIteration: those who wait for it would wait for ever."""
+    stored = RuntimeError(repr(error))
+    stored.__cause__ = error
+    return stored
+
+
 async def in_thread(work: Callable[[], T]) -> T:
     """Runs `work` in a daemon thread of its own.
 
@@ -31,6 +38,8 @@ async def in_thread(work: Callable[[], T]) -> T:
         result, error = None, None
         try:
             result = work()
+        except StopIteration as raised:
+            error = storable(raised)
         except BaseException as raised:
             error = raised
         if not loop.is_closed():

@@ -22,7 +22,7 @@ from sampler_service.config import SamplerConfig
 from sampler_service.core.request import Generation, Limits, QueueStatus, Request, Result
 from sampler_service.core.sampling import stream_keys
 from sampler_service.core.scoring import PromptScorer
-from sampler_service.core.sequence import Sequence, SequenceGroup, StopRules
+from sampler_service.core.sequence import Sequence, SequenceGroup, StateUnknown, StopRules
 from sampler_service.core.versions import VersionStore
 from sampler_service.grammars import Grammars
 from sampler_service.metrics import Requests
@@ -312,7 +312,8 @@ class OpenRequests:
             raise NotReady("the sampler is shutting down")
 
     def die(self, error: BaseException) -> None:
-        """Takes no request any more, then tells the service, then ends the requests. Does so once."""
+        """Takes no request any more, then tells the service, then ends the requests. Does so once. Requests that wait
+        are not told that they may be the cause, unless the error is a StateUnknown that names them."""
         if not self.died.is_set():
             self.died.set()
             self._dying = asyncio.get_running_loop().create_task(self._end_dead(error))
@@ -335,8 +336,9 @@ class OpenRequests:
             if self.on_death is not None:
                 await self.on_death()
         finally:
+            named = error.groups if isinstance(error, StateUnknown) else ()
             for group in list(self._open):
-                computing = "no" if group in self._waiting else "yes"
+                computing = "no" if group in self._waiting and group not in named else "yes"
                 self.end(group, EngineDead(f"the engine has died: {error}", computing=computing))
             self._end_all(EngineDead(f"the engine has died: {error}"))
 

@@ -82,6 +82,18 @@ class StopRule:
         return any(string in text for string in self.strings)
 
 
+class StateUnknown(Exception):
+    """An error, its cause, after which the engine cannot go on. Any of these requests may have caused it, beside those
+    that are being computed."""
+
+    def __init__(self, groups: Iterable[SequenceGroup]) -> None:
+        super().__init__()
+        self.groups = list(groups)
+
+    def __str__(self) -> str:
+        return str(self.__cause__)
+
+
 class StopRules:
     """Makes the rules of one model's requests; its tokenizer is loaded when a request has a stop string."""
 

@@ -15,6 +15,8 @@ import asyncio
 import logging
 import threading
 from collections import abc
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -27,7 +29,7 @@ from sampler_service.core.engine import OpenRequests
 from sampler_service.core.queue_status import Progress, status_of
 from sampler_service.core.request import Generation, Limits, Params, QueueStatus, Request, StopCondition
 from sampler_service.core.self_check import Comparison
-from sampler_service.core.sequence import SequenceGroup, StopRules
+from sampler_service.core.sequence import SequenceGroup, StateUnknown, StopRules
 from sampler_service.core.sizing import Sizes, resolve_device, resolve_dtype
 from sampler_service.core.versions import Version, VersionStore
 from sampler_service.eos import eos_token_ids
@@ -93,6 +95,17 @@ class Stop:
 
 
 Command = Add | Cancel | Move | ForgetVersion | ForgetWarmUp | Stop
+
+
+@contextmanager
+def _at(groups: Collection[SequenceGroup]) -> Iterator[None]:
+    """Names these requests in an error of the block, unless it names some itself. Lack of memory has its own way."""
+    try:
+        yield
+    except (StateUnknown, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        raise StateUnknown(groups) from error
 
 
 class TorchEngine:
@@ -287,8 +300,9 @@ class TorchEngine:
                 going_on = self._take()
                 if not self._scheduler.idle:
                     self._step()
-                self._scheduler.note_progress()
-                self._post(self._scheduler.take_output())
+                with _at(self._scheduler.groups):
+                    self._scheduler.note_progress()
+                    self._post(self._scheduler.take_output())
         except BaseException as error:
             logger.critical("the compute thread has died", exc_info=True)
             self._loop.call_soon_threadsafe(self._died, error, self._scheduler.take_output())
@@ -308,11 +322,14 @@ class TorchEngine:
         scheduler = self._scheduler
         match command:
             case Add():
-                scheduler.add(command.jobs)
+                with _at([command.jobs[0].group]):
+                    scheduler.add(command.jobs)
             case Cancel():
-                scheduler.cancel(command.group, command.error)
+                with _at([command.group]):
+                    scheduler.cancel(command.group, command.error)
             case Move():
-                scheduler.move(command.groups, command.version, command.future)
+                with _at(command.groups):
+                    scheduler.move(command.groups, command.version, command.future)
             case ForgetVersion():
                 scheduler.forget_version(command.namespace)
                 self._runner.parameters.forget(command.weights)
@@ -321,7 +338,8 @@ class TorchEngine:
 
     def _step(self) -> None:
         try:
-            batch = self._scheduler.schedule()
+            with _at(self._scheduler.groups):
+                batch = self._scheduler.schedule()
             drawn = self._runner.run(batch)
             self._scheduler.update(batch, drawn)
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -336,7 +354,7 @@ class TorchEngine:
     # The event loop again.
 
     def _deliver(self, output: StepOutput) -> None:
-        with self.requests.dying_of_errors():
+        with self.requests.dying_of_errors(), _at(output.groups):
             self._hand_over(output)
 
     def _hand_over(self, output: StepOutput) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, count
 
-from sampler_service.core.sequence import PASSING, Sequence, SequenceGroup
+from sampler_service.core.sequence import PASSING, Sequence, SequenceGroup, StateUnknown
 from tinsmith.modeling.recurrent_cache import RecurrentCache
 
 SHORT_TOKENS = 1024
@@ -320,8 +320,13 @@ class Planner:
         return chosen
 
     def _take(self, job: Job) -> None:
-        self.waiting.take(job)
-        self._reserve(job)
+        try:
+            self.waiting.take(job)
+            self._reserve(job)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise StateUnknown([job.group]) from error
 
     def _more_than_a_step(self, held: list[Job]) -> bool:
         pending = 0

@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -45,6 +46,11 @@ class StepOutput:
     ended: list[tuple[SequenceGroup, Result | ServiceError]] = field(default_factory=list)
     progress: Progress | None = None
     """None: about as in the output before."""
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        """The requests that it is about."""
+        return [group for group, _ in (*self.admitted, *self.left, *self.deltas, *self.ended)]
 
     def __bool__(self) -> bool:
         return bool(self.admitted or self.left or self.moved or self.deltas or self.ended or self.progress)
@@ -85,6 +91,11 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return self.planner.idle
+
+    @property
+    def groups(self) -> Collection[SequenceGroup]:
+        """Requests that have not ended, in the order of their arrival."""
+        return self._groups.keys()
 
     def add(self, jobs: list[Job]) -> None:
         """The jobs of one request."""

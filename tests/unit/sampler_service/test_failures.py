@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from sampler_service import large
 from sampler_service.core.request import Result
 from sampler_service.core.scoring import PromptScorer
 from sampler_service.core.sequence import Sequence, SequenceGroup
+from sampler_service.threads import in_thread
 from sampler_service.torch_engine import runner
 from sampler_service.torch_engine.engine import ForgetWarmUp, TorchEngine
 from sampler_service.torch_engine.kv_cache import KVCacheManager
-from sampler_service.torch_engine.planner import Planner
+from sampler_service.torch_engine.planner import Planner, Waiting
 from sampler_service.torch_engine.runner import Runner
 from sampler_service.torch_engine.scheduler import Scheduler
 from tests.support.waiting import until
-from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, request, serving
+from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, request, serving, slow_down
 from tinsmith.errors import EngineDead, OutOfCapacity, ServiceError
 
 LIMIT_S = 60.0
@@ -102,6 +104,73 @@ async def test_an_error_of_one_request_fails_it_alone(
         await generate(engine, prompt(40), max_tokens=3)
 
 
+def blamed(found: list[Result | BaseException]) -> list[int]:
+    """The requests that may be the cause of the engine's death, as the gateway hears it."""
+    return [n for n, one in enumerate(found) if isinstance(one, EngineDead) and one.metadata["computing"] == "yes"]
+
+
+NAMED = {
+    "add": (Scheduler, "add", lambda scheduler, jobs: jobs[0].group.request),
+    "queue": (Waiting, "append", lambda waiting, job: job.group.request),
+    "take": (Waiting, "take", lambda waiting, job: job.group.request),
+    "reserve": (Planner, "_reserve", lambda planner, job: job.group.request),
+    "cancel": (Scheduler, "_end", lambda scheduler, group, outcome: group.request),
+}
+
+
+@pytest.mark.parametrize("phase", NAMED)
+async def test_an_error_at_one_request_is_charged_to_it_and_to_those_that_are_computed(
+    phase: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(model_folder, max_running=2) as engine:
+        slow_down(engine, monkeypatch)
+        raising_for_the_guilty(monkeypatch, *NAMED[phase])
+        short = phase in ("take", "reserve")  # these wait until the first one has ended
+        prompts = [prompt(40, seed=n) for n in range(4)]
+        prompts[1][0] = MARK
+        running = [await engine.submit(request(prompts[0], num_samples=2, max_tokens=2 if short else 200))]
+        await until(lambda: metric(engine, "running_sequences") == 2)
+        running += [await engine.submit(request(one, num_samples=2, max_tokens=200)) for one in prompts[1:]]
+        if phase == "cancel":
+            engine._cancel(list(engine.requests)[1])
+        async with asyncio.timeout(LIMIT_S):
+            found = await asyncio.gather(*(one.result() for one in running), return_exceptions=True)
+        assert blamed(found) == ([1] if short else [0, 1])
+        assert [type(one) for one in found] == [Result if short else EngineDead] + [EngineDead] * 3
+
+
+@pytest.mark.parametrize("name", ["grow", "plan"])
+async def test_an_error_in_planning_is_charged_to_all_that_the_plan_is_about(
+    name: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(model_folder, max_running=2) as engine:
+        slow_down(engine, monkeypatch)
+        running = [await engine.submit(request(prompt(40, seed=n), num_samples=2, max_tokens=200)) for n in range(3)]
+        await until(lambda: metric(engine, "running_sequences") == 2 and len(engine._scheduler.groups) == 3)
+        raising_once(getattr(Planner, name), monkeypatch, Planner, name)
+        found = await asyncio.gather(*(one.result() for one in running), return_exceptions=True)
+        assert blamed(found) == [0, 1, 2]
+
+
+async def test_an_error_in_a_step_is_not_charged_to_those_that_wait(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(model_folder, max_running=2) as engine:
+        slow_down(engine, monkeypatch)
+        running = [await engine.submit(request(prompt(40, seed=n), num_samples=2, max_tokens=200)) for n in range(3)]
+        await until(lambda: metric(engine, "running_sequences") == 2)
+        raising_once(Runner.logits, monkeypatch, Runner, "logits")
+        found = await asyncio.gather(*(one.result() for one in running), return_exceptions=True)
+        assert blamed(found) == [0]
+
+
+@pytest.mark.parametrize("run", [in_thread, large.run])
+async def test_a_stop_iteration_ends_the_wait_for_a_thread(run: Callable[..., Any]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await run(lambda: next(iter(())))
+
+
 DEADLY = {
     "add": (Scheduler, "add"),
     "grow": (Planner, "grow"),
@@ -137,6 +206,9 @@ async def test_an_error_of_several_requests_ends_the_engine_and_health_hears_of_
         raising_once(getattr(owner, name), monkeypatch, owner, name)
         found = await outcomes(engine)
         dead = [one for one in found if isinstance(one, EngineDead)]
+        # The gateway must learn of a request that may be the cause, unless that one has its answer. Else requests that
+        # cause it would be sent to one sampler after the other.
+        assert phase == "let go" or blamed(found)
         assert all(isinstance(one, Result | EngineDead) for one in found)
         assert dead
         assert pending_at_news[0] >= len(dead) - 1  # the one whose end has failed may have been taken off already
