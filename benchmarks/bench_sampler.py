@@ -1,6 +1,7 @@
 """Sampling through the SDK on the torch engine, against transformers.generate, vLLM, and the service on vLLM.
 
     python benchmarks/bench_sampler.py --size small                          # tiny, small or medium
+    python benchmarks/bench_sampler.py --size qwen3_5-small                  # or nemotron_h-small
     python benchmarks/bench_sampler.py --size small --vllm-python V/bin/python    # an interpreter that has vllm
 
 Every engine has the same threads and the same work, and they take turns, round by round, each one idle while another
@@ -29,9 +30,12 @@ from processes import Loop, Target, cpu_seconds, model_folder, started
 from rounds import alternate, ms
 from sampler_load import Arrival, mixed_load, num_new_tokens
 from tinker import types
+from trainer.shapes import HYBRID_SHAPES
 
 OURS = "the SDK, torch engine"
 BARE = "the torch engine alone"
+BARE_SMALL = f"{BARE}, small"
+"""For the step of a hybrid model: `--size small` is as large, and has attention only."""
 VLLM = "vLLM alone"
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -147,6 +151,8 @@ class ThroughSDK:
 class Bench:
     ours: ThroughSDK
     others: Sequence[Party]
+    small: Party | None
+    """The torch engine on `small`, if the model that is measured is a hybrid one."""
     repeats: int
     budget_s: float
     spread_s: float
@@ -226,12 +232,7 @@ def step(bench: Bench) -> Iterator[Figure]:
     """CPU time of a decode step of 64 sequences: 63 of them are what 64 new tokens take more than one; and of its parts
     alone, without an adapter and with."""
     bare = next(party for party in bench.others if isinstance(party, InLoop) and party.name == BARE)
-
-    def whole(party: Party) -> dict[str, float]:
-        long, short = (party.generate(**{**GROUPS, "new_tokens": count}).cpu_seconds for count in (64, 1))
-        return {"step": (long - short) / 63}
-
-    runs = [lambda party=party: whole(party) for party in (bench.ours, *bench.others)]
+    runs = [lambda party=party: {"step": _step_seconds(party)} for party in (bench.ours, *bench.others)]
     columns = alternate([*runs, bare.parts], repeats=bench.repeats, budget_s=bench.budget_s)
     times = [{name: [1e3 * one[name] for one in column] for name in column[0]} for column in columns]
     ours, *others, parts = times
@@ -240,6 +241,22 @@ def step(bench: Bench) -> Iterator[Figure]:
         if party.name in (BARE, VLLM):
             for name, values in parts.items():
                 yield Figure(f"of it {name}", "CPU-ms", values, party.name, theirs["step"])
+
+
+def _step_seconds(party: Party) -> float:
+    """CPU seconds of a decode step of 64 sequences."""
+    long, short = (party.generate(**{**GROUPS, "new_tokens": count}).cpu_seconds for count in (64, 1))
+    return (long - short) / 63
+
+
+def recurrent(bench: Bench) -> Iterator[Figure]:
+    """CPU time of a decode step of 64 sequences of a hybrid model, against that of `small`."""
+    if bench.small is None:
+        return
+    bare = next(party for party in bench.others if party.name == BARE)
+    runs = [lambda party=party: 1e3 * _step_seconds(party) for party in (bare, bench.small)]
+    values, base = alternate(runs, repeats=bench.repeats, budget_s=bench.budget_s)
+    yield Figure("a decode step of 64, hybrid", "CPU-ms", values, BARE_SMALL, base, aim="at most 1.5 x")
 
 
 def structured(bench: Bench) -> Iterator[Figure]:
@@ -256,7 +273,7 @@ def structured(bench: Bench) -> Iterator[Figure]:
 
 
 FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
-    measure.__name__: measure for measure in (groups, one_request, mixed, first_token, step, structured)
+    measure.__name__: measure for measure in (groups, one_request, mixed, first_token, step, recurrent, structured)
 }
 
 
@@ -285,8 +302,14 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
             loop("transformers.generate", "hf_baseline.py", str(folder), "0", more={"threads": arguments.threads}),
             loop(BARE, "engine_baseline.py", str(folder), str(arguments.threads), environment=threads),
         ]
+        small = None
+        if arguments.size in HYBRID_SHAPES:
+            plain = str(model_folder("small", arguments.models))
+            small = loop(BARE_SMALL, "engine_baseline.py", plain, str(arguments.threads), environment=threads)
         python = arguments.vllm_python
-        if _imports(python, "vllm"):
+        if small is not None:
+            print("LEFT OUT: vLLM, whose engine here takes no recurrent layers", flush=True)
+        elif _imports(python, "vllm"):
             how = {"python": python, "environment": VLLM_ENVIRONMENT | threads}
             others.append(loop(VLLM, "vllm_baseline.py", str(folder), **how))
             if _imports(python, "sampler_service.vllm.engine", "gateway", "trainer_service"):
@@ -296,7 +319,7 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
         else:
             print(f"LEFT OUT: vLLM and the service on it; {python} has no vllm (--vllm-python names one)", flush=True)
         ours = service(OURS, "torch")
-        yield Bench(ours, others, arguments.repeats, arguments.budget_s, arguments.spread_s)
+        yield Bench(ours, others, small, arguments.repeats, arguments.budget_s, arguments.spread_s)
 
 
 def _imports(python: str, *modules: str) -> bool:
@@ -318,7 +341,7 @@ def _cpu_rates(works: Sequence[Work], num_tokens: int) -> list[float]:
 def parse_arguments() -> argparse.Namespace:
     cores = usable_cores()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=("tiny", "small", "medium"), default="small")
+    parser.add_argument("--size", choices=("tiny", "small", "medium", *HYBRID_SHAPES), default="small")
     parser.add_argument(
         "--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="folder of the models (%(default)s)"
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from trainer.shapes import HYBRID_SHAPES, store_hybrid
 
 TINSMITH = [sys.executable, "-m", "tinsmith_cli"]
 _STOP_S = 20.0
@@ -85,7 +86,10 @@ def started(
 
 
 def model_folder(size: str, models: Path) -> Path:
-    """Folder of a model with random weights, which is made if it does not exist."""
+    """Folder of a model with random weights, which is made if it does not exist. `size`: as of make-base-model, or one
+    of HYBRID_SHAPES."""
+    if size in HYBRID_SHAPES:
+        return store_hybrid(size, models)
     folder = models.expanduser() / size
     command = [*TINSMITH, "make-base-model", "--size", size, "--out", str(folder)]
     subprocess.run(command, check=True)  # noqa: S603

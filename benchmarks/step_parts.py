@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from sampler_service.core.sampling import Rule, Rules, draw, scaled_logprobs, stream_keys, uniforms
+from sampler_service.core.sizing import measured_cache
 from tinsmith.modeling.attention import Heads
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.kv_cache import Cached, KVCache, SharedPrompts
@@ -82,6 +83,7 @@ def _attention(base: BaseModel) -> Callable[[], None]:
         torch.randn(ROWS, heads, head_dim, dtype=base.dtype)
         for heads in (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     )
+    layers = list(measured_cache(base).keys)  # those with attention
     cache = KVCache()
     cache.reserve(ROWS, 2 * SHARED)
     groups = [range(first, first + SAMPLES) for first in range(0, ROWS, SAMPLES)]
@@ -90,7 +92,7 @@ def _attention(base: BaseModel) -> Callable[[], None]:
 
     def run() -> None:
         layout = Cached(cache, positions_B, [], shared=shared)
-        for layer in range(config.num_hidden_layers):
+        for layer in layers:
             layout.attend(layer, q, k, v, Heads(head_dim**-0.5))
 
     return run
