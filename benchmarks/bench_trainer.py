@@ -25,6 +25,7 @@ from model_work import ModelWork, Peak
 from processes import TINSMITH, Baseline
 from trainer.bench import MIN_ROUNDS, Bench
 from trainer.passes import co_batching, throughput
+from trainer.prefixes import shared_prefixes
 from trainer.shapes import HYBRID_SHAPES, MODEL_SHAPES, parse_shapes, store_hybrid
 from trainer.state import finite_check, optimizer_step, resident_adapters
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -36,7 +37,8 @@ from trainer_service.engine.engine import TrainingEngine
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
-    measure.__name__: measure for measure in (resident_adapters, throughput, co_batching, optimizer_step, finite_check)
+    measure.__name__: measure
+    for measure in (resident_adapters, throughput, co_batching, shared_prefixes, optimizer_step, finite_check)
 }
 
 

@@ -116,6 +116,11 @@ class Settings:
         "not batch requests together, and do not change their number of threads, which makes them slower (default: "
         "TRAINER_DETERMINISTIC)",
     )  # fmt: skip
+    share_prefixes: bool | None = _flag(
+        action=argparse.BooleanOptionalAction, to=["trainer"],
+        help="compute beginnings that datums of a run have in common once, such as the prompt of a group of samples; "
+        "results differ by rounding only (default: TRAINER_SHARE_PREFIXES, or --share-prefixes)",
+    )  # fmt: skip
     engine: str = _flag(
         "auto", choices=["auto", "vllm", "torch"],
         help="engine of the samplers: vLLM, or torch, the trainer's own modelling code. auto takes vLLM on CUDA if it "
@@ -191,8 +196,9 @@ class Settings:
         passed = {}
         for each in fields(self):
             value = getattr(self, each.name)
-            if service in each.metadata["to"] and value is not None and value is not False:
-                passed[each.name.replace("_", "-")] = "true" if value is True else str(value)
+            is_given = value is not None and not (value is False and each.default is False)
+            if service in each.metadata["to"] and is_given:
+                passed[each.name.replace("_", "-")] = str(value).lower() if isinstance(value, bool) else str(value)
         return passed
 
 

@@ -300,6 +300,7 @@ def engine_settings(config: TrainerConfig) -> dict[str, Any]:
         "max_targets_per_token": config.max_targets_per_token,
         "activation_checkpointing": config.effective_checkpointing,
         "deterministic": config.deterministic,
+        "share_prefixes": config.share_prefixes,
     }
 
 

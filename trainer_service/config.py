@@ -105,6 +105,9 @@ class TrainerConfig(GrpcTls, BaseSettings):
     activation_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Compute each layer twice instead of keeping its activations; auto does so only for batches that would not fit
     otherwise."""
+    share_prefixes: bool = True
+    """Compute beginnings that datums of a model have in common once in a micro-batch, such as the prompt of a group of
+    samples. Results differ by rounding only. A deterministic trainer does so within one request."""
     deterministic: bool = False
     """Run every forward_backward by itself, divided only by its own lengths and token_budget (or, if that is 0,
     max_tokens_per_microbatch). The same requests then give the same bits, even after a crash and whatever other models

@@ -67,6 +67,9 @@ class Compute:
             "micro_batches", "Micro-batches computed; forward_backward operations share them."
         )
         self.tokens = declare.counter("tokens", "Charged tokens of micro-batches: a datum with many targets has more.")
+        self.shared_tokens = declare.counter(
+            "shared_tokens", "Tokens of datums that were not computed, because another datum began with them, too."
+        )
         self.micro_batch_tokens = declare.histogram(
             "micro_batch_tokens", "Charged tokens of one micro-batch.", buckets=[2**n for n in range(18)]
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from model_work import ModelWork, Peak, synchronize
 from processes import Baseline
@@ -51,8 +52,9 @@ class Bench:
             rows.append([run() for run in runs])
         return [list(column) for column in zip(*rows, strict=True)]
 
-    def create(self, model_id: str) -> str:
-        self.engine.create_model(model_id, AdapterConfig(rank=self.rank, seed=len(model_id)), "adamw")
+    def create(self, model_id: str, engine: TrainingEngine | None = None) -> str:
+        config = AdapterConfig(rank=self.rank, seed=len(model_id))
+        (engine or self.engine).create_model(model_id, config, "adamw")
         return model_id
 
     def adapter(self) -> Adapter:
@@ -61,7 +63,13 @@ class Bench:
 
     def batch(self, lengths: Sequence[int]) -> Batch:
         """A batch of random tokens and targets, all with weight."""
+        vocab = self.engine.base.vocab_size
+        return self.batch_of([self.rng.integers(vocab, size=length) for length in lengths])
+
+    def batch_of(self, sequences: Sequence[npt.ArrayLike]) -> Batch:
+        """A batch of these tokens with random targets, all with weight."""
         loss, vocab = LOSS_FNS["cross_entropy"], self.engine.base.vocab_size
+        tokens = [np.asarray(sequence, np.int32) for sequence in sequences]
         return Batch(
             loss_fn="cross_entropy",
             loss=loss,
@@ -69,16 +77,16 @@ class Bench:
             forward_only=False,
             datums=[
                 Datum(
-                    tokens_N=self.rng.integers(vocab, size=length).astype(np.int32),
-                    targets=self.rng.integers(vocab, size=length),
-                    inputs={"weights": np.ones(length, np.float32)},
+                    tokens_N=one,
+                    targets=self.rng.integers(vocab, size=one.size),
+                    inputs={"weights": np.ones(one.size, np.float32)},
                 )
-                for length in lengths
+                for one in tokens
             ],
         )
 
-    def forward_backward(self, works: Sequence[tuple[str, Batch]]) -> None:
-        for result in self.engine.forward_backward(works):
+    def forward_backward(self, works: Sequence[tuple[str, Batch]], engine: TrainingEngine | None = None) -> None:
+        for result in (engine or self.engine).forward_backward(works):
             if not isinstance(result, Output):
                 raise result
 

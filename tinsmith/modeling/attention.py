@@ -1,5 +1,10 @@
 """Attention over sequences that are laid end to end without padding, in training and in generation.
 
+Sequences that begin alike may share segments (prefixes.py). Attention to the tokens of a segment and to those of the
+segments before it is then computed in parts, which are joined by the logarithms of their sums of exponentials (lse), as
+in "Online normalizer calculation for softmax" (arXiv:1805.02867). The backward pass of each part takes the joined
+output and sums, so it yields the exact gradients of the whole.
+
 It is registered with transformers as the attention implementation "tinsmith". Every Hugging Face model whose attention
 goes through `AttentionInterface` runs on it unchanged. Each forward pass gets a `Layout` as a keyword argument.
 
@@ -9,7 +14,7 @@ Shapes: T packed tokens, N query heads, K key/value heads, D head dimension, L k
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -22,6 +27,9 @@ from tinsmith.modeling.heads import Heads
 from tinsmith.modeling.kernels import varlen
 
 NAME = "tinsmith"
+
+_HIDDEN = -1e30
+"""Score of a hidden token. It is finite, because a part of the attention may hide all of its tokens from a query."""
 
 
 class WithoutLayout(TypeError):
@@ -49,11 +57,17 @@ class Packed:
     """Whole sequences, end to end, for training and scoring. A token sees only its own sequence."""
 
     lengths: Sequence[int]
+    """Of the sequences, or of their segments."""
+    below: Sequence[int] = ()
+    """For each segment the number of rows that go on from it, which lie directly behind it. Empty if no sequences
+    share a segment."""
     flash: Flash | None = None
 
     def with_kernel(self, kernel: varlen.Kernel | None, device: torch.device) -> Packed:
         """This layout for one forward pass on `device`. The kernel computes the layers that it supports."""
-        return Packed(self.lengths, Flash(kernel, varlen.Segments.of(self.lengths, device)) if kernel else None)
+        if kernel is None or self.below:
+            return replace(self, flash=None)
+        return replace(self, flash=Flash(kernel, varlen.Segments.of(self.lengths, device)))
 
     def attend(self, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
         if self.flash is not None and self.flash.kernel.takes(q_T_N_D, k_T_K_D, v_T_K_D, heads):
@@ -63,6 +77,13 @@ class Packed:
                 return attend(q_T_N_D, k_T_K_D, v_T_K_D, self, heads)[0]
             return _Attend.apply(q_T_N_D, k_T_K_D, v_T_K_D, self, heads)
         outputs = []
+        if self.below:
+            for rows, before in self.paths():
+                q = q_T_N_D[rows]
+                k, v = (torch.cat([x[part] for part in (*before, rows)]) for x in (k_T_K_D, v_T_K_D))
+                q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+                outputs.append(causal(q, k, v, heads)[0].transpose(0, 1))
+            return torch.cat(outputs)
         for rows, shape in self.blocks():
             q, k, v = (x[rows].unflatten(0, shape).transpose(1, 2) for x in (q_T_N_D, k_T_K_D, v_T_K_D))
             outputs.append(causal(q, k, v, heads).transpose(1, 2).flatten(0, 1))
@@ -76,6 +97,35 @@ class Packed:
             count = len(list(group))
             yield slice(start, start + count * length), (count, length)
             start += count * length
+
+    def paths(self) -> Iterator[tuple[slice, Sequence[slice]]]:
+        """The rows of each segment, with those of the segments that it goes on from, the first one first."""
+        before: list[tuple[int, slice]] = []
+        start = 0
+        for length, below in zip(self.lengths, self.below, strict=True):
+            rows = slice(start, start + length)
+            while before and start >= before[-1][0]:
+                before.pop()
+            yield rows, [part for _, part in before]
+            before.append((rows.stop + below, rows))
+            start = rows.stop
+
+    def shared(self) -> Iterator[tuple[slice, slice, int]]:
+        """The rows of each segment that others go on from, the rows that go on from it, and the position of its first
+        row."""
+        for (rows, before), below in zip(self.paths(), self.below, strict=False):
+            if below:
+                depth = sum(part.stop - part.start for part in before)
+                yield rows, slice(rows.stop, rows.stop + below), depth
+
+    def positions(self, rows: slice) -> Tensor:
+        """int64: the positions of some whole segments' rows in their sequences."""
+        found = []
+        for own, before in self.paths():
+            if rows.start <= own.start < rows.stop:
+                depth = sum(part.stop - part.start for part in before)
+                found.append(torch.arange(depth, depth + own.stop - own.start))
+        return torch.cat(found)
 
 
 def _is_plain(q_T_N_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> bool:
@@ -115,7 +165,45 @@ def attend(
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
         sums.append(sum_B_N_T)
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs), sums
+    out_T_N_D = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if not layout.below:
+        return out_T_N_D, sums
+    lse_T_N = torch.cat([sum_B_N_T.transpose(1, 2).flatten(0, 1) for sum_B_N_T in sums])
+    for keys, queries, mask in _tiles(layout, heads):
+        more, sum_1_N_T = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *_tile(q_T_N_D, k_T_K_D, v_T_K_D, queries, keys), 0.0, False, attn_mask=mask, scale=heads.scale
+        )
+        _join(out_T_N_D[queries], lse_T_N[queries], more[0].transpose(0, 1), sum_1_N_T[0].T)
+    return out_T_N_D, [lse_T_N]
+
+
+def _join(out_T_N_D: Tensor, lse_T_N: Tensor, more_T_N_D: Tensor, more_lse_T_N: Tensor) -> None:
+    """Adds attention to more tokens, in place."""
+    both_T_N = torch.logaddexp(lse_T_N, more_lse_T_N)
+    out_T_N_D.mul_((lse_T_N - both_T_N).exp_()[..., None])
+    out_T_N_D.addcmul_(more_T_N_D, (more_lse_T_N - both_T_N).exp_()[..., None])
+    lse_T_N.copy_(both_T_N)
+
+
+def _tiles(layout: Packed, heads: Heads) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Rows of keys, rows of the queries that see them beside their own segment's, and a mask to be added to the
+    scores."""
+    for keys, queries, depth in layout.shared():
+        if heads.window is None:
+            yield keys, queries, None
+            continue
+        positions = layout.positions(queries)
+        length = keys.stop - keys.start
+        seen = positions[:, None] - torch.arange(depth, depth + length) < heads.window
+        yield keys, queries, torch.zeros(len(positions), length).masked_fill_(~seen, _HIDDEN)
+
+
+def _tile(
+    q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, queries: slice, keys: slice
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Some rows of queries and of keys and values, as batches of one sequence: [1, N, T, D]."""
+    q, k, v = (x[rows].transpose(0, 1)[None] for x, rows in ((q_T_N_D, queries), (k_T_K_D, keys), (v_T_K_D, keys)))
+    return q, k, v
 
 
 def attend_backward(
@@ -130,6 +218,9 @@ def attend_backward(
 ) -> Tensor:
     """The gradients of q, k and v side by side: [T, N + 2 K, D]."""
     parts = []
+    lse_T_N = sums[0]
+    if layout.below:
+        sums = [_block(lse_T_N, rows, shape) for rows, shape in layout.blocks()]
     for (rows, shape), sum_B_N_T in zip(layout.blocks(), sums, strict=True):
         grad, q, k, v, out = (_block(x, rows, shape) for x in (grad_T_N_D, q_T_N_D, k_T_K_D, v_T_K_D, out_T_N_D))
         mask = _window_mask(q, heads)
@@ -137,11 +228,20 @@ def attend_backward(
             grad, q, k, v, out, sum_B_N_T, 0.0, mask is None, attn_mask=mask, scale=heads.scale
         )
         parts.append((rows, [one.transpose(1, 2).flatten(0, 1) for one in grads]))
-    if len(parts) == 1:
+    if len(parts) == 1 and not layout.below:
         return torch.cat(parts[0][1], 1)
-    together = q_T_N_D.new_empty(q_T_N_D.shape[0], q_T_N_D.shape[1] + 2 * k_T_K_D.shape[1], q_T_N_D.shape[2])
+    num_queries, num_keys = q_T_N_D.shape[1], k_T_K_D.shape[1]
+    together = q_T_N_D.new_empty(q_T_N_D.shape[0], num_queries + 2 * num_keys, q_T_N_D.shape[2])
     for rows, grads in parts:
         torch.cat(grads, 1, out=together[rows])
+    for keys, queries, mask in _tiles(layout, heads) if layout.below else ():
+        grad, out = (x[queries].transpose(0, 1)[None] for x in (grad_T_N_D, out_T_N_D))
+        grad_q, *grad_kv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, *_tile(q_T_N_D, k_T_K_D, v_T_K_D, queries, keys), out, lse_T_N[queries].T[None],
+            0.0, False, attn_mask=mask, scale=heads.scale,
+        )  # fmt: skip
+        together[queries, :num_queries] += grad_q[0].transpose(0, 1)
+        together[keys, num_queries:] += torch.cat([one[0].transpose(0, 1) for one in grad_kv], 1)
     return together
 
 

@@ -107,6 +107,9 @@ class BaseModel:
     """Whether layers that go on from earlier tokens take the next ones one at a time only, as Mamba's do."""
     why_not_cached: str = ""
     """The reason for which tokens cannot be computed one after the other from a cache; empty if they can."""
+    why_not_shared: str = ""
+    """The reason for which sequences cannot share rows for tokens with which several of them begin; empty if they
+    can."""
     tower: Tower | None = None
     """The vision tower; None if the model takes no pictures here."""
     why_no_pictures: str = ""
@@ -293,7 +296,29 @@ class BaseModel:
         refused = {**base.refused_groups, **gaps.refused(limit)}
         targets = [target for target in base.targets if target.group not in refused]
         base = base._without_wrong_pictures(probe)
-        return replace(base, targets=targets, refused_groups=refused)._continuing(probe)
+        base = replace(base, targets=targets, refused_groups=refused)._sharing(probe)
+        return base._continuing(probe)
+
+    def _sharing(self, probe: Probe) -> BaseModel:
+        """This model, knowing whether sequences may share the rows of a common beginning."""
+        if self.one_by_one or self.recurrent:
+            reason = "it runs one sequence at a time" if self.one_by_one else "its layers carry a state"
+            return replace(self, why_not_shared=reason)
+        if self.device.type != "cpu":
+            return replace(self, why_not_shared="attention to shared rows is computed on CPUs only")
+        try:
+            gap = probe.shared_gap(self)
+        except torch.OutOfMemoryError:
+            raise
+        except _MISFITS as error:
+            return replace(self, why_not_shared=f"its layers fail on it ({type(error).__name__}: {error})")
+        finally:
+            if self.sharded is not None:
+                self.sharded.reset()
+        if gap <= TOLERANCE[self.dtype]:
+            return self
+        reason = f"with a common beginning, its logprobs differ by {gap:.3g} from those of its own forward"
+        return replace(self, why_not_shared=reason)
 
     def _continuing(self, probe: Probe) -> BaseModel:
         """This model, knowing whether its layers, or transformers' own cache, go on from earlier tokens, and with how

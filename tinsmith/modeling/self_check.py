@@ -31,6 +31,8 @@ _LENGTHS = (5, 3, 3)
 """One sequence for each group. Two have equal lengths, because attention computes such sequences as one batch."""
 _PIECES = (2, 2, 1)
 """Tokens of the first sequence's pieces, when it is computed from a cache."""
+_SHARED = 2
+"""Tokens of the first sequence with which another one begins."""
 _RANK = 4
 _LOST = 0.7
 """An adapter counts as lost if its gap is at least this fraction of its effect. The adapters here change logprobs by
@@ -132,6 +134,23 @@ class Probe:
             },
             {group: _gap(theirs, self.base[GROUPS.index(group)], usual=usual) for group, theirs in self.groups.items()},
         )
+
+    def shared_gap(self, base: BaseModel) -> float:
+        """The gap of the first sequence and its double, when both share the first tokens. The larger one of a pass with
+        gradients and one without."""
+        tokens, length = self.sequences[0], _LENGTHS[0] - _SHARED
+        begin, end = tokens[:_SHARED], tokens[_SHARED:]
+        positions = torch.arange(_LENGTHS[0], device=base.device)
+        layout = Packed([_SHARED, length, length], below=[2 * length, 0, 0])
+        theirs = torch.cat([self.base[0], self.base[0][_SHARED:]])
+        gaps = []
+        for training in (False, True):
+            with torch.set_grad_enabled(training):
+                hidden = base.hidden_states(
+                    torch.cat([begin, end, end]), torch.cat([positions, positions[_SHARED:]]), layout, []
+                )
+                gaps.append(_gap(logits(base.head, hidden, []).detach(), theirs, usual=_rounds_to_others(base)))
+        return _worst(gaps)
 
     @torch.no_grad()
     def continued_gap(self, base: BaseModel) -> float:

@@ -78,6 +78,7 @@ class TrainingEngine:
         max_targets_per_token: int = MAX_TARGETS_PER_TOKEN,
         activation_checkpointing: Checkpointing = "auto",
         deterministic: bool = False,
+        share_prefixes: bool = True,
         residency: Residency | None = None,
         metrics: Metrics | None = None,
         team: Team | None = None,
@@ -85,6 +86,7 @@ class TrainingEngine:
         """The token budget, for all ranks together, is `max_tokens_per_microbatch` until `follow` brings another plan.
 
         `deterministic`: the token budget stays as it is even when memory runs out.
+        `share_prefixes`: beginnings that datums of a model have in common are computed once in a micro-batch.
 
         Raises ValueError when `activation_checkpointing` is "on" and the base model has no list of layers.
         """
@@ -102,6 +104,7 @@ class TrainingEngine:
         """True once a full model has taken the base model's own parameters for training."""
         self._team = Alone() if team is None else team
         self._metrics = Metrics(CollectorRegistry()) if metrics is None else metrics
+        self._share_prefixes = share_prefixes
         self._memory = MemoryBudget(
             base,
             self.models,
@@ -115,7 +118,9 @@ class TrainingEngine:
         """The passes that run micro-batches. The compute thread calls them directly."""
 
     def _passes(self) -> Passes:
-        return Passes(self.base, self.models, self._memory, self._team, self._metrics)
+        return Passes(
+            self.base, self.models, self._memory, self._team, self._metrics, share_prefixes=self._share_prefixes
+        )
 
     @property
     def plan(self) -> Plan:

@@ -6,27 +6,24 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from itertools import groupby
 from typing import Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tinsmith.errors import InvalidRequest, NotFinite, OutOfCapacity, ServiceError
 from tinsmith.modeling.adapter import Adapter
-from tinsmith.modeling.attention import Packed
-from tinsmith.modeling.base_model import BaseModel, positions_of
+from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_logprobs import full_target_logprobs
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.lora import PassGradient, Run
-from tinsmith.modeling.tower import positions_with_pictures
 from trainer_service.engine.activation_checkpointing import checkpointed
-from trainer_service.engine.batch import Batch, Datum, Example, MicroBatch, Output, describe_ratio, log_ratio
+from trainer_service.engine.batch import Batch, Example, MicroBatch, Output, describe_ratio, log_ratio
 from trainer_service.engine.budget import Attempt, MemoryBudget
 from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.optimizers import magnitude
+from trainer_service.engine.pack import Pack
 from trainer_service.faults import is_device_fault, is_out_of_memory
 from trainer_service.metrics import Metrics
 from trainer_service.objectives.losses import Term
@@ -117,14 +114,24 @@ class Passes:
     """
 
     def __init__(
-        self, base: BaseModel, models: Mapping[str, ModelState], memory: MemoryBudget, team: Team, metrics: Metrics
+        self,
+        base: BaseModel,
+        models: Mapping[str, ModelState],
+        memory: MemoryBudget,
+        team: Team,
+        metrics: Metrics,
+        *,
+        share_prefixes: bool,
     ) -> None:
+        """`share_prefixes`: compute beginnings that datums of a model share only once, where the model allows it."""
         self._base = base
+        self._share = share_prefixes and not base.why_not_shared
         self._models = models
         self._memory = memory
         self._team = team
         self._agreement = metrics.agreement
         self._phases = metrics.compute.phases
+        self._shared_tokens = metrics.compute.shared_tokens
         self._not_finite: list[Batch] = []
         """Batches that made the last pass fail, because their loss or their model's gradient was not finite."""
 
@@ -177,9 +184,10 @@ class Passes:
         self._models[model_id].taint(reason, seq_id=seq_id)
 
     def once(self, batch: Batch, *, checkpointing: bool) -> None:
-        """Runs a whole batch in one pass, all of it on every rank. Raises the pass's error, if any."""
+        """Runs a whole batch in one pass, all of it on every rank, and each datum apart. Raises the pass's error, if
+        any."""
         examples = [Example(batch, index) for index in range(len(batch.datums))]
-        self._run(examples, examples, checkpointing=checkpointing)
+        self._run(examples, examples, checkpointing=checkpointing, share=False)
 
     def _try(self, examples: Sequence[Example], attempt: Attempt, *, checkpointing: bool = False) -> None:
         """Runs a micro-batch. Runs it in halves when memory runs out, and batch by batch after other errors."""
@@ -191,7 +199,7 @@ class Passes:
         )
         self._not_finite = []
         try:
-            self._run(examples, self._team.mine(examples), checkpointing=checkpointing)
+            self._run(examples, self._team.mine(examples), checkpointing=checkpointing, share=self._share)
             attempt.succeeded(num_tokens(examples))
             return
         except Exception as caught:
@@ -245,13 +253,13 @@ class Passes:
             f"{field}: there is no memory for its {example.datum.length} tokens at this moment, even alone", field=field
         )
 
-    def _run(self, examples: Sequence[Example], mine: Sequence[Example], *, checkpointing: bool) -> None:
-        """Runs one pass of the base model, of which this rank computes `mine`.
+    def _run(self, examples: Sequence[Example], mine: Sequence[Example], *, checkpointing: bool, share: bool) -> None:
+        """Runs one pass of the base model, of which this rank computes `mine`. `share`: compute common beginnings once.
 
         Batches and gradients change only after the pass has succeeded on all ranks.
         """
         with self._team.one_pass():
-            keep = self._compute(mine, checkpointing=checkpointing)
+            keep = self._compute(mine, checkpointing=checkpointing, share=share)
             if torch.is_grad_enabled():
                 for model_id in model_ids(
                     examples
@@ -260,47 +268,36 @@ class Passes:
         with self._phases["accumulate"].time():
             keep()
 
-    def _compute(self, examples: Sequence[Example], *, checkpointing: bool) -> Callable[[], None]:
+    def _compute(self, examples: Sequence[Example], *, checkpointing: bool, share: bool) -> Callable[[], None]:
         """Runs forward and backward. Returns a function that keeps the results, needs no memory and cannot fail."""
         if not examples:
             self._team.halfway()
             return lambda: None
         device = self._base.device
-        lengths = [example.datum.length for example in examples]
         with self._phases["pack"].time():
             charges = [example.datum.charge for example in examples]
             self._memory.have_on_device(model_ids(examples), charges, checkpointing=checkpointing)
-            starts = np.cumsum([0, *lengths])
-            tokens_N = np.concatenate([example.datum.tokens_N for example in examples])
-            tokens_T = on_device(torch.from_numpy(tokens_N).long(), device)
-            rows_M = np.concatenate(
-                [_rows(example.datum, start) for example, start in zip(examples, starts, strict=False)]
-            )
-            targets_M = np.concatenate([example.datum.targets.ravel() for example in examples])
-            runs = list(self._runs(examples, starts))
-            placed = [
-                replace(one, start=int(start) + one.start)
-                for example, start in zip(examples, starts, strict=False)
-                for one in example.datum.pictures
-            ]
+            pack = Pack.of(examples, share=share)
+            tokens_T, positions = on_device(pack.tokens_T, device), on_device(pack.positions, device)
+            runs = [self._run_of(model_id, rows) for model_id, rows in pack.models]
+            self._shared_tokens.inc(pack.num_shared)
 
         with self._phases["forward"].time():
             adapted = [] if self._base.trainable else runs
             layers = self._memory.layers if checkpointing and torch.is_grad_enabled() else []
-            positions, sights = positions_of(lengths, device), None
-            if placed:
+            sights = None
+            if pack.placed:
                 assert self._base.tower is not None  # requests.py refuses pictures otherwise
-                positions = positions_with_pictures(lengths, placed, device)
-                sights = self._base.tower.look(placed)
+                sights = self._base.tower.look(pack.placed)
             with checkpointed(layers, self._base.active) if layers else nullcontext():
-                hidden_T_H = self._base.hidden_states(tokens_T, positions, Packed(lengths), adapted, sights)
-            named = torch.from_numpy(rows_M), torch.from_numpy(targets_M)
+                hidden_T_H = self._base.hidden_states(tokens_T, positions, pack.layout, adapted, sights)
+            named = torch.from_numpy(pack.rows_M), torch.from_numpy(pack.targets_M)
             if self._base.trainable:
                 logprobs_M = full_target_logprobs(self._base.head, hidden_T_H, *(x.to(device) for x in named))
             else:
                 logprobs_M = self._base.target_logprobs(hidden_T_H, *named, runs)
             # Losses are many small operations whose values are read one by one, so they run on the host, on one copy.
-            pieces = logprobs_M.cpu().split([example.datum.targets.size for example in examples])
+            pieces = pack.by_datum(logprobs_M.cpu())
 
         with self._phases["loss"].time():
             shaped = [piece.view(example.datum.targets.shape) for example, piece in zip(examples, pieces, strict=True)]
@@ -377,13 +374,10 @@ class Passes:
                 + describe_ratio(gap, index=index, seq_id=first.seq_id)
             )
 
-    def _runs(self, examples: Sequence[Example], starts: np.ndarray) -> Iterable[Run]:
-        """One run for each model: the packed rows of its adapter. `starts`: each example's first row."""
-        for model_id, group in groupby(range(len(examples)), key=lambda n: examples[n].model_id):
-            mine = list(group)
-            rows = slice(int(starts[mine[0]]), int(starts[mine[-1] + 1]))
-            adapter: Adapter = self._models[model_id].adapter  # type: ignore[assignment]  # full weights meet no layer
-            yield Run(adapter, rows, None if self._base.trainable else PassGradient(adapter))
+    def _run_of(self, model_id: str, rows: slice) -> Run:
+        """The run of a model's adapter on its rows."""
+        adapter: Adapter = self._models[model_id].adapter  # type: ignore[assignment]  # full weights meet no layer
+        return Run(adapter, rows, None if self._base.trainable else PassGradient(adapter))
 
     def _gradients(
         self, terms: Sequence[tuple[Batch, Term]], runs: Sequence[Run], examples: Sequence[Example]
@@ -402,12 +396,6 @@ class Passes:
                     torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(kept, mine, strict=True)
                 ]
             yield self._models[model_id], mine if run.gradient is None else [run.gradient.gather(mine)]
-
-
-def _rows(datum: Datum, start: int) -> np.ndarray:
-    """The packed row of each of the datum's targets, in row-major order: int64 [number of targets]."""
-    rows = np.arange(start, start + datum.length)
-    return rows if datum.targets.ndim == 1 else np.repeat(rows, datum.targets.shape[1])
 
 
 def num_tokens(examples: Iterable[Example]) -> int:

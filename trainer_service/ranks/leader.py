@@ -50,7 +50,15 @@ class LeadingEngine(TrainingEngine):
         super().__init__(base, max_tokens_per_microbatch=budget, team=self._ranks, **settings)
 
     def _passes(self) -> LeadingPasses:
-        return LeadingPasses(self.base, self.models, self._memory, self._ranks, self._metrics, self._group)
+        return LeadingPasses(
+            self.base,
+            self.models,
+            self._memory,
+            self._ranks,
+            self._metrics,
+            self._group,
+            share_prefixes=self._share_prefixes,
+        )
 
     def stop(self) -> None:
         """Ends the other ranks. Nothing can be computed afterwards."""
@@ -124,8 +132,10 @@ class LeadingPasses(Passes):
         ranks: RankTeam,
         metrics: Metrics,
         group: RankGroup,
+        *,
+        share_prefixes: bool,
     ) -> None:
-        super().__init__(base, models, memory, ranks, metrics)
+        super().__init__(base, models, memory, ranks, metrics, share_prefixes=share_prefixes)
         self._ranks = ranks
         self._group = group
         self._numbers: dict[Batch, int] = {}

@@ -44,6 +44,8 @@ def test_set_options_are_passed_on_and_others_are_left_to_the_services_environme
         "log-format": "text",
         "tracing": "true",
     }
+    assert parsed("--no-share-prefixes").passed_to("trainer")["share-prefixes"] == "false"
+    assert parsed("--share-prefixes").passed_to("trainer")["share-prefixes"] == "true"
     assert some.passed_to("sampler").keys() == some.passed_to("trainer").keys() - {"deterministic"}
 
 

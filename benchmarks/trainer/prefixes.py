@@ -1,0 +1,69 @@
+"""Figures of datums that begin alike, in relation to the same datums computed apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from figure import Figure
+
+from trainer.bench import Bench
+from trainer.memory import peak_memory_mb, reset_peak_memory
+from trainer_service.engine.batch import Batch
+from trainer_service.engine.engine import TrainingEngine
+
+Sequences = Sequence[Sequence[int]]
+
+
+def shared_prefixes(bench: Bench) -> Iterator[Figure]:
+    """forward_backward of samples of the same prompts, of conversations turn by turn, and of texts that share nothing,
+    in tokens of the datums per second; and the peak of memory that it adds to what the process has."""
+    base = bench.engine.base
+    engines = [
+        TrainingEngine(base, max_tokens_per_microbatch=bench.engine.plan.token_budget, share_prefixes=share)
+        for share in (True, False)
+    ]
+    for name, (sequences, aim) in _kinds(bench).items():
+        batch = bench.batch_of(sequences)
+        num_tokens = sum(map(len, sequences))
+
+        def rate(engine: TrainingEngine, batch: Batch = batch, num_tokens: int = num_tokens) -> float:
+            return num_tokens / bench.seconds(lambda: bench.forward_backward([("m", batch)], engine))
+
+        for engine in engines:
+            bench.create("m", engine)
+        peaks = []
+        for engine in engines:
+            rate(engine)
+            reset_peak_memory(bench.device)
+            rate(engine)
+            peaks.append(peak_memory_mb(bench.device))
+        ours, apart = bench.rounds(*(lambda engine=engine: rate(engine) for engine in engines))
+        yield Figure(f"shared beginnings, {name}", "tokens/s", ours, "computed apart", apart, aim=aim)
+        yield Figure(f"peak memory, {name}", "MB", peaks[:1], "computed apart", peaks[1:])
+        for engine in engines:
+            engine.delete_model("m")
+
+
+def _kinds(bench: Bench) -> dict[str, tuple[Sequences, str]]:
+    """Sequences by their kind, each with the ratio to reach."""
+    turns = []
+    for _ in range(4):
+        talk: list[int] = []
+        for _ in range(6):
+            talk = [*talk, *_new(bench, 96)]
+            turns.append(talk)
+    return {
+        "8 prompts x 8, 512 + 64": (_groups(bench, 512, 64), "3"),
+        "8 prompts x 8, 64 + 256": (_groups(bench, 64, 256), "1.15"),
+        "4 conversations of 6 turns of 96": (turns, "2"),
+        "16 x 256 without": ([_new(bench, 256) for _ in range(16)], "0.99"),
+    }
+
+
+def _groups(bench: Bench, prompt: int, answer: int) -> Sequences:
+    prompts = [_new(bench, prompt) for _ in range(8)]
+    return [[*one, *_new(bench, answer)] for one in prompts for _ in range(8)]
+
+
+def _new(bench: Bench, length: int) -> list[int]:
+    return bench.rng.integers(bench.engine.base.vocab_size, size=length).tolist()

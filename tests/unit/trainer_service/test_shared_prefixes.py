@@ -1,0 +1,117 @@
+"""Datums that begin alike are computed once, with the results and gradients of datums that are computed apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.batches import datum, request
+from tests.support.models import VOCAB_SIZE
+from tests.unit.trainer_service.engines import assert_near, create, gradient, run
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.tensors import from_numpy
+from tinsmith.v1 import types_pb2
+from trainer_service.engine.batch import Batch
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.metrics import Metrics
+from trainer_service.objectives.losses import LOSS_FNS
+from trainer_service.requests import batch_of
+
+PROMPT, TURN = 40, 33
+
+
+def like(tokens: Sequence[int], seed: int, loss_fn: str) -> types_pb2.Datum:
+    """A datum with these tokens, and random targets and other inputs."""
+    rng = np.random.default_rng(seed)
+    length = len(tokens)
+    inputs: dict[str, object] = {"target_tokens": rng.integers(VOCAB_SIZE, size=length)}
+    if loss_fn == "cross_entropy":
+        inputs["weights"] = rng.normal(size=length).astype(np.float32)
+        return datum(tokens, **inputs)
+    inputs["logprobs"] = rng.normal(-np.log(VOCAB_SIZE), 0.3, length).astype(np.float32)
+    inputs["advantages"] = rng.normal(size=length).astype(np.float32)
+    one = datum(tokens, **inputs)
+    for mask in {"sequence_ratio_mask", "sampled_mask"} & {*LOSS_FNS[loss_fn].required}:
+        one.loss_fn_inputs[mask].CopyFrom(from_numpy(np.ones(length, np.float32)))
+    return one
+
+
+def groups() -> list[list[int]]:
+    """Samples of two prompts, turns of a conversation, a datum twice, and one that shares nothing; not in order."""
+    rng = np.random.default_rng(7)
+    new = lambda length: rng.integers(VOCAB_SIZE, size=length).tolist()  # noqa: E731
+    prompts = [new(PROMPT), new(PROMPT)]
+    samples = [prompts[n % 2] + new(length) for n, length in enumerate((9, 5, 9, 5, 17, 1))]
+    talk = [prompts[0] + new(TURN)]
+    talk.append(talk[0] + new(TURN))
+    talk += [talk[1] + new(3), talk[1] + new(3)]
+    return [*samples, *talk, samples[0], new(11), prompts[1]]
+
+
+def batch(engine: TrainingEngine, loss_fn: str, sequences: Sequence[list[int]]) -> Batch:
+    data = [like(tokens, seed, loss_fn) for seed, tokens in enumerate(sequences)]
+    return batch_of(request(data, loss_fn), engine.limits)
+
+
+def engines(base: BaseModel) -> tuple[TrainingEngine, TrainingEngine, Metrics]:
+    """An engine that shares beginnings, one that does not, and the first one's metrics."""
+    from prometheus_client import CollectorRegistry
+
+    metrics = Metrics(CollectorRegistry())
+    return (
+        TrainingEngine(base, max_tokens_per_microbatch=4096, metrics=metrics),
+        TrainingEngine(base, max_tokens_per_microbatch=4096, share_prefixes=False),
+        metrics,
+    )
+
+
+@pytest.mark.parametrize("loss_fn", LOSS_FNS)
+def test_results_and_gradients_are_those_of_datums_apart(base: BaseModel, loss_fn: str) -> None:
+    sharing, apart, metrics = engines(base)
+    for engine in (sharing, apart):
+        create(engine, "m")
+    ours, theirs = (run(engine, "m", batch(engine, loss_fn, groups())) for engine in (sharing, apart))
+    assert metrics.compute.shared_tokens._value.get() > 300
+    for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
+    for key, value in theirs.metrics.items():
+        assert ours.metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-4), key
+    assert_near(gradient(sharing, "m"), gradient(apart, "m"), 1e-5)
+
+
+def test_models_share_nothing_with_each_other(base: BaseModel) -> None:
+    sharing, apart, _ = engines(base)
+    for engine in (sharing, apart):
+        for name in ("a", "b"):
+            create(engine, name)
+            with torch.no_grad():
+                engine.models[name].adapter.flat.mul_(1 + ord(name) / 100)
+        works = [(name, batch(engine, "cross_entropy", groups())) for name in ("a", "b")]
+        engine.forward_backward(works)
+    for name in ("a", "b"):
+        assert_near(gradient(sharing, name), gradient(apart, name), 1e-5)
+
+
+def test_forward_only_shares_too(base: BaseModel) -> None:
+    sharing, apart, metrics = engines(base)
+    outputs = []
+    for engine in (sharing, apart):
+        create(engine, "m")
+        data = [like(tokens, seed, "cross_entropy") for seed, tokens in enumerate(groups())]
+        outputs.append(run(engine, "m", batch_of(request(data, forward_only=True), engine.limits)))
+    assert metrics.compute.shared_tokens._value.get() > 300
+    for mine, other in zip(*(output.logprobs for output in outputs), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_without_common_beginnings_has_the_same_bits(base: BaseModel) -> None:
+    sharing, apart, metrics = engines(base)
+    sequences = [np.random.default_rng(n).integers(VOCAB_SIZE, size=50).tolist() for n in range(6)]
+    for engine in (sharing, apart):
+        create(engine, "m")
+        run(engine, "m", batch(engine, "cross_entropy", sequences))
+    assert metrics.compute.shared_tokens._value.get() == 0
+    assert torch.equal(gradient(sharing, "m"), gradient(apart, "m"))
