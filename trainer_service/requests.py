@@ -22,6 +22,7 @@ from tinsmith.rpc.server import MAX_MESSAGE_BYTES
 from tinsmith.v1 import trainer_pb2, types_pb2
 from trainer_service.engine.batch import CUSTOM, FITS_MEMORY, LOSS_FN_NAMES, Batch, Datum, Floats, Limits, Output
 from trainer_service.engine.optimizers import LARGEST, AdamParams, DimuonParams, Params
+from trainer_service.engine.pack import num_shared
 from trainer_service.objectives.custom_loss import MAX_BYTES, MAX_NODE_BYTES, CustomLoss, Input, build_loss
 from trainer_service.objectives.losses import LOSS_FNS, Loss
 
@@ -137,6 +138,7 @@ def batch_of(
         request=request,
         model_id=request.model_id,
         seq_id=request.seq_id,
+        shared=num_shared(datums) if limits.share_prefixes else (),
     )
     if not isinstance(loss, CustomLoss):
         return batch

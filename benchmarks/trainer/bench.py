@@ -15,6 +15,7 @@ from processes import Baseline
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from trainer_service.engine.batch import Batch, Datum, Output
 from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.pack import num_shared
 from trainer_service.objectives.losses import LOSS_FNS
 
 MIN_ROUNDS = 3
@@ -66,23 +67,26 @@ class Bench:
         vocab = self.engine.base.vocab_size
         return self.batch_of([self.rng.integers(vocab, size=length) for length in lengths])
 
-    def batch_of(self, sequences: Sequence[npt.ArrayLike]) -> Batch:
-        """A batch of these tokens with random targets, all with weight."""
+    def batch_of(self, sequences: Sequence[npt.ArrayLike], *, shares: bool = False) -> Batch:
+        """A batch of these tokens with random targets, all with weight. `shares`: for an engine that computes common
+        beginnings once."""
         loss, vocab = LOSS_FNS["cross_entropy"], self.engine.base.vocab_size
         tokens = [np.asarray(sequence, np.int32) for sequence in sequences]
+        datums = [
+            Datum(
+                tokens_N=one,
+                targets=self.rng.integers(vocab, size=one.size),
+                inputs={"weights": np.ones(one.size, np.float32)},
+            )
+            for one in tokens
+        ]
         return Batch(
             loss_fn="cross_entropy",
             loss=loss,
             loss_config=loss.config,
             forward_only=False,
-            datums=[
-                Datum(
-                    tokens_N=one,
-                    targets=self.rng.integers(vocab, size=one.size),
-                    inputs={"weights": np.ones(one.size, np.float32)},
-                )
-                for one in tokens
-            ],
+            datums=datums,
+            shared=num_shared(datums) if shares else (),
         )
 
     def forward_backward(self, works: Sequence[tuple[str, Batch]], engine: TrainingEngine | None = None) -> None:

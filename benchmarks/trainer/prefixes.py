@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from figure import Figure
 
@@ -23,21 +24,21 @@ def shared_prefixes(bench: Bench) -> Iterator[Figure]:
         for share in (True, False)
     ]
     for name, (sequences, aim) in _kinds(bench).items():
-        batch = bench.batch_of(sequences)
+        batches = [bench.batch_of(sequences, shares=engine.limits.share_prefixes) for engine in engines]
         num_tokens = sum(map(len, sequences))
 
-        def rate(engine: TrainingEngine, batch: Batch = batch, num_tokens: int = num_tokens) -> float:
-            return num_tokens / bench.seconds(lambda: bench.forward_backward([("m", batch)], engine))
+        def rate(n: int, batches: Sequence[Batch] = batches, num_tokens: int = num_tokens) -> float:
+            return num_tokens / bench.seconds(lambda: bench.forward_backward([("m", batches[n])], engines[n]))
 
         for engine in engines:
             bench.create("m", engine)
         peaks = []
-        for engine in engines:
-            rate(engine)
+        for n in range(len(engines)):
+            rate(n)
             reset_peak_memory(bench.device)
-            rate(engine)
+            rate(n)
             peaks.append(peak_memory_mb(bench.device))
-        ours, apart = bench.rounds(*(lambda engine=engine: rate(engine) for engine in engines))
+        ours, apart = bench.rounds(*(partial(rate, n) for n in range(len(engines))))
         yield Figure(f"shared beginnings, {name}", "tokens/s", ours, "computed apart", apart, aim=aim)
         yield Figure(f"peak memory, {name}", "MB", peaks[:1], "computed apart", peaks[1:])
         for engine in engines:

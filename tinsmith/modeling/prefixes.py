@@ -8,6 +8,7 @@ Shapes: N tokens of all sequences, T rows.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,11 @@ Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[Any]
 """Numbers of a sequence's tokens, of any integer type. Equal numbers mean equal tokens."""
 
-SHORTEST = 32
-"""Fewest tokens of a shared segment. Each costs a call of attention in every layer."""
+LEAST_SAVED = 32
+"""Fewest tokens that a shared segment must save. Each costs a call of attention in every layer, which takes about as
+long as 16 tokens do (benchmarks/LOG.md)."""
 _DEEPEST = 200
-"""Most shared segments in a sequence. Further tokens are not shared."""
+"""Most different common beginnings of a sequence that are looked at. Further tokens are not shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +41,17 @@ class Forest:
     """The row of each token."""
 
 
-def forest_of(groups: Sequence[Sequence[Tokens]], *, shortest: int = SHORTEST) -> Forest | None:
+def forest_of(groups: Sequence[Sequence[Tokens]], *, least_saved: int = LEAST_SAVED) -> Forest | None:
     """The forest of some groups of sequences. Groups lie in their order, and share nothing with each other.
 
-    Returns None if no two sequences of a group share `shortest` tokens.
+    `least_saved`: fewest tokens that a shared segment must save. Returns None if there is no such segment.
     """
-    growing = _Growing(sum(len(tokens) for group in groups for tokens in group), shortest)
+    growing = _Growing(sum(len(tokens) for group in groups for tokens in group), least_saved)
     start = 0
     for group in groups:
         growing.add(group, start)
         start += sum(map(len, group))
-    if not any(growing.below) and growing.num_rows == start:
+    if growing.num_rows == start:
         return None
     return Forest(growing.lengths, growing.below, np.concatenate(growing.sources), growing.rows_N)
 
@@ -57,8 +59,8 @@ def forest_of(groups: Sequence[Sequence[Tokens]], *, shortest: int = SHORTEST) -
 class _Growing:
     """A forest to which groups of sequences are added."""
 
-    def __init__(self, num_tokens: int, shortest: int) -> None:
-        self._shortest = shortest
+    def __init__(self, num_tokens: int, least_saved: int) -> None:
+        self._least_saved = least_saved
         self.num_rows = 0
         self.lengths: list[int] = []
         self.below: list[int] = []
@@ -72,30 +74,34 @@ class _Growing:
         ordered = [group[n] for n in order]
         self._starts = [int(starts[n]) for n in order]
         self._lengths = [len(tokens) for tokens in ordered]
-        self._common = [0, *map(_num_common, ordered, ordered[1:])]
+        self._common = [0, *map(num_common, ordered, ordered[1:])]
         """Number of tokens that each sequence shares with the one before it."""
-        self._grow(0, len(group), depth=0, level=0)
+        self._grow(0, len(group), depth=0, common=0, level=0)
 
-    def _grow(self, first: int, stop: int, *, depth: int, level: int) -> None:
-        """Lays the sequences from `first` to `stop`, of which the first `depth` tokens are laid."""
-        parts = list(self._divided(first, stop, depth=depth, level=level))
+    def _grow(self, first: int, stop: int, *, depth: int, common: int, level: int) -> None:
+        """Lays the sequences from `first` to `stop`, which have `common` tokens in common. The first `depth` of these
+        are laid."""
+        parts = list(self._divided(first, stop, common=common if level < _DEEPEST else sys.maxsize))
         parts.sort(key=lambda part: self._lengths[part[0]])  # equal lengths lie together: attention batches them
         for begin, end in parts:
             if end - begin == 1:
                 self._lay(begin, end, depth, self._lengths[begin])
                 continue
-            common = min(self._common[begin + 1 : end])
+            more = min(self._common[begin + 1 : end])
+            if (end - begin - 1) * (more - depth) < self._least_saved:
+                self._grow(begin, end, depth=depth, common=more, level=level + 1)
+                continue
             segment = len(self.lengths)
-            self._lay(begin, end, depth, common)
+            self._lay(begin, end, depth, more)
             rows = self.num_rows
-            self._grow(begin, end, depth=common, level=level + 1)
+            self._grow(begin, end, depth=more, common=more, level=level + 1)
             self.below[segment] = self.num_rows - rows
 
-    def _divided(self, first: int, stop: int, *, depth: int, level: int) -> Iterator[tuple[int, int]]:
-        """Ranges of sequences that share another segment, and single sequences."""
+    def _divided(self, first: int, stop: int, *, common: int) -> Iterator[tuple[int, int]]:
+        """Ranges of sequences that have more than `common` tokens in common, and single sequences."""
         begin = first
         for n in range(first + 1, stop + 1):
-            if n == stop or level == _DEEPEST or self._common[n] - depth < self._shortest:
+            if n == stop or self._common[n] <= common:
                 yield begin, n
                 begin = n
 
@@ -112,7 +118,7 @@ class _Growing:
         self.num_rows += until - depth
 
 
-def _num_common(one: Tokens, other: Tokens) -> int:
+def num_common(one: Tokens, other: Tokens) -> int:
     """The number of tokens with which both sequences begin."""
     length = min(len(one), len(other))
     differing = np.flatnonzero(one[:length] != other[:length])

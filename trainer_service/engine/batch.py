@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,8 @@ class Limits:
     """The base model's vision tower; None when it takes no pictures."""
     why_no_pictures: str = "it sees text only"
     """Why the base model takes no pictures, when `tower` is None."""
+    share_prefixes: bool = False
+    """Whether datums of a micro-batch that begin alike are computed once to where they part."""
     longest_datum: int | None = None
     """Largest charge of one datum that fits into memory, in tokens; None means no limit."""
 
@@ -120,16 +123,19 @@ class Batch:
     model_id: str = ""
     seq_id: int = 0
     """The request's seq_id; 0 for a batch that was not made from a request."""
+    shared: Sequence[int] = ()
+    """For each datum the number of tokens that are not computed if the datum before it is in the same micro-batch,
+    because both begin with them. Empty means none."""
     alone: bool = False
     """True when the batch's micro-batches may have no datums of another batch."""
     charges: list[int] = field(init=False, repr=False)
-    """Charge of each datum, in tokens."""
+    """Charge of each datum, in tokens, in a micro-batch that has no datum which begins as it does."""
     costs: list[int] = field(init=False, repr=False)
     """Tokens that each datum counts for in its model's turns: its charge, and more for the time of a custom loss."""
     num_taken: int = field(default=0, init=False)
     """Number of datums that have been taken into micro-batches."""
     num_waiting_tokens: int = field(init=False)
-    """Costs of the datums that have not been taken."""
+    """Costs of the datums that have not been taken, if they run in one micro-batch."""
     logprobs: list[Floats] = field(init=False, repr=False)
     """For each datum that has run its logprobs, with the shape of its targets; empty arrays for the others."""
     loss_sum: float = field(default=0.0, init=False)
@@ -145,20 +151,30 @@ class Batch:
 
     def __post_init__(self) -> None:
         self.charges = [datum.charge for datum in self.datums]
+        self.shared = self.shared or [0] * len(self.datums)
         self.set_costs(self.charges)
         self.logprobs = [np.empty(0, np.float32)] * len(self.datums)
 
     def set_costs(self, costs: list[int]) -> None:
         """Sets the costs of all datums, before the first is taken."""
         self.costs = costs
-        self.num_waiting_tokens = sum(costs)
+        self.num_waiting_tokens = sum(costs) - sum(self.shared)
 
-    def take(self) -> int:
-        """Takes the next datum into a micro-batch. Returns its cost."""
-        cost = self.costs[self.num_taken]
+    def next_cost(self, *, begins: bool) -> int:
+        """Cost of the next datum in a micro-batch. `begins`: it would be the batch's first one there."""
+        return self.costs[self.num_taken] - (0 if begins else self.shared[self.num_taken])
+
+    def take(self, *, begins: bool) -> int:
+        """Takes the next datum into a micro-batch. Returns its cost there."""
+        cost = self.next_cost(begins=begins)
+        self.num_waiting_tokens -= self.next_cost(begins=False)
         self.num_taken += 1
-        self.num_waiting_tokens -= cost
         return cost
+
+    def charge(self, indices: Sequence[int]) -> int:
+        """Tokens that these datums count for in one micro-batch, without the time of their losses. The indices rise."""
+        follow = (index for before, index in pairwise(indices) if index == before + 1)
+        return sum(self.charges[index] for index in indices) - sum(self.shared[index] for index in follow)
 
     @property
     def num_waiting(self) -> int:
@@ -235,6 +251,21 @@ class Example:
     @property
     def model_id(self) -> str:
         return self.batch.model_id
+
+    @property
+    def previous(self) -> Example:
+        """The datum before it in its batch. Equal to no datum for the first one."""
+        return Example(self.batch, self.index - 1)
+
+
+def charges_of(examples: Sequence[Example]) -> list[int]:
+    """Tokens that each datum counts for in a micro-batch of these. One that begins as the datum before it in its batch
+    counts for the tokens after that only."""
+    present = set(examples)
+    return [
+        one.batch.charges[one.index] - (one.batch.shared[one.index] if one.previous in present else 0)
+        for one in examples
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from tinsmith.errors import FailedPrecondition, InvalidRequest, ServiceError
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import TrainedWeights, Weights, reload
-from trainer_service.engine.batch import MAX_TARGETS_PER_TOKEN, Batch, Datum, Example, Limits, Output
+from trainer_service.engine.batch import MAX_TARGETS_PER_TOKEN, Batch, Datum, Example, Limits, Output, charges_of
 from trainer_service.engine.budget import Checkpointing, Lengths, MemoryBudget, Plan
 from trainer_service.engine.model_state import ModelState, full_bytes
 from trainer_service.engine.optimizers import Params, check_kind, clip_gradient
@@ -95,6 +95,7 @@ class TrainingEngine:
             vocab_size=base.vocab_size,
             max_context_length=base.max_context_length,
             max_targets_per_token=max_targets_per_token,
+            share_prefixes=share_prefixes and not base.why_not_shared,
             tower=base.tower,
             why_no_pictures=base.why_no_pictures,
         )
@@ -104,7 +105,6 @@ class TrainingEngine:
         """True once a full model has taken the base model's own parameters for training."""
         self._team = Alone() if team is None else team
         self._metrics = Metrics(CollectorRegistry()) if metrics is None else metrics
-        self._share_prefixes = share_prefixes
         self._memory = MemoryBudget(
             base,
             self.models,
@@ -119,7 +119,7 @@ class TrainingEngine:
 
     def _passes(self) -> Passes:
         return Passes(
-            self.base, self.models, self._memory, self._team, self._metrics, share_prefixes=self._share_prefixes
+            self.base, self.models, self._memory, self._team, self._metrics, share_prefixes=self.limits.share_prefixes
         )
 
     @property
@@ -235,7 +235,7 @@ class TrainingEngine:
                 if batch.forward_only == forward_only
                 for index in range(len(batch.datums))
             ]
-            examples.sort(key=lambda example: (example.model_id, example.datum.length))
+            examples.sort(key=lambda example: example.model_id)
             for one in cut(examples, lambda: self.passes.token_budget, self.passes.go_together):
                 self.passes.run(
                     [(batch, [each.index for each in group]) for batch, group in groupby(one, key=_batch_of)]
@@ -442,12 +442,13 @@ def cut(
     batch: list[Example] = []
     tokens = 0
     for example in examples:
-        too_long = tokens + example.datum.charge > token_budget()
+        charge = charges_of([*batch[-1:], example])[-1]
+        too_long = tokens + charge > token_budget()
         if batch and (too_long or not _may_join(example, batch, go_together)):
             yield batch
-            batch, tokens = [], 0
+            batch, tokens, charge = [], 0, example.datum.charge
         batch.append(example)
-        tokens += example.datum.charge
+        tokens += charge
     if batch:
         yield batch
 

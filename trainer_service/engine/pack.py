@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import positions_of
-from tinsmith.modeling.prefixes import Forest, Ints, Tokens, forest_of
+from tinsmith.modeling.prefixes import LEAST_SAVED, Forest, Ints, Tokens, forest_of, num_common
 from tinsmith.modeling.tower import Placed, positions_with_pictures
 from trainer_service.engine.batch import Datum, Example
 
@@ -111,6 +111,16 @@ class Pack:
         """The logprobs of each datum's targets, in row-major order."""
         own_M = logprobs_M if self.order_M is None else logprobs_M[torch.from_numpy(self.order_M)]
         return own_M.split(self.sizes)
+
+
+def num_shared(datums: Sequence[Datum]) -> list[int]:
+    """For each datum the number of tokens that it need not compute beside the datum before it."""
+    (numbers,) = _alike([datums])
+    found = [0]
+    for datum, before, own in zip(datums[1:], numbers, numbers[1:], strict=False):
+        common = num_common(before, own)
+        found.append(min(common, datum.charge - 1) if common >= LEAST_SAVED else 0)  # each datum has a cost
+    return found
 
 
 def _alike(groups: Sequence[Sequence[Datum]]) -> list[list[Tokens]]:

@@ -19,7 +19,7 @@ from tinsmith.modeling.full_logprobs import full_target_logprobs
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.lora import PassGradient, Run
 from trainer_service.engine.activation_checkpointing import checkpointed
-from trainer_service.engine.batch import Batch, Example, MicroBatch, Output, describe_ratio, log_ratio
+from trainer_service.engine.batch import Batch, Example, MicroBatch, Output, charges_of, describe_ratio, log_ratio
 from trainer_service.engine.budget import Attempt, MemoryBudget
 from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.optimizers import magnitude
@@ -123,9 +123,9 @@ class Passes:
         *,
         share_prefixes: bool,
     ) -> None:
-        """`share_prefixes`: compute beginnings that datums of a model share only once, where the model allows it."""
+        """`share_prefixes`: compute beginnings that datums of a model have in common once."""
         self._base = base
-        self._share = share_prefixes and not base.why_not_shared
+        self._share = share_prefixes
         self._models = models
         self._memory = memory
         self._team = team
@@ -195,7 +195,7 @@ class Passes:
         if not examples:
             return
         checkpointing = checkpointing or self._memory.needs_checkpointing(
-            [[example.datum.charge for example in share] for share in self._team.shares(examples)]
+            [charges_of(share) for share in self._team.shares(examples)]
         )
         self._not_finite = []
         try:
@@ -275,8 +275,7 @@ class Passes:
             return lambda: None
         device = self._base.device
         with self._phases["pack"].time():
-            charges = [example.datum.charge for example in examples]
-            self._memory.have_on_device(model_ids(examples), charges, checkpointing=checkpointing)
+            self._memory.have_on_device(model_ids(examples), charges_of(examples), checkpointing=checkpointing)
             pack = Pack.of(examples, share=share)
             tokens_T, positions = on_device(pack.tokens_T, device), on_device(pack.positions, device)
             runs = [self._run_of(model_id, rows) for model_id, rows in pack.models]
@@ -398,8 +397,8 @@ class Passes:
             yield self._models[model_id], mine if run.gradient is None else [run.gradient.gather(mine)]
 
 
-def num_tokens(examples: Iterable[Example]) -> int:
-    return sum(example.datum.charge for example in examples)
+def num_tokens(examples: Sequence[Example]) -> int:
+    return sum(charges_of(examples))
 
 
 def model_ids(examples: Iterable[Example]) -> list[str]:
@@ -409,9 +408,10 @@ def model_ids(examples: Iterable[Example]) -> list[str]:
 
 def halves(examples: Sequence[Example]) -> tuple[Sequence[Example], Sequence[Example]]:
     """Two parts with about equally many tokens, each with at least one datum. Raises ValueError for one example."""
-    total, before = num_tokens(examples), 0
-    for n, example in enumerate(examples):
-        before += example.datum.charge
+    charges = charges_of(examples)
+    total, before = sum(charges), 0
+    for n, charge in enumerate(charges):
+        before += charge
         if 2 * before >= total:
             middle = min(max(1, n + 1), len(examples) - 1)
             return examples[:middle], examples[middle:]

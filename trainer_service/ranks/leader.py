@@ -57,7 +57,7 @@ class LeadingEngine(TrainingEngine):
             self._ranks,
             self._metrics,
             self._group,
-            share_prefixes=self._share_prefixes,
+            share_prefixes=self.limits.share_prefixes,
         )
 
     def stop(self) -> None:

@@ -364,7 +364,7 @@ class ComputeThread:
             num_tokens = 0
         else:
             operations = [operation for operation, _ in work]
-            num_tokens = sum(_num_charged(operation, indices) for operation, indices in work)
+            num_tokens = sum(_batch(operation).charge(indices) for operation, indices in work)
         for operation in operations:
             if not operation.has_begun:
                 operation.has_begun = True
@@ -402,7 +402,7 @@ class ComputeThread:
         for operation, indices in work:
             operation.ran = operation.ran[0] if operation.ran else started_at, ended_at
             if (trace := operation.trace) is not None:
-                tokens = _num_charged(operation, indices)
+                tokens = _batch(operation).charge(indices)
                 facts = {"tokens": tokens, "datums": len(indices), "other_operations": len(work) - 1}
                 tracing.record("micro_batch", trace, start=started_at, end=ended_at, **facts)
         self._end([operation for operation, _ in work if operation.has_ended])
@@ -469,12 +469,6 @@ class ComputeThread:
 def _batch(operation: Operation) -> Batch:
     assert operation.batch is not None
     return operation.batch
-
-
-def _num_charged(operation: Operation, indices: Sequence[int]) -> int:
-    """Charge of these datums in tokens, without the time of their losses."""
-    charges = _batch(operation).charges
-    return sum(charges[index] for index in indices)
 
 
 def _resolve(results: Sequence[tuple[asyncio.Future[Any], object]]) -> None:

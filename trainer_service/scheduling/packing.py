@@ -315,7 +315,7 @@ class _MicroBatch:
         if not member.batches or member.batches[0].forward_only != self._forward_only:
             return 0
         batch = member.batches[0]
-        return batch.costs[batch.num_taken]
+        return batch.next_cost(begins=batch not in self.starts)
 
     def share_allows(self, member: _Member, *, num_models: int) -> bool:
         """True when the member's next datum fits into its share of the budget."""
@@ -347,8 +347,8 @@ class _MicroBatch:
     def take(self, member: _Member) -> int:
         """Takes and charges the member's next datum. Returns its cost in tokens."""
         batch = member.batches[0]
-        self.starts.setdefault(batch, batch.num_taken)
-        cost = batch.take()
+        cost = batch.take(begins=batch not in self.starts)
+        self.starts.setdefault(batch, batch.num_taken - 1)
         if not batch.num_waiting:
             member.batches.popleft()
         member.charged += cost

@@ -106,4 +106,4 @@ def _runs(operation: Operation, running: Running | None) -> bool:
 
 
 def _tokens(operation: Operation) -> int:
-    return 0 if operation.batch is None else sum(operation.batch.charges)
+    return 0 if operation.batch is None else operation.batch.charge(range(len(operation.batch.datums)))

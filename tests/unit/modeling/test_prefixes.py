@@ -25,10 +25,10 @@ def paths(forest: Forest) -> list[list[int]]:
 
 
 @given(st.lists(SEQUENCES, min_size=1, max_size=3), st.integers(1, 4))
-def test_each_sequence_is_a_path_of_the_forest(groups: list[list[list[int]]], shortest: int) -> None:
+def test_each_sequence_is_a_path_of_the_forest(groups: list[list[list[int]]], least: int) -> None:
     arrays = [[np.array(one, np.int32) for one in group] for group in groups]
     flat = [one for group in arrays for one in group]
-    forest = forest_of(arrays, shortest=shortest)
+    forest = forest_of(arrays, least_saved=least)
     if forest is None:
         return
     tokens_N = np.concatenate(flat)
@@ -48,29 +48,36 @@ def test_each_sequence_is_a_path_of_the_forest(groups: list[list[list[int]]], sh
 
 @given(SEQUENCES)
 def test_every_common_token_lies_once_when_any_length_is_shared(sequences: list[list[int]]) -> None:
-    forest = forest_of([[np.array(one) for one in sequences]], shortest=1)
+    forest = forest_of([[np.array(one) for one in sequences]], least_saved=1)
     beginnings = {tuple(one[: n + 1]) for one in sequences for n in range(len(one))}
     assert len(beginnings) == (sum(map(len, sequences)) if forest is None else sum(forest.lengths))
 
 
-def test_short_beginnings_are_not_shared() -> None:
+def test_a_beginning_that_saves_too_little_is_not_shared() -> None:
     sequences = [np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5])]
-    assert forest_of([sequences], shortest=4) is None
-    found = forest_of([sequences], shortest=3)
+    assert forest_of([sequences], least_saved=4) is None
+    found = forest_of([sequences], least_saved=3)
     assert found is not None
     assert found.lengths == [3, 1, 1]
     assert found.below == [2, 0, 0]
 
 
+def test_many_sequences_may_share_a_short_beginning_and_two_of_them_a_longer_one() -> None:
+    sequences = [np.array(one) for one in ([1, 2, 3], [1, 3, 3, 3, 3, 3, 4], [1, 3, 3, 3, 3, 3, 5], [1, 3, 4])]
+    found = forest_of([sequences], least_saved=3)
+    assert found is not None
+    assert sorted(zip(found.lengths, found.below, strict=True)) == [(1, 0), (1, 0), (1, 11), (2, 0), (2, 0), (5, 2)]
+
+
 def test_groups_share_nothing() -> None:
     one = np.arange(5)
-    assert forest_of([[one], [one]], shortest=1) is None
+    assert forest_of([[one], [one]], least_saved=1) is None
 
 
 def test_a_chain_may_be_longer_than_pythons_stack() -> None:
     tokens = np.arange(5 * _DEEPEST)
     sequences = [tokens[:n] for n in range(1, len(tokens))]
-    found = forest_of([sequences], shortest=1)
+    found = forest_of([sequences], least_saved=1)
     assert found is not None
     tokens_N = np.concatenate(sequences)
     assert (tokens_N[found.sources_T][found.rows_N] == tokens_N).all()
