@@ -109,7 +109,7 @@ class TrainerConfig(GrpcTls, BaseSettings):
     """Compute beginnings that datums of a model have in common once in a micro-batch, such as the prompt of a group of
     samples. Results differ by rounding only. A deterministic trainer does so within one request."""
     deterministic: bool = False
-    """Run every forward_backward by itself, divided only by its own lengths and token_budget (or, if that is 0,
+    """Run every forward_backward by itself, divided only by its own tokens and token_budget (or, if that is 0,
     max_tokens_per_microbatch). The same requests then give the same bits, even after a crash and whatever other models
     do. Micro-batches are not shared, which costs speed, and activation_checkpointing auto means off."""
     max_queued_operations: int = Field(default=1024, ge=1)

@@ -25,6 +25,7 @@ from tinsmith.modeling.kernels import recurrent_cuda
 from tinsmith.modeling.kv_cache import Cached, KVCache, Prefill
 from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.lora import Run
+from tinsmith.modeling.prefixes import forest_of
 from tinsmith.modeling.pretrained import auto_class
 
 CPU = torch.device("cpu")
@@ -222,6 +223,9 @@ def test_family_equals_stock_peft_gradients_included(family: str, tmp_path: Path
         assert (grad - expected).norm() <= 2e-5 * expected.norm()
     assert torch.equal(Adapter.load_peft(tmp_path / "adapter", adapter.config, base.targets).flat, adapter.flat)
 
+    assert bool(base.why_not_shared) == (family not in {**DENSE, **SPARSE}) or family in MORE
+    if not base.why_not_shared:
+        check_a_common_beginning(base, adapter)
     if base.why_not_cached:
         assert family not in DENSE
         assert family not in SPARSE
@@ -237,6 +241,32 @@ def test_family_equals_stock_peft_gradients_included(family: str, tmp_path: Path
         for row, runs in enumerate(([], [Run(adapter, slice(0, 7))])):
             whole = base.hidden_states(tokens[:7], torch.arange(7), Packed([7]), runs)
             torch.testing.assert_close(last[row], whole[6], rtol=1e-4, atol=1e-4)
+
+
+def check_a_common_beginning(base: BaseModel, adapter: Adapter) -> None:
+    """Three sequences of which all share six tokens and two share three more, computed once and apart."""
+    torch.manual_seed(2)
+    begin, more, *ends = torch.randint(256, (6 + 3 + 5 + 2 + 4,)).split([6, 3, 5, 2, 4])
+    apart = [torch.cat([begin, more, ends[0]]), torch.cat([begin, more, ends[1]]), torch.cat([begin, ends[2]])]
+    found = forest_of([[one.numpy() for one in apart]], least_saved=1)
+    assert found is not None
+    assert sorted(found.lengths) == [2, 3, 4, 5, 6]
+    tokens, factors = torch.cat(apart), torch.randn(sum(map(len, apart)))
+    sources, rows = torch.from_numpy(found.sources_T), torch.from_numpy(found.rows_N)
+    lengths = [len(one) for one in apart]
+    positions = positions_of(lengths, CPU)[sources]
+    run = Run(adapter, slice(0, len(sources)))
+    hidden = base.hidden_states(tokens[sources], positions, Packed(found.lengths, found.below), [run])
+    order = torch.argsort(rows, stable=True)
+    once = target_logprobs(base.head, hidden, rows[order], tokens[order], [run])
+    plain = packed_logprobs(base, tokens, lengths, [Run(adapter, slice(0, len(tokens)))])[order]
+    torch.testing.assert_close(once, plain, rtol=1e-5, atol=2e-5)
+    grads, expected = (
+        torch.autograd.grad((one * factors[order]).sum(), adapter.tensors(), allow_unused=True) for one in (once, plain)
+    )
+    for mine, theirs in zip(grads, expected, strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or (mine - theirs).norm() <= 1e-5 * theirs.norm()
 
 
 @pytest.mark.parametrize("family", ["Qwen2Moe", "GptOss"])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from prometheus_client import CollectorRegistry
 
 from tests.support.batches import datum, request
-from tests.support.models import VOCAB_SIZE
+from tests.support.models import VOCAB_SIZE, make_vision_model
 from tests.unit.trainer_service.engines import assert_near, create, gradient, run
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.tensors import from_numpy
@@ -19,6 +23,7 @@ from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.objectives.losses import LOSS_FNS
 from trainer_service.requests import batch_of
+from trainer_service.scheduling.packing import DeficitRoundRobin
 
 PROMPT, TURN = 40, 33
 
@@ -58,8 +63,6 @@ def batch(engine: TrainingEngine, loss_fn: str, sequences: Sequence[list[int]]) 
 
 def engines(base: BaseModel) -> tuple[TrainingEngine, TrainingEngine, Metrics]:
     """An engine that shares beginnings, one that does not, and the first one's metrics."""
-    from prometheus_client import CollectorRegistry
-
     metrics = Metrics(CollectorRegistry())
     return (
         TrainingEngine(base, max_tokens_per_microbatch=4096, metrics=metrics),
@@ -80,6 +83,26 @@ def test_results_and_gradients_are_those_of_datums_apart(base: BaseModel, loss_f
     for key, value in theirs.metrics.items():
         assert ours.metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-4), key
     assert_near(gradient(sharing, "m"), gradient(apart, "m"), 1e-5)
+
+
+def test_a_micro_batch_has_a_whole_group_where_its_tokens_would_not_fit_apart(base: BaseModel) -> None:
+    sharing, apart, metrics = engines(base)
+    rng = np.random.default_rng(3)
+    prompt = rng.integers(VOCAB_SIZE, size=200).tolist()
+    sequences = [prompt + rng.integers(VOCAB_SIZE, size=10).tolist() for _ in range(32)]
+    one = batch(sharing, "cross_entropy", sequences)
+    assert one.charge(range(32)) == 210 + 31 * 10
+    assert batch(apart, "cross_entropy", sequences).charge(range(32)) == 32 * 210
+    assert one.charge([0, 1, 5, 6]) == 2 * (210 + 10)  # each of the two is computed from the beginning
+    ring = DeficitRoundRobin()
+    ring.add(one)
+    assert ring.next_micro_batch(600) == [(one, range(32))]
+    ring.add(two := batch(sharing, "cross_entropy", sequences))
+    assert ring.next_micro_batch(410) == [(two, range(21))]
+    assert ring.next_micro_batch(410) == [(two, range(21, 32))]
+    create(sharing, "m")
+    run(sharing, "m", one)
+    assert metrics.compute.shared_tokens._value.get() == 31 * 200
 
 
 def test_models_share_nothing_with_each_other(base: BaseModel) -> None:
@@ -115,3 +138,32 @@ def test_a_batch_without_common_beginnings_has_the_same_bits(base: BaseModel) ->
         run(engine, "m", batch(engine, "cross_entropy", sequences))
     assert metrics.compute.shared_tokens._value.get() == 0
     assert torch.equal(gradient(sharing, "m"), gradient(apart, "m"))
+
+
+def test_a_picture_is_shared_with_the_same_picture_only(tmp_path: Path) -> None:
+    folder = make_vision_model(tmp_path)
+    base = BaseModel.load(folder, device=torch.device("cpu"), dtype=torch.float32)
+    sharing, apart, metrics = engines(base)
+    pixels = np.random.default_rng(0).integers(256, size=(96, 96, 3), dtype=np.uint8)
+    pictures = [picture(pixels), picture(255 - pixels)]
+    data = []
+    for one, end in ((0, (7, 8)), (0, (9,)), (1, (7, 8))):
+        chunks = [datum(range(10)).model_input[0], pictures[one], datum(list(end)).model_input[0]]
+        length = 10 + 25 + len(end)
+        targets = from_numpy(np.arange(length) % 200)
+        data.append(types_pb2.Datum(model_input=chunks, loss_fn_inputs={"target_tokens": targets}))
+    outputs = []
+    for engine in (sharing, apart):
+        create(engine, "m")
+        outputs.append(run(engine, "m", batch_of(request(data), engine.limits)))
+    assert metrics.compute.shared_tokens._value.get() == 35, "the ten before the other picture save nothing"
+    for mine, other in zip(*(output.logprobs for output in outputs), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
+    assert_near(gradient(sharing, "m"), gradient(apart, "m"), 1e-5)
+
+
+def picture(pixels: np.ndarray) -> types_pb2.Chunk:
+    """25 tokens: the processor scales it to 5 x 5 squares."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return types_pb2.Chunk(image=types_pb2.Image(data=file.getvalue(), format="png"))
