@@ -67,7 +67,15 @@ class Trainer:
         run_alone, make_room = self.scheduler.run_alone, self.scheduler.parking.make_room
         models = LiveModels(["bench"], base.weights_sum)
         self._operations = Operations(
-            self.engine, checkpoints, publisher, run_alone, models, 256, self.snapshots, make_room
+            self.engine,
+            checkpoints,
+            publisher,
+            run_alone,
+            self.scheduler.executing,
+            models,
+            256,
+            self.snapshots,
+            make_room,
         )
         self._restorer = Restorer(self._journal, self.snapshots, self._operations, self.scheduler, metrics)
 

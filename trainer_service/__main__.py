@@ -215,6 +215,7 @@ async def start(
         checkpoints,
         publisher,
         scheduler.run_alone,
+        scheduler.executing,
         models,
         config.max_lora_rank,
         snapshots,

@@ -65,6 +65,9 @@ class Call:
     result: asyncio.Future[Any]
     canary_tokens: int | None = None
     """Tokens of the canary, when the call scores that, as the samplers do at the same time; None for another call."""
+    name: tuple[str, int] | None = None
+    """Name of a call that belongs to no operation, for the record of executions (durability/executing.py). None for the
+    trainer's own calls, which depend on no request."""
 
 
 @dataclass(slots=True, eq=False)

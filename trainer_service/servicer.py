@@ -10,6 +10,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from tinsmith.rpc.words import value_of
 from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc, types_pb2
-from trainer_service.durability.executing import arriving
+from trainer_service.durability.executing import arriving, other_work
 from trainer_service.durability.journal import Body, Journal
 from trainer_service.engine.batch import LOSS_FN_NAMES
 from trainer_service.engine.optimizers import OPTIMIZERS
@@ -270,7 +271,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 yield request.archive
             raise InvalidRequest("complete: missing in the last message; the archive was cut off", field="complete")
 
-        return await trainer.importer.run(first.header, pieces(), last=last)
+        def converting(digest: bytes) -> AbstractContextManager[None]:
+            return trainer.scheduler.executing.other(other_work("import archive", digest))
+
+        return await trainer.importer.run(first.header, pieces(), last=last, converting=converting)
 
     async def CopyCheckpoint(self, request: pb.CopyCheckpointRequest, context: Context) -> pb.CopyCheckpointResponse:
         if request.HasField("ttl"):
@@ -293,8 +297,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.DeleteCheckpointResponse()
 
     async def CheckCustomLoss(self, request: pb.CheckCustomLossRequest, context: Context) -> pb.CheckCustomLossResponse:
-        await asyncio.to_thread(self._ready.operations.check_custom_loss, request)
+        # A call that is cancelled does not end the check on its thread, so it must not end the record of it either.
+        await asyncio.shield(self._ready.scheduler.spawn(self._check_custom_loss(request)))
         return pb.CheckCustomLossResponse()
+
+    async def _check_custom_loss(self, request: pb.CheckCustomLossRequest) -> None:
+        trainer = self._ready
+        name = other_work("check custom-loss", request.SerializeToString(deterministic=True))
+        trainer.scheduler.executing.check(*name)
+        try:
+            async with trainer.scheduler.executing.stage(*name):
+                await asyncio.to_thread(trainer.operations.check_custom_loss, request)
+        finally:
+            trainer.scheduler.executing.forget(*name)
 
     async def WaitResult(self, request: pb.WaitResultRequest, context: Context) -> pb.WaitResultResponse:
         operation = await self._ready.scheduler.find(request.model_id, request.seq_id)

@@ -31,6 +31,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
 from tinsmith.errors import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -186,6 +188,17 @@ class Executing:
                 self._storing.discard(name)
                 self._write(name)
 
+    @contextmanager
+    def other(self, name: Name) -> Iterator[None]:
+        """A context for work on a checkpoint that belongs to no operation. It counts as `storing`. Raises ServiceError
+        for work that has been given up."""
+        self.check(*name)
+        try:
+            with self.storing(*name):
+                yield
+        finally:
+            self.forget(*name)
+
     def begin(self, names: Sequence[Name]) -> None:
         """Begins to execute operations on the compute thread. Waits while a suspect is being executed; for a suspect,
         waits until nothing else is."""
@@ -280,6 +293,11 @@ def arriving(kind: str, model_id: str) -> str:
     """First part of the name of a request that is being packed for the journal. `kind`: kind of its operation. A skip
     has another name, so that it can take the place of a request that is given up."""
     return f"{kind} {model_id}"
+
+
+def other_work(what: str, content: bytes) -> Name:
+    """Name of work that belongs to no operation. `what`: a word for the work, and a model_id or another word."""
+    return what, xxhash.xxh3_64_intdigest(content) >> 1
 
 
 def _boot_id() -> str:

@@ -17,6 +17,7 @@ from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.words import check_known, word_of
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
+from trainer_service.durability.executing import Executing
 from trainer_service.durability.snapshots import Snapshots
 from trainer_service.engine.batch import Batch
 from trainer_service.engine.engine import State, TrainingEngine
@@ -74,19 +75,20 @@ class Operations:
         checkpoints: CheckpointStore,
         publisher: Publisher,
         run_alone: RunAlone,
+        executing: Executing,
         models: LiveModels,
         max_lora_rank: int,
         snapshots: Snapshots,
         make_room: MakeRoom,
     ) -> None:
-        """`run_alone`: Scheduler.run_alone. `make_room`: Parking.make_room."""
+        """`run_alone`, `executing`: those of the Scheduler. `make_room`: Parking.make_room."""
         self.engine = engine
         self.max_lora_rank = max_lora_rank
         self.snapshots = snapshots
         self._make_room = make_room
         self.models = models
         self.loads = Loads(engine, checkpoints, self.models, snapshots)
-        self.publishing = Publishing(engine, checkpoints, publisher, run_alone, self.models, self.loads)
+        self.publishing = Publishing(engine, checkpoints, publisher, run_alone, executing, self.models, self.loads)
         self._saves = Saves(engine, checkpoints, self.models, self.publishing)
         self.loss_checks = ThreadPoolExecutor(_MAX_LOSS_CHECKS, thread_name_prefix="custom-loss")
         """Threads that check custom losses, which may take long."""
@@ -221,6 +223,13 @@ class Operations:
         fails, too."""
         if isinstance(request, pb.ForwardBackwardRequest) and not request.forward_only:
             return self._taint(request, error)
+        return refused(error)
+
+    def refuse_unread(self, model_id: str, seq_id: int, kind: str, error: ServiceError) -> Work:
+        """The work of a request of the journal that cannot be read. Nobody knows whether a forward_backward would have
+        added gradients, so the next step fails."""
+        if kind in ("forward_backward", "skip"):
+            return self._taint(pb.SkipOperationRequest(model_id=model_id, seq_id=seq_id), error)
         return refused(error)
 
     def check_custom_loss(self, request: pb.CheckCustomLossRequest) -> None:

@@ -25,6 +25,7 @@ from tinsmith.errors import (
 )
 from tinsmith.v1 import types_pb2
 from tinsmith.v1.types_pb2 import PublishCertificate
+from trainer_service.durability.executing import Executing, Name, other_work
 from trainer_service.engine.engine import State, TrainingEngine
 from trainer_service.operation import Turn
 from trainer_service.operations.loads import Loads
@@ -46,8 +47,8 @@ T = TypeVar("T")
 
 
 class RunAlone(Protocol):
-    async def __call__(self, call: Callable[[], T], *, canary_tokens: int | None = None) -> T:
-        """Makes the call on the compute thread, before the next micro-batch. `canary_tokens`: see Turn.run."""
+    async def __call__(self, call: Callable[[], T], *, canary_tokens: int | None = None, name: Name | None = None) -> T:
+        """Makes the call on the compute thread, before the next micro-batch. For the other arguments see Call."""
         ...
 
 
@@ -60,6 +61,7 @@ class Publishing:
     publisher: Publisher
     run_alone: RunAlone
     """Scheduler.run_alone."""
+    executing: Executing
     models: LiveModels
     loads: Loads
     _running: dict[tuple[Location, str], asyncio.Task[Certified]] = field(default_factory=dict)
@@ -130,12 +132,13 @@ class Publishing:
         """Sends a stored version to the samplers. Concurrent calls for the same version share the work.
 
         Raises VersionGone when the location now holds another version, NotReady when no sampler can be reached or
-        measured, and VersionRefused when the gap of a sampler is above the limit.
+        measured, VersionRefused when the gap of a sampler is above the limit, and ServiceError for a publish that has
+        ended the process too often.
         """
         key = location, version_id
         running = self._running.get(key)
         if running is None:
-            running = self._running[key] = asyncio.create_task(self._publish(location, version_id))
+            running = self._running[key] = asyncio.create_task(self._noted(location, version_id))
             running.add_done_callback(lambda _: self._running.pop(key))
         return await asyncio.shield(running)
 
@@ -153,23 +156,30 @@ class Publishing:
         await self.checkpoints.writes(self.checkpoints.delete_ephemeral, model_id)
         await self.publisher.sender.remove_all(f"{model_id}@")
 
-    async def _publish(self, location: Location, version_id: str) -> Certified:
+    async def _noted(self, location: Location, version_id: str) -> Certified:
+        """Publishes a stored version, with a record of it in case the process ends meanwhile."""
+        name = other_work(f"publish {location.run_id}", f"{location} {version_id}".encode())
+        with self.executing.other(name):
+            return await self._publish(location, version_id, name)
+
+    async def _publish(self, location: Location, version_id: str, name: Name) -> Certified:
         if location.run_id in self.models:
             self._asked_for.add(version_id)
         info, state = await self._find_version(location, version_id)
-        scores = asyncio.ensure_future(self._score(state))
+        scores = asyncio.ensure_future(self._score(state, name))
         certified = await self.publisher.publish(Version(version_id, info.base_model, state.adapter), scores)
         if certified is None:
             raise NotReady(f"{version_id} cannot be published: no sampler is serving; try again")
         await self._keep(certified.certificate, info.location)
         return certified
 
-    async def _score(self, state: State) -> Scores:
+    async def _score(self, state: State, name: Name) -> Scores:
         """Scores the canary, for one publish at a time, so that micro-batches wait for at most one score."""
         async with self._scoring:
             return await self.run_alone(
                 lambda: self.engine.score(state.adapter, self.publisher.sequences),
                 canary_tokens=self.publisher.num_tokens,
+                name=name,
             )
 
     async def _find_version(self, location: Location, version_id: str) -> tuple[types_pb2.CheckpointInfo, State]:

@@ -37,7 +37,7 @@ from trainer_service.metrics import Metrics
 from trainer_service.older_forms import carried_over
 from trainer_service.operation import Answer, Turn, Work
 from trainer_service.operations.models import Model
-from trainer_service.operations.operations import Operations, parsed, refused
+from trainer_service.operations.operations import Operations, Request, parsed, refused
 from trainer_service.requests import params_of
 from trainer_service.scheduling.scheduler import Scheduler
 
@@ -132,6 +132,7 @@ class Restorer:
             start, found, base_model = 0, *await self._creation(model, history)
         else:
             start, base_model = _seq_id(info), info.base_model
+            self.scheduler.executing.check(model_id, start, answered=True)  # its operation's row may be gone
             found = self._from_snapshot(info, history)
             self.operations.models.check_base_weights(info.base_weights, field="base_weights")
         self.operations.models.check_base_model(base_model, field="base_model")
@@ -198,7 +199,8 @@ class Restorer:
         engine = self.operations.engine
 
         async def found(turn: Turn) -> Answer:
-            info, state = await asyncio.to_thread(self.snapshots.files.read, model_id, seq_id, engine.base)
+            with turn.storing():
+                info, state = await asyncio.to_thread(self.snapshots.files.read, model_id, seq_id, engine.base)
             weights = self.operations.models.weights_of(state.config)
             model = Model.of_snapshot(info, state, base_weights=weights)
             engine.check_trainable(model.config.rank, model.optimizer)
@@ -243,24 +245,38 @@ class Restorer:
     async def _work_of(self, model_id: str, entry: Entry) -> Work:
         if entry.state != State.ACCEPTED and not entry.num_bytes:  # the operation did not change the model
             return _nothing
-        data = await self.journal.unpacked(model_id, entry.seq_id)
+        executing = self.scheduler.executing
+        reading = f"replay {model_id}", entry.seq_id  # counted apart: one that must not run again can still be read
+        try:
+            executing.check(*reading, answered=entry.state != State.ACCEPTED)
+        except ServiceError as error:
+            if entry.state != State.ACCEPTED:
+                raise
+            return self.operations.refuse_unread(model_id, entry.seq_id, entry.kind, error)
+        async with executing.stage(*reading):
+            request = await self._read(model_id, entry)
+        executing.forget(*reading)
         match entry.state:
             case State.ACCEPTED:
                 try:
-                    self.scheduler.executing.check(model_id, entry.seq_id)
+                    executing.check(model_id, entry.seq_id)
                 except ServiceError as error:
-                    return self.operations.refuse(parsed(entry.kind, data), error)
-                return await self._work(model_id, entry, data)
+                    return self.operations.refuse(request, error)
+                return await self._work(model_id, entry, request)
             case State.FAILED:
-                return await self._failed_again(model_id, entry, data)
+                return await self._failed_again(model_id, entry, request)
             case State.DONE if entry.kind == "load_checkpoint":
-                return self._loads_again(model_id, entry, await self._work(model_id, entry, data))
+                return self._loads_again(model_id, entry, await self._work(model_id, entry, request))
             case State.DONE:
-                return await self._work(model_id, entry, data)
+                return await self._work(model_id, entry, request)
 
-    async def _work(self, model_id: str, entry: Entry, data: bytes) -> Work:
+    async def _read(self, model_id: str, entry: Entry) -> Request:
+        data = await self.journal.unpacked(model_id, entry.seq_id)
+        return await asyncio.to_thread(parsed, entry.kind, data)
+
+    async def _work(self, model_id: str, entry: Entry, request: Request) -> Work:
         async with self.scheduler.executing.stage(model_id, entry.seq_id):
-            return await asyncio.to_thread(lambda: self.operations.work_of(parsed(entry.kind, data), again=True))
+            return await asyncio.to_thread(lambda: self.operations.work_of(request, again=True))
 
     async def _checked(self, model_id: str, entry: Entry, work: Work) -> Work:
         """Checks a custom loss of an operation without an answer. One with an answer was checked before, and has
@@ -288,7 +304,7 @@ class Restorer:
 
         return load
 
-    async def _failed_again(self, model_id: str, entry: Entry, data: bytes) -> Work:
+    async def _failed_again(self, model_id: str, entry: Entry, request: Request) -> Work:
         """Work with the effect that a failed operation had on the model, if any."""
         engine = self.operations.engine
         record = await self.journal.find(model_id, entry.seq_id)
@@ -307,14 +323,12 @@ class Restorer:
                 except (FailedPrecondition, InvalidRequest):
                     return
 
-        match entry.kind:
-            case "forward_backward" if not pb.ForwardBackwardRequest.FromString(data).forward_only:
+        match request:
+            case pb.ForwardBackwardRequest(forward_only=False) | pb.SkipOperationRequest(gradients_missing=True):
                 return _runs(taint)
-            case "skip" if pb.SkipOperationRequest.FromString(data).gradients_missing:
-                return _runs(taint)
-            case "optim_step":
+            case pb.OptimStepRequest():
                 try:
-                    params = params_of(pb.OptimStepRequest.FromString(data))
+                    params = params_of(request)
                 except InvalidRequest:
                     return _nothing
                 return _runs(clear)

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from tinsmith.cores import Cores, yield_to_event_loops
 from tinsmith.errors import EngineDead, ServiceError
 from tinsmith.rpc import tracing
-from trainer_service.durability.executing import Executing
+from trainer_service.durability.executing import Executing, Name
 from trainer_service.engine.batch import Batch, MicroBatch, Output
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Call, Operation
@@ -239,14 +239,16 @@ class ComputeThread:
                     operation.result.set_exception(error)
             self._changed.notify()
 
-    async def run_alone(self, call: Callable[[], T], *, canary_tokens: int | None = None) -> T:
-        """Runs what belongs to no operation, after what runs now. `canary_tokens`: see Call."""
+    async def run_alone(
+        self, call: Callable[[], T], *, canary_tokens: int | None = None, name: Name | None = None
+    ) -> T:
+        """Runs what belongs to no operation, after what runs now. For the other arguments see Call."""
         result: asyncio.Future[T] = self._loop.create_future()
         with self._changed:
             if self._closed:
                 result.cancel()
             else:
-                self._lanes.put_first(Call(None, call, result, canary_tokens))
+                self._lanes.put_first(Call(None, call, result, canary_tokens, name))
             self._changed.notify()
         return await result
 
@@ -304,6 +306,8 @@ class ComputeThread:
                     self._cores.begin(num_tokens=self._running.num_tokens)
                 self._metrics.compute.threads.set(self._cores.threads)
                 names = [(operation.model_id, operation.seq_id) for operation in self._running.operations]
+                if isinstance(work, Call) and work.name is not None:
+                    names.append(work.name)
                 self._executing.begin(names)
                 if isinstance(work, Call):
                     self._run_call(work)

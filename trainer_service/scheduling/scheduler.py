@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from tinsmith.cores import Cores
 from tinsmith.errors import InvalidRequest, ModelNotFound, OutOfCapacity, ResultNotFound, SequenceConflict, ServiceError
 from tinsmith.rpc import logs, tracing
-from trainer_service.durability.executing import Executing
+from trainer_service.durability.executing import Executing, Name
 from trainer_service.durability.journal import Body, Entry, Journal, State
 from trainer_service.durability.journal_writer import Unstorable
 from trainer_service.engine.batch import Batch, Output
@@ -193,10 +193,12 @@ class Scheduler:
     def pace(self) -> Pace:
         return self._compute.pace()
 
-    async def run_alone(self, call: Callable[[], T], *, canary_tokens: int | None = None) -> T:
-        """Runs what belongs to no operation on the compute thread, before the next micro-batch. `canary_tokens`: see
-        Turn.run."""
-        return await self._compute.run_alone(call, canary_tokens=canary_tokens)
+    async def run_alone(
+        self, call: Callable[[], T], *, canary_tokens: int | None = None, name: Name | None = None
+    ) -> T:
+        """Runs what belongs to no operation on the compute thread, before the next micro-batch. For the other arguments
+        see Call."""
+        return await self._compute.run_alone(call, canary_tokens=canary_tokens, name=name)
 
     def gaps(self) -> list[Gap]:
         """The missing operations, one of each model whose accepted operations all wait for one that has not arrived."""

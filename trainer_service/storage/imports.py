@@ -10,11 +10,13 @@ import tarfile
 import uuid
 import zlib
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+import xxhash
 import zstandard
 
 from tinsmith.errors import CheckpointExists, InvalidRequest, OutOfCapacity, about
@@ -60,10 +62,16 @@ class Importer:
     _converting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(
-        self, header: pb.ImportCheckpointHeader, pieces: AsyncIterator[bytes], *, last: pb.ImportCheckpointRequest
+        self,
+        header: pb.ImportCheckpointHeader,
+        pieces: AsyncIterator[bytes],
+        *,
+        last: pb.ImportCheckpointRequest,
+        converting: Callable[[bytes], AbstractContextManager[None]],
     ) -> pb.ImportCheckpointResponse:
         """Imports one archive. The caller has checked the base model. `last`: the message that ends the upload; it is
-        filled in after `pieces` has ended.
+        filled in after `pieces` has ended. `converting`: makes the context in which the archive is read, from a digest
+        of the archive; may raise ServiceError.
 
         Raises InvalidRequest, CheckpointExists, OutOfCapacity, BudgetExceeded.
         """
@@ -82,22 +90,23 @@ class Importer:
         try:
             size = header.archive_bytes if header.HasField("archive_bytes") else None
             with self.checkpoints.scratch() as folder:
-                await self._receive(pieces, folder / "archive", size=size)
+                digest = await self._receive(pieces, folder / "archive", size=size)
                 async with self._converting:  # one at a time: the conversion holds an adapter in memory
                     most = last.max_checkpoint_bytes if last.HasField("max_checkpoint_bytes") else None
-                    return await self.checkpoints.writes(self._convert, header, folder, most)
+                    return await self.checkpoints.writes(self._convert, header, folder, most, converting(digest))
         finally:
             self._num_uploads -= 1
 
-    async def _receive(self, pieces: AsyncIterator[bytes], path: Path, *, size: int | None) -> None:
-        """Writes the pieces to `path`. `size`: the archive's size in bytes, if known; an archive that does not fit on
-        the disk is then refused before a byte is stored."""
-        space, num_bytes = self.checkpoints.space, 0
+    async def _receive(self, pieces: AsyncIterator[bytes], path: Path, *, size: int | None) -> bytes:
+        """Writes the pieces to `path`, and returns a digest of all. `size`: the archive's size in bytes, if known; an
+        archive that does not fit on the disk is then refused before a byte is stored."""
+        space, num_bytes, digest = self.checkpoints.space, 0, xxhash.xxh3_128()
         if size is not None:
             space.check(2 * size, what=_WHAT)  # the archive and its unpacked files
         with space.reserve(size or 0, what=_WHAT), path.open("wb") as file:
             async for piece in pieces:
                 num_bytes += len(piece)
+                digest.update(piece)
                 if num_bytes > self.max_bytes:
                     raise InvalidRequest(
                         f"archive: more than {self.max_bytes} bytes, this trainer's max_import_bytes", field="archive"
@@ -105,8 +114,19 @@ class Importer:
                 if size is None or num_bytes > size:
                     space.check(len(piece), what=_WHAT)
                 await self.checkpoints.writes(file.write, piece)
+        return digest.digest()
 
     def _convert(
+        self,
+        header: pb.ImportCheckpointHeader,
+        folder: Path,
+        max_checkpoint_bytes: int | None,
+        converting: AbstractContextManager[None],
+    ) -> pb.ImportCheckpointResponse:
+        with converting:  # here, because a call that is cancelled does not end its thread
+            return self._converted(header, folder, max_checkpoint_bytes)
+
+    def _converted(
         self, header: pb.ImportCheckpointHeader, folder: Path, max_checkpoint_bytes: int | None
     ) -> pb.ImportCheckpointResponse:
         check_room = partial(self.checkpoints.space.check, what=_WHAT)

@@ -91,7 +91,8 @@ class Process:
         checkpoints = CheckpointStore(folder / "checkpoints", metrics)
         models = LiveModels(base_models, base.weights_sum, allow_other_weights=allow_other_weights)
         make_room = scheduler.parking.make_room
-        operations = Operations(engine, checkpoints, publisher, scheduler.run_alone, models, 16, snapshots, make_room)
+        run_alone, executing = scheduler.run_alone, scheduler.executing
+        operations = Operations(engine, checkpoints, publisher, run_alone, executing, models, 16, snapshots, make_room)
         await Restorer(journal, snapshots, operations, scheduler, metrics).run()
         return cls(folder, registry, engine, journal, snapshots, operations, scheduler)
 

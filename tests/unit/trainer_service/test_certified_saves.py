@@ -36,6 +36,14 @@ from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc, types_pb2
+from trainer_service.durability.executing import (
+    MOST_DEATHS,
+    MOST_DEATHS_STORING,
+    NAME,
+    Deaths,
+    Executing,
+    other_work,
+)
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
@@ -63,6 +71,7 @@ class Stack:
     stub: Any
     engines: list[TorchEngine]
     publisher: Publisher
+    executing: Executing
     next_seq_id: int = 1
 
     async def call(self, rpc: str, message: Any, **fields: Any) -> Any:
@@ -143,7 +152,10 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
         exits.push_async_callback(snapshots.close)
         models = LiveModels(["tiny"], base.weights_sum)
         make_room = scheduler.parking.make_room
-        operations = Operations(training, checkpoints, publisher, scheduler.run_alone, models, 16, snapshots, make_room)
+        run_alone, executing = scheduler.run_alone, scheduler.executing
+        operations = Operations(
+            training, checkpoints, publisher, run_alone, executing, models, 16, snapshots, make_room
+        )
         servicer = TrainerServicer()
         importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
         servicer.trainer = Trainer("boot", operations, scheduler, journal, checkpoints, importer)
@@ -152,7 +164,7 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
         await server.start()
         exits.push_async_callback(server.stop, 0)
         channel = await exits.enter_async_context(connect(f"127.0.0.1:{server.port}"))
-        stack = Stack(trainer_pb2_grpc.TrainerServiceStub(channel), engines, publisher)
+        stack = Stack(trainer_pb2_grpc.TrainerServiceStub(channel), engines, publisher, executing)
         lora = types_pb2.LoraConfig(rank=4, seed=1, train_attn=True, train_mlp=True)
         await stack.stub.CreateModel(pb.CreateModelRequest(model_id=MODEL, base_model="tiny", lora_config=lora))
         await stack.step()
@@ -312,6 +324,36 @@ async def test_a_sampler_that_was_not_measured_gets_the_version_when_it_is_wante
     published = await stack.publish(saved.checkpoint.location, saved.checkpoint.version_id)
     assert (published.num_samplers, len(published.certificate.samplers)) == (2, 2)
     assert stack.held() == [[saved.checkpoint.version_id]] * 2
+
+
+async def test_a_publish_that_ends_the_trainer_each_time_is_refused_in_the_end(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = (await stack.save()).checkpoint
+    name = other_work(f"publish {MODEL}", f"{saved.location} {saved.version_id}".encode())
+    load, score = CheckpointStore.load, TrainingEngine.score
+    noted: dict[str, bytes] = {}
+
+    def noting(call: Any, what: str) -> Any:
+        def noted_call(*arguments: Any, **settings: Any) -> Any:
+            noted[what] = (tmp_path / NAME).read_bytes()
+            return call(*arguments, **settings)
+
+        return noted_call
+
+    monkeypatch.setattr(CheckpointStore, "load", noting(load, "storing"))
+    monkeypatch.setattr(TrainingEngine, "score", noting(score, "executing"))
+    stack.executing._deaths[name] = Deaths(executing=MOST_DEATHS - 1, storing=MOST_DEATHS_STORING - 1)
+    assert (await stack.publish(saved.location, saved.version_id)).certificate.passed
+    for doing in ("storing", "executing"):
+        assert f"{doing} 1 4 {name[1]} publish {MODEL}".encode() in noted[doing]
+    assert not stack.executing._deaths
+    for deaths in (Deaths(executing=MOST_DEATHS), Deaths(storing=MOST_DEATHS_STORING)):
+        stack.executing._deaths[name] = deaths
+        with pytest.raises(ServiceError, match=r"the trainer ended (twice|5 times) while"):
+            await stack.publish(saved.location, saved.version_id)
+        other = (await stack.save(f"other-{deaths.storing}")).checkpoint
+        assert (await stack.publish(other.location, other.version_id)).certificate.passed
 
 
 async def test_a_stored_version_is_scored_as_it_was_whatever_the_model_is_now(stack: Stack) -> None:

@@ -794,6 +794,82 @@ async def test_an_operation_whose_checkpoint_ends_the_trainer_each_time_it_is_re
     assert isinstance(await again.outcome(MODEL, 8), Answer)
 
 
+async def test_a_request_of_the_journal_that_ends_the_trainer_each_time_it_is_read_fails_unread(
+    start: Start, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0")
+    await run(process, [creation(), batch(1), step(2)])
+    await process.journal.append(MODEL, 3, Body.pack("forward_backward", batch(3)))
+    await process.journal.append(MODEL, 4, Body.pack("save_checkpoint", save(4, "one")))
+    await process.stop()
+    names = [(f"replay {MODEL}", 3), (f"replay {MODEL}", 4)]
+    executing = Executing(tmp_path / "0")
+    executing._deaths = {name: Deaths(executing=MOST_DEATHS - 1) for name in names}
+    executing.begin(names)
+
+    again = await start(tmp_path / "0")
+    for seq_id in (3, 4):
+        assert "the trainer ended twice while it ran this" in str(await again.outcome(MODEL, seq_id))
+    await again.send(step(5))
+    assert "was not applied" in str(await again.outcome(MODEL, 5))
+    await run(again, [batch(6), step(7)])
+    assert isinstance(await again.outcome(MODEL, 7), Answer)
+
+
+async def test_requests_are_noted_while_a_restart_reads_them_and_forgotten_when_they_have_been_read(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = await start(tmp_path / "0")
+    await run(process, [creation(), batch(1), step(2)])
+    await process.stop()
+    executing = Executing(tmp_path / "0")
+    executing.begin([(f"replay {MODEL}", 1)])
+    unpack, noted = Body.unpack, dict[str, bytes]()
+
+    def noting(body: Body) -> bytes:
+        noted[body.kind] = (tmp_path / "0" / NAME).read_bytes()
+        return unpack(body)
+
+    monkeypatch.setattr(Body, "unpack", noting)
+    again = await start(tmp_path / "0")
+    await again.scheduler.check_held(MODEL)
+    assert f"executing 1 0 1 replay {MODEL}".encode() in noted["forward_backward"]
+    assert f"executing 0 0 2 replay {MODEL}".encode() in noted["optim_step"]
+    assert not again.scheduler.executing._deaths
+
+
+async def test_a_snapshot_that_ends_the_trainer_each_time_it_is_read_leaves_its_model_for_another_try(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, noted = SnapshotFiles.read, list[bytes]()
+
+    def noting(*arguments: Any) -> Any:
+        noted.append((tmp_path / "0" / NAME).read_bytes())
+        return read(*arguments)
+
+    monkeypatch.setattr(SnapshotFiles, "read", noting)
+    policy = EVERY_STEP
+    process = await start(tmp_path / "0", policy=policy)
+    await run(process, [creation(), batch(1), step(2)])
+    await process.snapshots.close()
+    await run(process, [batch(3)])
+    await process.stop()
+    executing = Executing(tmp_path / "0")
+    executing._deaths[MODEL, 2] = Deaths(storing=MOST_DEATHS_STORING - 2)
+    with executing.storing(MODEL, 2):
+        again = await start(tmp_path / "0", policy=policy)
+    await again.scheduler.check_held(MODEL)
+    assert f"storing 0 4 2 {MODEL}".encode() in noted[-1]
+    assert not again.scheduler.executing._deaths
+    await again.stop()
+    executing = Executing(tmp_path / "0")
+    executing._deaths[MODEL, 2] = Deaths(storing=MOST_DEATHS_STORING - 1)
+    with executing.storing(MODEL, 2):
+        third = await start(tmp_path / "0", policy=policy)
+    with pytest.raises(ModelLost, match="ended 5 times while it read or wrote the checkpoint of this"):
+        await third.scheduler.check_held(MODEL)
+
+
 def custom_batch(seq_id: int, name: str) -> pb.ForwardBackwardRequest:
     """Datums of five lengths."""
     total = graph(node("call_method", "total", "sum", ref("logprobs")), loss="total")

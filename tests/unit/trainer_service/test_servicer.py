@@ -18,16 +18,19 @@ import numpy as np
 import pyrage
 import pytest
 import torch
+import xxhash
 from prometheus_client import CollectorRegistry
 
 from tests.support.batches import datum, random_datum, request, wide
 from tests.support.models import VOCAB_SIZE, make_model
+from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
 from tinsmith import errors
 from tinsmith.cores import Cores
 from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FULL, FullWeights
+from tinsmith.modeling.peft_import import import_peft
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.server import Server
@@ -40,7 +43,14 @@ from tinsmith_cli import main
 from trainer_service.__main__ import serve
 from trainer_service.admin_servicer import TrainerAdminServicer
 from trainer_service.config import TrainerConfig
-from trainer_service.durability.executing import arriving
+from trainer_service.durability.executing import (
+    MOST_DEATHS,
+    MOST_DEATHS_STORING,
+    NAME,
+    Deaths,
+    arriving,
+    other_work,
+)
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
@@ -105,7 +115,8 @@ async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
         snapshots = Snapshots(SnapshotFiles(tmp_path / "snapshots"), journal, Policy(2, 0, 0), metrics)
         models = LiveModels(["tiny", "alias"], base.weights_sum)
         make_room = scheduler.parking.make_room
-        operations = Operations(engine, checkpoints, publisher, scheduler.run_alone, models, 16, snapshots, make_room)
+        run_alone, executing = scheduler.run_alone, scheduler.executing
+        operations = Operations(engine, checkpoints, publisher, run_alone, executing, models, 16, snapshots, make_room)
         importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
         await Restorer(journal, snapshots, operations, scheduler, metrics).run()
         servicer = TrainerServicer()
@@ -291,7 +302,8 @@ async def die_while_arriving(start: StartService, kind: str, model_id: str, seq_
     """The service after its process has died so often while it packed this request."""
     service = await start()
     for _ in range(times):
-        service.trainer.scheduler.executing.begin([(arriving(kind, model_id), seq_id)])
+        executing = service.trainer.scheduler.executing
+        await asyncio.to_thread(executing.begin, [(arriving(kind, model_id), seq_id)])  # it waits for the restoration
         service = await start()
     return service
 
@@ -886,6 +898,49 @@ async def test_notes_that_are_kept_have_a_bound(stub: Any, notes: dict[str, str]
     header = pb.ImportCheckpointHeader(location=IMPORTED, base_model="tiny", user_metadata=notes)
     await fails(import_pieces(stub, header), errors.InvalidRequest, f"header.user_metadata: {problem}")
     await stub.SaveCheckpoint(save(2, user_metadata={"a": "x" * 60_000}))
+
+
+async def test_an_archive_that_ends_the_trainer_each_time_is_refused_in_the_end(
+    service: Service, peft_archive: bytes, tmp_path: Path
+) -> None:
+    executing = service.trainer.scheduler.executing
+    name = other_work("import archive", xxhash.xxh3_128_digest(peft_archive))
+    executing._deaths[name] = Deaths(storing=MOST_DEATHS_STORING)
+    refused = import_pieces(service.stub, HEADER, peft_archive[:100], peft_archive[100:])
+    await fails(refused, errors.ServiceError, "ended 5 times while it read or wrote the checkpoint of this")
+    executing._deaths[name] = Deaths(storing=MOST_DEATHS_STORING - 1)
+    noted = []
+
+    def noting(*arguments: Any, **settings: Any) -> Any:
+        noted.append((tmp_path / NAME).read_bytes())
+        return import_peft(*arguments, **settings)
+
+    with mock.patch("trainer_service.storage.imports.import_peft", noting):
+        await import_pieces(service.stub, HEADER, peft_archive)
+    assert f"storing 0 4 {name[1]} import archive".encode() in noted[0]
+    assert not executing._deaths
+
+
+async def test_a_custom_loss_that_ends_the_trainer_each_time_it_is_checked_is_refused_in_the_end(
+    service: Service, tmp_path: Path
+) -> None:
+    executing, operations = service.trainer.scheduler.executing, service.trainer.operations
+    loss = custom_loss(graph(node("call_method", "total", "sum", ref("logprobs")), loss="total"), {"logprobs": 1})
+    request = pb.CheckCustomLossRequest(custom_loss=loss)
+    name = other_work("check custom-loss", request.SerializeToString(deterministic=True))
+    executing._deaths[name] = Deaths(executing=MOST_DEATHS)
+    await fails(service.stub.CheckCustomLoss(request), errors.ServiceError, "ended twice while it ran this")
+    executing._deaths[name] = Deaths(executing=MOST_DEATHS - 1)
+    noted, check = [], operations.check_custom_loss
+
+    def noting(checked: pb.CheckCustomLossRequest) -> None:
+        noted.append((tmp_path / NAME).read_bytes())
+        check(checked)
+
+    with mock.patch.object(operations, "check_custom_loss", noting):
+        await service.stub.CheckCustomLoss(request)
+    assert f"executing 1 0 {name[1]} check custom-loss".encode() in noted[0]
+    assert not executing._deaths
 
 
 async def test_an_archive_that_is_cut_off_is_not_imported(stub: Any, peft_archive: bytes) -> None:
