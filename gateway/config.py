@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, IPvAnyNetwork, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gateway.database import urls
@@ -41,6 +41,10 @@ class ConnectionLimits:
     @property
     def interval_s(self) -> float:
         return min(1.0, self.header_timeout_s / 4, self.transfer_grace_s / 4)
+
+
+Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9.-]+(:[0-9]{1,5})?$")]
+"""HOST or HOST:PORT."""
 
 
 class GatewayConfig(GrpcTls, BaseSettings):
@@ -131,6 +135,16 @@ class GatewayConfig(GrpcTls, BaseSettings):
     max_import_bytes: int = Field(default=4 * 2**30, gt=0)
     """Largest archive of an adapter to import, in bytes; a larger one is answered 413. The trainer has its own
     bound."""
+    image_hosts: list[Host] = []
+    """Hosts from which pictures that a request names by an https URL are fetched, as a JSON list of HOST or HOST:PORT.
+    Empty: none. Redirects are not followed, and a host's address must be public or in image_networks."""
+    image_networks: list[IPvAnyNetwork] = []
+    """Private networks in which hosts of image_hosts may be, such as 10.1.2.0/24, as a JSON list."""
+    image_folder: Path | None = None
+    """Folder of pictures that requests may name by a path below it. Every user of this server can read them. Absent:
+    none are read."""
+    image_timeout_s: float = Field(default=20.0, gt=0)
+    """How long fetching the pictures of a request may take, with the wait for those of others."""
     thread_body_bytes: int = Field(default=256 * 2**10, gt=0)
     """Bodies above this are decompressed and parsed in a thread, so that other requests go on."""
     cores_page: str = ""

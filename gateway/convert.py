@@ -131,7 +131,7 @@ def base64_bytes(value: Any, *, field: str) -> bytes:
         raise InvalidRequest(f"{field}: {shown(value)} is not base64", field=field) from None
 
 
-def _implied_type(value: dict[str, Any]) -> str | None:
+def implied_type(value: dict[str, Any]) -> str | None:
     """The type of a chunk that names none: early SDKs leave out fields with their default."""
     kinds = {"tokens": "encoded_text", "location": "image_asset_pointer", "data": "image"}
     return next((kind for key, kind in kinds.items() if key in value), None)
@@ -158,7 +158,7 @@ def check_fields(value: Mapping[str, Any], known: Collection[str], *, field: str
 
 def chunk(value: dict[str, Any], *, field: str) -> types_pb2.Chunk:
     """One chunk of a prompt. Raises InvalidRequest or Unsupported, naming the field."""
-    kind = value.get("type", _implied_type(value))
+    kind = value.get("type", implied_type(value))
     if isinstance(kind, str) and kind in _CHUNK_FIELDS:
         check_fields(value, _CHUNK_FIELDS[kind], field=field)
     match kind:
@@ -171,14 +171,15 @@ def chunk(value: dict[str, Any], *, field: str) -> types_pb2.Chunk:
             data = int32_bytes(tokens, field=f"{field}.tokens")
             return types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=data))
         case "image":
-            expected = value.get("expected_tokens")
+            expected, data = value.get("expected_tokens"), value.get("data")
             if expected is not None and type(expected) is not int:
                 raise InvalidRequest(
                     f"{field}.expected_tokens: {shown(expected)} is not a number of tokens",
                     field=f"{field}.expected_tokens",
                 )
             image = types_pb2.Image(
-                data=base64_bytes(value.get("data"), field=f"{field}.data"),
+                # Bytes: of a picture that was named by its location (assets.py).
+                data=data if isinstance(data, bytes) else base64_bytes(data, field=f"{field}.data"),
                 format=str(value.get("format")),
                 expected_tokens=expected
                 if expected is None

@@ -11,6 +11,7 @@ import logging
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from gateway.assets import Assets
 from gateway.clients import Clients
 from gateway.config import DATABASE, GatewayConfig
 from gateway.dashboard.recorder import Dashboard
@@ -174,6 +175,7 @@ class Gateway(Core):
 
     def __init__(self, config: GatewayConfig) -> None:
         super().__init__(config)
+        self.assets = Assets(config)
         self.tenants = Tenants(self)
         self.storage = Storage(self, self.tenants)
         self.sampling = Sampling(self, self.tenants, self.storage)

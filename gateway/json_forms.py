@@ -36,6 +36,11 @@ _RESULT_DTYPES = {
 # Requests
 
 
+def key_of(*, forward_only: bool) -> str:
+    """The field with the batch, in a body of `forward` or of `forward_backward`."""
+    return "forward_input" if forward_only else "forward_backward_input"
+
+
 def forward_backward(
     content: Mapping[str, Any], *, model_id: str, seq_id: int, forward_only: bool
 ) -> trainer_pb2.ForwardBackwardRequest:
@@ -43,7 +48,7 @@ def forward_backward(
 
     Raises InvalidRequest or Unsupported, naming the field.
     """
-    key = "forward_input" if forward_only else "forward_backward_input"
+    key = key_of(forward_only=forward_only)
     batch = _object(content.get(key), field=key)
     convert.check_fields(content, {key, "model_id", "seq_id", "forward_only"}, field="")
     convert.check_fields(batch, {"data", "loss_fn", "loss_fn_config", "forward_only"}, field=key)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from uuid import uuid4
 
 import orjson
@@ -17,6 +16,7 @@ from starlette.responses import Response
 from gateway import codec
 from gateway.codec import json_response
 from gateway.gateway import Gateway
+from gateway.load import Share
 from gateway.openai.answers import Json, chat_logprobs, chunks_of, extension, head_of, log_begin
 from gateway.openai.completions import checked_tokens
 from gateway.openai.draws import Draw, Update, sample_request, text_off_loop
@@ -185,7 +185,8 @@ async def _answer(
 ) -> Response:
     source = await find_source(gateway, body.model, caller=caller)
     tokenizer = await gateway.sampling.generator.tokenizer(source)
-    images = await asyncio.to_thread(images_of, body.messages) if _has_images(body) else []
+    share = cast(Share, request.state.held)
+    images = await images_of(gateway.assets, body.messages, share) if _has_images(body) else []
     prompt_tokens = await _prompt(gateway, source, body)
     seen = placed(gateway, source.base_model, prompt_tokens, images) if images else None
     if seen is not None:

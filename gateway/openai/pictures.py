@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from gateway.assets import Assets
 from gateway.convert import base64_bytes
 from gateway.gateway import Gateway
+from gateway.load import Share
 from gateway.openai.schemas import ImagePart, Message
 from gateway.shown import shown
 from tinsmith.errors import InvalidRequest
 from tinsmith.pictures.counting import Counting
-from tinsmith.pictures.headers import size_of
+from tinsmith.pictures.headers import PNG, size_of
 from tinsmith.v1 import types_pb2
 
 _DATA_URL = re.compile(r"data:image/(png|jpeg);base64,")
@@ -30,26 +33,43 @@ class Prompt:
     """int32 tokens, little endian; those of a picture are all `picture_token`."""
 
 
-def images_of(messages: Sequence[Message]) -> list[types_pb2.Image]:
-    """The pictures of a chat, in their order. For a thread: it decodes base64.
+async def images_of(assets: Assets, messages: Sequence[Message], share: Share) -> list[types_pb2.Image]:
+    """The pictures of a chat, in their order. `share`: takes the bytes of those that are fetched.
 
-    Raises InvalidRequest, naming the part, for a URL that is no data URL of a PNG or JPEG.
+    Raises InvalidRequest, naming the part, for a URL of a host that is not allowed, or of anything but a PNG or JPEG.
     """
+    urls = [
+        (f"messages[{number}].content[{index}].image_url.url", part.image_url.url)
+        for number, message in enumerate(messages)
+        for index, part in enumerate(message.content if isinstance(message.content, list) else ())
+        if isinstance(part, ImagePart)
+    ]
+    remote = {url: (where, None) for where, url in urls if assets.fetches and url.startswith("https:")}
+    given = [(where, url) for where, url in urls if url not in remote]
+    images = dict(zip([url for _, url in given], await asyncio.to_thread(_decoded, given), strict=True))
+    for url, data in (await assets.read(remote, share)).items() if remote else ():
+        images[url] = types_pb2.Image(data=data, format="png" if data.startswith(PNG) else "jpeg")
+    return [copy_of(images[url]) for _, url in urls]
+
+
+def copy_of(image: types_pb2.Image) -> types_pb2.Image:
+    made = types_pb2.Image()
+    made.CopyFrom(image)
+    return made
+
+
+def _decoded(urls: Sequence[tuple[str, str]]) -> list[types_pb2.Image]:
+    """The pictures of data URLs, each given with the name of its part."""
     images = []
-    for number, message in enumerate(messages):
-        for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if isinstance(part, ImagePart):
-                where = f"messages[{number}].content[{index}].image_url.url"
-                url = part.image_url.url
-                found = _DATA_URL.match(url)
-                if found is None:
-                    raise InvalidRequest(
-                        f"{where}: {shown(url[:60])} is no data URL of a PNG or JPEG, such as "
-                        "data:image/png;base64,...; this server fetches no files",
-                        field="messages",
-                    )
-                data = base64_bytes(url[found.end() :], field=where)
-                images.append(types_pb2.Image(data=data, format=found[1]))
+    for where, url in urls:
+        found = _DATA_URL.match(url)
+        if found is None:
+            raise InvalidRequest(
+                f"{where}: {shown(url[:60])} is no data URL of a PNG or JPEG, such as data:image/png;base64,...; "
+                "this server fetches no such files",
+                field="messages",
+            )
+        images.append(types_pb2.Image(data=base64_bytes(url[found.end() :], field=where), format=found[1]))
     return images
 
 

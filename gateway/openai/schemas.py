@@ -215,7 +215,7 @@ class TextPart(Body):
 
 class ImageUrl(Body):
     url: str
-    """A data URL: data:image/png;base64,... or data:image/jpeg;base64,..."""
+    """A data URL, data:image/png;base64,... or data:image/jpeg;base64,...; or an https URL of one of image_hosts."""
     detail: Annotated[Any, _Only("auto")] = None
 
 
@@ -240,7 +240,7 @@ class Message(Body):
 
     role: str = Field(min_length=1)
     content: str | Listed[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
-    """Text; parts of text are put together. Pictures as data URLs, for models that see."""
+    """Text; parts of text are put together. Pictures by their URLs, for models that see."""
     reasoning_content: str | None = None
     """Extension: the assistant's thoughts."""
     name: str | None = None
@@ -408,7 +408,7 @@ class OutputPart(Body):
 class InputImage(Body):
     type: Literal["input_image"]
     image_url: str
-    """A data URL, as in a chat."""
+    """The URL of a picture, as in a chat."""
     detail: Annotated[Any, _Only("auto")] = None
 
 
@@ -418,7 +418,7 @@ class InputMessage(Body):
     role: Literal["user", "assistant", "system", "developer"]
     """Role of the message. The chat template gets developer as system."""
     content: str | Listed[Annotated[OutputPart | InputImage, Field(discriminator="type")]]
-    """Text; parts of text are put together. Pictures as data URLs, for models that see."""
+    """Text; parts of text are put together. Pictures by their URLs, for models that see."""
 
 
 class FunctionCall(Body):

@@ -13,7 +13,7 @@ MAX_PIXELS = 2**25
 """Most pixels of a picture, about 33 megapixels. Decoding takes up to 12 bytes of memory for each."""
 _MAX_SCANS = 100
 """Most scans of a JPEG. Each passes over all pixels; encoders make about 10 for a progressive picture."""
-_PNG = b"\x89PNG\r\n\x1a\n"
+PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG = b"\xff\xd8\xff"
 _WITHOUT_LENGTH = {0x01, *range(0xD0, 0xD9)}
 """JPEG markers that no length follows: TEM, restarts, start of image."""
@@ -31,7 +31,7 @@ def size_of(data: bytes, file_format: str, *, field: str) -> tuple[int, int]:
         raise InvalidRequest(f"{field}.format: {file_format[:40]!r} is not one of png, jpeg", field=f"{field}.format")
     if len(data) > MAX_BYTES:
         raise refusal(field, f"has {len(data)} bytes, and this server allows {MAX_BYTES} for one")
-    if not data.startswith(_PNG if file_format == "png" else _JPEG):
+    if not data.startswith(PNG if file_format == "png" else _JPEG):
         begins = f"begins with {data[:8].hex(' ')}" if data else "is empty"
         raise refusal(field, f"is no {file_format} file: it {begins}")
     width, height = _png_size(data, field) if file_format == "png" else _jpeg_size(data, field)

@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from gateway import answers, convert, schemas
+from gateway.assets import pointers_of_prompt
 from gateway.codec import Request, off_loop, parse, parse_ids
 from gateway.database.tables.sessions import SamplingSession
 from gateway.gateway import Gateway
@@ -183,6 +184,8 @@ async def asample(request: Request) -> answers.training.SampleReceipt | Response
         has_home = True
         await gateway.sampling.completions.reserve(request_id)
         version_id, limit = session.version_id, gateway.config.max_num_samples
+        if named := list(pointers_of_prompt(content)):
+            await gateway.assets.fill(named, request.state.held)
 
         def to_message() -> tuple[sampler_pb2.SampleRequest, bool, str]:
             body = parse(schemas.Sample, content)

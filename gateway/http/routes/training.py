@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from starlette.exceptions import HTTPException
 
 from gateway import answers, convert, json_forms, schemas
+from gateway.assets import pointers_of_batch
 from gateway.codec import (
     IDS_BYTES,
     Request,
@@ -45,7 +47,15 @@ from gateway.tenants.access import Caller, refused_id
 from gateway.tenants.limits import Hold, Size
 from gateway.training import provenance
 from gateway.training.operations import Submission
-from tinsmith.errors import BudgetExceeded, InvalidRequest, ModelNotFound, NotReady, RateLimited, ServiceError
+from tinsmith.errors import (
+    BudgetExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    NotReady,
+    OutOfCapacity,
+    RateLimited,
+    ServiceError,
+)
 from tinsmith.rpc.paths import TinkerPath
 from tinsmith.v1 import trainer_pb2
 
@@ -165,7 +175,7 @@ async def _read_batch(
     except TooLarge as error:
         return _too_large(error, is_json=is_json, is_compressed=is_compressed, forward_only=forward_only)
 
-    def decode() -> Submission:
+    def decode() -> Submission | _Named:
         try:
             plain = decompress(body, limit=config.max_body_bytes) if is_compressed else body
         except TooLarge as error:
@@ -181,7 +191,16 @@ async def _read_batch(
         num_bytes = _decompressed_size(body, config)
         cast(Share, request.state.held).take(min(num_bytes, config.max_body_bytes))
     await turn.enter_async_context(request.turn(num_bytes))
-    return await off_loop(decode, num_bytes=num_bytes, config=config)
+    batch = await off_loop(decode, num_bytes=num_bytes, config=config)
+    if isinstance(batch, Submission):
+        return batch
+    try:
+        await request.gateway.assets.fill(batch.pointers, cast(Share, request.state.held))
+    except OutOfCapacity:
+        raise
+    except ServiceError as error:
+        return batch.refused(error)
+    return await off_loop(batch.submission, num_bytes=num_bytes, config=config)
 
 
 def _from_protobuf(body: bytes, config: GatewayConfig, *, forward_only: bool) -> Submission:
@@ -250,15 +269,39 @@ def _unknown_field(message: trainer_pb2.ForwardBackwardRequest) -> InvalidReques
     )
 
 
-def _from_json(body: bytes, config: GatewayConfig, *, forward_only: bool) -> Submission:
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A batch in JSON, in which pictures may be named by their location."""
+
+    content: dict[str, Any]
+    model_id: str
+    seq_id: int
+    body: bytes
+    forward_only: bool
+
+    @property
+    def pointers(self) -> list[tuple[str, dict[str, Any]]]:
+        return list(pointers_of_batch(self.content.get(json_forms.key_of(forward_only=self.forward_only))))
+
+    def submission(self) -> Submission:
+        try:
+            message = json_forms.forward_backward(
+                self.content, model_id=self.model_id, seq_id=self.seq_id, forward_only=self.forward_only
+            )
+        except ServiceError as error:
+            return self.refused(error)
+        return _batch(message, message.SerializeToString(deterministic=True))
+
+    def refused(self, error: ServiceError) -> Submission:
+        return _refused(self.model_id, self.seq_id, error, "invalid", self.body, forward_only=self.forward_only)
+
+
+def _from_json(body: bytes, config: GatewayConfig, *, forward_only: bool) -> Submission | _Named:
+    """The batch; with its content where pictures have to be fetched first."""
     content = json_object(body, config)
     ids = parse_ids(schemas.GivenIds, content)
-    seq_id = ids.seq_id or 0
-    try:
-        message = json_forms.forward_backward(content, model_id=ids.model_id, seq_id=seq_id, forward_only=forward_only)
-    except ServiceError as error:
-        return _refused(ids.model_id, seq_id, error, "invalid", body, forward_only=forward_only)
-    return _batch(message, message.SerializeToString(deterministic=True))
+    batch = _Named(content, ids.model_id, ids.seq_id or 0, body, forward_only)
+    return batch if batch.pointers else batch.submission()
 
 
 def _too_large(error: TooLarge, *, is_json: bool, is_compressed: bool, forward_only: bool) -> Submission:

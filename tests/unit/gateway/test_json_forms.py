@@ -129,7 +129,7 @@ def test_a_picture_counts_as_its_sender_expects_or_as_its_header_says() -> None:
 def test_the_type_of_a_chunk_may_be_left_out() -> None:
     assert chunk({"tokens": [5]}, field="c").encoded_text.tokens == b"\5\0\0\0"
     assert chunk({"data": "AAAA", "format": "png"}, field="c").image.data == b"\0\0\0"
-    with pytest.raises(Unsupported, match="image_asset_pointer"):
+    with pytest.raises(Unsupported, match="image_asset_pointer"):  # assets.py makes a picture of it before
         chunk({"location": "x", "format": "png"}, field="c")
     with pytest.raises(InvalidRequest, match=r"c\.tokens\[1\]: 4294967296"):
         chunk({"tokens": [1, 2**32]}, field="c")

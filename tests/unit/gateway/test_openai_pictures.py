@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.unit.gateway.https_files import HEADER, LOCAL, Files, serve_files
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
 from tests.unit.gateway.talking import END, PICTURE, START, TalkingSampler
 from tests.unit.gateway.test_openai import SAYS, ask, events, refusal
 from tinsmith.v1 import trainer_pb2
 
-HEADER = struct.pack(">8sI4sIIBBBBBI", b"\x89PNG\r\n\x1a\n", 13, b"IHDR", 37, 21, 8, 2, 0, 0, 0, 0)
 URL = "data:image/png;base64," + base64.b64encode(HEADER).decode()
 IMAGE = {"type": "image_url", "image_url": {"url": URL, "detail": "auto"}}
 CHAT: dict[str, Any] = {
@@ -32,6 +31,12 @@ CHAT: dict[str, Any] = {
 async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
     async with Stack(tmp_path, TalkingSampler()).serving() as stack:
         yield stack
+
+
+@pytest.fixture
+async def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Files]:
+    async with serve_files(tmp_path / "certificates", monkeypatch) as files:
+        yield files
 
 
 @pytest.fixture
@@ -128,6 +133,37 @@ async def test_what_is_no_picture_is_refused(
     messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
     assert message in (await refusal(client, "chat/completions", CHAT, messages=messages))["message"]
     assert not sampler.requests
+
+
+async def test_a_picture_is_fetched_from_a_listed_host(stack: Stack, sampler: TalkingSampler, files: Files) -> None:
+    url = f"https://{files.host}/good.png?size=1"
+    await stack.restart_gateway(image_hosts=[files.host], image_networks=LOCAL)
+    await sees(stack, sampler)
+    async with Client(base_url=stack.url, timeout=20, headers={"authorization": "Bearer tml-test"}) as client:
+        parts = [{"type": "image_url", "image_url": {"url": each}} for each in (url, URL, url)]
+        await ask(client, "chat/completions", {**CHAT, "messages": [{"role": "user", "content": parts}]})
+        images = [chunk.image for chunk in sampler.requests[-1].prompt if chunk.HasField("image")]
+        assert [(image.data, image.format, image.expected_tokens) for image in images] == [(HEADER, "png", 15)] * 3
+        assert len(files.asked) == 1
+        error = await refusal(
+            client,
+            "chat/completions",
+            CHAT,
+            messages=[
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "https://other.example/a.png"}}],
+                }
+            ],
+        )
+        assert "'other.example', which is not one of this server's image_hosts" in error["message"]
+        error = await refusal(
+            client,
+            "chat/completions",
+            CHAT,
+            messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}],
+        )
+        assert "'a.png' is no data URL" in error["message"]
 
 
 async def test_pictures_need_a_model_that_sees_and_a_place_in_its_template(

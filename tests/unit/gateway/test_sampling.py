@@ -121,7 +121,7 @@ async def test_too_many_samples_get_429(stack: Stack, client: Client) -> None:
         ({"num_samples": 10**6}, "max_num_samples 1024"),
         ({"num_samples": "two"}, "'two'"),
         ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2**40]}]}}, "tokens[1]: 1099511627776"),
-        ({"prompt": {"chunks": [{"type": "image_asset_pointer", "location": "x"}]}}, "'image_asset_pointer'"),
+        ({"prompt": {"chunks": [{"type": "image_asset_pointer", "location": "x"}]}}, "no image_folder"),
         ({"prompt": {"chunks": [{"type": "image", "data": "!", "format": "png"}]}}, "base64"),
         ({"sampling_params": {"max_tokens": 2**40}}, "max_tokens: 1099511627776"),
         ({"sampling_params": {"stop": [1.5]}}, "sampling_params.stop"),
