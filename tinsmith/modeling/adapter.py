@@ -81,7 +81,7 @@ class Target:
 
     def with_tinker_name(self) -> Target:
         """This target under the name of the hosted service's files."""
-        return self if self.tinker_name is None else replace(self, name=self.tinker_name, tinker_name=None)
+        return self if self.tinker_name is None else replace(self, name=self.tinker_name)
 
     @property
     def peft_names(self) -> tuple[str, str]:
@@ -246,6 +246,10 @@ class Adapter:
             config["target_modules"] = _modules([target for target in layers if target.group != "mlp"])
             experts |= {f"{_last(t.name, 2)}.weight" for t in layers if t.group == "mlp"}
             config["target_parameters"] = sorted(experts)
+        if renamed := [target.name for target in self.targets if target.name == target.tinker_name]:
+            # Stock PEFT leaves out the tensors of a layer that the model does not have, without a word. It does warn of
+            # a pattern that fits no layer. The value changes nothing.
+            config["alpha_pattern"] = {_last(name, 1): ALPHA for name in renamed}
         return config
 
     @classmethod

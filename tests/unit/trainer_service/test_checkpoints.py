@@ -166,6 +166,9 @@ def test_external_weights_name_a_tied_head_as_the_hosted_service_does(
     imported = import_peft(folder, base.targets, {}, base_model="tiny", max_rank=4).adapter
     assert torch.equal(imported.flat, adapter.flat)
     assert set(imported.weights) == set(adapter.weights)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "tied", dtype=torch.float32)
+    with pytest.warns(RuntimeWarning, match=r"alpha_pattern.*unembed_tokens"):
+        peft.PeftModel.from_pretrained(plain, folder)
 
 
 def test_encrypted_weights_can_be_read_by_each_recipient_and_not_by_the_trainer(
