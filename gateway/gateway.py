@@ -21,7 +21,7 @@ from gateway.database.urls import without_secrets
 from gateway.futures import Futures
 from gateway.high_availability.forwarding import Forwarding
 from gateway.high_availability.peers import OtherGateways, Peers
-from gateway.load import Bodies, Pacer, Turns
+from gateway.load import Bodies, Pacer, Turns, watch_event_loop
 from gateway.metrics import Metrics
 from gateway.openai.generator import Generator
 from gateway.reaper import Reaper
@@ -244,6 +244,7 @@ class Gateway(Core):
         self._tasks = [
             asyncio.create_task(self.peers.run()),
             asyncio.create_task(self.reaper.run()),
+            asyncio.create_task(watch_event_loop(self.metrics.http.event_loop_seconds)),
             asyncio.create_task(self._read_keys()),
             *(asyncio.create_task(each.run()) for each in self._write_behinds),
         ]

@@ -4,11 +4,12 @@ requests do not hold up all others."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from prometheus_client import Gauge
+from prometheus_client import Gauge, Histogram
 
 from tinsmith.errors import OutOfCapacity
 
@@ -18,6 +19,21 @@ _PER_PASS = 4
 """Turns in one pass of the event loop: about 10 ms of work. More turns make a pass longer, and no work cheaper."""
 _LONGEST_TURN_S = 1.0
 """A body's turn lasts at most this long, because the trainer may be away for longer."""
+
+_LOOK_S = 0.02
+
+
+async def watch_event_loop(stalls: Histogram) -> None:
+    """Observes for how long the event loop's thread computes before a task gets its turn that is due every _LOOK_S.
+
+    In processor time of that thread, so that other processes, and other threads of this one, do not count.
+    """
+    before = time.thread_time()
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        now = time.thread_time()
+        stalls.observe(now - before)
+        before = now
 
 
 class Bodies:

@@ -18,6 +18,12 @@ class Http:
         self.held_body_bytes = declare.gauge(
             "held_body_bytes", "Bytes of request bodies in memory, being read or in work."
         )
+        self.event_loop_seconds = declare.seconds(
+            "event_loop",
+            "Processor time of the event loop's thread between two looks at its clock, which are 0.02 s apart while it "
+            "is free. A longer time is a stall: all requests waited.",
+            buckets=(0.01, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 3.0, 10.0),
+        )
 
 
 class Submissions:

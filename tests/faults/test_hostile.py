@@ -1,12 +1,14 @@
 """Every hostile request that is known, all at once, against a server with its defaults, beside 16 good clients.
 
-A good client sees no error, and waits no longer than WAIT_LIMIT_S for any answer. A hostile one sees a refusal that
+A good client sees no error, and waits no longer than WAIT_LIMIT_S for any answer. Nothing keeps the gateway's event
+loop for longer than STALL_LIMIT_S of processor time, however busy the machine is. A hostile one sees a refusal that
 says why, and never a 5xx. docs/security.md names what each of them attacks.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import socket
@@ -22,10 +24,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
 import zstandard
+from prometheus_client.parser import text_string_to_metric_families
 from tinker.proto import tinker_public_pb2 as pb
 
 from tests.support.examples import BASE_MODEL, NUM_WORDS
@@ -34,6 +38,8 @@ from tests.support.wire import Failed, Wire, datum
 
 NUM_GOOD_CLIENTS = 16
 WAIT_LIMIT_S = 1.0
+STALL_LIMIT_S = 0.3
+"""Most processor time for which the gateway's event loop may leave a ready task waiting: a bucket of its metric."""
 QUIET_S = 10.0
 """How long the good clients are alone, which tells how long they wait on this machine in any case."""
 GOOD_KEY, HOSTILE_KEY = "tml-good", "tml-hostile"
@@ -94,6 +100,23 @@ class Neighbours:
             if began + seconds >= since and began <= until:
                 longest[operation] = max(longest.get(operation, 0.0), seconds)
         return longest
+
+
+def event_loop(stack: Stack) -> dict[float, float]:
+    """Seconds -> how often the gateway's event loop computed for no longer before it came to a task that was due.
+
+    In processor time of the event loop's thread, so that others' work on this machine does not count.
+    """
+    text = urlopen(stack.metrics_url("gateway"), timeout=60).read().decode()
+    (family,) = [each for each in text_string_to_metric_families(text) if each.name == "gateway_event_loop_seconds"]
+    return {float(each.labels["le"]): each.value for each in family.samples if each.name.endswith("_bucket")}
+
+
+def stalls(before: dict[float, float], after: dict[float, float]) -> float:
+    """How often, between the two, the event loop computed for longer than STALL_LIMIT_S at a time."""
+    counts = {most_s: after[most_s] - before[most_s] for most_s in after}
+    print("event loop:", {most_s: int(counts[math.inf] - count) for most_s, count in counts.items()})
+    return counts[math.inf] - counts[STALL_LIMIT_S]
 
 
 class Hostile:
@@ -369,9 +392,11 @@ def attacked(stack: Stack) -> Waits:
         num_requests = attackers.submit(make_requests, stack.base_url).result()
         quiet = time.monotonic()
         time.sleep(QUIET_S)
+        before = event_loop(stack)
         began = time.monotonic()
         said = attackers.submit(send_all_at_once).result()
         ended = time.monotonic()
+        assert stalls(before, event_loop(stack)) == 0
         time.sleep(2.0)
     waits = Waits(neighbours.longest(quiet, began), neighbours.longest(began, ended))
     print(f"{num_requests} requests, answered within {ended - began:.1f} s; {waits}")
