@@ -207,8 +207,12 @@ class GatewayConfig(GrpcTls, BaseSettings):
     audit_retention_s: float = Field(default=365 * 86400.0, gt=0)
     """How long the audit log of checkpoints, projects and keys is kept."""
     ended_session_retention_s: float = Field(default=7 * 86400.0, gt=0)
-    """How long the samplers and custom losses of an ended session are remembered. The session itself, its runs, its
-    checkpoints and its usage stay."""
+    """How long the samplers and custom losses of an ended session are remembered. Its checkpoints and its usage stay;
+    max_owner_rows bounds the rest."""
+    max_owner_rows: int = Field(default=100_000, ge=1)
+    """Most rows of each kind that one owner leaves in the database. Above it the oldest ended sessions, ended runs and
+    entries of the audit log are forgotten, except runs and sessions with checkpoints, and the usage of the oldest hours
+    is summed up over sessions, which changes no bill. A further checkpoint or custom loss is refused."""
     history_points: int = Field(default=4096, ge=0)
     """Most points of a run's metrics that the dashboard keeps, however long the run is; at least 64, or 0 for none."""
     history_retention_s: float = Field(default=180 * 86400.0, gt=0)

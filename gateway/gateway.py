@@ -101,7 +101,11 @@ class Tenants:
         self.access = Access(core.store)
         self.billing = Billing(core.config, store=core.store, ledger=core.ledger)
         self.limits = Limits(
-            self.keys, core.ledger, context_length=core.clients.samplers.context_length, counting=core.clients.counting
+            self.keys,
+            core.ledger,
+            context_length=core.clients.samplers.context_length,
+            counting=core.clients.counting,
+            max_checkpoints=core.config.max_owner_rows,
         )
         self.callers.also_read = self.limits.refresh
 

@@ -1,26 +1,32 @@
 """Deletes rows that nobody needs any more, so that the database of a service that runs for years stays small.
 
-Sessions, runs, checkpoints and usage stay, because users' history and bills are made of them.
+Checkpoints and usage stay. Of sessions, runs and entries of the audit log each owner has a number that stays.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
-from sqlalchemy import delete, exists, func, select
+from sqlalchemy import ColumnElement, Select, and_, delete, exists, func, or_, select
 
 from gateway.config import GatewayConfig
 from gateway.database.operations import TRANSFERS
 from gateway.database.store import Store
-from gateway.database.tables.checkpoints import Checkpoint
+from gateway.database.tables.checkpoints import Checkpoint, RetentionPolicy
 from gateway.database.tables.history import Span
 from gateway.database.tables.operations import CustomLoss, Operation
 from gateway.database.tables.samples import SampleMark
 from gateway.database.tables.sessions import Model, SamplingSession, Session
-from gateway.database.tables.tenants import AuditEvent, CountedOperation, LedgerBatch
+from gateway.database.tables.tenants import AuditEvent, CountedOperation, LedgerBatch, Usage
+from gateway.ids import session_of
 
 FORGET_S = 60.0
 """Pause between two rounds of deletion."""
+BOUND_S = 600.0
+"""Pause between two counts of the rows of each owner, which read whole tables."""
 _BATCH_S = 30 * 86400.0
 """How long the row of a ledger's newest batch is kept. No gateway sends a batch again after that long."""
 _PER_QUERY = 500
@@ -33,12 +39,15 @@ class Forgetting:
     def __init__(self, config: GatewayConfig, *, store: Store) -> None:
         self._config = config
         self._store = store
-        self._due_at = 0.0
+        self._due_at = self._bound_due_at = 0.0
 
     async def forget_when_due(self) -> None:
         if time.monotonic() >= self._due_at:
             self._due_at = time.monotonic() + FORGET_S
             await self.forget()
+        if time.monotonic() >= self._bound_due_at:
+            self._bound_due_at = time.monotonic() + BOUND_S
+            await self.bound_owners()
 
     async def forget(self) -> None:
         now = time.time()
@@ -91,3 +100,92 @@ class Forgetting:
         async with self._store.begin() as db:
             await db.execute(delete(Operation).where(is_transfer, Operation.settled_at < before, ~there))
             await db.execute(delete(Operation).where(~is_transfer, Operation.error.is_(None), released))
+
+    # The rows of each owner
+
+    async def bound_owners(self) -> None:
+        """Leaves each owner the newest `max_owner_rows` rows of each kind that nothing else bounds."""
+        for owner in await self._above(select(AuditEvent.owner)):
+            await self._forget_audit(owner)
+        runs = _ended_runs(before=time.time() - self._config.ended_session_retention_s)
+        for owner in await self._above(select(Session.owner).join(Model).where(runs)):
+            await self._forget_runs(owner, runs)
+        sessions = _ended_sessions()
+        for owner in await self._above(select(Session.owner).where(sessions)):
+            await self._forget_sessions(owner, sessions)
+        for owner in await self._above(select(Usage.owner).where(Usage.session_id != "")):
+            await self._sum_usage(owner)
+
+    async def _above(self, owners: Select[str]) -> list[str]:
+        """The owners whom the query has more than max_owner_rows times."""
+        (owner,) = owners.selected_columns
+        return await self._store.all(owners.group_by(owner).having(func.count() > self._config.max_owner_rows))
+
+    async def _forget_audit(self, owner: str) -> None:
+        newest = select(AuditEvent.event_id).where(AuditEvent.owner == owner).order_by(AuditEvent.event_id.desc())
+        last = await self._store.first(newest.offset(self._config.max_owner_rows).limit(1))
+        if last is not None:
+            await self._store.run(delete(AuditEvent).where(AuditEvent.owner == owner, AuditEvent.event_id <= last))
+
+    async def _forget_runs(self, owner: str, ended: ColumnElement[bool]) -> None:
+        newest = select(Model.model_id).join(Session).where(Session.owner == owner, ended)
+        newest = newest.order_by(Model.created_at.desc(), Model.model_id.desc())
+        run_ids = await self._store.all(newest.offset(self._config.max_owner_rows).limit(_PER_TIME))
+        for some in _parts(run_ids):
+            async with self._store.begin() as db:
+                for table in (Operation, CountedOperation, Model):
+                    await db.execute(delete(table).where(table.model_id.in_(some)))
+                await db.execute(delete(RetentionPolicy).where(RetentionPolicy.run_id.in_(some)))
+
+    async def _forget_sessions(self, owner: str, ended: ColumnElement[bool]) -> None:
+        """Forgets the owner's oldest ended sessions, except those in whose runs there are checkpoints: a copy, and a
+        checkpoint of a run that was made without a gateway, may have no row of a run."""
+        of_checkpoints = select(Checkpoint.run_id).where(Checkpoint.owner == owner).distinct()
+        needed = {session_of(run_id) for run_id in await self._store.all(of_checkpoints)}
+        newest = select(Session.session_id).where(Session.owner == owner, ended)
+        newest = newest.order_by(Session.ended_at.desc(), Session.session_id.desc())
+        found = await self._store.all(newest.offset(self._config.max_owner_rows).limit(_PER_TIME + len(needed)))
+        for some in _parts([session_id for session_id in found if session_id not in needed]):
+            await self._store.run(delete(Session).where(Session.session_id.in_(some), ended))
+
+    async def _sum_usage(self, owner: str) -> None:
+        """Sums up the usage of the owner's oldest hours over sessions, so that max_owner_rows rows name a session."""
+        mine = Usage.owner == owner, Usage.session_id != ""
+        newest = select(Usage.hour).where(*mine).order_by(Usage.hour.desc())
+        last = await self._store.first(newest.offset(self._config.max_owner_rows).limit(1))
+        if last is None:
+            return
+        hours = select(Usage.hour).where(*mine, Usage.hour <= last).distinct().order_by(Usage.hour)
+        for hour in await self._store.all(hours):
+            async with self._store.begin() as db:
+                # The amounts are those of the rows that are deleted, which another gateway may have just raised.
+                removed = delete(Usage).where(*mine, Usage.hour == hour)
+                amounts = Counter[tuple[str, str]]()
+                rows: Any = await db.execute(removed.returning(Usage.base_model, Usage.kind, Usage.amount))
+                for base_model, kind, amount in rows:
+                    amounts[base_model, kind] += amount
+                for (base_model, kind), amount in sorted(amounts.items()):
+                    row = {"hour": hour, "owner": owner, "session_id": "", "base_model": base_model, "kind": kind}
+                    adding = self._store.insert(Usage).values(**row, amount=amount)
+                    summed = {"amount": Usage.amount + adding.excluded.amount}
+                    await db.execute(adding.on_conflict_do_update(index_elements=list(row), set_=summed))
+
+
+def _ended_runs(*, before: float) -> ColumnElement[bool]:
+    """True for a run that the trainer has freed, or whose creation was refused before this time, if it has no
+    checkpoint, and no sampler follows it."""
+    return and_(
+        or_(Model.released_at.is_not(None), and_(Model.lora_rank.is_(None), Model.created_at < before)),
+        ~exists().where(Checkpoint.run_id == Model.model_id),
+        ~exists().where(SamplingSession.inflight_run_id == Model.model_id),
+    )
+
+
+def _ended_sessions() -> ColumnElement[bool]:
+    """True for an ended session without any run, sampler and custom loss."""
+    of_it = (exists().where(table.session_id == Session.session_id) for table in (Model, SamplingSession, CustomLoss))
+    return and_(Session.ended_at.is_not(None), *(~any_left for any_left in of_it))
+
+
+def _parts(ids: Sequence[str]) -> list[Sequence[str]]:
+    return [ids[start : start + _PER_QUERY] for start in range(0, len(ids), _PER_QUERY)]

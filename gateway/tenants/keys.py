@@ -179,6 +179,11 @@ class Keys:
         )
         return int(await self._store.first(query) or 0)
 
+    async def num_checkpoints(self, owner: str, *, without: str) -> int:
+        """Number of checkpoints of the owner, except the one at the path `without`."""
+        query = select(func.count()).select_from(Checkpoint)
+        return await self._store.first(query.where(Checkpoint.owner == owner, Checkpoint.path != without)) or 0
+
     async def accounts(self) -> dict[str, Account]:
         """owner -> account, for every owner with a key, a budget or usage."""
         budgets = await self.budgets()

@@ -139,9 +139,11 @@ class Limits:
         *,
         context_length: Callable[[str], int],
         counting: Callable[[str], Counting | None],
+        max_checkpoints: int,
     ) -> None:
         """`context_length`: gives the context length of a base model, in tokens. `counting`: gives what counts the
-        pictures of a base model."""
+        pictures of a base model. `max_checkpoints`: most checkpoints of each owner."""
+        self._max_checkpoints = max_checkpoints
         self._context_length = context_length
         self._counting = counting
         self._keys = keys
@@ -315,6 +317,15 @@ class Limits:
 
     async def _check_room(self, hold: Hold, path: str, num_bytes: int | None) -> int | None:
         owner = hold.owner
+        number = await self._keys.num_checkpoints(owner, without=path)
+        if number >= self._max_checkpoints:
+            raise BudgetExceeded(
+                f"{owner!r} has {number} checkpoints, and may have at most {self._max_checkpoints} (max_owner_rows); "
+                "delete some, or give them a TTL or a retention policy",
+                budget="checkpoints",
+                used=number,
+                limit=self._max_checkpoints,
+            )
         budget = self._budgets.get(owner)
         if budget is None or (quota := budget.storage_bytes) is None:
             return None

@@ -17,6 +17,7 @@ from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.database.store import Store
 from gateway.database.tables.operations import CustomLoss
+from gateway.database.tables.sessions import Session
 from gateway.futures import Answer, Futures, Gone, Pending
 from gateway.ids import fingerprint
 from gateway.training.refusals import Refusals
@@ -85,6 +86,14 @@ class CustomLosses:
                 f"session {session_id} has {self._config.max_custom_losses} custom losses, which is max_custom_losses; "
                 "create a loss once, and use its handle again"
             )
+        whose = await self._store.sessions.whose(session_id)
+        if whose is not None:
+            mine = select(func.count(CustomLoss.loss_id)).join(Session).where(Session.owner == whose.owner)
+            if (number := await self._store.first(mine)) >= (limit := self._config.max_owner_rows):
+                raise InvalidRequest(
+                    f"the sessions of {whose.owner!r} have {number} custom losses, and may have {limit} in all "
+                    "(max_owner_rows); those of an ended session are forgotten after ended_session_retention_s"
+                )
         # All trainers apply the same checks, so any of them will do.
         timeout_s = self._config.submit_timeout_s
         trainer = await self._clients.settle(self._clients.any_trainer, timeout_s=timeout_s)

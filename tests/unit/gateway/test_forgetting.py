@@ -10,6 +10,7 @@ from sqlalchemy import func, select, text, update
 
 from gateway.database.forgetting import Forgetting
 from gateway.database.tables.base import Base
+from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.history import Span
 from gateway.database.tables.operations import CustomLoss, Operation
 from gateway.database.tables.samples import SampleMark
@@ -160,3 +161,160 @@ async def test_refusals_have_a_bound_and_are_deleted_without_reading_other_opera
     await gateway.training.refusals.forget_old()
     await stack.restart_gateway()
     assert (await client.poll(kept[0])).status_code == 410
+
+
+# Bounds of each owner
+
+
+async def bounded(stack: Stack, *rows: Base, most: int = 2) -> Gateway:
+    """The gateway with these rows, once it has left each owner the newest ones."""
+    await stack.restart_gateway(max_owner_rows=most, reap_interval_s=3600)
+    gateway = stack.gateway
+    for table in (Session, Model, Checkpoint, SamplingSession, AuditEvent, Usage):
+        async with gateway.store.begin() as db:
+            db.add_all([row for row in rows if isinstance(row, table)])
+    await gateway.reaper._forgetting.bound_owners()
+    return gateway
+
+
+async def keys(gateway: Gateway, column: Any) -> list[str]:
+    return sorted(await gateway.store.all(select(column)))
+
+
+def past_session(session_id: str, at: float, *, owner: str = "a", is_live: bool = False) -> Session:
+    ended_at = None if is_live else at
+    times = {"created_at": at, "last_seen_at": time.time() if is_live else at, "ended_at": ended_at}
+    return Session(session_id=session_id, owner=owner, tags=[], user_metadata={}, **times)
+
+
+def past_run(session_id: str, at: float, *, seq: int = 0, **columns: Any) -> Model:
+    facts: dict[str, Any] = {"lora_rank": 8, "released_at": at, "base_model": "m", "optimizer": "adamw"}
+    run_id = f"{session_id}:train:{seq}"
+    return Model(model_id=run_id, session_id=session_id, user_metadata={}, created_at=at, **(facts | columns))
+
+
+def kept(run_id: str, *, owner: str = "a") -> Checkpoint:
+    return Checkpoint(
+        path=f"tinker://{run_id}/weights/x",
+        location="",
+        run_id=run_id,
+        kind="weights",
+        owner=owner,
+        base_model="m",
+        version_id="",
+        lora_rank=8,
+        train_unembed=True,
+        train_mlp=True,
+        train_attn=True,
+        has_optimizer=True,
+        step=1,
+        size_bytes=1,
+        created_at=1.0,
+        user_metadata={},
+    )
+
+
+async def test_each_owner_keeps_the_newest_ended_sessions_and_runs_and_all_with_checkpoints(stack: Stack) -> None:
+    sessions = [past_session(f"s{n}", float(n)) for n in range(1, 7)]
+    runs = [past_run(f"s{n}", float(n)) for n in range(1, 7)]
+    gateway = await bounded(stack, *sessions, *runs, kept("s1:train:0"), past_session("other", 0.0, owner="b"))
+    assert await keys(gateway, Model.model_id) == ["s1:train:0", "s5:train:0", "s6:train:0"]
+    assert await keys(gateway, Session.session_id) == ["other", "s1", "s3", "s4", "s5", "s6"], "two of them are empty"
+    await gateway.store.checkpoints.delete("tinker://s1:train:0/weights/x", version_id="")
+    await gateway.reaper._forgetting.bound_owners()
+    assert await keys(gateway, Model.model_id) == ["s5:train:0", "s6:train:0"]
+    assert await keys(gateway, Session.session_id) == ["other", "s3", "s4", "s5", "s6"]
+
+
+async def test_an_owner_who_starts_runs_without_end_loses_nothing_that_lives(stack: Stack) -> None:
+    """Runs that were freed or refused go first; those that live, those that samplers follow and new ones stay."""
+    now, live = time.time(), past_session("s", 1.0, is_live=True)
+    follower = SamplingSession(
+        sampling_session_id="s:sample:0",
+        session_id="s",
+        base_model="m",
+        version_id="v",
+        location="l",
+        created_at=1.0,
+        inflight_run_id="s:train:1",
+    )
+    runs = [past_run("s", float(seq), seq=seq) for seq in range(6)]
+    runs[0].released_at = None
+    runs[2].released_at = runs[2].lora_rank = None
+    refused_now = past_run("s", now, seq=6, released_at=None, lora_rank=None)
+    gateway = await bounded(stack, live, follower, *runs, refused_now)
+    assert await keys(gateway, Model.model_id) == [f"s:train:{seq}" for seq in (0, 1, 4, 5, 6)]
+    assert await keys(gateway, Session.session_id) == ["s"]
+
+
+async def test_a_session_stays_as_long_as_there_is_a_copy_in_it_or_a_sampler(stack: Stack) -> None:
+    """The copy has no row of a run: that of a run which was made without a gateway has none, either."""
+    sampler = SamplingSession(
+        sampling_session_id="s2:sample:0", session_id="s2", base_model="m", version_id="", location="", created_at=1.0
+    )
+    sessions = [past_session(f"s{n}", float(n)) for n in range(1, 7)]
+    gateway = await bounded(stack, *sessions, kept("s1:train:0"), sampler)
+    assert await keys(gateway, Session.session_id) == ["s1", "s2", "s5", "s6"]
+
+
+async def test_each_owner_keeps_the_newest_entries_of_the_audit_log(stack: Stack) -> None:
+    def entry(owner: str, at: float) -> AuditEvent:
+        return AuditEvent(at=at, owner=owner, category="projects", event=f"{owner}{at:g}", details={})
+
+    entries = [entry("a", float(n)) for n in range(5)] + [entry("b", 0.0), entry("b", 1.0)]
+    gateway = await bounded(stack, *entries)
+    assert await keys(gateway, AuditEvent.event) == ["a3", "a4", "b0", "b1"]
+
+
+async def test_usage_of_many_sessions_is_summed_up_from_the_oldest_hours_on_and_no_amount_changes(stack: Stack) -> None:
+    def used(hour: int, session_id: str, kind: str = "training", amount: int = 1, owner: str = "a") -> Usage:
+        return Usage(hour=hour, owner=owner, session_id=session_id, base_model="m", kind=kind, amount=amount)
+
+    rows = [used(hour, f"s{n}", amount=10 * hour + n) for hour in (1, 2, 3) for n in range(2)]
+    rows += [used(1, "s0", "sampling_sample", 7), used(1, "", "storage", 5), used(1, "", amount=100)]
+    rows += [used(1, "s0", owner="b")]
+    gateway = await bounded(stack, *rows)
+    facts = (Usage.owner, Usage.hour, Usage.session_id, Usage.kind, Usage.amount)
+    left = sorted(map(tuple, await gateway.store.rows(select(*facts))))
+    assert left == [
+        ("a", 1, "", "sampling_sample", 7),
+        ("a", 1, "", "storage", 5),
+        ("a", 1, "", "training", 100 + 10 + 11),
+        ("a", 2, "", "training", 20 + 21),
+        ("a", 3, "s0", "training", 30),
+        ("a", 3, "s1", "training", 31),
+        ("b", 1, "s0", "training", 1),
+    ]
+    await gateway.reaper._forgetting.bound_owners()
+    assert sorted(map(tuple, await gateway.store.rows(select(*facts)))) == left
+
+
+async def test_an_owner_has_no_more_checkpoints_than_its_bound_and_may_replace_them(
+    stack: Stack, client: Client
+) -> None:
+    await stack.restart_gateway(max_owner_rows=2)
+    model_id = await client.model(await client.session())
+
+    async def save(seq_id: int, name: str, **fields: Any) -> Any:
+        body = {"model_id": model_id, "seq_id": seq_id, "path": name, **fields}
+        return await client.result(await client.call("save_weights", body))
+
+    assert "path" in await save(1, "a")
+    assert "path" in await save(2, "b")
+    refused = (await save(3, "c"))["error"]
+    assert "'local' has 2 checkpoints, and may have at most 2 (max_owner_rows); delete some" in refused
+    assert "path" in await save(4, "b", overwrite=True)
+    source = f"tinker://{model_id}/weights/a"
+    copied = await client.call("copy_weights", {"source_path": source, "destination_project_id": "p"}, status=403)
+    assert "may have at most 2" in copied["detail"]
+    assert (await client.delete(f"/api/v1/training_runs/{model_id}/checkpoints/weights/a")).status_code == 200
+    assert "path" in await save(5, "c")
+
+
+async def test_an_owner_has_no_more_custom_losses_than_its_bound(stack: Stack, client: Client) -> None:
+    await stack.restart_gateway(max_owner_rows=2)
+    for _ in range(2):
+        made = await client.result(await client.call("create_custom_loss", loss(await client.session())))
+        assert "loss_id" in made
+    refused = await client.result(await client.call("create_custom_loss", loss(await client.session())))
+    assert "the sessions of 'local' have 2 custom losses, and may have 2 in all (max_owner_rows)" in refused["error"]

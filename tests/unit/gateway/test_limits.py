@@ -68,7 +68,7 @@ def sample(num_prompt: int, *, max_tokens: int, num_samples: int = 1) -> sampler
 async def limited(store: Store, **budget: int | None) -> tuple[Limits, Ledger, Keys]:
     keys, ledger = Keys(store), Ledger(store)
     await keys.set_budget("ada", budget)
-    made = Limits(keys, ledger, context_length=lambda _: 100, counting=lambda _: None)
+    made = Limits(keys, ledger, context_length=lambda _: 100, counting=lambda _: None, max_checkpoints=100)
     await made.refresh()
     return made, ledger, keys
 
