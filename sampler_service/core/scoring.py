@@ -41,7 +41,8 @@ class PromptScorer:
         self.alt_tokens = AltTokens(np.zeros((length - 1, k), np.int64), np.zeros((length - 1, k), np.float32))
         self._alt_keys = stream_keys(seed, ALT_STREAM, k)
         self._is_text = np.ones(length, np.bool_)
-        """False at the tokens of pictures, which have no logprob: nothing can predict them."""
+        """False at the tokens of pictures, which get no row of the top-k table. Their logprob is that of the token that
+        stands for a picture. It must be a number: clients multiply it by weights of 0, and 0 x NaN is NaN."""
         for one in request.pictures:
             self._is_text[one.start : one.start + one.picture.num_tokens] = False
 
@@ -62,7 +63,7 @@ class PromptScorer:
         """False when a score is no number; once all rows are added."""
         scores = [self.targets_M, self.alt_tokens.logprobs]
         if self.request.prompt_logprobs:
-            scores.append(self.logprobs[self._first + 1 :][self._is_text[self._first + 1 :]])
+            scores.append(self.logprobs[self._first + 1 :])
         return not any(np.isnan(values).any() for values in scores)
 
     def rows(self, start: int, count: int) -> range:
@@ -100,7 +101,7 @@ class PromptScorer:
         if request.prompt_logprobs:
             tokens = _tensor(request.prompt[row + 1 : end + 1].astype(np.int64), logprobs_n_V)
             own = logprobs_n_V.gather(-1, tokens[:, None])[:, 0].cpu().numpy()
-            self.logprobs[row + 1 : end + 1] = np.where(self._is_text[row + 1 : end + 1], own, np.nan)
+            self.logprobs[row + 1 : end + 1] = own
         if request.topk_prompt_logprobs:
             k = min(request.topk_prompt_logprobs, logprobs_n_V.shape[1])
             values, ids = logprobs_n_V.topk(k)
