@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from transformers import AttentionInterface
 
 from tinsmith.modeling.heads import Heads
 from tinsmith.modeling.kernels import varlen
+
+if TYPE_CHECKING:
+    from tinsmith.modeling.latent import Latent
 
 NAME = "tinsmith"
 
@@ -327,6 +330,11 @@ def _forward(
     )
     # squeeze in place of x[0], whose gradient would be a copy
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    latent: Latent | None = getattr(module, "latent", None)  # type: ignore[assignment]  # latent.py has put it there
+    if latent is not None and latent.in_use:
+        heads = replace(heads, values_in_keys=True)
+        out = layout.attend(module.layer_idx, latent.queries(q), k, v, heads)  # type: ignore[arg-type]
+        return latent.values(out)[None], None
     return layout.attend(module.layer_idx, q, k, v, heads)[None], None  # type: ignore[arg-type]
 
 

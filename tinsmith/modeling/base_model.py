@@ -30,6 +30,7 @@ from tinsmith.modeling.kernels.elementwise import eager_on_host
 from tinsmith.modeling.kernels.install import install
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.kv_cache import Cached, CachedTogether
+from tinsmith.modeling.latent import compress
 from tinsmith.modeling.logprobs import Head, target_logprobs
 from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run, prepack
 from tinsmith.modeling.padded import cached_batches, padded_batches, runs_within, uncached
@@ -230,6 +231,8 @@ class BaseModel:
             tensor_parallel, sharded = division.apply(model, layers, active, device)
         without_cache = ", ".join(uncached(decoder))
         recurrent, pads = pack_recurrent(decoder, active)
+        if tensor_parallel is None and sharded is None:
+            compress(decoder, active)
         if chosen.elementwise is CPU and not trainable and tensor_parallel is None and sharded is None:
             take_over(decoder, decoder_layers(decoder, model.config.get_text_config().num_hidden_layers), active)
         head = _head(model)

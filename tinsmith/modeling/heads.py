@@ -18,3 +18,5 @@ class Heads:
     """Scores become softcap * tanh(score / softcap), as in Gemma 2."""
     sinks_N: Tensor | None = None
     """An extra score for each head, which takes probability and adds nothing to the output, as in GPT-OSS."""
+    values_in_keys: bool = False
+    """Whether the values are the first features of the keys, so that a cache stores the keys only (latent.py)."""

@@ -32,7 +32,8 @@ _KEYS_OF_A_CALL = 64
 
 @dataclass(slots=True)
 class KVCache:
-    """Keys and values by layer, [S, K, C, D] each. A layer's tensors are made when it first writes."""
+    """Keys and values by layer, [S, K, C, D] each. A layer's tensors are made when it first writes. A layer whose
+    values are part of its keys has keys only."""
 
     num_lanes: int = 0
     capacity: int = 0
@@ -113,10 +114,9 @@ class KVCache:
         self.states.write(lane, copied.states)
         if copied.whole:
             self.whole[lane] = copied.whole[0]
-        for layer, keys_1_K_T_D in copied.keys.items():
-            values_1_K_T_D = copied.values[layer]
-            lanes = self.layer(layer, keys_1_K_T_D[0].transpose(0, 1), values_1_K_T_D[0].transpose(0, 1))
-            for lanes_S_K_C_D, one_1_K_T_D in zip(lanes, (keys_1_K_T_D, values_1_K_T_D), strict=True):
+        for store, copies in ((self.keys, copied.keys), (self.values, copied.values)):
+            for layer, one_1_K_T_D in copies.items():
+                lanes_S_K_C_D = self.lanes_of(store, layer, one_1_K_T_D[0].transpose(0, 1))
                 lanes_S_K_C_D[lane, :, : copied.capacity] = one_1_K_T_D[0]
 
     def num_bytes(self) -> int:
@@ -124,14 +124,23 @@ class KVCache:
         of_tokens = sum(tensor.nbytes for store in (self.keys, self.values) for tensor in store.values())
         return of_tokens + self.states.num_bytes() + sum(map(_bytes_of, self.whole.values()))
 
-    def layer(self, layer: int, k_T_K_D: Tensor, v_T_K_D: Tensor) -> tuple[Tensor, Tensor]:
+    def layer(
+        self, layer: int, k_T_K_D: Tensor, v_T_K_D: Tensor, *, values_in_keys: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """The layer's keys and values, [S, K, C, D] each. If there are none, they are made with the heads and types of
-        these new keys and values, whose head dimensions may differ."""
-        for store, like_T_K_D in ((self.keys, k_T_K_D), (self.values, v_T_K_D)):
-            if layer not in store:
-                num_heads, head_dim = like_T_K_D.shape[1:]
-                store[layer] = like_T_K_D.new_zeros(self.num_lanes, num_heads, self.capacity, head_dim)
-        return self.keys[layer], self.values[layer]
+        these new keys and values, whose head dimensions may differ. `values_in_keys`: as of Heads; the values are a
+        view of the keys then."""
+        keys_S_K_C_D = self.lanes_of(self.keys, layer, k_T_K_D)
+        if values_in_keys:
+            return keys_S_K_C_D, keys_S_K_C_D[..., : v_T_K_D.shape[2]]
+        return keys_S_K_C_D, self.lanes_of(self.values, layer, v_T_K_D)
+
+    def lanes_of(self, store: dict[int, Tensor], layer: int, like_T_K_D: Tensor) -> Tensor:
+        """The layer's lanes in `keys` or `values`, [S, K, C, D]; made with the heads and type of `like` if missing."""
+        if layer not in store:
+            num_heads, head_dim = like_T_K_D.shape[1:]
+            store[layer] = like_T_K_D.new_zeros(self.num_lanes, num_heads, self.capacity, head_dim)
+        return store[layer]
 
 
 def _bytes_of(cache: Cache) -> int:
@@ -288,8 +297,9 @@ class Cached:
 
     def decode(self, layer: int, q_B_N_D: Tensor, k_B_K_D: Tensor, v_B_K_D: Tensor, heads: Heads) -> Tensor:
         """Stores the new keys and values of the decoding rows. Returns their attention output, [B, N, D]."""
-        stores = self.cache.layer(layer, k_B_K_D, v_B_K_D)
-        for store_S_K_C_D, new_B_K_D in zip(stores, (k_B_K_D, v_B_K_D), strict=True):
+        stores = self.cache.layer(layer, k_B_K_D, v_B_K_D, values_in_keys=heads.values_in_keys)
+        written = ((stores[0], k_B_K_D), (stores[1], v_B_K_D))
+        for store_S_K_C_D, new_B_K_D in written[:1] if heads.values_in_keys else written:
             places = self._places(store_S_K_C_D)
             store_S_K_C_D.view(-1, store_S_K_C_D.shape[3])[places] = new_B_K_D.flatten(0, 1)
         return self._decode(layer, q_B_N_D, *stores, heads)
@@ -298,11 +308,12 @@ class Cached:
         self, piece: Prefill, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads
     ) -> Tensor:
         """Stores the keys and values of a piece of a prompt. Returns its attention output, [T, N, D]."""
-        keys_S_K_C_D, values_S_K_C_D = self.cache.layer(layer, k_T_K_D, v_T_K_D)
+        keys_S_K_C_D, values_S_K_C_D = self.cache.layer(layer, k_T_K_D, v_T_K_D, values_in_keys=heads.values_in_keys)
         end = piece.start + piece.length
         lane = slice(piece.lane, piece.lane + 1)
         keys_S_K_C_D[piece.lane, :, piece.start : end] = k_T_K_D.transpose(0, 1)
-        values_S_K_C_D[piece.lane, :, piece.start : end] = v_T_K_D.transpose(0, 1)
+        if not heads.values_in_keys:
+            values_S_K_C_D[piece.lane, :, piece.start : end] = v_T_K_D.transpose(0, 1)
         q = q_T_N_D.transpose(0, 1)[None]
         out = causal(q, keys_S_K_C_D[lane, :, :end], values_S_K_C_D[lane, :, :end], heads)
         return out[0].transpose(0, 1)
@@ -430,9 +441,9 @@ class KVBlocks:
     def load(self, cache: KVCache, lane: int, ids: Sequence[int], length: int) -> None:
         """Copies the first `length` tokens of the blocks `ids`, end to end, to the beginning of a lane."""
         where = None
-        for layer, pool in self._keys.items():
-            where = torch.tensor(ids, device=pool.device) if where is None else where
-            lanes = cache.layer(layer, pool[0].transpose(0, 1), self._values[layer][0].transpose(0, 1))
-            for lanes_S_K_C_D, pool_n_K_t_D in zip(lanes, (pool, self._values[layer]), strict=True):
+        for pools, store in ((self._keys, cache.keys), (self._values, cache.values)):
+            for layer, pool_n_K_t_D in pools.items():
+                where = torch.tensor(ids, device=pool_n_K_t_D.device) if where is None else where
+                lanes_S_K_C_D = cache.lanes_of(store, layer, pool_n_K_t_D[0].transpose(0, 1))
                 blocks_K_T_D = pool_n_K_t_D[where].transpose(0, 1).flatten(1, 2)
                 lanes_S_K_C_D[lane, :, :length] = blocks_K_T_D[:, :length]

@@ -1,0 +1,128 @@
+"""Multi-head latent attention (DeepSeek V2 and V3, Kimi K2 and others) in generation, on compressed keys and values.
+
+Such a layer makes the keys and values of all heads from one latent vector of each token, by its `kv_b_proj`; to each
+key it appends rotated features that all heads share. In generation the cache holds the latent vector and the rotated
+features only. With k = U c and v = V c, a score q k is (U^T q) c, and a weighted sum of values is V times that of
+latent vectors (DeepSeek-AI, DeepSeek-V2, 2024, section 2.1). So to attention there is one head of keys, and the values
+are their first features. An adapter of `kv_b_proj` adds its share to U and V on its own rows.
+
+Shapes: T rows, N heads, C features of a latent vector, K of a head's key without the rotated ones, E rotated ones, D =
+K + E, V of a value, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tinsmith.modeling.attention import Packed
+from tinsmith.modeling.lora import ActiveRuns, LoraLinear
+
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
+"""Largest relative difference on random numbers; for other types _ROUGH."""
+_ROUGH = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """What one attention layer computes on latent vectors in place of keys and values."""
+
+    projection: nn.Linear | LoraLinear
+    """kv_b_proj: latent vectors to the keys and values of each head, side by side."""
+    active: ActiveRuns
+    num_heads: int
+    num_key_features: int
+    """K"""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the present pass keeps its tokens in a cache."""
+        return self.active.layout is not None and not isinstance(self.active.layout, Packed)
+
+    def queries(self, q_T_N_D: Tensor) -> Tensor:
+        """Queries of latent vectors and rotated features, [T, N, C + E]."""
+        q_T_N_K, rotated_T_N_E = q_T_N_D.tensor_split([self.num_key_features], -1)
+        q_N_T_K = q_T_N_K.transpose(0, 1)
+        out_N_T_C = q_N_T_K @ self._by_head(self.projection.weight)[:, : self.num_key_features]
+        for rows, a_R_C, b_N_O_R in self._shares(q_T_N_D.dtype):
+            out_N_T_C[:, rows] += q_N_T_K[:, rows] @ b_N_O_R[:, : self.num_key_features] @ a_R_C
+        return torch.cat([out_N_T_C.transpose(0, 1), rotated_T_N_E], -1)
+
+    def values(self, x_T_N_C: Tensor) -> Tensor:
+        """Values [T, N, V] of weighted sums of latent vectors."""
+        x_N_T_C = x_T_N_C.transpose(0, 1)
+        out_N_T_V = x_N_T_C @ self._by_head(self.projection.weight)[:, self.num_key_features :].transpose(1, 2)
+        for rows, a_R_C, b_N_O_R in self._shares(x_T_N_C.dtype):
+            b_N_R_V = b_N_O_R[:, self.num_key_features :].transpose(1, 2)
+            out_N_T_V[:, rows] += x_N_T_C[:, rows] @ a_R_C.T @ b_N_R_V
+        return out_N_T_V.transpose(0, 1)
+
+    def _by_head(self, x_NO_X: Tensor) -> Tensor:
+        """[N, K + V, X]"""
+        return x_NO_X.unflatten(0, (self.num_heads, -1))
+
+    def _shares(self, dtype: torch.dtype) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
+        """Rows of each run, and A [R, C] and scaled B [N, K + V, R] of its adapter."""
+        if not isinstance(self.projection, LoraLinear):
+            return
+        for run in self.active.runs:
+            weights = run.adapter.weights.get(self.projection.name)
+            if weights is not None:
+                b_NO_R = weights.b_O_R.to(dtype) * run.adapter.scaling
+                yield run.rows, weights.a_R_I.to(dtype), self._by_head(b_NO_R)
+
+
+def compress(decoder: nn.Module, active: ActiveRuns) -> list[str]:
+    """Makes the layers with latent attention keep latent vectors in generation. A layer is taken if its structure is
+    known and, on random numbers, its attention is that of its own keys and values. Returns the classes' names."""
+    taken = set()
+    for module in decoder.modules():
+        latent = _latent_of(module, active)
+        if latent is not None:
+            module.latent = latent  # type: ignore[assignment]  # attention.py looks for it
+            module.expand_kv = partial(_expand, module.expand_kv, latent)  # type: ignore[assignment]
+            taken.add(type(module).__name__)
+    return sorted(taken)
+
+
+def _expand(theirs: Callable[..., tuple[Tensor, Tensor]], latent: Latent, latents: Tensor, rotated: Tensor) -> object:
+    """transformers' expand_kv: keys and values of latent vectors [1, 1, T, C] and rotated features [1, 1, T, E]."""
+    if not latent.in_use:
+        return theirs(latents, rotated)
+    return torch.cat([latents, rotated], -1), latents
+
+
+@torch.no_grad()
+def _latent_of(module: nn.Module, active: ActiveRuns) -> Latent | None:
+    expand: Callable[..., tuple[Tensor, Tensor]] | None = getattr(module, "expand_kv", None)
+    projection = getattr(module, "kv_b_proj", None)
+    if expand is None or not isinstance(projection, nn.Linear | LoraLinear) or projection.bias is not None:
+        return None
+    config: Any = module
+    try:
+        num_heads, num_own, num_rotated = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+    except AttributeError:
+        return None
+    num_outputs, num_latent = projection.weight.shape
+    if num_outputs % num_heads or num_outputs // num_heads <= num_own:
+        return None
+    latent = Latent(projection, active, num_heads, num_own)
+    generator = torch.Generator().manual_seed(0)
+    shapes = (4, num_latent), (4, num_rotated), (4, num_heads, num_own + num_rotated)
+    c_T_C, rotated_T_E, q_T_N_D = (torch.randn(shape, generator=generator).to(projection.weight) for shape in shapes)
+    keys, values = expand(c_T_C[None, None], rotated_T_E[None, None])
+    theirs = torch.einsum("tnd,nld->tnl", q_T_N_D, keys[0]), values[0].transpose(0, 1)
+    ours = (
+        latent.queries(q_T_N_D) @ torch.cat([c_T_C, rotated_T_E], -1).T,
+        latent.values(c_T_C[:, None].expand(-1, num_heads, -1)),
+    )
+    limit = _TOLERANCE.get(projection.weight.dtype, _ROUGH)
+    for mine, expected in zip(ours, theirs, strict=True):
+        if mine.shape != expected.shape or not (mine - expected).norm() <= limit * expected.norm():
+            return None
+    return latent
