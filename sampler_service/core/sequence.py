@@ -229,6 +229,14 @@ class Sequence:
         self.mixed = self.mixed or has_lane
         self.past, self.version = self._spans(), self.group.version
 
+    def begin_anew(self) -> None:
+        """Without a place, because a step broke off: all its tokens are computed anew."""
+        self.reserved = 0
+        self.mixed = False
+        if self._table is not None:
+            del self._table[len(self.tokens) :]  # the row of a token that was not taken
+        self.follow(has_lane=False)
+
     def history(self, *, vocab_size: int, device: torch.device) -> History:
         return History.of(self.group.request.prompt, self.tokens, vocab_size=vocab_size, device=device)
 
@@ -401,6 +409,14 @@ class SequenceGroup:
             f"the engine failed in this request: {error}; the log has the cause"
         )
         return self.failure
+
+    def fail_alone(self, error: BaseException) -> ServiceError:
+        """The request's error when it found no memory, although nothing was computed beside one sequence of it."""
+        logger.error("a request found no memory, alone in a step", exc_info=error)
+        return ServiceError(
+            f"this request is out of memory, although nothing is computed beside one sequence of it ({error}); send a "
+            "shorter one, or lower the sampler's max_kv_tokens, tokens_per_step or prefix_cache_bytes"
+        )
 
     def outcome(self) -> Result | ServiceError:
         """The answer, once all sequences have ended; an error when a prompt score is no number."""

@@ -4,9 +4,9 @@ One compute thread repeats: take commands, one step of the batch, deliver its ou
 next step and leaves it at its last token. The event loop checks requests, owns the versions and receives results. The
 two threads share nothing but the queue of commands, and what they hand over in commands and outputs.
 
-An error that concerns one request fails that request (SequenceGroup.fail). A step that finds no memory fails the
-requests that it computed with OUT_OF_CAPACITY, and callers send them again. After any other error the state is unknown:
-the engine dies, and the process with it, and the gateway sends its requests to another sampler.
+An error that concerns one request fails that request (SequenceGroup.fail). What was in a step that finds no memory is
+computed anew, fewer sequences at once (Scheduler.retreat). After any other error the state is unknown: the engine dies,
+and the process with it, and the gateway sends its requests to another sampler.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sampler_service.torch_engine.planner import Job
 from sampler_service.torch_engine.runner import Runner
 from sampler_service.torch_engine.scheduler import Scheduler, StepOutput
 from tinsmith.cores import Cores, yield_to_event_loops
-from tinsmith.errors import Cancelled, OutOfCapacity, ServiceError
+from tinsmith.errors import Cancelled, ServiceError
 from tinsmith.modeling.adapter import AdapterConfig, Target
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
@@ -342,10 +342,12 @@ class TorchEngine:
                 batch = self._scheduler.schedule()
             drawn = self._runner.run(batch)
             self._scheduler.update(batch, drawn)
+            return
         except (torch.OutOfMemoryError, MemoryError) as error:
-            logger.error("a step found no memory; its requests fail with it", exc_info=error)
-            self._scheduler.fail(OutOfCapacity(f"out of memory in this step; lower max_kv_tokens ({error})"))
-            self._runner.check_alive()
+            logger.warning("a step found no memory; it is tried again with fewer sequences", exc_info=error)
+            found = error.with_traceback(None)  # its frames hold tensors
+        self._scheduler.retreat(found)
+        self._runner.check_alive()
 
     def _post(self, output: StepOutput) -> None:
         if output:

@@ -250,6 +250,8 @@ class Planner:
         """Admitted, with some pieces computed."""
         self.running: list[Sequence] = []
         """By size, then by lane."""
+        self.most_together: int | None = None
+        """Most sequences beside each other while memory is short; None: as many as otherwise."""
 
     @property
     def idle(self) -> bool:
@@ -347,9 +349,35 @@ class Planner:
     def _has_room(self, job: Job, room: Reservations, *, more_lanes: int = 0) -> bool:
         """Beside what is promised."""
         lanes = len(job.sequences)
-        if room.lanes + lanes > self.max_running + more_lanes:
+        if self.most_together is not None:
+            if room.lanes and room.lanes + lanes > self.most_together:
+                return False
+        elif room.lanes + lanes > self.max_running + more_lanes:
             return False
         return room.with_more(lanes, job.sequences[0].need) <= self.max_kv_tokens
+
+    def put_back(self, sequences: list[Sequence]) -> None:
+        """These sequences, which have no place any more, wait before all others: prompts first, as many of a prompt's
+        together as may run beside each other, because what begins needs most memory."""
+        most = self.most_together or self.max_running
+        prompts: dict[SequenceGroup, list[Sequence]] = {}
+        for sequence in sequences:
+            if not sequence.tokens:
+                prompts.setdefault(sequence.group, []).append(sequence)
+        jobs = [
+            Job(group, ones[0].length, ones[n : n + most], scored=ones[n].index == 0)
+            for group, ones in prompts.items()
+            for n in range(0, len(ones), most)
+        ]
+        jobs += [Job(one.group, one.length, [one], scored=False) for one in sequences if one.tokens]
+        for job in reversed(jobs):
+            self.waiting.appendleft(job)
+
+    def run_more(self) -> None:
+        """Lets twice as many sequences run beside each other, if memory was short."""
+        if self.most_together is not None:
+            more = 2 * self.most_together
+            self.most_together = more if more < self.max_running else None
 
     def _reserve(self, job: Job) -> None:
         for sequence in job.sequences:

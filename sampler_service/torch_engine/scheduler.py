@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -27,6 +27,9 @@ from sampler_service.torch_engine.planner import Job, Piece, Planner, size_of
 from sampler_service.torch_engine.runner import Batch, Drawn
 from tinsmith.errors import ServiceError
 from tinsmith.modeling.kv_cache import KVCache
+
+GOOD_STEPS = 64
+"""After a step that found no memory, twice as many sequences may run beside each other after so many good ones."""
 
 PROGRESS_S = 0.1
 """Time between two notes of the progress while nothing begins or ends, in seconds."""
@@ -85,6 +88,8 @@ class Scheduler:
         self._output = StepOutput()
         self._prefilling: set[str] = set()
         """Owners, by cache_salt, whose prompts were in the last step in which prompts did not rest."""
+        self._num_good = 1
+        """Steps since the last one that found no memory."""
         self._owed_s = 0.0
         """Time that this step took, and that running sequences of other owners have not had since, in seconds."""
 
@@ -149,20 +154,40 @@ class Scheduler:
     def _let_go(self, group: SequenceGroup) -> None:
         self._output.left += [(group, version) for version in group.take_unused()]
 
-    def fail(self, error: ServiceError) -> None:
-        """Ends every request that has begun, after a step that broke off anywhere. Requests of which every sequence
-        still waits go on waiting."""
-        untouched = Counter[SequenceGroup]()
-        for job in self.planner.waiting:
-            untouched[job.group] += len(job.sequences)
+    def retreat(self, error: BaseException) -> None:
+        """After a step that found no memory, and may have broken off anywhere: what was in it is computed anew, from
+        the tokens that it has, and half as many sequences run beside each other. A request ends with an error when one
+        of its sequences found no memory alone. Raises the error again when nothing was in this step and the one
+        before, which found none either."""
+        waiting = {sequence for job in self.planner.waiting for sequence in job.sequences}
+        in_step: list[Sequence] = []
         for group in list(self._groups):
-            if group in self._begun or untouched[group] < len(group.sequences):
-                self.planner.drop(group)
-                self._end(group, error)
+            lost = [sequence for sequence in group.unfinished if sequence not in waiting]
+            if group.failure is not None or group.complete:
+                outcome = group.failure or group.outcome()
+            elif len(lost) == 1 and self.planner.most_together == 1:  # none was beside it
+                outcome = group.fail_alone(error)
+                self.planner.most_together = None
+            else:
+                in_step += lost
+                continue
+            self.planner.drop(group)
+            self._end(group, outcome)
+        if not (in_step or self._output.ended or self._num_good):
+            raise error
+        self._num_good = 0
         self.planner.running.clear()
+        self.planner.partial = None
         self.metrics.requests.running.set(0)
         self._changed = True
         self.kv.clear()
+        if in_step:
+            self.planner.most_together = max(1, len(in_step) // 2)
+        for sequence in in_step:
+            sequence.begin_anew()
+        self.planner.put_back(in_step)
+        for group in dict.fromkeys(sequence.group for sequence in in_step):
+            self._let_go(group)
 
     def forget_warm_up(self) -> None:
         """Drops speed and prefixes of the warm-up: first steps are slow, and no user sends those prompts."""
@@ -205,6 +230,9 @@ class Scheduler:
         for group in dict.fromkeys([*(sequence.group for sequence in running), *(one.job.group for one in pieces)]):
             if group.failure is not None:
                 self.cancel(group, group.failure)
+        self._num_good += 1
+        if self._num_good % GOOD_STEPS == 0:
+            self.planner.run_more()
         seconds = time.perf_counter() - batch.started
         self._note(seconds, pieces, rests=batch.rests)
         self.speed.observe(seconds, prefilled=batch.prompt_tokens)

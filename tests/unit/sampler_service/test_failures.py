@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from sampler_service.torch_engine import runner
 from sampler_service.torch_engine.engine import ForgetWarmUp, TorchEngine
 from sampler_service.torch_engine.kv_cache import KVCacheManager
 from sampler_service.torch_engine.planner import Planner, Waiting
-from sampler_service.torch_engine.runner import Runner
+from sampler_service.torch_engine.runner import Batch, Runner
 from sampler_service.torch_engine.scheduler import Scheduler
 from tests.support.waiting import until
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, request, serving, slow_down
@@ -58,7 +59,7 @@ async def outcomes(engine: TorchEngine) -> list[Result | BaseException]:
     prompts[2][0] = MARK
     running = []
     for n, tokens in enumerate(prompts):
-        asked = request(tokens, num_samples=2, max_tokens=12, seed=n, prompt_logprobs=True)
+        asked = request(tokens, num_samples=2, max_tokens=12, seed=n, prompt_logprobs=True, topk_sample_logprobs=3)
         running.append(await engine.submit(asked, stream=n % 2 == 0))
     async with asyncio.timeout(LIMIT_S):
         return await asyncio.gather(*(one.result() for one in running), return_exceptions=True)
@@ -257,20 +258,105 @@ async def test_a_request_that_cannot_be_divided_into_jobs_leaves_nothing_behind(
         assert not engine.requests.died.is_set()
 
 
-@pytest.mark.parametrize("phase", ["room", "forward"])
-async def test_a_step_without_memory_fails_what_has_begun_and_the_engine_goes_on(
-    phase: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+SHORT_OF_MEMORY = {
+    name: DEADLY[name] for name in ("room", "load", "forward", "draw", "place", "remember", "advance", "leave")
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("phase", SHORT_OF_MEMORY)
+async def test_what_was_in_a_step_without_memory_is_computed_again_and_comes_out_the_same(
+    phase: str, when: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(model_folder, max_running=4) as engine:
-        owner, name = DEADLY[phase]
-        true_function = getattr(owner, name)
+    async with serving(model_folder) as engine:
+        expected = await outcomes(engine)
+        engine._commands.put(ForgetWarmUp())
+        owner, name = SHORT_OF_MEMORY[phase]
+        true_function, num_calls = getattr(owner, name), 0
 
         def fail(*args: Any, **kwargs: Any) -> Any:
-            monkeypatch.setattr(owner, name, true_function)
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls not in (1, 4):
+                return true_function(*args, **kwargs)
+            if when == "after":
+                true_function(*args, **kwargs)
             raise torch.OutOfMemoryError("full")
 
         monkeypatch.setattr(owner, name, fail)
         found = await outcomes(engine)
-        assert {type(one) for one in found} == {OutOfCapacity, Result}
+        assert num_calls > 4
+        for one, other in zip(found, expected, strict=True):
+            assert isinstance(one, Result)
+            assert isinstance(other, Result)
+            assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
+            for a, b in zip(one.sequences, other.sequences, strict=True):
+                np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=1e-4, atol=1e-5)
+                assert a.topk is not None
+                assert b.topk is not None
+                np.testing.assert_array_equal(a.topk.token_ids, b.topk.token_ids)
+            assert one.prompt.logprobs is not None
+            assert other.prompt.logprobs is not None
+            np.testing.assert_allclose(one.prompt.logprobs, other.prompt.logprobs, rtol=1e-4, atol=1e-5)
         assert not engine.requests.died.is_set()
+        check_nothing_left(engine)
+
+
+@pytest.mark.parametrize("num_samples", [1, 6])
+async def test_a_request_without_memory_for_it_alone_fails_by_name_and_no_other_does(
+    num_samples: int, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(model_folder) as engine:
+        true_function = Runner.logits
+
+        def fail(runner: Runner, batch: Batch) -> Any:
+            in_step = [*batch.running, *(one for piece in batch.pieces for one in piece.job.sequences)]
+            if any(one.group.request.prompt[0] == MARK for one in in_step):
+                raise torch.OutOfMemoryError("full")
+            return true_function(runner, batch)
+
+        asked = [request(prompt(40, seed=n), num_samples=num_samples, max_tokens=12, seed=n) for n in range(9)]
+        expected = [await (await engine.submit(one)).result() for one in asked]
+        engine._commands.put(ForgetWarmUp())
+        monkeypatch.setattr(Runner, "logits", fail)
+        guilty = prompt(40, seed=4)
+        guilty[0] = MARK
+        asked.insert(4, request(guilty, num_samples=num_samples, max_tokens=12))
+        running = [await engine.submit(one) for one in asked]
+        async with asyncio.timeout(LIMIT_S):
+            found = await asyncio.gather(*(one.result() for one in running), return_exceptions=True)
+        error = found.pop(4)
+        assert isinstance(error, ServiceError)
+        assert not isinstance(error, OutOfCapacity), "it would be sent again for ever"
+        assert "this request is out of memory, although nothing is computed beside" in error.message
+        for one, other in zip(found, expected, strict=True):
+            assert isinstance(one, Result)
+            assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
+        assert not engine.requests.died.is_set()
+        check_nothing_left(engine)
+        assert engine._scheduler.planner.most_together is None
+
+
+async def test_the_sequences_beside_each_other_grow_again_after_good_steps(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(model_folder) as engine:
+        true_function, most = Runner.logits, 0
+
+        def fail(runner: Runner, batch: Batch) -> Any:
+            nonlocal most
+            if len(batch.running) > 3:
+                raise torch.OutOfMemoryError("full")
+            most = max(most, len(batch.running))
+            return true_function(runner, batch)
+
+        monkeypatch.setattr(Runner, "logits", fail)
+        running = [await engine.submit(request(prompt(20, seed=n), max_tokens=100)) for n in range(8)]
+        async with asyncio.timeout(LIMIT_S):
+            for one in running:
+                await one.result()
+        assert 2 <= most <= 3
+        planner = engine._scheduler.planner
+        while planner.most_together is not None:
+            await generate(engine, prompt(4), max_tokens=64)
         check_nothing_left(engine)

@@ -14,7 +14,7 @@ from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.torch_engine.kv_cache import BLOCK_TOKENS
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, serving
 from tests.unit.sampler_service.serving import request as ask
-from tinsmith.errors import OutOfCapacity, ServiceError
+from tinsmith.errors import ServiceError
 
 B = BLOCK_TOKENS
 
@@ -253,10 +253,11 @@ async def test_requests_that_fail_or_break_off_leave_nothing_in_the_cache(
         def fail(*args: object) -> None:
             raise torch.OutOfMemoryError("full")
 
-        monkeypatch.setattr(prefixes, "load", fail)
-        with pytest.raises(OutOfCapacity, match="out of memory in this step"):
+        monkeypatch.setattr(type(engine._runner), "logits", fail)
+        with pytest.raises(ServiceError, match="this request is out of memory"):
             await generate(engine, prompt(3 * B), max_tokens=2)
         assert prefixes.num_bytes == 0
+        monkeypatch.undo()
         assert (await generate(engine, prompt(3 * B), max_tokens=2)).prompt_cache_hit_tokens == 0
 
 

@@ -24,7 +24,7 @@ from sampler_service.torch_engine import planner as planning
 from sampler_service.torch_engine.planner import Job, size_of
 from sampler_service.torch_engine.runner import Batch, Runner, prefills_of
 from sampler_service.torch_engine.scheduler import Scheduler
-from tinsmith.errors import Cancelled, OutOfCapacity
+from tinsmith.errors import Cancelled
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.recurrent_cache import Key
 
@@ -187,8 +187,8 @@ class BatchMachine(RuleBasedStateMachine):
         try:
             batch = self.scheduler.schedule()
             self.scheduler.update(batch, self.model.run(batch))
-        except torch.OutOfMemoryError:
-            self.scheduler.fail(OutOfCapacity("full"))
+        except torch.OutOfMemoryError as error:
+            self.scheduler.retreat(error)
         self.deliver()
         self.check()
 
@@ -200,7 +200,8 @@ class BatchMachine(RuleBasedStateMachine):
                     one.max_length - one.prompt_length for one in group.sequences
                 ]
             else:
-                assert group in self.broken or isinstance(outcome, Cancelled | OutOfCapacity), outcome
+                ran_out = "this request is out of memory" in outcome.message
+                assert group in self.broken or isinstance(outcome, Cancelled) or ran_out, outcome
 
     @precondition(lambda self: bool(self.waiting))
     @rule(data=st.data())
@@ -213,8 +214,10 @@ class BatchMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.scheduler.idle)
     @rule()
     def run_out_of_memory(self) -> None:
+        num_before = len(self.waiting)
         self.model.fails = torch.OutOfMemoryError("full")
         self.step()
+        assert len(self.waiting) >= num_before - 1 - len(self.broken), "only one that was alone ends"
 
     @precondition(lambda self: bool(self.waiting))
     @rule(data=st.data())
