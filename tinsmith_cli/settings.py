@@ -116,6 +116,12 @@ class Settings:
         "not batch requests together, and do not change their number of threads, which makes them slower (default: "
         "TRAINER_DETERMINISTIC)",
     )  # fmt: skip
+    dtype: str | None = _flag(
+        choices=["auto", "float32", "bfloat16"], to=["trainer", "sampler"],
+        help="type of the base weights in trainers and samplers; adapters are always float32. On a CPU with AMX or "
+        "avx512_bf16, bfloat16 is faster and takes half the memory (default: TRAINER_DTYPE and SAMPLER_DTYPE, or auto: "
+        "float32 on a CPU, bfloat16 on CUDA)",
+    )  # fmt: skip
     share_prefixes: bool | None = _flag(
         action=argparse.BooleanOptionalAction, to=["trainer"],
         help="compute beginnings that datums of a run have in common once, such as the prompt of a group of samples; "

@@ -95,6 +95,7 @@ def apart(
     return torch.cat(outputs), rows
 
 
+_TOLERANCE = {"float64": 1e-12, "bfloat16": 8e-3}
 FORESTS: Sequence[tuple[list[int], list[int]]] = [
     ([6, 4, 4], [8, 0, 0]),
     ([4, 4], [4, 0]),
@@ -104,11 +105,11 @@ FORESTS: Sequence[tuple[list[int], list[int]]] = [
 
 @pytest.mark.parametrize("forest", FORESTS, ids=str)
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("kind", ["plain", "float64", "softcap", "sinks"])
+@pytest.mark.parametrize("kind", ["plain", "float64", "bfloat16", "softcap", "sinks"])
 def test_attention_to_shared_rows_is_that_of_each_sequence(
     forest: tuple[list[int], list[int]], window: int | None, kind: str
 ) -> None:
-    dtype = torch.float64 if kind == "float64" else torch.float32
+    dtype = getattr(torch, kind) if kind in _TOLERANCE else torch.float32
     generator = torch.Generator().manual_seed(0)
     layout = Packed(*forest)
     q, k, v = (
@@ -122,7 +123,7 @@ def test_attention_to_shared_rows_is_that_of_each_sequence(
     )
     ours = layout.attend(0, q, k, v, heads)
     theirs, _ = apart(layout, q, k, v, heads)
-    tolerance = 1e-12 if dtype == torch.float64 else 2e-6
+    tolerance = _TOLERANCE.get(kind, 2e-6)
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
     grad = torch.randn(ours.shape, generator=generator, dtype=dtype)
     for mine, other in zip(
