@@ -280,10 +280,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if request.HasField("ttl"):
             check_ttl(request.ttl, field="ttl")
         checkpoints = self._ready.checkpoints
-        copied = await checkpoints.writes(
+        source = Location.parse(request.source, field="source")
+        destination = Location.parse(request.destination, field="destination")
+        copied = await checkpoints.writes_to(
+            destination,
             checkpoints.copy,
-            Location.parse(request.source, field="source"),
-            Location.parse(request.destination, field="destination"),
+            source,
+            destination,
             ttl=request.ttl if request.HasField("ttl") else None,
         )
         return pb.CopyCheckpointResponse(checkpoint=copied)
@@ -293,7 +296,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> pb.DeleteCheckpointResponse:
         location = Location.parse(request.location, field="location")
         checkpoints = self._ready.checkpoints
-        await checkpoints.writes(checkpoints.delete, location, version_id=request.version_id)
+        await checkpoints.writes_to(location, checkpoints.delete, location, version_id=request.version_id)
         return pb.DeleteCheckpointResponse()
 
     async def CheckCustomLoss(self, request: pb.CheckCustomLossRequest, context: Context) -> pb.CheckCustomLossResponse:

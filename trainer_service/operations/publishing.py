@@ -201,7 +201,7 @@ class Publishing:
         """Stores a certificate with the version's files. Raises VersionRefused if it refuses the version."""
         where = Location.parse(location, field="location")
         try:
-            await self.checkpoints.writes(self.checkpoints.put_certificate, where, certificate)
+            await self.checkpoints.writes_to(where, self.checkpoints.put_certificate, where, certificate)
         except OutOfCapacity as error:  # no failure: the answer and the metrics have the certificate, too
             logger.warning("the certificate of %s is not stored: %s", location, error)
         self.publisher.check(certificate, location=location)

@@ -124,8 +124,8 @@ class Saves:
 
         async def save() -> types_pb2.CheckpointInfo:
             with turn.storing():
-                return await self.checkpoints.writes(
-                    self.checkpoints.save, info, state, overwrite=request.overwrite, recipients=recipients
+                return await self.checkpoints.writes_to(
+                    location, self.checkpoints.save, info, state, overwrite=request.overwrite, recipients=recipients
                 )
 
         if scores is not None:

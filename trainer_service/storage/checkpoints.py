@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from google.protobuf import json_format
@@ -77,6 +78,8 @@ class CheckpointStore:
         self._metrics = metrics
         self._readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="storage-read")
         self._writers = ThreadPoolExecutor(_THREADS, thread_name_prefix="storage-write")
+        self._turns: WeakValueDictionary[Location, asyncio.Lock] = WeakValueDictionary()
+        """A lock for each location that is being changed. The storage has locks of its own, for calls without it."""
 
     async def reads(self, call: Callable[..., T], *arguments: Any, **settings: Any) -> T:
         """Runs a call that only reads on the threads for reading, so that a slow storage delays neither saves nor the
@@ -86,6 +89,13 @@ class CheckpointStore:
     async def writes(self, call: Callable[..., T], *arguments: Any, **settings: Any) -> T:
         """Runs a call that writes, on the threads for writing."""
         return await _on_thread(self._writers, partial(call, *arguments, **settings))
+
+    async def writes_to(self, location: Location, call: Callable[..., T], *arguments: Any, **settings: Any) -> T:
+        """Runs a call that changes the checkpoint at one location. It waits for earlier calls for that location,
+        without a thread."""
+        turn = self._turns.setdefault(location, asyncio.Lock())
+        async with turn:
+            return await self.writes(call, *arguments, **settings)
 
     @property
     def space(self) -> Space:

@@ -93,7 +93,9 @@ class Importer:
                 digest = await self._receive(pieces, folder / "archive", size=size)
                 async with self._converting:  # one at a time: the conversion holds an adapter in memory
                     most = last.max_checkpoint_bytes if last.HasField("max_checkpoint_bytes") else None
-                    return await self.checkpoints.writes(self._convert, header, folder, most, converting(digest))
+                    return await self.checkpoints.writes_to(
+                        location, self._convert, header, folder, most, converting(digest)
+                    )
         finally:
             self._num_uploads -= 1
 

@@ -2,6 +2,9 @@
 
 A folder is written under a temporary name, synced and then renamed. So a checkpoint exists whole or not at all, even
 after a power cut. Its files are never written again, so a copy of a checkpoint may share them (hard links).
+
+A reader opens the folder first, and reads the files through the open folder. So a checkpoint can be replaced or deleted
+at any time: its folder gets a temporary name, and is removed when the last reader of the location is done.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import os
 import shutil
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _REPLACED = "replaced-"
 _LARGE_BYTES = 2**20
+_OPEN_FOLDERS = Path("/proc/self/fd")
+"""Paths of the folders that this process has open. They stay valid when a folder gets another name."""
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK}
 
 
@@ -44,7 +51,11 @@ class LocalStorage:
         self._temporary = root / TEMPORARY
         self._metrics = metrics
         self._uses = Uses()
-        """A folder is replaced only while nobody reads it, so a reader sees either the old one or the new one."""
+        self._bookkeeping = threading.Lock()
+        """Guards the two below. No file is touched while it is held."""
+        self._readers: Counter[Location] = Counter()
+        self._unread: dict[Location, list[Path]] = {}
+        """Folders to remove when the last reader of their location is done."""
         try:
             self._temporary.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self._temporary, os.O_RDONLY)
@@ -67,8 +78,15 @@ class LocalStorage:
 
     @contextlib.contextmanager
     def reading(self, location: Location) -> Iterator[Manifest]:
-        with self._uses.reading(location):
-            yield self._read_manifest(location)
+        with self._counted(location):
+            descriptor = self._open(location)
+            try:
+                # Elsewhere than on Linux, a reader of a checkpoint that is replaced or deleted meanwhile fails.
+                opened = _OPEN_FOLDERS / str(descriptor) if _OPEN_FOLDERS.exists() else self.path(location)
+                found = self._read_manifest(location, folder=opened)
+                yield replace(found, opened=opened)
+            finally:
+                os.close(descriptor)
 
     @contextlib.contextmanager
     def files(self, location: Location, found: Manifest, names: Iterable[str]) -> Iterator[Path]:
@@ -121,10 +139,10 @@ class LocalStorage:
                 if version_id and self._read_manifest(location).checkpoint.version_id != version_id:
                     return
             aside = self._set_aside(self.path(location))
-        shutil.rmtree(aside, ignore_errors=True)
+        self._remove(location, aside)
 
     def delete_all(self, run_id: str, kind: str) -> None:
-        """Deletes the checkpoints one after the other, each when nobody reads it."""
+        """Deletes the checkpoints one after the other."""
         with contextlib.suppress(FileNotFoundError):
             for path in list((self._root / run_id / kind).iterdir()):
                 self.delete(Location(run_id, kind, path.name))
@@ -133,8 +151,9 @@ class LocalStorage:
         return self._root / location.run_id / location.kind / location.name
 
     def folder(self, location: Location, found: Manifest) -> Path:
-        """The folder of the files: that of the manifest, or one below it if the checkpoint was in an object store."""
-        return self.path(location) / found.folder
+        """The folder of the files: that of the manifest, or one below it if the checkpoint was in an object store.
+        For a reader it is the folder that was opened, whatever is at the location now."""
+        return (found.opened or self.path(location)) / found.folder
 
     def install(self, folder: Path, location: Location, *, overwrite: bool) -> None:
         for path in folder.iterdir():
@@ -154,9 +173,46 @@ class LocalStorage:
                 if aside.exists():
                     aside.rename(target)
                 raise
-            for parent in (target.parent, target.parent.parent, self._root):
-                sync(parent)
+            aside = self._set_aside(aside)  # under a name from which a later start does not put it back
+        for parent in (target.parent, target.parent.parent, self._root):
+            sync(parent)
+        self._remove(location, aside)
+
+    def _remove(self, location: Location, aside: Path) -> None:
+        """Removes a folder that was set aside, if it exists, or leaves that to the location's last reader."""
+        with self._bookkeeping:
+            if location in self._readers:
+                self._unread.setdefault(location, []).append(aside)
+                return
         shutil.rmtree(aside, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _counted(self, location: Location) -> Iterator[None]:
+        """A context that counts as a reader. The last reader removes what was replaced or deleted meanwhile."""
+        with self._bookkeeping:
+            self._readers[location] += 1
+        try:
+            yield
+        finally:
+            unread: list[Path] = []
+            with self._bookkeeping:
+                self._readers[location] -= 1
+                if not self._readers[location]:
+                    del self._readers[location]
+                    unread = self._unread.pop(location, [])
+            for aside in unread:
+                shutil.rmtree(aside, ignore_errors=True)
+
+    def _open(self, location: Location) -> int:
+        """Opens a checkpoint's folder and returns its descriptor. Raises CheckpointNotFound."""
+        path = self.path(location)
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        with self._uses.writing(location):  # perhaps it is being replaced, and is just between its two renames
+            try:
+                return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:
+                raise _missing(location) from None
 
     def _set_aside(self, path: Path) -> Path:
         """Moves a folder, if it exists, to a temporary name, from which it can be deleted. Returns the new path."""
@@ -184,11 +240,12 @@ class LocalStorage:
             shutil.rmtree(folder)
             self._metrics.storage.swept_leftovers.inc()
 
-    def _read_manifest(self, location: Location) -> Manifest:
+    def _read_manifest(self, location: Location, *, folder: Path | None = None) -> Manifest:
+        """Reads the manifest in a checkpoint's folder. `folder`: None means the folder of the location."""
         try:
-            data = (self.path(location) / manifest.NAME).read_bytes()
+            data = ((folder or self.path(location)) / manifest.NAME).read_bytes()
         except FileNotFoundError:
-            raise CheckpointNotFound(f"there is no checkpoint {location}", location=location) from None
+            raise _missing(location) from None
         return Manifest.parse(data, location=str(location))
 
 
@@ -217,6 +274,10 @@ class _LocalDraft:
     def install(self, manifest: Manifest) -> None:
         manifest.write(self.folder)
         self._storage.install(self.folder, self._location, overwrite=self._overwrite)
+
+
+def _missing(location: Location) -> CheckpointNotFound:
+    return CheckpointNotFound(f"there is no checkpoint {location}", location=location)
 
 
 def _begin_sync(path: Path) -> None:

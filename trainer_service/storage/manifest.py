@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ class Manifest:
     """The checkpoint's files by name, without the manifest itself."""
     folder: str = ""
     """Folder of the files, relative to the manifest; in an object store each save has a folder of its own."""
+    opened: Path | None = field(default=None, compare=False)
+    """Path of the manifest's own folder, valid while a reader on this machine has it open; None otherwise."""
 
     @classmethod
     def of(cls, info: pb.CheckpointInfo, files: Iterable[pb.CheckpointFile]) -> Manifest:

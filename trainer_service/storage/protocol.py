@@ -62,7 +62,8 @@ class Storage(Protocol):
     def exists(self, location: Location) -> bool: ...
 
     def reading(self, location: Location) -> AbstractContextManager[Manifest]:
-        """A context in which the checkpoint's files do not change. Raises CheckpointNotFound, DataCorrupted."""
+        """A context in which the checkpoint's files can be read as they were at its beginning, also after the
+        checkpoint is replaced or deleted. Nobody waits for its end. Raises CheckpointNotFound, DataCorrupted."""
         ...
 
     def files(self, location: Location, found: Manifest, names: Iterable[str]) -> AbstractContextManager[Path]:
@@ -101,8 +102,8 @@ class Storage(Protocol):
         ...
 
     def delete(self, location: Location, *, version_id: str = "") -> None:
-        """Deletes a checkpoint, if it exists. With a `version_id`, a checkpoint of another version stays; one whose
-        manifest is damaged is deleted."""
+        """Deletes a checkpoint, if it exists. Its readers go on, and the last one frees the space. With a `version_id`,
+        a checkpoint of another version stays; one whose manifest is damaged is deleted."""
         ...
 
     def delete_all(self, run_id: str, kind: str) -> None:

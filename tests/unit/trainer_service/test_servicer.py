@@ -727,7 +727,7 @@ async def test_a_large_file_comes_in_pieces(stub: Any, service: Service) -> None
         assert b"".join(pieces) == file.read()
 
 
-async def test_a_part_of_a_file_is_that_part_and_damage_elsewhere_is_found(stub: Any, service: Service) -> None:
+async def test_a_part_of_a_file_is_that_part_and_damage_elsewhere_is_found(stub: Any, tmp_path: Path) -> None:
     location = (await stub.SaveCheckpoint(save(1, kind=EXTERNAL))).checkpoint.location
     name = "adapter_model.safetensors"
     whole = await read_file(stub, location, name)
@@ -743,8 +743,7 @@ async def test_a_part_of_a_file_is_that_part_and_damage_elsewhere_is_found(stub:
     intact = await stub.VerifyCheckpoint(pb.VerifyCheckpointRequest(location=location))
     assert {file.name: file.size_bytes for file in intact.files}[name] == len(whole)
     assert not intact.problems
-    with service.trainer.checkpoints.open_file(Location.parse(location, field="x"), name) as file:
-        path = Path(file.name)
+    path = tmp_path / "checkpoints" / location / name
     await asyncio.to_thread(path.write_bytes, whole[:-1] + bytes([whole[-1] ^ 1]))
     await fails(part(offset=10, num_bytes=7), errors.DataCorrupted, f"{name} is damaged")
     problems = (await stub.VerifyCheckpoint(pb.VerifyCheckpointRequest(location=location))).problems
