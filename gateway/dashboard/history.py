@@ -7,6 +7,7 @@ loses at most the last second.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ from sqlalchemy import Table, delete, func, select, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.dashboard.points import Columns, by_steps, columns, point_of, thinned
+from gateway.database.connection import all_of
 from gateway.database.store import Store
 from gateway.database.tables.history import MetricPoint
 from gateway.database.tables.sessions import Model
@@ -55,6 +57,9 @@ class History:
         self._max_points = max_points
         self._waiting: deque[dict[str, Any]] = deque()
         """Columns of points."""
+        self._computing = asyncio.Lock()
+        """Held while a thread computes what a reader is shown, because several threads at once would keep the
+        interpreter's lock from the event loop."""
         self._unchecked: LRUCache[str, int] = LRUCache(_MAX_UNCHECKED)
         """run_id -> rows that this process has written since it last counted the run's rows."""
 
@@ -130,10 +135,10 @@ class History:
             count = await db.scalar(select(func.count()).select_from(MetricPoint).where(mine)) or 0
             if count <= self._max_points * 7 // 8:
                 return
-            points = list(await db.scalars(select(MetricPoint).where(mine).order_by(MetricPoint.seq_id)))
+            points = await all_of(db, select(MetricPoint).where(mine).order_by(MetricPoint.seq_id))
             # The newest points are not merged, because another gateway may yet add an answer between them.
             older = points[: -self._max_points // 4]
-            fewer = [_as_dict(point) for point in thinned(older, target=self._max_points // 4)]
+            fewer = await asyncio.to_thread(lambda: list(map(_as_dict, thinned(older, target=self._max_points // 4))))
             stale = [point.seq_id for point in older]
             db.expunge_all()
             for start in range(0, len(stale), _PER_QUERY):
@@ -163,12 +168,10 @@ class History:
             steps_before, at_before = (await db.execute(known)).one() if after else (0, None)
             is_same = bool(num_steps) and steps_before == num_steps
             rows = select(MetricPoint).where(mine, *([MetricPoint.seq_id > after] if is_same else []))
-            points = list(await db.scalars(rows.order_by(MetricPoint.seq_id)))
-        steps, waiting = by_steps(points)
-        shown = steps if steps or is_same else waiting  # a run without any step shows its batches
-        if is_same:
-            return {"reset": False, **columns(shown, steps_before=num_steps, at_before=at_before)}
-        return {"reset": True, **columns(shown, steps_before=0, at_before=None)}
+            points = await all_of(db, rows.order_by(MetricPoint.seq_id))
+        before = (num_steps, at_before) if is_same else None
+        async with self._computing:
+            return await asyncio.to_thread(_shown, points, before=before)
 
     async def newest(self, run_ids: Sequence[str]) -> dict[str, int]:
         """run_id -> seq_id of the newest point, for the runs that have points."""
@@ -196,6 +199,17 @@ class History:
         for points in found.values():
             points.sort(key=lambda point: point.seq_id)
         return {run_id: _summary(points, total=totals[run_id]) for run_id, points in found.items()}
+
+
+def _shown(points: Sequence[MetricPoint], *, before: tuple[int, float | None] | None) -> dict[str, Any]:
+    """What `read` returns, of these points. `before`: the number of steps before them, which the reader has, and the
+    time of the last one; None for a reader who gets all points."""
+    steps, waiting = by_steps(points)
+    if before is None:
+        shown = steps or waiting  # a run without any step shows its batches
+        return {"reset": True, **columns(shown, steps_before=0, at_before=None)}
+    num_steps, at_before = before
+    return {"reset": False, **columns(steps, steps_before=num_steps, at_before=at_before)}
 
 
 def _summary(points: Sequence[MetricPoint], *, total: int) -> Summary:

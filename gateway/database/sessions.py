@@ -27,6 +27,9 @@ from gateway.database.write_behind import WriteBehind
 _Row = TypeVar("_Row", Model, SamplingSession)
 
 _MAX_WHOSE = 100_000
+_MAX_LIVING = 50_000
+"""Most rows in a `Living`, a kilobyte each. One owner may have a million sampling sessions, and each end of a session
+looks at all rows."""
 _PER_QUERY = 500
 """Most ids in one query, because databases limit its parameters."""
 _COUNTED_S = 60.0
@@ -37,12 +40,12 @@ _MAX_UNMARKED = 4096
 
 
 class Living(Generic[_Row]):
-    """Caches the rows of one table that were asked for, while their sessions live."""
+    """Caches the rows of one table that were asked for last, while their sessions live."""
 
     def __init__(self, database: Database, table: type[_Row]) -> None:
         self._database = database
         self._table = table
-        self._rows: dict[str, _Row] = {}
+        self._rows: LRUCache[str, _Row] = LRUCache(_MAX_LIVING)
         self._num_changes = 0
 
     def __contains__(self, key: str) -> bool:
@@ -95,7 +98,8 @@ class Living(Generic[_Row]):
 
     def forget_sessions(self, session_ids: set[str]) -> None:
         self._num_changes += 1
-        self._rows = {key: row for key, row in self._rows.items() if row.session_id not in session_ids}
+        for key in [key for key, row in self._rows.items() if row.session_id in session_ids]:
+            del self._rows[key]
 
 
 async def is_live(db: AsyncSession, session_id: str) -> bool:

@@ -10,13 +10,20 @@ from gateway.http.endpoint import DELETE, GET, POST, PUT
 from gateway.storage.retention_rules import Judged
 from gateway.views import checkpoint_view
 from tinsmith.errors import NotFound
+from tinsmith.rpc.paths import KINDS
 
 _RUN = "/training_runs/{run_id}/retention"
 
 
 async def _own_run(request: Request) -> str:
-    run_id = request.path_params["run_id"]
-    if not await request.gateway.tenants.access.owns(run_id, request.caller):
+    """The run's id. Raises NotFound for an unknown run, too, because a policy for it would be a row that nobody
+    deletes."""
+    run_id, gateway = request.path_params["run_id"], request.gateway
+    is_own = await gateway.tenants.access.owns(run_id, request.caller)
+    if not is_own or not (
+        await gateway.store.models.get(run_id) is not None
+        or await gateway.catalog.checkpoints_of_run(run_id, kinds=list(KINDS))
+    ):
         raise NotFound(f"training_run_id: there is no training run {run_id!r}")
     return run_id
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,9 +13,11 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
+from gateway.dashboard import points as points_module
 from gateway.database import connection
 from gateway.database.tables.base import Base
 from gateway.database.tables.checkpoints import Checkpoint
+from gateway.database.tables.history import MetricPoint
 from gateway.database.tables.sessions import Model, Session
 from gateway.database.tables.tenants import AuditEvent, Usage
 from gateway.tenants import billing
@@ -131,6 +134,39 @@ async def test_a_long_list_is_read_a_few_rows_at_a_time(stack: Stack, client: Cl
     assert max(rows.values()) <= connection._PER_PASS
     if "audit" in path:
         assert [entry["event_details"]["n"] for entry in answer["entries"]] == list(range(10 * NUM_ROWS))
+
+
+def point(number: int) -> MetricPoint:
+    return MetricPoint(
+        run_id="s0:train:0",
+        seq_id=number + 1,
+        first_seq_id=number + 1,
+        at=float(number),
+        num_steps=1,
+        num_operations=1,
+        sums={"loss:mean": [1.0, 1.0, 0]},
+    )
+
+
+async def test_the_history_of_a_run_is_read_a_few_rows_at_a_time_and_computed_beside_the_event_loop(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4,096 points of 15 metrics took 0.2 s of the event loop, for each dashboard that asked."""
+    threads = []
+
+    def by_steps(points: Any) -> Any:
+        threads.append(threading.current_thread())
+        return points_module.by_steps(points)
+
+    monkeypatch.setattr("gateway.dashboard.history.by_steps", by_steps)
+    await add(stack, session(0))
+    await add(stack, run(0), *map(point, range(NUM_ROWS)))
+    async with passes() as rows:
+        reply = await client.get("/dashboard/api/runs/s0:train:0/history")
+    assert (reply.status_code, len(reply.json()["step"])) == (200, NUM_ROWS)
+    assert max(rows.values()) <= connection._PER_PASS
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 async def test_what_the_reaper_reads_of_ended_runs_and_expired_checkpoints_has_no_notes(

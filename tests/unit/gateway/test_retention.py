@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from sqlalchemy import select
 
 from gateway.config import GatewayConfig
-from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint
+from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint, RetentionPolicy
 from gateway.schemas import Policy, Rules
 from gateway.storage.retention_rules import judge
 from tests.unit.gateway.stack import Client, Stack, sample_body
@@ -308,3 +309,12 @@ async def test_stored_bytes_are_counted(stack: Stack, client: Client) -> None:
     stored = sum(info.size_bytes for info in stack.trainer.checkpoints.values())
     assert f'gateway_checkpoint_bytes{{kind="weights"}} {float(stored)}' in text
     assert 'gateway_checkpoints{kind="sampler_weights"} 0.0' in text
+
+
+async def test_a_run_that_does_not_exist_gets_no_policy(stack: Stack, client: Client) -> None:
+    """Its row would stay for ever, and each made-up id would leave one."""
+    session_id = await client.session()
+    path = f"/api/v1/training_runs/{session_id}:train:7/retention"
+    assert (await client.put(path, json={"training": {"keep_last": 3}})).status_code == 404
+    assert (await client.get(path)).status_code == 404
+    assert await stack.gateway.store.all(select(RetentionPolicy.run_id)) == []

@@ -192,3 +192,24 @@ async def test_sampling_sessions(client: Client) -> None:
     assert (await client.call("create_sampling_session", both))["sampling_session_id"] == f"{session_id}:sample:1"
     other = body | {"model_path": path, "base_model": "no/model", "sampling_session_seq_id": 2}
     await client.call("create_sampling_session", other, status=400)
+
+
+async def test_sampling_sessions_of_live_sessions_take_a_bounded_place_in_memory(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner may have a million of them, and each end of a session looks at all rows in memory."""
+    monkeypatch.setattr("gateway.database.sessions._MAX_LIVING", 2)
+    await stack.restart_gateway()
+    session_id = await client.session()
+    sampler_ids = [await client.sampling_session(session_id, seq=seq) for seq in range(4)]
+    rows = stack.gateway.store.samplers._living._rows
+    assert len(rows) <= 2
+    for sampler_id in sampler_ids:
+        await client.result(await client.call("asample", sample_body(sampler_id, 0)))
+    assert len(rows) <= 2
+    ended = {"reason": {"type": "success"}, "detail": None}
+    await client.call(f"sessions/{session_id}/finish", ended)
+    assert len(rows) == 0
+    for sampler_id in sampler_ids:
+        refused = await client.result(await client.call("asample", sample_body(sampler_id, 1)))
+        assert "has ended" in refused["error"]
