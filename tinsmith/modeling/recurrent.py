@@ -24,6 +24,7 @@ from tinsmith.modeling.kernels.delta_rule import gated_delta_rule
 from tinsmith.modeling.kernels.delta_step import gated_delta_step
 from tinsmith.modeling.kernels.install import with_functions
 from tinsmith.modeling.kernels.state_space import state_space_scan
+from tinsmith.modeling.kernels.state_space_step import state_space_step
 from tinsmith.modeling.lora import ActiveRuns
 from tinsmith.modeling.padded import Apart, carries_state
 
@@ -181,16 +182,42 @@ def _mamba2(
     return state_space_scan(x, step, A, b, c, D, active.lengths)[None]
 
 
+def _mamba2_step(
+    active: ActiveRuns,
+    theirs: Callable[..., Tensor],
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    z: Tensor | None = None,
+    **others: Any,
+) -> Tensor:
+    """transformers' mamba2_selective_state_update: [B, H, P] of [B, H, P], for A, D and step sizes that are expanded
+    from one number for each head. Changes the state in place."""
+    given = [one for one in (state, hidden_states, dt, A, B, C, D, dt_bias) if one is not None]
+    is_plain = state.device.type == "cpu" and all(one.dtype == torch.float32 for one in given)
+    of_heads = [one.stride(-1) for one in (dt, A, D, dt_bias) if one is not None] + [A.stride(-2)]
+    if not is_plain or any(of_heads) or z is not None or not state.is_contiguous() or torch.is_grad_enabled():
+        settings = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "z": z, **others}
+        return theirs(state, hidden_states, dt, A, B, C, **settings)
+    step = dt[..., 0] if dt_bias is None else dt[..., 0] + dt_bias[:, 0]
+    step = softplus(step) if dt_softplus else step
+    return state_space_step(hidden_states, step, A[:, 0, 0], B, C, None if D is None else D[:, 0], state)
+
+
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _conv,
     "causal_conv1d_update": _conv_step,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "torch_recurrent_gated_delta_rule": _delta_step,
     "mamba2_chunk_scan": _mamba2,
+    "mamba2_selective_state_update": _mamba2_step,
 }
 """Replacements of transformers' functions, by their names there."""
-_OF_OTHER_PASSES = (
-    "mamba2_selective_state_update",
-    "mamba2_split_conv1d_scan_combined",
-)
-"""Functions for one token from a cache, and for models in training mode."""
+_OF_OTHER_PASSES = ("mamba2_split_conv1d_scan_combined",)
+"""Functions for models in training mode."""

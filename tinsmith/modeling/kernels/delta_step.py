@@ -43,7 +43,7 @@ def gated_delta_step(
     overlap_N_1 = torch.linalg.vecdot(key_B_H_K, query_B_H_K).flatten()[:, None]
     out_B_H_V = torch.empty_like(value_B_H_V, memory_format=torch.contiguous_format)
     out_N_V = out_B_H_V.view(-1, out_B_H_V.shape[2])
-    for part in _parts(state_N_K_V):
+    for part in blocks_of(state_N_K_V):
         decayed_n_K_V = state_N_K_V[part].mul_(decay_N_1_1[part])
         both_n_2_V = both_N_2_K[part] @ decayed_n_K_V
         delta_n_V = (value_N_V[part] - both_n_2_V[:, 0]).mul_(beta_N_1[part])
@@ -52,7 +52,8 @@ def gated_delta_step(
     return out_B_H_V
 
 
-def _parts(state_N_K_V: Tensor) -> Iterator[slice]:
+def blocks_of(state_N_K_V: Tensor) -> Iterator[slice]:
+    """Rows of _BLOCK_BYTES of states each."""
     rows = max(1, _BLOCK_BYTES // max(1, state_N_K_V[0].nbytes))
     return (slice(start, start + rows) for start in range(0, state_N_K_V.shape[0], rows))
 
