@@ -44,14 +44,9 @@ _START, _NUMBERS = secrets.token_hex(4), itertools.count()
 _FRONT = "/services/tinker-prod"
 _HOSTED_OPENAI = "/oai/api/v1/"
 _TINKER = "/api/v1/"
-_OPENAI_RESOURCES = ("models", "completions", "chat/completions", "responses")
-"""What OpenAI's API has below its base URL; the Tinker API has none of these names."""
-
-
-def _is_openai_below_tinker(path: str) -> bool:
-    """True where an OpenAI client has the Tinker API's base URL."""
-    rest = path.removeprefix(_TINKER)
-    return rest != path and any(rest == name or rest.startswith(f"{name}/") for name in _OPENAI_RESOURCES)
+_OPENAI_BELOW_TINKER = frozenset(_TINKER + name for name in ("models", "completions", "chat/completions", "responses"))
+"""Paths of OpenAI's API that a client has with the Tinker API's base URL. `models/{model}` is not among them, because
+early SDKs have `models/{run_id}/checkpoints`."""
 
 
 class HostedPaths:
@@ -69,7 +64,7 @@ class HostedPaths:
             path = scope["path"].removeprefix(_FRONT)
             if path.startswith(_HOSTED_OPENAI):
                 path = f"{_OPENAI}{path.removeprefix(_HOSTED_OPENAI)}"
-            elif _is_openai_below_tinker(path):
+            elif path in _OPENAI_BELOW_TINKER:
                 path = f"{_OPENAI}{path.removeprefix(_TINKER)}"
             if path.startswith("/"):
                 scope["path"] = path
