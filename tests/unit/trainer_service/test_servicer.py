@@ -343,6 +343,32 @@ async def test_a_creation_and_the_repeat_of_an_operation_that_ended_the_trainer_
     await service.stub.OptimStep(step(2))
 
 
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+async def test_one_datum_with_a_huge_ratio_is_told_by_the_metrics_and_harmless_with_clipping(
+    service: Service, stub: Any, clip: float
+) -> None:
+    """docs/algorithms.md: without clipping, AdamW's second moment remembers the gradient for very long."""
+    adam = pb.AdamParams(learning_rate=1e-2, beta1=0.5, beta2=0.95, eps=1e-8, grad_clip_norm=clip)
+    engine = service.trainer.operations.engine
+
+    async def moved(data: list[types_pb2.Datum], loss_fn: str, seq_id: int) -> tuple[Any, Any, float]:
+        before = engine.weights(MODEL).flat.clone()
+        answer = await stub.ForwardBackward(request(data, loss_fn, model_id=MODEL, seq_id=seq_id))
+        stepped = await stub.OptimStep(pb.OptimStepRequest(model_id=MODEL, seq_id=seq_id + 1, adam_params=adam))
+        return answer.metrics, stepped.metrics, (engine.weights(MODEL).flat - before).abs().max().item()
+
+    usual = list(batch(1).data)
+    *_, first = await moved(usual, "cross_entropy", 1)
+    ones = np.ones(3, np.float32)
+    far = datum([1, 2, 3], target_tokens=np.array([2, 3, 4]), logprobs=-40 * ones, advantages=ones)
+    metrics, stepped, _ = await moved([far], "importance_sampling", 3)
+    assert metrics["ratio:max"] > 1e13
+    assert stepped["grad_norm:mean"] > 1e12
+    for seq_id in range(5, 65, 2):  # until the first moment has forgotten it
+        *_, last = await moved(usual, "cross_entropy", seq_id)
+    assert last < 1e-4 * first if not clip else last > 1e-2 * first
+
+
 async def test_another_body_is_a_conflict(stub: Any) -> None:
     await stub.ForwardBackward(batch(1))
     await fails(stub.ForwardBackward(batch(1, forward_only=True)), errors.SequenceConflict, "seq_id 1")
