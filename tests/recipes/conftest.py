@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.recipes.harness import ANSWERER, HUB, MODEL, PYTHON, TEACHER
+from tests.recipes.harness import FOLDERS, HUB, PYTHON
 from tests.support.stack import Stack
 
 
@@ -12,7 +12,6 @@ from tests.support.stack import Stack
 def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert PYTHON.exists(), f"{PYTHON} is missing: run `make test-recipes`"
     assert (HUB / "env.sh").exists(), f"{HUB} holds no offline hub: run `make test-recipes`"
-    folders = {MODEL: "base_model", ANSWERER: "base_model", TEACHER: "teacher_model"}
-    models = [f"{name}={HUB / folder}" for name, folder in folders.items()]
+    models = [f"{name}={HUB / folder}" for name, folder in FOLDERS.items()]
     with Stack(tmp_path_factory.mktemp("state"), base_models=models, threads=None) as stack:
         yield stack.base_url

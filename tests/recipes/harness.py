@@ -15,10 +15,16 @@ PYTHON = Path(os.environ.get("TINSMITH_COOKBOOK_PYTHON", ROOT / ".venv-cookbook/
 HUB = Path(os.environ.get("TINSMITH_OFFLINE_HUB", ROOT / ".cache/offline-hub"))
 MODEL = "Qwen/Qwen3-8B"
 """A name that the recipes know; the weights are the hub's tiny model."""
-TEACHER = "Qwen/Qwen3.6-35B-A3B"
-"""The name that prompt_distillation has in its code; the weights answer its prompt."""
-ANSWERER = "Qwen/Qwen3.5-9B"
-"""The name that twenty_questions has in its code; the weights are the hub's tiny model."""
+FOLDERS = {
+    MODEL: "base_model",
+    "Qwen/Qwen3.5-9B": "qwen3_5_model",
+    "Qwen/Qwen3.5-9B-Base": "qwen3_5_model",
+    "Qwen/Qwen3.6-35B-A3B": "teacher_model",
+}
+"""Public name -> folder of the hub. All but MODEL are names that recipes have as defaults or in their code, with
+weights of Qwen3.5 in its published form. Those of the teacher answer the prompts of prompt_distillation and rubric."""
+SEEING = "Qwen/Qwen3-VL-8B-Instruct"
+"""The name of the hub's Qwen3-VL."""
 
 
 def environment(base_url: str) -> dict[str, str]:
