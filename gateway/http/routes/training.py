@@ -433,7 +433,9 @@ async def submit_content(
             kind,
             submission.body,
             submission.path,
-            submission.sampling_session_id,
+            # Without the session's number: the SDK takes a new one each time it sends an ephemeral save again, and goes
+            # on with the session that the answer names.
+            "ephemeral" if submission.sampling_session_id is not None else "",
             "inflight" if submission.inflight else "",
         )
     except NotReady:

@@ -165,3 +165,24 @@ async def test_a_run_of_copies_cannot_become_a_model(
         assert failure["error"].startswith("model_seq_id: 5 is taken")
         await stack.restart_gateway()
     assert list(stack.trainer.models) == [f"{session_id}:train:0"]
+
+
+async def test_an_ephemeral_save_that_is_sent_again_may_name_another_sampling_session(
+    stack: Stack, client: Client
+) -> None:
+    """The SDK takes a new number each time it sends the save, and goes on with the session that the answer names."""
+    session_id = await client.session()
+    save = {"model_id": await client.model(session_id), "seq_id": 1, "sampling_session_seq_id": 0}
+    receipt = await client.call("save_weights_for_sampler", save)
+    assert await client.call("save_weights_for_sampler", save | {"sampling_session_seq_id": 1}) == receipt
+    first = await client.result(receipt)
+    await stack.restart_gateway()
+    again = await client.call("save_weights_for_sampler", save | {"sampling_session_seq_id": 2})
+    second = await client.result(again)  # of a gateway that knows nothing of the first; the weights are the same
+    for answer in (first, second):
+        receipt = await client.call("asample", sample_body(answer["sampling_session_id"], 1))
+        assert "error" not in str(await client.result(receipt))[:200]
+    one, two = stack.sampler.requests[-2:]
+    assert one.version_id == two.version_id != ""
+    other = {"model_id": save["model_id"], "seq_id": 1, "path": "named"}
+    await client.call("save_weights_for_sampler", other, status=422)
