@@ -364,6 +364,7 @@ async def test_one_datum_with_a_huge_ratio_is_told_by_the_metrics_and_harmless_w
     metrics, stepped, _ = await moved([far], "importance_sampling", 3)
     assert metrics["ratio:max"] > 1e13
     assert stepped["grad_norm:mean"] > 1e12
+    last = 0.0
     for seq_id in range(5, 65, 2):  # until the first moment has forgotten it
         *_, last = await moved(usual, "cross_entropy", seq_id)
     assert last < 1e-4 * first if not clip else last > 1e-2 * first
