@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -17,6 +18,7 @@ from gateway.database.tables.samples import SampleMark
 from gateway.database.tables.sessions import Model, SamplingSession, Session
 from gateway.database.tables.tenants import AuditEvent, CountedOperation, LedgerBatch, Usage
 from gateway.gateway import Gateway
+from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.unit.gateway.commits import Statements
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tests.unit.gateway.test_custom_losses import loss
@@ -166,6 +168,14 @@ async def test_refusals_have_a_bound_and_are_deleted_without_reading_other_opera
 # Bounds of each owner
 
 
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+async def database(request: pytest.FixtureRequest, stack: Stack) -> None:
+    """The statements differ."""
+    if request.param == "postgresql":
+        cluster: Postgres = request.getfixturevalue("postgres")
+        await stack.restart_gateway(database_url=await asyncio.to_thread(cluster.new_database))
+
+
 async def bounded(stack: Stack, *rows: Base, most: int = 2) -> Gateway:
     """The gateway with these rows, once it has left each owner the newest ones."""
     await stack.restart_gateway(max_owner_rows=most, reap_interval_s=3600)
@@ -214,6 +224,7 @@ def kept(run_id: str, *, owner: str = "a") -> Checkpoint:
     )
 
 
+@pytest.mark.usefixtures("database")
 async def test_each_owner_keeps_the_newest_ended_sessions_and_runs_and_all_with_checkpoints(stack: Stack) -> None:
     sessions = [past_session(f"s{n}", float(n)) for n in range(1, 7)]
     runs = [past_run(f"s{n}", float(n)) for n in range(1, 7)]
@@ -226,6 +237,7 @@ async def test_each_owner_keeps_the_newest_ended_sessions_and_runs_and_all_with_
     assert await keys(gateway, Session.session_id) == ["other", "s3", "s4", "s5", "s6"]
 
 
+@pytest.mark.usefixtures("database")
 async def test_an_owner_who_starts_runs_without_end_loses_nothing_that_lives(stack: Stack) -> None:
     """Runs that were freed or refused go first; those that live, those that samplers follow and new ones stay."""
     now, live = time.time(), past_session("s", 1.0, is_live=True)
@@ -247,25 +259,35 @@ async def test_an_owner_who_starts_runs_without_end_loses_nothing_that_lives(sta
     assert await keys(gateway, Session.session_id) == ["s"]
 
 
+@pytest.mark.usefixtures("database")
 async def test_a_session_stays_as_long_as_there_is_a_copy_in_it_or_a_sampler(stack: Stack) -> None:
     """The copy has no row of a run: that of a run which was made without a gateway has none, either."""
     sampler = SamplingSession(
-        sampling_session_id="s2:sample:0", session_id="s2", base_model="m", version_id="", location="", created_at=1.0
+        sampling_session_id="s2:sample:0",
+        session_id="s2",
+        base_model="m",
+        version_id="",
+        location="",
+        created_at=time.time(),
     )
     sessions = [past_session(f"s{n}", float(n)) for n in range(1, 7)]
     gateway = await bounded(stack, *sessions, kept("s1:train:0"), sampler)
     assert await keys(gateway, Session.session_id) == ["s1", "s2", "s5", "s6"]
 
 
+@pytest.mark.usefixtures("database")
 async def test_each_owner_keeps_the_newest_entries_of_the_audit_log(stack: Stack) -> None:
+    now = time.time()
+
     def entry(owner: str, at: float) -> AuditEvent:
-        return AuditEvent(at=at, owner=owner, category="projects", event=f"{owner}{at:g}", details={})
+        return AuditEvent(at=now + at, owner=owner, category="projects", event=f"{owner}{at:g}", details={})
 
     entries = [entry("a", float(n)) for n in range(5)] + [entry("b", 0.0), entry("b", 1.0)]
     gateway = await bounded(stack, *entries)
     assert await keys(gateway, AuditEvent.event) == ["a3", "a4", "b0", "b1"]
 
 
+@pytest.mark.usefixtures("database")
 async def test_usage_of_many_sessions_is_summed_up_from_the_oldest_hours_on_and_no_amount_changes(stack: Stack) -> None:
     def used(hour: int, session_id: str, kind: str = "training", amount: int = 1, owner: str = "a") -> Usage:
         return Usage(hour=hour, owner=owner, session_id=session_id, base_model="m", kind=kind, amount=amount)

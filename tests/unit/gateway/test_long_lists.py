@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from gateway.database.tables.history import MetricPoint
 from gateway.database.tables.sessions import Model, Session
 from gateway.database.tables.tenants import AuditEvent, Usage
 from gateway.tenants import billing
+from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.support.waiting import until
 from tests.unit.gateway.commits import Statements
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
@@ -30,7 +32,17 @@ from tests.unit.gateway.test_runs import get
 NUM_ROWS = 4 * connection._PER_PASS
 HOUR = 10
 WINDOW = "starting_on=1970-01-01T10:00:00Z&ending_before=1970-01-01T11:00:00Z"
+YESTERDAY = (datetime.now(UTC) - timedelta(days=1)).date()
+MIDNIGHT = datetime(YESTERDAY.year, YESTERDAY.month, YESTERDAY.day, tzinfo=UTC).timestamp()
 NOTES = {"k": "x" * 1000}
+
+
+@pytest.fixture(autouse=True, params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+async def database(request: pytest.FixtureRequest, stack: Stack) -> None:
+    """The statements differ."""
+    if request.param == "postgresql":
+        cluster: Postgres = request.getfixturevalue("postgres")
+        await stack.restart_gateway(database_url=await asyncio.to_thread(cluster.new_database))
 
 
 async def add(stack: Stack, *rows: Base) -> None:
@@ -114,7 +126,7 @@ async def passes() -> AsyncIterator[Counter[int]]:
         "checkpoints?limit=1000",
         "training_runs/s0:train:0/checkpoints",
         "training_runs/s0:train:0/retention",
-        "audit?day=1970-01-01",
+        pytest.param(f"audit?day={YESTERDAY}", id="audit"),
     ],
 )
 async def test_a_long_list_is_read_a_few_rows_at_a_time(stack: Stack, client: Client, path: str) -> None:
@@ -124,7 +136,7 @@ async def test_a_long_list_is_read_a_few_rows_at_a_time(stack: Stack, client: Cl
     await add(
         stack,
         *(
-            AuditEvent(at=1.0 + n // 7, owner="local", category="projects", event="e", details={"n": n})
+            AuditEvent(at=MIDNIGHT + n // 7, owner="local", category="projects", event="e", details={"n": n})
             for n in range(10 * NUM_ROWS)
         ),
     )
