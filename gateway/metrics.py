@@ -7,7 +7,7 @@ from prometheus_client import Enum
 from tinsmith.rpc.metrics import Declare, new_registry
 
 
-class Http:
+class HttpMetrics:
     """HTTP requests."""
 
     def __init__(self, declare: Declare) -> None:
@@ -26,7 +26,7 @@ class Http:
         )
 
 
-class Submissions:
+class SubmissionsMetrics:
     """Training operations and samples, which clients submit and wait for."""
 
     def __init__(self, declare: Declare) -> None:
@@ -46,7 +46,7 @@ class Submissions:
         self.sampled_tokens = declare.counter("sampled_tokens_total", "Tokens sampled.")
 
 
-class Stored:
+class StoredMetrics:
     """Sessions, checkpoints, and the database."""
 
     def __init__(self, declare: Declare) -> None:
@@ -75,7 +75,7 @@ class Stored:
         )
 
 
-class Services:
+class ServicesMetrics:
     """The trainers and samplers behind the gateway."""
 
     def __init__(self, declare: Declare) -> None:
@@ -104,7 +104,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = new_registry()
         declare = Declare("gateway", self.registry)
-        self.http = Http(declare)
-        self.submissions = Submissions(declare)
-        self.stored = Stored(declare)
-        self.services = Services(declare)
+        self.http = HttpMetrics(declare)
+        self.submissions = SubmissionsMetrics(declare)
+        self.stored = StoredMetrics(declare)
+        self.services = ServicesMetrics(declare)

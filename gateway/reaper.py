@@ -77,7 +77,7 @@ class Reaper:
         self._refusals = refusals
         self._peers = peers
         self._retention = retention
-        self._forgetting = Forgetting(config, store=store)
+        self.forgetting = Forgetting(config, store=store)
         self._metrics = metrics
         self._heard_until = 0.0
         """When silent sessions were last looked for, in seconds since 1970."""
@@ -151,11 +151,11 @@ class Reaper:
             self._end_silent_sessions,
             self._release_models,
             self._billing.meter_storage,  # before the checkpoints that it counts are deleted
-            self._delete_expired,
+            self.delete_expired,
             self._retention.prune_all,
             self._retired.delete_unused,
             self._records.delete_expired,
-            self._forgetting.forget_when_due,
+            self.forgetting.forget_when_due,
             self._refusals.forget_old,
             self._checkpoints.forget_deletions,
         ):
@@ -222,7 +222,7 @@ class Reaper:
             last = Checkpoint(location=location, version_id=version_id, base_model=model.base_model)
             await self._retired.keep_for_samplers(last)
 
-    async def _delete_expired(self) -> None:
+    async def delete_expired(self) -> None:
         for checkpoint in await self._store.checkpoints.expired():
             try:
                 if not await self._checkpoints.expire(checkpoint):

@@ -22,7 +22,7 @@ PHASES = ("schedule", "pack", "forward", "loss", "backward", "accumulate", "opti
 _RATIOS = [1.0, 1.001, 1.01, 1.1, 1.2, 1.5, 2.0, 5.0, 10.0, 100.0, 1000.0]
 
 
-class Operations:
+class OperationsMetrics:
     """Operations, from acceptance to the answer."""
 
     def __init__(self, declare: Declare) -> None:
@@ -43,7 +43,7 @@ class Operations:
         self.held_limit_bytes = declare.gauge("held_limit_bytes", "Limit on held_bytes: max_queued_bytes.")
 
 
-class Compute:
+class ComputeMetrics:
     """The compute thread."""
 
     def __init__(self, declare: Declare) -> None:
@@ -78,7 +78,7 @@ class Compute:
         )
 
 
-class Memory:
+class MemoryMetrics:
     """Live models, and what memory allows."""
 
     def __init__(self, declare: Declare) -> None:
@@ -112,7 +112,7 @@ class Memory:
         )
 
 
-class Agreement:
+class AgreementMetrics:
     """The gap between trainer and sampler on the tokens of training batches."""
 
     def __init__(self, declare: Declare) -> None:
@@ -139,7 +139,7 @@ class Agreement:
         self.ratio_max.labels(loss_fn).observe(mismatch.ratio_max)
 
 
-class Publishing:
+class PublishingMetrics:
     """Publishing versions to the samplers."""
 
     def __init__(self, declare: Declare) -> None:
@@ -170,7 +170,7 @@ class Publishing:
         self.samplers = declare.gauge("samplers", "Samplers that are serving.")
 
 
-class Storage:
+class StorageMetrics:
     """Checkpoints."""
 
     def __init__(self, declare: Declare) -> None:
@@ -191,7 +191,7 @@ class Storage:
         )
 
 
-class Durability:
+class DurabilityMetrics:
     """The journal, the snapshots, and restoring models from them."""
 
     def __init__(self, declare: Declare) -> None:
@@ -226,10 +226,10 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         declare = Declare("trainer", registry)
-        self.operations = Operations(declare)
-        self.compute = Compute(declare)
-        self.memory = Memory(declare)
-        self.agreement = Agreement(declare)
-        self.publishing = Publishing(declare)
-        self.storage = Storage(declare)
-        self.durability = Durability(declare)
+        self.operations = OperationsMetrics(declare)
+        self.compute = ComputeMetrics(declare)
+        self.memory = MemoryMetrics(declare)
+        self.agreement = AgreementMetrics(declare)
+        self.publishing = PublishingMetrics(declare)
+        self.storage = StorageMetrics(declare)
+        self.durability = DurabilityMetrics(declare)

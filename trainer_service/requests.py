@@ -20,7 +20,7 @@ from tinsmith.pictures.headers import size_of
 from tinsmith.rpc import tensors
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
 from tinsmith.v1 import trainer_pb2, types_pb2
-from trainer_service.engine.batch import CUSTOM, FITS_MEMORY, LOSS_FN_NAMES, Batch, Datum, Floats, Limits, Output
+from trainer_service.engine.batch import CUSTOM, FITS_MEMORY, LOSS_FN_NAMES, Batch, BatchLimits, Datum, Floats, Output
 from trainer_service.engine.optimizers import LARGEST, AdamParams, DimuonParams, Params
 from trainer_service.engine.pack import num_shared
 from trainer_service.objectives.custom_loss import MAX_BYTES, MAX_NODE_BYTES, CustomLoss, Input, build_loss
@@ -97,7 +97,7 @@ def _picture_bytes(image: types_pb2.Image, counting: Counting) -> int:
 
 def batch_of(
     request: trainer_pb2.ForwardBackwardRequest,
-    limits: Limits,
+    limits: BatchLimits,
     *,
     held_bytes: int | None = None,
     max_bytes: int | None = None,
@@ -155,13 +155,13 @@ def batch_to_bytes(batch: Batch) -> bytes:
     return batch.request.SerializeToString()
 
 
-def batch_from_bytes(request: bytes, limits: Limits) -> Batch:
+def batch_from_bytes(request: bytes, limits: BatchLimits) -> Batch:
     """The batch of a serialized request that this server has accepted, so its custom loss was checked before."""
     return batch_of(trainer_pb2.ForwardBackwardRequest.FromString(request), limits, check_loss=False)
 
 
 def _built_in(
-    request: trainer_pb2.ForwardBackwardRequest, limits: Limits
+    request: trainer_pb2.ForwardBackwardRequest, limits: BatchLimits
 ) -> tuple[Loss, Mapping[str, float], list[Datum]]:
     """The loss, its settings and the datums of a batch with one of LOSS_FNS."""
     if request.HasField("custom_loss"):
@@ -182,7 +182,7 @@ def _built_in(
 
 
 def _custom(
-    request: trainer_pb2.ForwardBackwardRequest, limits: Limits
+    request: trainer_pb2.ForwardBackwardRequest, limits: BatchLimits
 ) -> tuple[CustomLoss, Mapping[str, float], list[Datum]]:
     """The loss, its settings, which are none, and the datums of a batch with a custom loss."""
     if not request.HasField("custom_loss"):
@@ -203,7 +203,7 @@ def loss_of(loss: trainer_pb2.CustomLoss) -> CustomLoss:
     return build_loss(loss.name[:100], tuple(Input(one.name, one.rank) for one in loss.inputs), loss.graph)
 
 
-def _check_targets(request: trainer_pb2.ForwardBackwardRequest, limits: Limits) -> None:
+def _check_targets(request: trainer_pb2.ForwardBackwardRequest, limits: BatchLimits) -> None:
     """Refuses too many targets for one token, or for one answer. Reads shapes only and makes no array."""
     num_targets = 0
     for index, datum in enumerate(request.data):
@@ -277,7 +277,7 @@ def _setting(request: trainer_pb2.ForwardBackwardRequest, key: str) -> str:
 
 
 def _datum(
-    datum: types_pb2.Datum, loss_fn: str, loss: Loss, config: Mapping[str, float], limits: Limits, *, field: str
+    datum: types_pb2.Datum, loss_fn: str, loss: Loss, config: Mapping[str, float], limits: BatchLimits, *, field: str
 ) -> Datum:
     tokens, pictures = _tokens(datum, limits, field=field)
     unknown = set(datum.loss_fn_inputs) - {"target_tokens", *loss.arrays}
@@ -302,7 +302,7 @@ def _datum(
     return _fitting(Datum(tokens, targets, inputs, pictures), limits, field=field)
 
 
-def _custom_datum(datum: types_pb2.Datum, loss: CustomLoss, limits: Limits, *, field: str) -> Datum:
+def _custom_datum(datum: types_pb2.Datum, loss: CustomLoss, limits: BatchLimits, *, field: str) -> Datum:
     """Makes a datum for a custom loss. Its inputs keep their dtype and may have any shape of the declared rank.
 
     Inputs that the loss does not declare are ignored.
@@ -329,7 +329,9 @@ def _custom_datum(datum: types_pb2.Datum, loss: CustomLoss, limits: Limits, *, f
     return _fitting(Datum(tokens, targets, inputs, pictures), limits, field=field)
 
 
-def _tokens(datum: types_pb2.Datum, limits: Limits, *, field: str) -> tuple[npt.NDArray[np.int32], tuple[Placed, ...]]:
+def _tokens(
+    datum: types_pb2.Datum, limits: BatchLimits, *, field: str
+) -> tuple[npt.NDArray[np.int32], tuple[Placed, ...]]:
     """The token ids of the input, and its pictures."""
     tokens, pictures = model_input(
         datum.model_input,
@@ -355,7 +357,7 @@ def _ignore_pictures(weights: Floats, pictures: Sequence[Placed]) -> None:
 
 
 def _targets(
-    datum: types_pb2.Datum, num_tokens: int, reader: str, ranks: tuple[int, ...], limits: Limits, *, field: str
+    datum: types_pb2.Datum, num_tokens: int, reader: str, ranks: tuple[int, ...], limits: BatchLimits, *, field: str
 ) -> npt.NDArray[np.int64]:
     where = f"{field}.loss_fn_inputs.target_tokens"
     if "target_tokens" not in datum.loss_fn_inputs:
@@ -372,7 +374,7 @@ def _targets(
     return targets.astype(np.int64, copy=False)
 
 
-def _fitting(datum: Datum, limits: Limits, *, field: str) -> Datum:
+def _fitting(datum: Datum, limits: BatchLimits, *, field: str) -> Datum:
     """Returns the datum, or raises InvalidRequest when its arrays are too large for memory."""
     if limits.longest_datum is not None and datum.charge > limits.longest_datum:
         where = f"{field}.loss_fn_inputs.target_tokens"
@@ -403,7 +405,7 @@ def _floats(datum: types_pb2.Datum, name: str, targets: npt.NDArray[np.int64], *
     return values.astype(np.float32, copy=False)
 
 
-def _check_values(datums: Sequence[Datum], finite: Sequence[str], limits: Limits) -> None:
+def _check_values(datums: Sequence[Datum], finite: Sequence[str], limits: BatchLimits) -> None:
     """Refuses token ids that do not exist, and numbers in the inputs named `finite` that are not finite.
 
     The arrays of all datums are checked at once: thousands of small ones would take ten times as long each on its own.

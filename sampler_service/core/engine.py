@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sampler_service import large
 from sampler_service.config import SamplerConfig
-from sampler_service.core.request import Generation, Limits, QueueStatus, Request, Result
+from sampler_service.core.request import Generation, QueueStatus, Request, RequestLimits, Result
 from sampler_service.core.sampling import stream_keys
 from sampler_service.core.scoring import PromptScorer
 from sampler_service.core.sequence import Sequence, SequenceGroup, StateUnknown, StopRules
@@ -57,7 +57,7 @@ class SamplingEngine(Protocol):
         ...
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> RequestLimits:
         """Bounds of a request."""
         ...
 
@@ -146,7 +146,7 @@ class OpenRequests:
     def __init__(
         self,
         config: SamplerConfig,
-        limits: Limits,
+        limits: RequestLimits,
         stops: StopRules,
         store: VersionStore,
         metrics: Requests,

@@ -147,7 +147,7 @@ longest of them has bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """Bounds of a request. A request is checked completely before it is queued."""
 
     vocab_size: int

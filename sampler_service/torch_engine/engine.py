@@ -27,7 +27,7 @@ from torch import Tensor
 from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import OpenRequests
 from sampler_service.core.queue_status import Progress, status_of
-from sampler_service.core.request import Generation, Limits, Params, QueueStatus, Request, StopCondition
+from sampler_service.core.request import Generation, Params, QueueStatus, Request, RequestLimits, StopCondition
 from sampler_service.core.self_check import Comparison
 from sampler_service.core.sequence import SequenceGroup, StateUnknown, StopRules
 from sampler_service.core.sizing import Sizes, resolve_device, resolve_dtype
@@ -117,7 +117,7 @@ class TorchEngine:
         self,
         base: BaseModel,
         sizes: Sizes,
-        limits: Limits,
+        limits: RequestLimits,
         config: SamplerConfig,
         metrics: SamplerMetrics,
         cores: Cores,
@@ -138,8 +138,8 @@ class TorchEngine:
         )
         self._progress = Progress()
         """The compute thread's progress, as it has told it."""
-        self._scheduler = Scheduler(sizes, metrics=metrics)
-        self._runner = Runner(base, self._scheduler.kv.caches, metrics=metrics, cores=cores)
+        self.scheduler = Scheduler(sizes, metrics=metrics)
+        self._runner = Runner(base, self.scheduler.kv.caches, metrics=metrics, cores=cores)
         self._cores = cores
         self._loop = asyncio.get_running_loop()
         self._commands: SimpleQueue[Command] = SimpleQueue()
@@ -164,7 +164,7 @@ class TorchEngine:
             raise UnsupportedModel(f"{base.architecture}: the torch engine cannot draw from it: {base.why_not_cached}")
         cores.tokens_per_thread = base.tokens_per_thread
         sizes = Sizes.of(base, config)
-        limits = Limits(
+        limits = RequestLimits(
             vocab_size=base.vocab_size,
             max_context_length=base.max_context_length,
             max_kv_tokens=sizes.max_kv_tokens,
@@ -247,7 +247,7 @@ class TorchEngine:
     def _jobs(self, group: SequenceGroup) -> list[Job]:
         """One job, or several when the samples cannot all run at once. Only the first scores the prompt."""
         sequences = group.sequences
-        planner = self._scheduler.planner
+        planner = self.scheduler.planner
         together = min(planner.max_running, planner.max_kv_tokens // sequences[0].need)
         parts = [sequences[n : n + together] for n in range(0, len(sequences), together)]
         length, request = len(group.request.prompt), group.request
@@ -295,21 +295,21 @@ class TorchEngine:
         try:
             going_on = True
             while going_on:
-                if self._scheduler.idle:
+                if self.scheduler.idle:
                     self._cores.end()
                 going_on = self._take()
-                if not self._scheduler.idle:
+                if not self.scheduler.idle:
                     self._step()
-                with _at(self._scheduler.groups):
-                    self._scheduler.note_progress()
-                    self._post(self._scheduler.take_output())
+                with _at(self.scheduler.groups):
+                    self.scheduler.note_progress()
+                    self._post(self.scheduler.take_output())
         except BaseException as error:
             logger.critical("the compute thread has died", exc_info=True)
-            self._loop.call_soon_threadsafe(self._died, error, self._scheduler.take_output())
+            self._loop.call_soon_threadsafe(self._died, error, self.scheduler.take_output())
 
     def _take(self) -> bool:
         """Executes the commands that have come, and waits for one when nothing runs. False: stop after this step."""
-        wait = self._scheduler.idle
+        wait = self.scheduler.idle
         while wait or not self._commands.empty():
             wait = False
             command = self._commands.get()
@@ -319,7 +319,7 @@ class TorchEngine:
         return True
 
     def _execute(self, command: Command) -> None:
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         match command:
             case Add():
                 with _at([command.jobs[0].group]):
@@ -338,15 +338,15 @@ class TorchEngine:
 
     def _step(self) -> None:
         try:
-            with _at(self._scheduler.groups):
-                batch = self._scheduler.schedule()
+            with _at(self.scheduler.groups):
+                batch = self.scheduler.schedule()
             drawn = self._runner.run(batch)
-            self._scheduler.update(batch, drawn)
+            self.scheduler.update(batch, drawn)
             return
         except (torch.OutOfMemoryError, MemoryError) as error:
             logger.warning("a step found no memory; it is tried again with fewer sequences", exc_info=error)
             found = error.with_traceback(None)  # its frames hold tensors
-        self._scheduler.retreat(found)
+        self.scheduler.retreat(found)
         self._runner.check_alive()
 
     def _post(self, output: StepOutput) -> None:

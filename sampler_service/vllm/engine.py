@@ -15,7 +15,7 @@ from torch import Tensor
 from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import OpenRequests
 from sampler_service.core.queue_status import Progress, Speed, status_of
-from sampler_service.core.request import Generation, Limits, QueueStatus, Request
+from sampler_service.core.request import Generation, QueueStatus, Request, RequestLimits
 from sampler_service.core.sequence import SequenceGroup, StopRules
 from sampler_service.core.versions import Version, VersionStore
 from sampler_service.metrics import SamplerMetrics
@@ -51,7 +51,7 @@ class VllmEngine:
         speed: Speed,
     ) -> None:
         self.metrics = metrics
-        self.limits = Limits(
+        self.limits = RequestLimits(
             vocab_size=reference.vocab_size,
             max_context_length=reference.max_context_length,
             max_kv_tokens=reference.sizes.max_kv_tokens,

@@ -28,7 +28,7 @@ from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from tinsmith.v1.trainer_pb2_grpc import TrainerServiceStub
-from trainer_service.durability.journal import State
+from trainer_service.durability.journal import EntryState
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -118,10 +118,10 @@ def weights(trainer: Trainer, results: list[Any]) -> dict[str, Any]:
     return load_file(trainer.checkpoints / saved.checkpoint.location / "adapter_model.safetensors")
 
 
-def states(trainer: Trainer) -> list[State]:
+def states(trainer: Trainer) -> list[EntryState]:
     """Those of all operations in the journal of a trainer that does not run."""
     with closing(sqlite3.connect(trainer.state_dir / "journal.sqlite")) as journal:
-        return [State(state) for (state,) in journal.execute("SELECT state FROM operations")]
+        return [EntryState(state) for (state,) in journal.execute("SELECT state FROM operations")]
 
 
 @pytest.mark.parametrize("flags", [TOGETHER, (*TOGETHER, "--deterministic", "true")], ids=["usual", "deterministic"])
@@ -203,7 +203,7 @@ def test_a_broken_device_is_a_delay_and_health_says_so_before_the_trainer_ends(
         if num_ranks == 1:
             assert trainer.status == 1
             assert told.result() == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
-    assert State.FAILED not in states(trainer)
+    assert EntryState.FAILED not in states(trainer)
     results, num_ends = supervised(trainer, sent, most_ends=0)
     assert num_ends == 0
     assert results[0][-1].checkpoint.step == NUM_STEPS

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sampler_service.config import SamplerConfig
-from sampler_service.core.request import Limits, Params, Request, StopCondition
+from sampler_service.core.request import Params, Request, RequestLimits, StopCondition
 from sampler_service.core.sizing import Sizes
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.engine import Add, TorchEngine
@@ -151,7 +151,7 @@ async def test_sampling_waits_for_the_device_once_in_a_step_that_only_decodes(
         base_model=base.path, max_lora_rank=16, max_kv_tokens=2048, prefix_cache_bytes=1 << 20, max_running=8
     )
     sizes = Sizes.of(base, config)
-    limits = Limits(
+    limits = RequestLimits(
         vocab_size=base.vocab_size, max_context_length=base.max_context_length, max_kv_tokens=sizes.max_kv_tokens,
         max_num_samples=8, max_topk_logprobs=8,
     )  # fmt: skip
@@ -170,7 +170,7 @@ async def test_sampling_waits_for_the_device_once_in_a_step_that_only_decodes(
     while not engine._commands.empty():
         command = engine._commands.get()
         assert isinstance(command, Add)
-        engine._scheduler.add(command.jobs)
+        engine.scheduler.add(command.jobs)
     for step in range(4):
         cuda.integer = length + step - 1  # the positions, which a step asks the device for
         cuda.waits.clear()
@@ -179,8 +179,8 @@ async def test_sampling_waits_for_the_device_once_in_a_step_that_only_decodes(
         "tinsmith/modeling/kv_cache.py: __init__",
         "sampler_service/torch_engine/runner.py: draw",
     }
-    assert engine._scheduler.idle
-    ended = engine._scheduler.take_output().ended
+    assert engine.scheduler.idle
+    ended = engine.scheduler.take_output().ended
     assert [type(outcome).__name__ for _, outcome in ended] == ["Result"] * 3
 
 

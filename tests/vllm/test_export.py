@@ -17,7 +17,7 @@ from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.lora import Run
 from tinsmith.v1 import types_pb2
-from trainer_service.engine.engine import State
+from trainer_service.engine.engine import CapturedState
 from trainer_service.metrics import Metrics
 from trainer_service.storage.checkpoints import CheckpointStore
 
@@ -69,7 +69,7 @@ def exported(adapter: Adapter, tmp_path_factory: pytest.TempPathFactory) -> Path
         lora_config=config_to_proto(adapter.config),
     )
     store = CheckpointStore(root, Metrics(CollectorRegistry()))
-    store.save(info, State(config=adapter.config, adapter=adapter, step=1, optimizer=None), overwrite=False)
+    store.save(info, CapturedState(config=adapter.config, adapter=adapter, step=1, optimizer=None), overwrite=False)
     store.close()
     return root / LOCATION
 

@@ -27,7 +27,7 @@ from tinsmith_cli.doctor.samplers import DrawnSequence
 from tinsmith_cli.doctor.subject import ALL, BASE, Example, Logprobs, Subject, Unfit, free, loading
 from trainer_service.engine.batch import Batch, Datum
 from trainer_service.engine.budget import Plan
-from trainer_service.engine.engine import State, TrainingEngine
+from trainer_service.engine.engine import CapturedState, TrainingEngine
 from trainer_service.engine.measure import Bounds, measure
 from trainer_service.engine.memory import host_bytes
 from trainer_service.engine.model_state import full_bytes
@@ -168,7 +168,7 @@ def _flags(base: BaseModel) -> dict[str, bool]:
 def _create(engine: TrainingEngine, name: str, config: AdapterConfig, adapter: Adapter | None) -> None:
     engine.create_model(name, config, "adamw")
     if adapter is not None:
-        engine.restore(name, State(config, adapter, step=0, optimizer=None), with_optimizer=False)
+        engine.restore(name, CapturedState(config, adapter, step=0, optimizer=None), with_optimizer=False)
 
 
 def _batch(sequences: Sequence[Example], *, forward_only: bool) -> Batch:

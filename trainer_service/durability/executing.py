@@ -82,7 +82,7 @@ class Executing:
         """Reads the file that the previous process left in the journal's folder, and counts its death."""
         self._path = folder / NAME
         self._lock = threading.Lock()
-        self._deaths: dict[Name, Deaths] = {}
+        self.deaths: dict[Name, Deaths] = {}
         """Deaths of the process during each operation; operations without deaths are absent."""
         self._executing: Counter[Name] = Counter()
         """Executions in progress. A request that is sent twice may be packed twice at a time."""
@@ -100,11 +100,11 @@ class Executing:
         self._file: int | None = None
         self._has_failed = False
         try:
-            self._deaths = _counted(self._path)
+            self.deaths = _counted(self._path)
             self._file = self._rewritten()
         except OSError as error:
             self._warn(error)
-        for (model_id, seq_id), deaths in self._deaths.items():
+        for (model_id, seq_id), deaths in self.deaths.items():
             logger.warning(
                 "the trainer has ended %d times while it ran %s, seq_id %d, and %d times while it read or wrote its "
                 "checkpoint",
@@ -124,11 +124,11 @@ class Executing:
 
     def is_suspect(self, model_id: str, seq_id: int) -> bool:
         """True for an operation that must be executed while nothing else is."""
-        return self._deaths.get((model_id, seq_id), Deaths()).executing > 0
+        return self.deaths.get((model_id, seq_id), Deaths()).executing > 0
 
     def check(self, model_id: str, seq_id: int, *, answered: bool = False) -> None:
         """Raises ServiceError for an operation that has been given up. `answered`: the operation has an answer."""
-        deaths = self._deaths.get((model_id, seq_id), Deaths())
+        deaths = self.deaths.get((model_id, seq_id), Deaths())
         if deaths.executing >= (MOST_DEATHS_ANSWERED if answered else MOST_DEATHS):
             times, what = deaths.executing, "ran this"
         elif deaths.storing >= MOST_DEATHS_STORING:
@@ -154,8 +154,8 @@ class Executing:
     def keep_models(self, model_ids: Collection[str]) -> None:
         """Forgets the deaths of operations of all other models. Deaths in other work are kept: the model of a request
         that is not in the journal may not exist yet."""
-        others = [name for name in self._deaths if " " in name[0]]
-        others.sort(key=lambda name: self._deaths[name].executing + self._deaths[name].storing, reverse=True)
+        others = [name for name in self.deaths if " " in name[0]]
+        others.sort(key=lambda name: self.deaths[name].executing + self.deaths[name].storing, reverse=True)
         kept = set(others[:_MOST_OTHERS])
         self._forget(lambda name: name not in kept and name[0] not in model_ids)
 
@@ -237,11 +237,11 @@ class Executing:
                 self._alone = None
 
     def _forget(self, which: Callable[[Name], bool]) -> None:
-        if not self._deaths:  # nearly always; saves the lock
+        if not self.deaths:  # nearly always; saves the lock
             return
         with self._lock:
-            for name in [name for name in self._deaths if which(name)]:
-                del self._deaths[name]
+            for name in [name for name in self.deaths if which(name)]:
+                del self.deaths[name]
                 if self._alone == name:
                     self._alone = None
                 self._write(name)
@@ -253,7 +253,7 @@ class Executing:
         if self._file is None:
             return
         doing = _EXECUTING if name in self._executing else _STORING if name in self._storing else _IDLE
-        deaths = self._deaths.get(name)
+        deaths = self.deaths.get(name)
         is_kept = doing != _IDLE or deaths is not None
         if not is_kept and name not in self._slots:
             return
@@ -272,7 +272,7 @@ class Executing:
         new = self._path.with_name(f"{NAME}.new")
         file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         _put(file, -1, _boot_id())
-        for slot, (name, deaths) in enumerate(self._deaths.items()):
+        for slot, (name, deaths) in enumerate(self.deaths.items()):
             self._slots[name] = slot
             _put(file, slot, _packed(name, deaths, _IDLE))
         os.fsync(file)

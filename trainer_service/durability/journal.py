@@ -43,7 +43,7 @@ _DATUMS_AT_ONCE = 64
 """Datums of a batch that are serialized in one go."""
 
 
-class State(IntEnum):
+class EntryState(IntEnum):
     ACCEPTED = 0
     DONE = 1
     FAILED = 2
@@ -85,7 +85,7 @@ class Record:
 
     kind: str
     digest: bytes
-    state: State
+    state: EntryState
     outcome: trainer_pb2.WaitResultResponse | ServiceError | None
     """The answer. None before the operation has finished, and when the answer was not kept; DataCorrupted when it is
     damaged."""
@@ -114,7 +114,7 @@ class Entry:
     seq_id: int
     kind: str
     digest: bytes
-    state: State
+    state: EntryState
     num_bytes: int
     """Size of the compressed body, in bytes; 0 when the body was cut."""
 
@@ -131,14 +131,14 @@ class Journal:
         connection = journal_file.connect(path)
         self._bound = Bound(Sizes.of(connection), max_bytes=max_bytes, result_retention_s=result_retention_s)
         self._appended: Counter[str] = Counter()
-        self._writer = Writer(connection, self._bound, metrics, path=path)
+        self.writer = Writer(connection, self._bound, metrics, path=path)
 
     @property
     def folder(self) -> Path:
         return self._path.parent
 
     def close(self) -> None:
-        self._writer.close()
+        self.writer.close()
 
     def appended_bytes(self, model_id: str) -> int:
         """Bytes of the bodies that this process has appended for a model. May be called on any thread."""
@@ -182,7 +182,7 @@ class Journal:
 
         request_sum = sum_of(model_id, seq_id, body.kind, body.compressed)
         with tracing.span("journal"):
-            await self._writer.submit(run)
+            await self.writer.submit(run)
         self._appended[model_id] += num_bytes  # not in `run`, which may run twice
 
     async def finish(
@@ -201,7 +201,7 @@ class Journal:
 
         def run(connection: sqlite3.Connection) -> None:
             failed = isinstance(outcome, ServiceError)
-            state = State.FAILED if failed else State.DONE
+            state = EntryState.FAILED if failed else EntryState.DONE
             result = None if outcome is None else _result(outcome)
             checksum = None if result is None else result_sum(model_id, seq_id, state, result)
             row = connection.execute(
@@ -224,7 +224,7 @@ class Journal:
                     "UPDATE models SET state = 'failed', ended_at = ? WHERE model_id = ?", (time.time(), model_id)
                 )
 
-        await self._writer.submit(run, urgent=False)  # the client has the answer already
+        await self.writer.submit(run, urgent=False)  # the client has the answer already
 
     async def find(self, model_id: str, seq_id: int) -> Record | None:
         """The operation; None when it was never accepted, or nothing of it is left."""
@@ -235,62 +235,60 @@ class Journal:
                 (model_id, seq_id),
             ).fetchone()
 
-        row = await self._writer.submit(run)
+        row = await self.writer.submit(run)
         if row is None:
             return None
         kind, digest, number, result, stored_sum = row
         if result is None:
-            return Record(kind, digest, State(number), None)
+            return Record(kind, digest, EntryState(number), None)
         if stored_sum != result_sum(model_id, seq_id, number, result):
             damage = self._damaged("answer", model_id, seq_id, "its checksum does not match")
-            return Record(kind, digest, State(number), damage)
+            return Record(kind, digest, EntryState(number), damage)
         try:
-            if number == State.FAILED:
+            if number == EntryState.FAILED:
                 outcome = errors.from_bytes(result)
             else:
                 outcome = carried_over(trainer_pb2.WaitResultResponse.FromString(result))
         except DecodeError as error:
             outcome = self._damaged("answer", model_id, seq_id, str(error))
-        return Record(kind, digest, State(number), outcome)
+        return Record(kind, digest, EntryState(number), outcome)
 
     # What a restart reads
 
     async def live_models(self) -> list[LiveModel]:
         """All live models, in the order of their creation."""
-        rows = await self._writer.submit(
+        rows = await self.writer.submit(
             lambda connection: connection.execute(f"{_LIVE_MODELS} ORDER BY created_at").fetchall()
         )
         return [LiveModel(*row) for row in rows]
 
     async def live_model(self, model_id: str) -> LiveModel | None:
         """A live model; None when the journal has no live model of this id."""
-        row = await self._writer.submit(
+        row = await self.writer.submit(
             lambda connection: connection.execute(f"{_LIVE_MODELS} AND model_id = ?", (model_id,)).fetchone()
         )
         return None if row is None else LiveModel(*row)
 
     async def model_ids(self) -> set[str]:
         """Ids of all models, lost and failed ones included."""
-        rows = await self._writer.submit(
-            lambda connection: connection.execute("SELECT model_id FROM models").fetchall()
-        )
+        rows = await self.writer.submit(lambda connection: connection.execute("SELECT model_id FROM models").fetchall())
         return {model_id for (model_id,) in rows}
 
     async def history(self, model_id: str) -> list[Entry]:
         """The model's operations, in the order of seq_id."""
-        rows = await self._writer.submit(
+        rows = await self.writer.submit(
             lambda connection: connection.execute(
                 "SELECT seq_id, kind, digest, state, coalesce(length(request), 0) FROM operations WHERE model_id = ? "
                 "ORDER BY seq_id",
                 (model_id,),
             ).fetchall()
         )
-        return [Entry(seq_id, kind, digest, State(state), size) for seq_id, kind, digest, state, size in rows]
+        return [Entry(seq_id, kind, digest, EntryState(state), size) for seq_id, kind, digest, state, size in rows]
 
     async def body(self, model_id: str, seq_id: int) -> Body:
         """The body of an operation that has one. Raises DataCorrupted, which names the journal's file, for a body that
         differs from the one that was appended."""
-        row = await self._writer.submit(
+        row = await self.writer.submit(
             lambda connection: connection.execute(
                 "SELECT kind, digest, request, request_sum FROM operations WHERE model_id = ? AND seq_id = ?",
                 (model_id, seq_id),
@@ -334,7 +332,14 @@ class Journal:
                 "UPDATE operations SET state = ?, result = ?, result_sum = ?, finished_at = ? "
                 "WHERE model_id = ? AND seq_id = ?",
                 [
-                    (State.FAILED, status, result_sum(model_id, seq_id, State.FAILED, status), now, model_id, seq_id)
+                    (
+                        EntryState.FAILED,
+                        status,
+                        result_sum(model_id, seq_id, EntryState.FAILED, status),
+                        now,
+                        model_id,
+                        seq_id,
+                    )
                     for (seq_id,) in waiting
                 ],
             )
@@ -344,11 +349,11 @@ class Journal:
             self._bound.sizes.pending -= num_bytes
             self._bound.sizes.total += len(waiting) * len(status)
 
-        await self._writer.submit(run)
+        await self.writer.submit(run)
 
     async def check_not_lost(self, model_id: str) -> None:
         """Raises ModelLost for a model that could not be restored."""
-        row = await self._writer.submit(
+        row = await self.writer.submit(
             lambda connection: connection.execute(
                 "SELECT state, reason FROM models WHERE model_id = ?", (model_id,)
             ).fetchone()
@@ -384,11 +389,11 @@ class Journal:
             )
             return before
 
-        return await self._writer.submit(run)
+        return await self.writer.submit(run)
 
     async def fall_back(self, model_id: str, seq_id: int | None) -> None:
         """Records that the newest intact snapshot is an older one, after `seq_id`, or that there is none (None)."""
-        await self._writer.submit(
+        await self.writer.submit(
             lambda connection: connection.execute(
                 "UPDATE models SET snapshot_seq_id = ? WHERE model_id = ?", (seq_id, model_id)
             )
@@ -403,12 +408,12 @@ class Journal:
             self._bound.sizes.total -= gone.total
             self._bound.sizes.pending -= gone.pending
 
-        await self._writer.submit(run)
+        await self.writer.submit(run)
         del self._appended[model_id]
 
     async def summaries(self) -> list[Summary]:
         """Summaries of all models, for an operator."""
-        return await self._writer.submit(summaries)
+        return await self.writer.submit(summaries)
 
     async def prune(self, *, dry_run: bool) -> Pruned:
         """Deletes expired results, expired ended models, and bodies that the newest snapshot covers. Older snapshots
@@ -419,7 +424,7 @@ class Journal:
             self._bound.sizes = Sizes.of(connection)
             return pruned
 
-        return await self._writer.submit(run)
+        return await self.writer.submit(run)
 
 
 def _serialized(request: Message) -> bytes:

@@ -34,7 +34,7 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
 from tinsmith.rpc.words import word_of
 from tinsmith.v1 import types_pb2 as pb
-from trainer_service.engine.engine import Accumulation, OptimizerState, State
+from trainer_service.engine.engine import Accumulation, CapturedState, OptimizerState
 from trainer_service.storage import manifest
 from trainer_service.storage.local import sync
 from trainer_service.storage.manifest import Manifest
@@ -61,7 +61,7 @@ class SnapshotFiles:
         self._temporary.mkdir(parents=True)
         self._min_free_bytes = least_free_bytes(root, min_free_bytes)
 
-    def write(self, seq_id: int, info: pb.CheckpointInfo, state: State) -> int:
+    def write(self, seq_id: int, info: pb.CheckpointInfo, state: CapturedState) -> int:
         """Writes a snapshot. Returns its size in bytes once it is durable. After an OSError nothing is left of it."""
         self._check_room(state)
         target = self._path(info.model_id, seq_id)
@@ -91,7 +91,7 @@ class SnapshotFiles:
             shutil.rmtree(folder, ignore_errors=True)
         return written.checkpoint.size_bytes
 
-    def _check_room(self, state: State) -> None:
+    def _check_room(self, state: CapturedState) -> None:
         """Raises OSError when the snapshot would leave too little free. The journal is on the same disk, and training
         stops when the journal cannot be written."""
         needed = _num_bytes(state)
@@ -123,7 +123,7 @@ class SnapshotFiles:
             found.verify(self._path(model_id, seq_id) / name, location=f"{model_id}/{seq_id}")
         return found.checkpoint
 
-    def read(self, model_id: str, seq_id: int, base: BaseModel) -> tuple[pb.CheckpointInfo, State]:
+    def read(self, model_id: str, seq_id: int, base: BaseModel) -> tuple[pb.CheckpointInfo, CapturedState]:
         """Reads a snapshot's state. Raises DataCorrupted when it cannot be read, or was made for other layers."""
         found = self._manifest(model_id, seq_id)
         info, folder = found.checkpoint, self._path(model_id, seq_id)
@@ -142,7 +142,7 @@ class SnapshotFiles:
             raise DataCorrupted(f"the snapshot {model_id}/{seq_id} was made for other layers of a base model")
         optimizer = {name.removeprefix(_OPTIMIZER).removesuffix(".npy"): tensor for name, tensor in tensors.items()}
         state = OptimizerState(word_of(pb.Optimizer, info.optimizer), optimizer) if optimizer else None
-        return info, State(config, weights, info.step, state, accumulation)
+        return info, CapturedState(config, weights, info.step, state, accumulation)
 
     def delete(self, model_id: str, seq_ids: Iterable[int]) -> None:
         """Deletes snapshots, those that exist."""
@@ -169,7 +169,7 @@ class SnapshotFiles:
         return Manifest.parse(data, location=location)
 
 
-def _num_bytes(state: State) -> int:
+def _num_bytes(state: CapturedState) -> int:
     """Size of a snapshot's arrays, in bytes; its other files are small."""
     tensors = [state.adapter.flat, *(state.optimizer.tensors.values() if state.optimizer is not None else ())]
     if state.accumulation is not None and state.accumulation.gradient is not None:

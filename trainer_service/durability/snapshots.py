@@ -20,7 +20,7 @@ from tinsmith.errors import FailedPrecondition, ServiceError
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
-from trainer_service.engine.engine import State
+from trainer_service.engine.engine import CapturedState
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Turn
 
@@ -71,7 +71,7 @@ class Snapshots:
         self._metrics = metrics
         self._models: dict[str, _Progress] = {}
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self.tasks: set[asyncio.Task[Any]] = set()
 
     def add(self, model_id: str, *, replayed_bytes: int = 0, newest: int = -1) -> None:
         """Begins to take snapshots of a live model. `replayed_bytes`: bytes that the journal held of the model when it
@@ -113,11 +113,11 @@ class Snapshots:
         if (progress := self._models.get(model_id)) is not None:
             progress.num_waiting -= 1
 
-    def keep_later(self, turn: Turn, seq_id: int, info: pb.CheckpointInfo, state: State) -> None:
+    def keep_later(self, turn: Turn, seq_id: int, info: pb.CheckpointInfo, state: CapturedState) -> None:
         """Writes, in the background, the state after `seq_id` that `is_due` has asked for."""
         self._spawn(self._write(turn, seq_id, info, state))
 
-    async def keep(self, turn: Turn, seq_id: int, info: pb.CheckpointInfo, state: State) -> None:
+    async def keep(self, turn: Turn, seq_id: int, info: pb.CheckpointInfo, state: CapturedState) -> None:
         """Writes a state that could not be computed again. Returns when it is durable, or the attempt has failed."""
         progress = self._models.get(info.model_id)
         if progress is not None:
@@ -125,7 +125,7 @@ class Snapshots:
             await self._write(turn, seq_id, info, state)
 
     async def complete(
-        self, model_id: str, seq_id: int, capture: Callable[[], Awaitable[tuple[pb.CheckpointInfo, State]]]
+        self, model_id: str, seq_id: int, capture: Callable[[], Awaitable[tuple[pb.CheckpointInfo, CapturedState]]]
     ) -> None:
         """Returns when a snapshot after `seq_id`, the model's last operation, counts. `capture` makes one if needed.
 
@@ -146,9 +146,9 @@ class Snapshots:
 
     async def close(self) -> None:
         """Ends the tasks and the thread. A snapshot that is being written is never entered into the journal."""
-        for task in self._tasks:
+        for task in self.tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self.tasks, return_exceptions=True)
         await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
 
     def _take(self, model_id: str, progress: _Progress) -> None:
@@ -157,7 +157,7 @@ class Snapshots:
         progress.taken_at, progress.num_steps = time.monotonic(), 0
         progress.bytes_before = self._journal.appended_bytes(model_id)
 
-    async def _write(self, turn: Turn, seq_id: int, info: pb.CheckpointInfo, state: State) -> None:
+    async def _write(self, turn: Turn, seq_id: int, info: pb.CheckpointInfo, state: CapturedState) -> None:
         model_id = info.model_id
         progress = self._models.get(model_id)
         if progress is None:
@@ -180,7 +180,7 @@ class Snapshots:
             progress.num_waiting -= 1
         self._spawn(self._enter(turn, model_id, seq_id, progress, num_bytes))
 
-    async def _store(self, seq_id: int, info: pb.CheckpointInfo, state: State) -> int:
+    async def _store(self, seq_id: int, info: pb.CheckpointInfo, state: CapturedState) -> int:
         """Writes a snapshot. Returns its size in bytes once it is durable. Raises OSError."""
         started = time.perf_counter()
         num_bytes = await self._on_thread(self.files.write, seq_id, info, state)
@@ -213,5 +213,5 @@ class Snapshots:
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)

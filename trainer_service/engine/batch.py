@@ -38,7 +38,7 @@ bytes between request and answer, so this many elements take 7 kB; a token of th
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BatchLimits:
     """The largest batch and datum that a request may bring."""
 
     vocab_size: int
@@ -61,7 +61,7 @@ class Limits:
         """How the base model's processor scales and counts pictures; None when it takes none."""
         return None if self.tower is None else self.tower.processor.counting
 
-    def bounded(self, longest_datum: int | None) -> Limits:
+    def bounded(self, longest_datum: int | None) -> BatchLimits:
         """These limits, lowered to the longest datum that fits into memory (in tokens; None means no limit)."""
         if longest_datum is None or longest_datum >= self.max_context_length:
             return replace(self, longest_datum=longest_datum)

@@ -20,7 +20,7 @@ from tinsmith.errors import FailedPrecondition, InvalidRequest, ServiceError
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import TrainedWeights, Weights, reload
-from trainer_service.engine.batch import MAX_TARGETS_PER_TOKEN, Batch, Datum, Example, Limits, Output, charges_of
+from trainer_service.engine.batch import MAX_TARGETS_PER_TOKEN, Batch, BatchLimits, Datum, Example, Output, charges_of
 from trainer_service.engine.budget import Checkpointing, Lengths, MemoryBudget, Plan
 from trainer_service.engine.model_state import ModelState, full_bytes
 from trainer_service.engine.optimizers import Params, check_kind, clip_gradient
@@ -55,7 +55,7 @@ class Accumulation:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class CapturedState:
     """A copy of a model in host memory: everything that a checkpoint or a snapshot holds."""
 
     config: AdapterConfig
@@ -91,7 +91,7 @@ class TrainingEngine:
         Raises ValueError when `activation_checkpointing` is "on" and the base model has no list of layers.
         """
         self.base = base
-        self.limits = Limits(
+        self.limits = BatchLimits(
             vocab_size=base.vocab_size,
             max_context_length=base.max_context_length,
             max_targets_per_token=max_targets_per_token,
@@ -339,11 +339,11 @@ class TrainingEngine:
         torch.empty_like(model.adapter.flat)
         return gradient
 
-    def capture(self, model_id: str, *, with_optimizer: bool, with_accumulation: bool = False) -> State:
+    def capture(self, model_id: str, *, with_optimizer: bool, with_accumulation: bool = False) -> CapturedState:
         """Copies a model into host memory."""
         model = self.models[model_id]
         with self._metrics.compute.phases["capture"].time():
-            return State(
+            return CapturedState(
                 config=model.adapter.config,
                 adapter=model.adapter.like(model.adapter.flat.detach().to("cpu", copy=True)),
                 step=model.step,
@@ -393,7 +393,7 @@ class TrainingEngine:
         optimizer = model.new_optimizer() if model.optimizer is None else model.optimizer
         return OptimizerState(model.optimizer_kind, optimizer.state())
 
-    def restore(self, model_id: str, state: State, *, with_optimizer: bool) -> None:
+    def restore(self, model_id: str, state: CapturedState, *, with_optimizer: bool) -> None:
         """Replaces the model's weights, step count and gradients by the state's, and its optimizer by the state's
         (`with_optimizer`) or by a new one. Gradients that the state does not hold become zero.
 

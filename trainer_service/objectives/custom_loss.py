@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tinsmith.errors import InvalidRequest
 from trainer_service.faults import is_out_of_memory
-from trainer_service.objectives.custom_loss_cost import CostLimit, Pace
+from trainer_service.objectives.custom_loss_cost import CostLimit, LossPace
 from trainer_service.objectives.custom_loss_graph import Graph, Node, check_result, parse
 from trainer_service.objectives.losses import Arrays, Term
 
@@ -35,7 +35,7 @@ MAX_BYTES = 512 * 2**20
 TIME_LIMIT_S = 10.0
 """Limit on the time of a custom loss in one pass of the base model, and on the processor time of one request's
 check."""
-CHECKS = Pace(share=0.2, burst_s=0.25)
+CHECKS = LossPace(share=0.2, burst_s=0.25)
 """Limits the processor time of all checks. While checks run, other models' batches take about a quarter longer."""
 _SLICE_S = 0.002
 """Processor time of a check after which its limits are examined again, in seconds."""

@@ -48,7 +48,7 @@ _NOT_BROADCAST = (
 )
 
 
-class Pace:
+class LossPace:
     """Limits the processor time of all checks of this process together. Checks hold the interpreter's lock, which the
     compute thread and the event loop need too. Thread safe."""
 

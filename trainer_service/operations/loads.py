@@ -12,7 +12,7 @@ from tinsmith.errors import InvalidRequest, NotFinite, about
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.snapshots import Snapshots
-from trainer_service.engine.engine import State, TrainingEngine
+from trainer_service.engine.engine import CapturedState, TrainingEngine
 from trainer_service.engine.optimizers import magnitude
 from trainer_service.operation import Turn, Work
 from trainer_service.operations.models import LiveModels, Model
@@ -46,7 +46,7 @@ class Loads:
 
     async def read_to_train(
         self, location: Location, *, with_optimizer: bool, field: str
-    ) -> tuple[types_pb2.CheckpointInfo, State]:
+    ) -> tuple[types_pb2.CheckpointInfo, CapturedState]:
         """Reads a checkpoint for training. Raises InvalidRequest for a checkpoint that this server does not train,
         NotFinite for one with numbers that are not finite, and the errors of `read`."""
         await self._check_extent(location, field=field)
@@ -73,7 +73,7 @@ class Loads:
 
     async def read(
         self, location: Location, *, with_optimizer: bool, field: str
-    ) -> tuple[types_pb2.CheckpointInfo, State]:
+    ) -> tuple[types_pb2.CheckpointInfo, CapturedState]:
         """Reads a checkpoint. Raises InvalidRequest when it belongs to another base model or to other base weights, and
         the errors of CheckpointStore.load."""
         try:
@@ -88,14 +88,14 @@ class Loads:
             self.models.check_base_weights(info.base_weights, field=f"{field} {location}: base_weights")
         return info, state
 
-    async def keep(self, turn: Turn, model: Model, seq_id: int, state: State, *, with_optimizer: bool) -> None:
+    async def keep(self, turn: Turn, model: Model, seq_id: int, state: CapturedState, *, with_optimizer: bool) -> None:
         """Writes a snapshot of a model that was just loaded, before the load is answered: after the answer, the client
         may delete the checkpoint, and a replay could not read it again."""
         kept = state if with_optimizer else replace(state, optimizer=None)
         await self.snapshots.keep(turn, seq_id, model.snapshot_info(seq_id, kept), kept)
 
 
-def _check_finite(location: Location, state: State, *, field: str) -> None:
+def _check_finite(location: Location, state: CapturedState, *, field: str) -> None:
     moments = {} if state.optimizer is None else state.optimizer.tensors
     for name, tensor in {"weights": state.adapter.flat, **moments}.items():
         if not math.isfinite(magnitude([tensor.float()])):

@@ -15,7 +15,7 @@ from tinsmith.rpc.times import timestamp
 from tinsmith.rpc.words import value_of, word_of
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-from trainer_service.engine.engine import State
+from trainer_service.engine.engine import CapturedState
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Model:
             user_metadata=self.user_metadata,
         )
 
-    def snapshot_info(self, seq_id: int, state: State) -> types_pb2.CheckpointInfo:
+    def snapshot_info(self, seq_id: int, state: CapturedState) -> types_pb2.CheckpointInfo:
         """The facts for a snapshot of the state after the operation `seq_id`."""
         return types_pb2.CheckpointInfo(
             location=f"{self.model_id}/{seq_id}",
@@ -73,7 +73,7 @@ class Model:
         )
 
     @classmethod
-    def of_snapshot(cls, info: types_pb2.CheckpointInfo, state: State, *, base_weights: str) -> Model:
+    def of_snapshot(cls, info: types_pb2.CheckpointInfo, state: CapturedState, *, base_weights: str) -> Model:
         """The model that a snapshot describes. `base_weights`: checksum of this trainer's base weights."""
         metadata, creation_id = dict(info.user_metadata), creation_of(info.version_id)
         optimizer = word_of(types_pb2.Optimizer, info.optimizer)

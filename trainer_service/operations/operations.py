@@ -20,7 +20,7 @@ from tinsmith.v1 import types_pb2
 from trainer_service.durability.executing import Executing
 from trainer_service.durability.snapshots import Snapshots
 from trainer_service.engine.batch import Batch
-from trainer_service.engine.engine import State, TrainingEngine
+from trainer_service.engine.engine import CapturedState, TrainingEngine
 from trainer_service.engine.optimizers import DEFAULT_OPTIMIZER
 from trainer_service.faults import is_device_fault
 from trainer_service.older_forms import carried_over
@@ -258,7 +258,7 @@ class Operations:
             )
         model_id = request.model_id
 
-        def call() -> tuple[Mapping[str, float], State | None]:
+        def call() -> tuple[Mapping[str, float], CapturedState | None]:
             metrics = self.engine.optim_step(model_id, params, failure_seen=request.failure_seen)
             return metrics, self._snapshot(model_id)
 
@@ -272,7 +272,7 @@ class Operations:
 
         return step
 
-    def _snapshot(self, model_id: str) -> State | None:
+    def _snapshot(self, model_id: str) -> CapturedState | None:
         """A copy of the model after a step, if a snapshot is due. Runs on the compute thread."""
         if not self.snapshots.is_due(model_id):
             return None

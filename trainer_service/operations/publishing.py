@@ -26,7 +26,7 @@ from tinsmith.errors import (
 from tinsmith.v1 import types_pb2
 from tinsmith.v1.types_pb2 import PublishCertificate
 from trainer_service.durability.executing import Executing, Name, other_work
-from trainer_service.engine.engine import State, TrainingEngine
+from trainer_service.engine.engine import CapturedState, TrainingEngine
 from trainer_service.operation import Turn
 from trainer_service.operations.loads import Loads
 from trainer_service.operations.models import LiveModels
@@ -73,13 +73,13 @@ class Publishing:
         """True when a save of this kind is published, and there are samplers."""
         return kind in _SENT_KINDS and self.publisher.has_samplers
 
-    async def capture_and_score(self, turn: Turn, model_id: str) -> tuple[State, asyncio.Future[Scores]]:
+    async def capture_and_score(self, turn: Turn, model_id: str) -> tuple[CapturedState, asyncio.Future[Scores]]:
         """Copies the model and scores the canary in one call on the compute thread.
 
         Returns as soon as the copy is made, with a future of the scores, so that the copy is stored and sent meanwhile.
         """
         loop = asyncio.get_running_loop()
-        captured: asyncio.Future[State] = loop.create_future()
+        captured: asyncio.Future[CapturedState] = loop.create_future()
 
         def call() -> Scores:
             state = self.engine.capture(model_id, with_optimizer=False)
@@ -96,7 +96,7 @@ class Publishing:
         self,
         save: Callable[[], Awaitable[types_pb2.CheckpointInfo]],
         info: types_pb2.CheckpointInfo,
-        state: State,
+        state: CapturedState,
         scores: asyncio.Future[Scores],
     ) -> tuple[types_pb2.CheckpointInfo, Certified | None]:
         """Both at once. Without files there must be no version; without a sampler that serves it, files are enough.
@@ -173,7 +173,7 @@ class Publishing:
         await self._keep(certified.certificate, info.location)
         return certified
 
-    async def _score(self, state: State, name: Name) -> Scores:
+    async def _score(self, state: CapturedState, name: Name) -> Scores:
         """Scores the canary, for one publish at a time, so that micro-batches wait for at most one score."""
         async with self._scoring:
             return await self.run_alone(
@@ -182,7 +182,9 @@ class Publishing:
                 name=name,
             )
 
-    async def _find_version(self, location: Location, version_id: str) -> tuple[types_pb2.CheckpointInfo, State]:
+    async def _find_version(
+        self, location: Location, version_id: str
+    ) -> tuple[types_pb2.CheckpointInfo, CapturedState]:
         try:
             info, state = await self.loads.read(location, with_optimizer=False, field="location")
             if info.version_id == version_id:

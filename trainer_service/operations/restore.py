@@ -28,11 +28,11 @@ from tinsmith.errors import DataCorrupted, FailedPrecondition, InvalidRequest, N
 from tinsmith.rpc.paths import version_number
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-from trainer_service.durability.journal import Entry, Journal, LiveModel, State
+from trainer_service.durability.journal import Entry, EntryState, Journal, LiveModel
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Snapshots
 from trainer_service.engine.batch import Batch
-from trainer_service.engine.engine import State as EngineState
+from trainer_service.engine.engine import CapturedState
 from trainer_service.metrics import Metrics
 from trainer_service.older_forms import carried_over
 from trainer_service.operation import Answer, Turn, Work
@@ -90,7 +90,7 @@ class Restorer:
         """See Shelf.put_away."""
         engine, model = self.operations.engine, self.operations.models.get(model_id)
 
-        async def capture() -> tuple[types_pb2.CheckpointInfo, EngineState]:
+        async def capture() -> tuple[types_pb2.CheckpointInfo, CapturedState]:
             state = await self.scheduler.run_alone(
                 lambda: engine.capture(model_id, with_optimizer=True, with_accumulation=True)
             )
@@ -137,7 +137,7 @@ class Restorer:
             self.operations.models.check_base_weights(info.base_weights, field="base_weights")
         self.operations.models.check_base_model(base_model, field="base_model")
         for entry in history:
-            if entry.seq_id >= start and entry.state == State.DONE:
+            if entry.seq_id >= start and entry.state == EntryState.DONE:
                 self.scheduler.executing.check(model_id, entry.seq_id, answered=True)
         following = [entry for entry in history if entry.seq_id > start]
         logger.info("restoring %s: from seq_id %d, and %d operations after it", model_id, start, len(following))
@@ -167,7 +167,7 @@ class Restorer:
         back to the creation and no snapshot is usable.
         """
         model_id, files = model.model_id, self.snapshots.files
-        unanswered = min((entry.seq_id for entry in history if entry.state == State.ACCEPTED), default=None)
+        unanswered = min((entry.seq_id for entry in history if entry.state == EntryState.ACCEPTED), default=None)
         # A disk that does not keep synced data may lose the journal's end in a power cut. Then the journal decides, and
         # snapshots after its end are not used.
         known_to = max([model.cut_seq_id, -1 if model.snapshot_seq_id is None else model.snapshot_seq_id])
@@ -224,7 +224,7 @@ class Restorer:
             request = carried_over(pb.CreateModelRequest.FromString(await self.journal.unpacked(model.model_id, 0)))
         except DataCorrupted as error:
             raise _Lost(str(error)) from None
-        done = history[0].state == State.DONE
+        done = history[0].state == EntryState.DONE
         if done and request.lora_config.rank and not request.lora_config.HasField("seed"):
             raise _Lost("it was created by an earlier version, which did not record the seed of its weights")
         work = self.operations.create_model(request)
@@ -243,31 +243,31 @@ class Restorer:
         self.snapshots.add(model.model_id, replayed_bytes=num_bytes, newest=after)
 
     async def _work_of(self, model_id: str, entry: Entry) -> Work:
-        if entry.state != State.ACCEPTED and not entry.num_bytes:  # the operation did not change the model
+        if entry.state != EntryState.ACCEPTED and not entry.num_bytes:  # the operation did not change the model
             return _nothing
         executing = self.scheduler.executing
         reading = f"replay {model_id}", entry.seq_id  # counted apart: one that must not run again can still be read
         try:
-            executing.check(*reading, answered=entry.state != State.ACCEPTED)
+            executing.check(*reading, answered=entry.state != EntryState.ACCEPTED)
         except ServiceError as error:
-            if entry.state != State.ACCEPTED:
+            if entry.state != EntryState.ACCEPTED:
                 raise
             return self.operations.refuse_unread(model_id, entry.seq_id, entry.kind, error)
         async with executing.stage(*reading):
             request = await self._read(model_id, entry)
         executing.forget(*reading)
         match entry.state:
-            case State.ACCEPTED:
+            case EntryState.ACCEPTED:
                 try:
                     executing.check(model_id, entry.seq_id)
                 except ServiceError as error:
                     return self.operations.refuse(request, error)
                 return await self._work(model_id, entry, request)
-            case State.FAILED:
+            case EntryState.FAILED:
                 return await self._failed_again(model_id, entry, request)
-            case State.DONE if entry.kind == "load_checkpoint":
+            case EntryState.DONE if entry.kind == "load_checkpoint":
                 return self._loads_again(model_id, entry, await self._work(model_id, entry, request))
-            case State.DONE:
+            case EntryState.DONE:
                 return await self._work(model_id, entry, request)
 
     async def _read(self, model_id: str, entry: Entry) -> Request:
@@ -281,7 +281,7 @@ class Restorer:
     async def _checked(self, model_id: str, entry: Entry, work: Work) -> Work:
         """Checks a custom loss of an operation without an answer. One with an answer was checked before, and has
         run."""
-        if entry.state != State.ACCEPTED or not isinstance(work, Batch):
+        if entry.state != EntryState.ACCEPTED or not isinstance(work, Batch):
             return work
         async with self.scheduler.executing.stage(model_id, entry.seq_id):
             return await asyncio.get_running_loop().run_in_executor(

@@ -14,7 +14,7 @@ from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
 from trainer_service.engine.budget import Footprint, Plan
-from trainer_service.engine.engine import Accumulation, OptimizerState, State, TrainingEngine
+from trainer_service.engine.engine import Accumulation, CapturedState, OptimizerState, TrainingEngine
 from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.optimizers import AdamParams, DimuonParams
 from trainer_service.ranks.wire import Message
@@ -36,7 +36,7 @@ CALLS: Mapping[str, Callable[..., Any]] = {
 }
 _RECORDS: Mapping[str, type[Any]] = {
     cls.__name__: cls
-    for cls in (Plan, Footprint, AdapterConfig, AdamParams, DimuonParams, State, OptimizerState, Accumulation)
+    for cls in (Plan, Footprint, AdapterConfig, AdamParams, DimuonParams, CapturedState, OptimizerState, Accumulation)
 }
 """Classes whose objects are sent field by field."""
 

@@ -16,7 +16,7 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import Weights
 from trainer_service.engine.batch import Batch, MicroBatch, Output
 from trainer_service.engine.budget import Lengths, MemoryBudget, Plan
-from trainer_service.engine.engine import State, TrainingEngine
+from trainer_service.engine.engine import CapturedState, TrainingEngine
 from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.optimizers import Params
 from trainer_service.engine.passes import Passes
@@ -95,12 +95,12 @@ class LeadingEngine(TrainingEngine):
     def optim_step(self, model_id: str, params: Params, *, failure_seen: int = 0) -> Mapping[str, float]:
         return self._everywhere(TrainingEngine.optim_step, model_id, params, failure_seen=failure_seen)
 
-    def capture(self, model_id: str, *, with_optimizer: bool, with_accumulation: bool = False) -> State:
+    def capture(self, model_id: str, *, with_optimizer: bool, with_accumulation: bool = False) -> CapturedState:
         if with_accumulation:
             self._everywhere(TrainingEngine.gather_gradient, model_id)
         return super().capture(model_id, with_optimizer=with_optimizer, with_accumulation=with_accumulation)
 
-    def restore(self, model_id: str, state: State, *, with_optimizer: bool) -> None:
+    def restore(self, model_id: str, state: CapturedState, *, with_optimizer: bool) -> None:
         if not with_optimizer:
             state = replace(state, optimizer=None)  # so that it is not sent
         self._everywhere(TrainingEngine.restore, model_id, state, with_optimizer=with_optimizer)

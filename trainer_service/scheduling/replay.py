@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from tinsmith.errors import OutOfCapacity, ServiceError
-from trainer_service.durability.journal import Entry, State, lost
+from trainer_service.durability.journal import Entry, EntryState, lost
 from trainer_service.engine.batch import Batch
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Operation, Outcome, Spawn, Work
@@ -60,9 +60,9 @@ class Replay:
         """See Scheduler.restore."""
         loop = asyncio.get_running_loop()
         known = {entry.seq_id: entry for entry in history if entry.seq_id >= start}
-        known.setdefault(start, Entry(start, "create_model", b"", State.DONE, 0))  # its row may have been deleted
+        known.setdefault(start, Entry(start, "create_model", b"", EntryState.DONE, 0))  # its row may have been deleted
         entries = sorted(known.values(), key=lambda entry: entry.seq_id)
-        restoration = Restoration(sum(entry.state != State.ACCEPTED for entry in entries), forget, unparks)
+        restoration = Restoration(sum(entry.state != EntryState.ACCEPTED for entry in entries), forget, unparks)
         model = self._models.add(ModelQueue(model_id, next_to_enter=start, restoration=restoration))
         for entry in entries:
             operation = model.operations[entry.seq_id] = Operation(
@@ -73,7 +73,7 @@ class Replay:
                 accepted=loop.create_future(),
                 outcome=loop.create_future(),
                 makes_model=entry.seq_id == start,
-                replayed=entry.state != State.ACCEPTED,
+                replayed=entry.state != EntryState.ACCEPTED,
             )
             operation.accepted.set_result(None)
         if not restoration.num_left:

@@ -28,7 +28,7 @@ from tinsmith.cores import Cores
 from tinsmith.errors import InvalidRequest, ModelNotFound, OutOfCapacity, ResultNotFound, SequenceConflict, ServiceError
 from tinsmith.rpc import logs, tracing
 from trainer_service.durability.executing import Executing, Name
-from trainer_service.durability.journal import Body, Entry, Journal, State
+from trainer_service.durability.journal import Body, Entry, EntryState, Journal
 from trainer_service.durability.journal_writer import Unstorable
 from trainer_service.engine.batch import Batch, Output
 from trainer_service.metrics import Metrics
@@ -121,7 +121,7 @@ class Scheduler:
         """`alone`: no two batches share a micro-batch. `executing`: the Executing of the journal's folder; made here if
         it is None. `cores`: None leaves the number of threads unchanged."""
         self._journal = journal
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self.tasks: set[asyncio.Task[Any]] = set()
         self._models = ModelQueues(metrics, max_models=max_models, max_known_models=max_known_models)
         self.parking = Parking(self._models, metrics, self.spawn)
         self._held = HeldBytes(metrics, max_bytes=max_queued_bytes)
@@ -312,17 +312,17 @@ class Scheduler:
         self._replay.stop()
         deadline = time.monotonic() + timeout_s
         ended = await self._compute.close(timeout_s=timeout_s)
-        while self._tasks and time.monotonic() < deadline and not self.engine_died.is_set():
-            await asyncio.wait(self._tasks, timeout=deadline - time.monotonic())
-        for task in self._tasks:
+        while self.tasks and time.monotonic() < deadline and not self.engine_died.is_set():
+            await asyncio.wait(self.tasks, timeout=deadline - time.monotonic())
+        for task in self.tasks:
             task.cancel()
-        return ended and not self._tasks and not self.engine_died.is_set()
+        return ended and not self.tasks and not self.engine_died.is_set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Starts a task that `close` waits for."""
         task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
         return task
 
     # Acceptance
@@ -418,7 +418,7 @@ class Scheduler:
         record = await self._journal.find(model_id, seq_id)
         if record is None:
             return None
-        if record.state == State.ACCEPTED and model_id in self._models.unrestored:
+        if record.state == EntryState.ACCEPTED and model_id in self._models.unrestored:
             raise self._models.unrestored[model_id]
         loop = asyncio.get_running_loop()
         operation = Operation(

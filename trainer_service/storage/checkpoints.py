@@ -42,7 +42,7 @@ from tinsmith.modeling.full_weights import FullWeights
 from tinsmith.rpc.times import timestamp
 from tinsmith.rpc.words import word_of
 from tinsmith.v1 import types_pb2 as pb
-from trainer_service.engine.engine import OptimizerState, State
+from trainer_service.engine.engine import CapturedState, OptimizerState
 from trainer_service.engine.optimizers import DEFAULT_OPTIMIZER
 from trainer_service.metrics import Metrics
 from trainer_service.older_forms import certificate_of_any_age
@@ -113,7 +113,7 @@ class CheckpointStore:
     def save(
         self,
         info: pb.CheckpointInfo,
-        state: State,
+        state: CapturedState,
         *,
         overwrite: bool,
         recipients: Sequence[Recipient] = (),
@@ -235,7 +235,9 @@ class CheckpointStore:
                 problems[name] = error.message
         return list(found.files.values()), problems
 
-    def load(self, location: Location, base: BaseModel, *, with_optimizer: bool) -> tuple[pb.CheckpointInfo, State]:
+    def load(
+        self, location: Location, base: BaseModel, *, with_optimizer: bool
+    ) -> tuple[pb.CheckpointInfo, CapturedState]:
         """Loads a checkpoint's state into host memory.
 
         Raises CheckpointNotFound, DataCorrupted when a file differs from the manifest, and InvalidRequest when the
@@ -263,7 +265,7 @@ class CheckpointStore:
                 if with_optimizer:
                     kind = word_of(pb.Optimizer, info.optimizer) or DEFAULT_OPTIMIZER
                     optimizer = OptimizerState(kind, load_file(folder / _OPTIMIZER))
-        return info, State(config=config, adapter=adapter, step=info.step, optimizer=optimizer)
+        return info, CapturedState(config=config, adapter=adapter, step=info.step, optimizer=optimizer)
 
     @contextlib.contextmanager
     def _damage_counted(self) -> Iterator[None]:
@@ -309,7 +311,7 @@ async def _on_thread(pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(pool, contextvars.copy_context().run, call)
 
 
-def _num_bytes(state: State) -> int:
+def _num_bytes(state: CapturedState) -> int:
     """Upper bound of the size of a checkpoint's files, in bytes."""
     if isinstance(state.adapter, FullWeights):
         weights = state.adapter.flat.numel() * _stored_dtype(state, state.adapter).itemsize + _OTHER_FULL_BYTES
@@ -318,12 +320,12 @@ def _num_bytes(state: State) -> int:
     return weights + (0 if state.optimizer is None else sum(t.nbytes for t in state.optimizer.tensors.values()))
 
 
-def _stored_dtype(state: State, weights: FullWeights) -> torch.dtype:
+def _stored_dtype(state: CapturedState, weights: FullWeights) -> torch.dtype:
     """float32 with an optimizer, to continue training exactly; otherwise the dtype that the model computes with."""
     return weights.flat.dtype if state.optimizer is not None else weights.sent_dtype
 
 
-def _write_files(folder: Path, state: State, info: pb.CheckpointInfo) -> None:
+def _write_files(folder: Path, state: CapturedState, info: pb.CheckpointInfo) -> None:
     if isinstance(state.adapter, FullWeights):
         state.adapter.save_model(folder, dtype=_stored_dtype(state, state.adapter))
     else:

@@ -27,7 +27,7 @@ from tinsmith.modeling.peft_import import import_peft
 from tinsmith.rpc.times import check_ttl
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-from trainer_service.engine.engine import State
+from trainer_service.engine.engine import CapturedState
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.locations import KINDS, Location
 
@@ -153,7 +153,7 @@ class Importer:
             user_metadata=header.user_metadata,
             optimizer=types_pb2.OPTIMIZER_ADAMW,
         )
-        state = State(config=config, adapter=imported.adapter, step=0, optimizer=None)
+        state = CapturedState(config=config, adapter=imported.adapter, step=0, optimizer=None)
         stored = self.checkpoints.save(info, state, overwrite=False, max_bytes=max_checkpoint_bytes)
         return pb.ImportCheckpointResponse(checkpoint=stored, notes=imported.notes)
 

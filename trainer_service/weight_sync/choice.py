@@ -16,7 +16,7 @@ CHANNELS = get_args(Channel)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SamplerPlace:
     """Where a sampler runs, as was found out by a probe."""
 
     address: str
@@ -36,7 +36,7 @@ def check_channel(channel: Channel, *, gpu_uuid: str) -> None:
 
 
 def choose(
-    channel: Channel, places: Sequence[Place], *, gpu_uuid: str, on_host: Collection[str] = ()
+    channel: Channel, places: Sequence[SamplerPlace], *, gpu_uuid: str, on_host: Collection[str] = ()
 ) -> list[Transport]:
     """Chooses one transport for each place. `gpu_uuid`: the trainer's GPU, or empty. `on_host`: addresses for which
     `auto` does not use GPU memory.
@@ -46,7 +46,7 @@ def choose(
     neighbours = Counter(place.gpu_uuid for place in places)
     neighbours[gpu_uuid] += 1
 
-    def possible(place: Place) -> dict[Transport, str]:
+    def possible(place: SamplerPlace) -> dict[Transport, str]:
         """All transports, the best first, each with the reason against it; empty when there is none."""
         other_machine = "" if place.same_machine else "it is not on the trainer's machine, or runs as another user"
         no_cuda = "" if gpu_uuid and place.gpu_uuid else "one of the two has no CUDA"

@@ -20,7 +20,7 @@ from tinsmith.weight_channel.ring import RingListener, RingOutlet
 from tinsmith.weight_channel.ring_memory import cuda_handle, gpu_uuid, make_cuda_ring, make_host_ring
 from tinsmith.weight_channel.transport import COLLECTIVE, ON_CUDA, Outlet, Transport
 from trainer_service.weight_sync.calls import ChannelBroken, all_of, in_thread
-from trainer_service.weight_sync.choice import Channel, Place, choose
+from trainer_service.weight_sync.choice import Channel, SamplerPlace, choose
 from trainer_service.weight_sync.samplers import Sampler
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class Former:
         if self._channel in COLLECTIVE:
             return [None] * len(members), [self._channel] * len(members)
 
-        async def meet(member: Sampler) -> tuple[Place, socket | None]:
+        async def meet(member: Sampler) -> tuple[SamplerPlace, socket | None]:
             request = pb.ProbeWeightTransferRequest(trainer_id=self._trainer_id, epoch=epoch)
             connection = None
             with RingListener() if ring.AVAILABLE else nullcontext() as listener:
@@ -178,7 +178,7 @@ class Former:
                 reply = await member.call(member.weights.ProbeWeightTransfer(request, timeout=self._timeout_s))
                 if listener is not None and reply.connected:
                     connection = leaving.enter_context(listener.accept())
-            return Place(member.address, connection is not None, reply.gpu_uuid), connection
+            return SamplerPlace(member.address, connection is not None, reply.gpu_uuid), connection
 
         met = await all_of(*(meet(member) for member in members))
         places, connections = [place for place, _ in met], [connection for _, connection in met]

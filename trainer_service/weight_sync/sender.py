@@ -117,7 +117,7 @@ class WeightSender:
         self._changed = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
         self._removing: set[asyncio.Future[None]] = set()
-        self._withdrawing: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self.withdrawing: dict[tuple[str, str], asyncio.Task[None]] = {}
         """Withdrawals that a sampler has not answered yet, by (address of the sampler, version)."""
 
     def start(self) -> None:
@@ -126,7 +126,7 @@ class WeightSender:
         self._keeping = asyncio.create_task(self._keep_formed())
 
     async def close(self) -> None:
-        ending = [*self._removing, *self._withdrawing.values()]
+        ending = [*self._removing, *self.withdrawing.values()]
         for one in ending:
             one.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
@@ -205,7 +205,7 @@ class WeightSender:
 
         asked = [sampler for sampler in self._samplers.all if sampler.address in addresses]
         for sampler in asked:
-            if (late := self._withdrawing.pop((sampler.address, version_id), None)) is not None:
+            if (late := self.withdrawing.pop((sampler.address, version_id), None)) is not None:
                 late.cancel()  # the version was refused before, and has passed now
         answers = await asyncio.gather(*(confirmed(sampler) for sampler in asked))
         return [sampler.address for sampler, answer in zip(asked, answers, strict=True) if answer]
@@ -219,12 +219,12 @@ class WeightSender:
         awaited = []
         for sampler in self._samplers.all:
             key = sampler.address, version_id
-            if (task := self._withdrawing.get(key)) is None:
-                task = self._withdrawing[key] = asyncio.create_task(self._withdraw(sampler, version_id))
+            if (task := self.withdrawing.get(key)) is None:
+                task = self.withdrawing[key] = asyncio.create_task(self._withdraw(sampler, version_id))
             if sampler.serving:
                 awaited.append(task)
-        while len(self._withdrawing) > _MAX_WITHDRAWING:
-            self._withdrawing.pop(next(iter(self._withdrawing))).cancel()
+        while len(self.withdrawing) > _MAX_WITHDRAWING:
+            self.withdrawing.pop(next(iter(self.withdrawing))).cancel()
         if awaited:
             await asyncio.wait(awaited, timeout=_REMOVE_S)
 
@@ -242,8 +242,8 @@ class WeightSender:
                 again_s = min(2 * again_s, max(_WITHDRAW_RARELY_S, _WITHDRAW_AGAIN_S))
             else:
                 break
-        if self._withdrawing.get((sampler.address, version_id)) is asyncio.current_task():
-            del self._withdrawing[sampler.address, version_id]
+        if self.withdrawing.get((sampler.address, version_id)) is asyncio.current_task():
+            del self.withdrawing[sampler.address, version_id]
 
     async def remove_all(self, prefix: str) -> None:
         """Asks every serving sampler to free the versions whose ids begin with `prefix`. A failure only costs memory:

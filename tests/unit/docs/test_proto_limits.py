@@ -14,7 +14,7 @@ from tinsmith.pictures import counting, headers
 from tinsmith.rpc import notes, tensors
 from trainer_service import servicer
 from trainer_service.config import TrainerConfig
-from trainer_service.engine.batch import Limits
+from trainer_service.engine.batch import BatchLimits
 from trainer_service.objectives import custom_loss, custom_loss_graph
 from trainer_service.storage import encryption, imports
 
@@ -26,7 +26,7 @@ def default(config: type[TrainerConfig | SamplerConfig], name: str) -> int:
 
 
 LIMITS = [
-    ("trainer", "ForwardBackwardRequest", "data", "1 to {:,} datums", Limits(1, 1).max_datums),
+    ("trainer", "ForwardBackwardRequest", "data", "1 to {:,} datums", BatchLimits(1, 1).max_datums),
     ("trainer", "OptimStepRequest", "seq_id", "({:,} unless set)", default(TrainerConfig, "max_queued_operations")),
     ("trainer", "CustomLoss", "inputs", "1 to {}", custom_loss.MAX_INPUTS),
     ("trainer", "CustomLoss", "graph", "1 to {:,} nodes", custom_loss_graph.MAX_NODES),

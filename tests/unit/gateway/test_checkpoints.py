@@ -78,7 +78,7 @@ async def test_an_expired_checkpoint_vanishes_at_once_and_then_from_the_disk(sta
     load = {"model_id": run_id, "seq_id": 2, "path": path, "optimizer": False}
     failure = await client.result(await client.call("load_weights", load))
     assert failure["category"] == "user"
-    await stack.gateway.reaper._delete_expired()
+    await stack.gateway.reaper.delete_expired()
     assert stack.trainer.checkpoints == {}
     assert await events(client) == ["checkpoint_create", "checkpoint_expire"]
 
@@ -95,14 +95,14 @@ async def test_a_save_in_the_place_of_a_deleted_one_stays(stack: Stack, client: 
             await ask(client, "DELETE", path)
         case "expire":
             await expire(stack, path)
-            await gateway.reaper._delete_expired()
+            await gateway.reaper.delete_expired()
         case _:
             checkpoint = await gateway.store.checkpoints.get(path)
             assert checkpoint is not None
             assert await gateway.storage.checkpoints.prune(checkpoint, owner="local")
     assert stack.trainer.checkpoints[location].version_id == f"{run_id}@2"
     assert (await get(client, f"training_runs/{run_id}/checkpoints"))["checkpoints"][0]["tinker_path"] == path
-    await gateway.reaper._delete_expired()
+    await gateway.reaper.delete_expired()
     assert location in stack.trainer.checkpoints
 
 

@@ -338,7 +338,7 @@ async def test_sampling_sessions_of_one_owner_are_limited_and_a_repeat_is_no_new
     assert await client.sampling_session(session_id, seq=1) == samplers[1]
     await client.call(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
     await asyncio.sleep(0.01)
-    await stack.gateway.reaper._forgetting.forget()
+    await stack.gateway.reaper.forgetting.forget()
     await client.sampling_session(await client.session(), seq=0)
 
 

@@ -57,11 +57,11 @@ async def test_only_the_history_of_a_session_that_ended_long_ago_stays(stack: St
     for table in (SamplingSession, CustomLoss):
         await change(gateway, table, created_at=long_ago)
     gone = (SamplingSession, SampleMark, CustomLoss)
-    await gateway.reaper._forgetting.forget()
+    await gateway.reaper.forgetting.forget()
     assert [await count(gateway, table) for table in gone] == [2, 2, 2]  # it has only just ended
     async with gateway.store.begin() as db:
         await db.execute(update(Session).where(Session.ended_at.is_not(None)).values(ended_at=long_ago))
-    await gateway.reaper._forgetting.forget()
+    await gateway.reaper.forgetting.forget()
     async with gateway.store.begin() as db:
         left = [*await db.scalars(select(SamplingSession.session_id)), *await db.scalars(select(CustomLoss.session_id))]
     assert left == session_ids[1:] * 2
@@ -82,10 +82,10 @@ async def test_only_the_newest_spans_and_audit_events_of_the_last_time_stay(stac
     assert await count(gateway, Span) > 2
     before = await count(gateway, AuditEvent)
     assert before > 0
-    await gateway.reaper._forgetting.forget()
+    await gateway.reaper.forgetting.forget()
     assert (await count(gateway, Span), await count(gateway, AuditEvent)) == (2, before)
     await change(gateway, AuditEvent, at=time.time() - 366 * DAY_S)
-    await gateway.reaper._forgetting.forget()
+    await gateway.reaper.forgetting.forget()
     assert await count(gateway, AuditEvent) == 0
 
 
@@ -98,7 +98,7 @@ async def test_operations_that_were_counted_after_their_models_release_are_forgo
     async with gateway.store.begin() as db:
         await db.execute(update(Model).where(Model.model_id == released).values(released_at=time.time() - 100))
         db.add_all([CountedOperation(model_id=each, seq_id=1) for each in (live, released)])
-    await gateway.reaper._forgetting.forget()
+    await gateway.reaper.forgetting.forget()
     async with gateway.store.begin() as db:
         assert list(await db.scalars(select(CountedOperation.model_id))) == [live]
 
@@ -109,7 +109,7 @@ async def test_batches_of_gateways_that_are_gone_are_forgotten(stack: Stack, cli
     await gateway.ledger.flush()
     async with gateway.store.begin() as db:
         db.add(LedgerBatch(ledger_id="gone", number=9, written_at=time.time() - 31 * DAY_S))
-    await gateway.reaper._forgetting.forget()
+    await gateway.reaper.forgetting.forget()
     assert await count(gateway, LedgerBatch) == 1
 
 
@@ -183,7 +183,7 @@ async def bounded(stack: Stack, *rows: Base, most: int = 2) -> Gateway:
     for table in (Session, Model, Checkpoint, SamplingSession, AuditEvent, Usage):
         async with gateway.store.begin() as db:
             db.add_all([row for row in rows if isinstance(row, table)])
-    await gateway.reaper._forgetting.bound_owners()
+    await gateway.reaper.forgetting.bound_owners()
     return gateway
 
 
@@ -232,7 +232,7 @@ async def test_each_owner_keeps_the_newest_ended_sessions_and_runs_and_all_with_
     assert await keys(gateway, Model.model_id) == ["s1:train:0", "s5:train:0", "s6:train:0"]
     assert await keys(gateway, Session.session_id) == ["other", "s1", "s3", "s4", "s5", "s6"], "two of them are empty"
     await gateway.store.checkpoints.delete("tinker://s1:train:0/weights/x", version_id="")
-    await gateway.reaper._forgetting.bound_owners()
+    await gateway.reaper.forgetting.bound_owners()
     assert await keys(gateway, Model.model_id) == ["s5:train:0", "s6:train:0"]
     assert await keys(gateway, Session.session_id) == ["other", "s3", "s4", "s5", "s6"]
 
@@ -307,7 +307,7 @@ async def test_usage_of_many_sessions_is_summed_up_from_the_oldest_hours_on_and_
         ("a", 3, "s1", "training", 31),
         ("b", 1, "s0", "training", 1),
     ]
-    await gateway.reaper._forgetting.bound_owners()
+    await gateway.reaper.forgetting.bound_owners()
     assert sorted(map(tuple, await gateway.store.rows(select(*facts)))) == left
 
 

@@ -198,7 +198,7 @@ async def test_what_the_reaper_reads_of_ended_runs_and_expired_checkpoints_has_n
     assert any("FROM checkpoints" in statement for statement in statements.of_all)
     assert not [statement for statement in statements.of_all if "user_metadata" in statement or "tags" in statement]
     await gateway.reaper._release_models()
-    await gateway.reaper._delete_expired()
+    await gateway.reaper.delete_expired()
     assert await gateway.store.checkpoints.get(gone.path) is None
 
 

@@ -226,7 +226,7 @@ async def test_a_policy_does_its_work_while_the_trainer_is_away_and_the_files_go
     await retention(client, run_id, "PUT", training={"keep_last": 1})
     await expire(stack, path_of(run_id, "n4"))
     await stack.trainer_backend.stop()
-    await stack.gateway.reaper._delete_expired()
+    await stack.gateway.reaper.delete_expired()
     await reap(stack)
     assert await names(client, run_id) == ["n3"]
     assert len(stack.trainer.checkpoints) == 4
@@ -234,7 +234,7 @@ async def test_a_policy_does_its_work_while_the_trainer_is_away_and_the_files_go
     await stack.gateway.clients.settle(stack.gateway.clients.all_trainers, timeout_s=20)
     async with asyncio.timeout(20):  # gRPC connects again after a pause
         while len(stack.trainer.checkpoints) > 1:
-            await stack.gateway.reaper._delete_expired()
+            await stack.gateway.reaper.delete_expired()
             await asyncio.sleep(0.05)
     assert [place.split("/")[2] for place in stack.trainer.checkpoints] == ["n3"]
     assert (await events(client))[-3:].count("checkpoint_prune") == 2
@@ -258,12 +258,12 @@ async def test_a_pinned_checkpoint_outlives_its_ttl_until_it_is_unpinned(stack: 
     path = path_of(run_id, "n1")
     await ask(client, "POST", path, "pin")
     await expire(stack, path)
-    await stack.gateway.reaper._delete_expired()
+    await stack.gateway.reaper.delete_expired()
     assert await names(client, run_id) == ["n1"]
     assert (await ask(client, "GET", path))["pinned"] is True
     await ask(client, "DELETE", path, "pin")
     assert await names(client, run_id) == []
-    await stack.gateway.reaper._delete_expired()
+    await stack.gateway.reaper.delete_expired()
     assert stack.trainer.checkpoints == {}
     assert await stack.gateway.store.checkpoints.get(path) is None
 

@@ -86,7 +86,7 @@ async def test_work_leaves_spans_and_they_are_forgotten_in_time(stack: Stack, cl
     assert all(event["dur"] > 0 for event in requests)
     await stack.restart_gateway(span_retention_s=0.001)
     assert stack.server is not None
-    await stack.server.app.state.gateway.reaper._forgetting.forget()
+    await stack.server.app.state.gateway.reaper.forgetting.forget()
     assert slices(await trace_of(client, session_id), "request") == []
 
 

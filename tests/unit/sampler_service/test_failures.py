@@ -69,7 +69,7 @@ def check_nothing_left(engine: TorchEngine) -> None:
     assert not engine.requests
     assert len(engine.requests.waiting) == 0
     assert metric(engine, "waiting_requests") == 0
-    scheduler = engine._scheduler
+    scheduler = engine.scheduler
     assert not scheduler._groups
     assert scheduler.idle
 
@@ -147,7 +147,7 @@ async def test_an_error_in_planning_is_charged_to_all_that_the_plan_is_about(
     async with serving(model_folder, max_running=2) as engine:
         slow_down(engine, monkeypatch)
         running = [await engine.submit(request(prompt(40, seed=n), num_samples=2, max_tokens=200)) for n in range(3)]
-        await until(lambda: metric(engine, "running_sequences") == 2 and len(engine._scheduler.groups) == 3)
+        await until(lambda: metric(engine, "running_sequences") == 2 and len(engine.scheduler.groups) == 3)
         raising_once(getattr(Planner, name), monkeypatch, Planner, name)
         found = await asyncio.gather(*(one.result() for one in running), return_exceptions=True)
         assert blamed(found) == [0, 1, 2]
@@ -334,7 +334,7 @@ async def test_a_request_without_memory_for_it_alone_fails_by_name_and_no_other_
             assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
         assert not engine.requests.died.is_set()
         check_nothing_left(engine)
-        assert engine._scheduler.planner.most_together is None
+        assert engine.scheduler.planner.most_together is None
 
 
 async def test_the_sequences_beside_each_other_grow_again_after_good_steps(
@@ -356,7 +356,7 @@ async def test_the_sequences_beside_each_other_grow_again_after_good_steps(
             for one in running:
                 await one.result()
         assert 2 <= most <= 3
-        planner = engine._scheduler.planner
+        planner = engine.scheduler.planner
         while planner.most_together is not None:
             await generate(engine, prompt(4), max_tokens=64)
         check_nothing_left(engine)

@@ -68,7 +68,7 @@ async def test_requests_of_all_kinds_of_versions_in_one_batch_equal_each_alone(e
         )
 
     alone = [await run(n) for n in range(len(versions))]
-    engine._scheduler.kv.prefixes.clear()
+    engine.scheduler.kv.prefixes.clear()
     together = await asyncio.gather(*(run(n) for n in range(len(versions))))
     for one, other in zip(alone, together, strict=True):
         assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
@@ -97,7 +97,7 @@ async def test_versions_of_one_prompt_share_no_prefix(engine: TorchEngine) -> No
 
 async def test_an_older_version_stays_bit_for_bit_when_a_newer_one_comes(engine: TorchEngine) -> None:
     await install(engine, "v1", seed=1)
-    engine._scheduler.kv.prefixes.clear()
+    engine.scheduler.kv.prefixes.clear()
     before = await generate(engine, prompt(30), version_id="v1", max_tokens=1, prompt_logprobs=True)
     await install(engine, "v2", seed=2)
     await generate(engine, prompt(30), version_id="v2", max_tokens=1)

@@ -180,13 +180,13 @@ async def test_prompts_of_one_owner_rest_while_another_ones_tokens_are_due(
     monkeypatch.setattr(scheduler, "time", SimpleNamespace(perf_counter=count().__next__, time=time.time))
     rests: list[bool] = []
     async with serving(model_folder, prefill_tokens_per_step=32) as engine:
-        plan = engine._scheduler.planner.plan
+        plan = engine.scheduler.planner.plan
 
         def noted(**resting: bool) -> object:
             rests.append(resting["rests"])
             return plan(**resting)
 
-        monkeypatch.setattr(engine._scheduler.planner, "plan", noted)
+        monkeypatch.setattr(engine.scheduler.planner, "plan", noted)
         running = await engine.submit(request(prompt(5), max_tokens=40, cache_salt=owners[0]))
         others = [
             await engine.submit(request(prompt(200, seed=n), max_tokens=1, cache_salt=owners[1])) for n in range(3)
@@ -355,7 +355,7 @@ async def test_sequences_of_different_sizes_are_each_as_alone(
     monkeypatch.setattr("sampler_service.core.sequence.HEADROOM", 8)
     async with serving(model_folder, max_kv_tokens=1400, prefill_tokens_per_step=50) as engine:
         together = await asyncio.gather(*(run(engine, n) for n in range(len(asked))))
-        assert len(engine._scheduler.kv.caches) == 3
+        assert len(engine.scheduler.kv.caches) == 3
     for one, other in zip(alone, together, strict=True):
         assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
         for mine, its in zip(one.sequences, other.sequences, strict=True):

@@ -37,7 +37,7 @@ class Steps:
         self._made = metric(engine, "step_seconds_count") + 1
 
     def gate(self) -> None:
-        if not self._engine._scheduler.idle:
+        if not self._engine.scheduler.idle:
             self._permits.acquire()
 
     def open(self, count: int = 1000) -> None:

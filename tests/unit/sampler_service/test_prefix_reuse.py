@@ -152,16 +152,16 @@ async def test_each_version_has_its_own_and_it_goes_with_the_version(model_folde
         assert [result.prompt_cache_hit_tokens for result in again] == [2 * B] * 3
         for one, other in zip(first, again, strict=True):
             agree(one, other)
-        held = engine._scheduler.kv.prefixes.num_bytes
+        held = engine.scheduler.kv.prefixes.num_bytes
         engine.store.remove("a")
         engine.store.remove("b")
         await engine.install("a", fresh["c"])  # the name again, with other weights
         other = await generate(engine, tokens, version_id="a", **how)
         assert other.prompt_cache_hit_tokens == 0
-        assert engine._scheduler.kv.prefixes.num_bytes == held // 3 * 2  # the base model's and its own
+        assert engine.scheduler.kv.prefixes.num_bytes == held // 3 * 2  # the base model's and its own
         engine.store.remove("a")
         assert (await generate(engine, tokens, **how)).prompt_cache_hit_tokens == 2 * B
-        assert engine._scheduler.kv.prefixes.num_bytes == held // 3
+        assert engine.scheduler.kv.prefixes.num_bytes == held // 3
     async with serving(model_folder, prefix_cache_bytes=0) as engine:
         await engine.install("c", fresh["c"])
         agree(other, await generate(engine, tokens, version_id="c", **how))
@@ -225,7 +225,7 @@ async def test_a_tiny_cache_evicts_and_changes_nothing(model_folder: Path) -> No
     expected = await without_cache(model_folder, *asked)
     async with serving(model_folder) as engine:
         await generate(engine, prompt(B), max_tokens=1)
-        block_bytes = engine._scheduler.kv.prefixes.num_bytes
+        block_bytes = engine.scheduler.kv.prefixes.num_bytes
     async with serving(model_folder, prefix_cache_bytes=3 * block_bytes) as engine:
         for _ in range(2):
             for one, other in zip(await run(engine, *asked), expected, strict=True):
@@ -244,7 +244,7 @@ async def test_requests_that_fail_or_break_off_leave_nothing_in_the_cache(
         for fields in ({}, {"prompt_logprobs": True}):
             with pytest.raises(ServiceError, match="not finite"):
                 await generate(engine, prompt(3 * B), version_id="broken", num_samples=2, max_tokens=30, **fields)
-        prefixes = engine._scheduler.kv.prefixes
+        prefixes = engine.scheduler.kv.prefixes
         assert prefixes.num_bytes == 0
 
         await generate(engine, prompt(3 * B), max_tokens=2)

@@ -136,12 +136,12 @@ async def test_another_version_another_salt_and_a_name_that_comes_back_find_noth
         for one, other in zip(first, again, strict=True):
             agree(one, other)
         assert hits(await generate(engine, tokens, cache_salt="ada", **how)) == [0]
-        held = engine._scheduler.kv.prefixes.num_bytes
+        held = engine.scheduler.kv.prefixes.num_bytes
         engine.store.remove("a")
         await engine.install("a", fresh["c"])
         other = await generate(engine, tokens, version_id="a", **how)
         assert hits(other) == [0]
-        assert engine._scheduler.kv.prefixes.num_bytes == held  # in the place of the old version's
+        assert engine.scheduler.kv.prefixes.num_bytes == held  # in the place of the old version's
     async with serving(folder, prefix_cache_bytes=0) as engine:
         await engine.install("c", fresh["c"])
         agree(other, await generate(engine, tokens, version_id="c", **how))
@@ -170,15 +170,15 @@ async def test_a_cache_for_three_states_evicts_and_changes_nothing(
     asked = [ask(tokens_of(B * (n % 3) + 20, n % 5), max_tokens=B, num_samples=2, seed=n) for n in range(15)]
     expected = await without_cache(folder, *asked)
     async with serving(folder) as engine:
-        lane_bytes = engine._scheduler.kv.prefixes._bytes_per_lane
+        lane_bytes = engine.scheduler.kv.prefixes._bytes_per_lane
     limit = 2 * 3 * lane_bytes
     async with serving(folder, prefix_cache_bytes=limit) as engine:
-        kv = engine._scheduler.kv
+        kv = engine.scheduler.kv
         held: list[int] = []
         observe = kv.observe
 
         def watch(**how: Any) -> None:
-            planner = engine._scheduler.planner
+            planner = engine.scheduler.planner
             of_jobs = planner.partial.states if planner.partial is not None else {}
             held.append(len(kv.prefixes._states) + len(of_jobs))
             observe(**how)
@@ -200,7 +200,7 @@ async def test_a_cache_without_room_for_a_state_is_off_and_says_so(
     async with serving(folder, prefix_cache_bytes=4000) as engine:
         results = [await generate(engine, tokens_of(3 * B), max_tokens=2) for _ in range(2)]
         assert hits(*results) == [0, 0]
-        assert not engine._scheduler.kv.prefixes.enabled
+        assert not engine.scheduler.kv.prefixes.enabled
     assert "no prefix cache: half of prefix_cache_bytes (4000) is less than the states of one sequence" in caplog.text
 
 

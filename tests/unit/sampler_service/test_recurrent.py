@@ -132,7 +132,7 @@ async def test_sequences_that_move_grow_and_are_interrupted_draw_as_alone(
     async with serving(folder, max_kv_tokens=600, prefill_tokens_per_step=20) as engine:
         together = await asyncio.gather(*(run(engine, n) for n in range(6)))
         assert metric(engine, "preemptions_total") > 0
-        assert len(engine._scheduler.kv.caches) > 1
+        assert len(engine.scheduler.kv.caches) > 1
     for one, other in zip(alone, together, strict=True):
         assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
         for mine, its in zip(one.sequences, other.sequences, strict=True):

@@ -20,7 +20,7 @@ from sampler_service import convert
 from sampler_service.__main__ import make_server, serve
 from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import EngineSlot
-from sampler_service.core.request import Limits, Targets
+from sampler_service.core.request import RequestLimits, Targets
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.engine import ForgetWarmUp
 from tests.support.models import make_model
@@ -256,7 +256,7 @@ async def test_memory_of_requests_is_bounded_and_free_again_at_their_end(
 def test_no_less_memory_is_counted_than_a_waiting_request_takes(text_model_folder: Path) -> None:
     async def measured() -> tuple[int, int]:
         async with serving(text_model_folder, max_running=1) as engine:
-            engine._scheduler.forget_warm_up = lambda: time.sleep(2)  # type: ignore[method-assign]
+            engine.scheduler.forget_warm_up = lambda: time.sleep(2)  # type: ignore[method-assign]
             engine._commands.put(ForgetWarmUp())
             asked = [request(prompt(4, vocab_size=200), max_tokens=250, num_samples=1000) for _ in range(20)]
             tracemalloc.start()
@@ -287,7 +287,7 @@ async def test_a_large_table_of_targets_does_not_hold_up_the_event_loop(service:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("request_from_proto", "response_to_proto"):
             patch.setattr(convert, name, noting(getattr(convert, name)))
-        patch.setattr(Limits, "check", noting(Limits.check))
+        patch.setattr(RequestLimits, "check", noting(RequestLimits.check))
         reply = await service.stub.Sample(asked)
     assert len(floats(reply.target_prompt_logprobs.dense)) == 1 << 20
     assert threads == ["large-messages"] * 3

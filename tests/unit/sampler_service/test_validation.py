@@ -3,10 +3,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sampler_service.core.request import Limits, Params, Penalties, Request, StopCondition, Targets
+from sampler_service.core.request import Params, Penalties, Request, RequestLimits, StopCondition, Targets
 from tinsmith.errors import InvalidRequest
 
-LIMITS = Limits(vocab_size=100, max_context_length=64, max_kv_tokens=48, max_num_samples=16, max_topk_logprobs=20)
+LIMITS = RequestLimits(
+    vocab_size=100, max_context_length=64, max_kv_tokens=48, max_num_samples=16, max_topk_logprobs=20
+)
 PROMPT = np.arange(10, dtype=np.int32)
 
 

@@ -124,7 +124,7 @@ class Process:
         loop = asyncio.get_running_loop()
 
         async def copy() -> None:
-            await self.journal._writer.submit(lambda _: shutil.copytree(self.folder, folder, ignore=_unfinished))
+            await self.journal.writer.submit(lambda _: shutil.copytree(self.folder, folder, ignore=_unfinished))
 
         await self.snapshots._on_thread(lambda: asyncio.run_coroutine_threadsafe(copy(), loop).result())
         return folder

@@ -8,10 +8,10 @@ import pytest
 from tests.support.batches import datum, request
 from tinsmith.errors import InvalidRequest, UnknownLossFn
 from tinsmith.v1 import trainer_pb2, types_pb2
-from trainer_service.engine.batch import Limits, Output
+from trainer_service.engine.batch import BatchLimits, Output
 from trainer_service.requests import answer_of, batch_of
 
-LIMITS = Limits(vocab_size=100, max_context_length=8, max_datums=4)
+LIMITS = BatchLimits(vocab_size=100, max_context_length=8, max_datums=4)
 GOOD = {"target_tokens": [2, 3], "weights": np.float32([0, 1])}
 POLICY = {"target_tokens": [2, 3], "logprobs": np.float32([-1, -1]), "advantages": np.float32([1, 1])}
 

@@ -34,7 +34,7 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.peft_import import import_peft
 from tinsmith.rpc.times import duration, seconds_of
 from tinsmith.v1 import types_pb2 as pb
-from trainer_service.engine.engine import OptimizerState, State
+from trainer_service.engine.engine import CapturedState, OptimizerState
 from trainer_service.metrics import Metrics
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.encryption import parse_recipients
@@ -44,16 +44,16 @@ RUN = "s:train:0"
 age: Any = pyrage  # it comes without types
 
 
-def make_state(base: BaseModel, *, value: float = 0.5, optimizer: bool = True) -> State:
+def make_state(base: BaseModel, *, value: float = 0.5, optimizer: bool = True) -> CapturedState:
     config = AdapterConfig(rank=4, seed=3, train_unembed=False)
     adapter = Adapter.create(config, base.targets, base.device)
     adapter.flat.add_(value)
     moments = {"exp_avg": torch.full_like(adapter.flat, value), "exp_avg_sq": torch.ones_like(adapter.flat)}
     state = OptimizerState("adamw", {**moments, "num_steps": torch.tensor([3.0])}) if optimizer else None
-    return State(config=config, adapter=adapter, step=3, optimizer=state)
+    return CapturedState(config=config, adapter=adapter, step=3, optimizer=state)
 
 
-def make_info(state: State, name: str = "one") -> pb.CheckpointInfo:
+def make_info(state: CapturedState, name: str = "one") -> pb.CheckpointInfo:
     kind, folder = pb.CHECKPOINT_KIND_TRAINING, "weights"
     if state.optimizer is None:
         kind, folder = pb.CHECKPOINT_KIND_SAMPLER, "sampler_weights"
@@ -85,7 +85,7 @@ def content(store: CheckpointStore, name: str) -> bytes:
         return file.read()
 
 
-def assert_same_in_peft(state: State, model_folder: Path, adapter_folder: Path) -> None:
+def assert_same_in_peft(state: CapturedState, model_folder: Path, adapter_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     adapted = peft.PeftModel.from_pretrained(model, adapter_folder)
     loaded = {name.replace(".default", ""): tensor for name, tensor in adapted.named_parameters()}
@@ -154,7 +154,7 @@ def test_external_weights_name_a_tied_head_as_the_hosted_service_does(
     config = AdapterConfig(rank=4, seed=3)
     adapter = Adapter.create(config, base.targets, base.device)
     adapter.flat.normal_()
-    state = State(config=config, adapter=adapter, step=3, optimizer=None)
+    state = CapturedState(config=config, adapter=adapter, step=3, optimizer=None)
     info = external_info(base)
     info.lora_config.CopyFrom(config_to_proto(config))
     store.save(info, state, overwrite=False)

@@ -24,7 +24,7 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.tensors import to_numpy
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-from trainer_service.engine.batch import Limits, Output
+from trainer_service.engine.batch import BatchLimits, Output
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.objectives.custom_loss_ops import FUNCTIONS, METHODS
@@ -296,7 +296,7 @@ def test_the_time_that_a_loss_will_take_is_foreseen_from_its_graph() -> None:
             datum([1, 2], target_tokens=np.array([1, 2]), matrix=np.ones((size, size), np.float32)) for _ in range(2)
         ]
         message = custom(data, sent(traced(many_matrices, matrix=2)))
-        first, second = batch_of(message, Limits(VOCAB_SIZE, 64)).datums
+        first, second = batch_of(message, BatchLimits(VOCAB_SIZE, 64)).datums
         assert first.loss_s == second.loss_s  # the second one's shapes were known
         return first.loss_s
 

@@ -14,7 +14,7 @@ from tests.unit.trainer_service.engines import batch, create
 from tests.unit.trainer_service.scheduling import Bench
 from tinsmith.errors import OutOfCapacity
 from tinsmith.modeling.base_model import BaseModel
-from trainer_service.durability.journal import State
+from trainer_service.durability.journal import EntryState
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.passes import Passes
 from trainer_service.operation import Operation
@@ -33,7 +33,7 @@ async def ends(bench: Bench, *operations: Operation) -> None:
         assert not operation.outcome.done()
         record = await bench.journal.find(operation.model_id, operation.seq_id)
         assert record is not None
-        assert record.state == State.ACCEPTED
+        assert record.state == EntryState.ACCEPTED
 
 
 def fails(*_: Any, **__: Any) -> Any:

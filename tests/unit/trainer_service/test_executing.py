@@ -73,7 +73,7 @@ def test_an_ended_operation_leaves_no_trace_and_its_place_is_used_again(tmp_path
         executing.begin([(f"m{n}", n)])
         executing.end([(f"m{n}", n)])
     assert (tmp_path / NAME).stat().st_size <= 1024
-    assert not died(tmp_path)._deaths
+    assert not died(tmp_path).deaths
 
 
 def test_a_graceful_end_in_the_middle_of_an_operation_is_no_death_and_keeps_the_count_of_a_suspect(
@@ -110,7 +110,7 @@ def test_operations_of_models_that_are_gone_are_forgotten(tmp_path: Path) -> Non
     assert again.is_suspect(*A)
     assert not again.is_suspect(*B)
     again.forget_model(A[0])
-    assert not died(tmp_path)._deaths
+    assert not died(tmp_path).deaths
 
 
 def test_deaths_in_other_work_are_kept_without_a_model_up_to_a_limit(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_deaths_in_other_work_are_kept_without_a_model_up_to_a_limit(tmp_path: P
     again.begin([(arriving("create_model", "m7:train:0"), 0)])
     again = died(tmp_path)
     again.keep_models(set())
-    assert len(again._deaths) == 1000
+    assert len(again.deaths) == 1000
     assert is_condemned(again, (arriving("create_model", "m7:train:0"), 0))
     assert not again.is_suspect("gone:train:0", 1)
     again.forget_model("m7:train:0")
@@ -132,7 +132,7 @@ def test_deaths_in_other_work_are_kept_without_a_model_up_to_a_limit(tmp_path: P
 def test_a_name_of_the_greatest_length_fits_its_slot(tmp_path: Path) -> None:
     names = [(arriving("forward_backward", letter * 200), 2**63 - 1) for letter in "ab"]
     Executing(tmp_path).begin(names)
-    assert set(died(tmp_path)._deaths) == set(names)
+    assert set(died(tmp_path).deaths) == set(names)
 
 
 def test_a_request_that_is_sent_again_does_not_end_the_record_of_the_first(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_damaged_file_condemns_nobody(tmp_path: Path, damage: bytes) -> None:
     boot = (tmp_path / NAME).read_bytes()[:256]
     for file in (boot + damage, damage):
         (tmp_path / NAME).write_bytes(file)
-        assert not Executing(tmp_path)._deaths
+        assert not Executing(tmp_path).deaths
 
 
 def test_a_file_that_cannot_be_written_is_told_once_and_stops_nobody(
@@ -193,7 +193,7 @@ def test_a_disk_that_was_full_for_a_while_is_written_again(tmp_path: Path, monke
         executing.end([A])
     executing.begin([A, B])
     executing.end([A])
-    assert list(died(tmp_path)._deaths) == [B]
+    assert list(died(tmp_path).deaths) == [B]
 
 
 def test_the_end_of_the_machine_counts_for_nobody_and_takes_nothing_back(
@@ -229,7 +229,7 @@ def test_an_operation_on_a_checkpoint_is_condemned_by_more_deaths_and_is_never_a
         executing.check(*A)
     assert not is_condemned(executing, B)
     executing.forget(*A)
-    assert not died(tmp_path)._deaths
+    assert not died(tmp_path).deaths
 
 
 def test_an_operation_may_write_its_checkpoint_while_it_is_executed(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ async def test_after_a_death_the_suspects_share_no_micro_batch_and_the_others_do
     executing = bench.scheduler.executing
     names = ("a", "b", "c", "d")
     await bench.create(*names)
-    executing._deaths = {("a", 1): Deaths(executing=1), ("b", 1): Deaths(executing=1)}
+    executing.deaths = {("a", 1): Deaths(executing=1), ("b", 1): Deaths(executing=1)}
     blocker = await bench.hold("d", 1)
     operations = [await bench.batch(name, 1, lengths=[10, 10]) for name in names[:3]]
     operations.append(await bench.batch("d", 2, lengths=[10, 10]))
@@ -310,7 +310,7 @@ async def test_after_a_death_the_suspects_share_no_micro_batch_and_the_others_do
         await operation.wait()
         await operation.stored.wait()
     assert sorted(map(sorted, bench.engine.sizes[1:])) == [["a1"], ["b1"], ["c1", "d2"]]
-    assert not executing._deaths
+    assert not executing.deaths
 
 
 async def test_a_crash_suspects_the_operations_of_the_micro_batch_that_ran(bench: Bench, tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ async def test_a_crash_suspects_the_operations_of_the_micro_batch_that_ran(bench
     waiting = await bench.batch("b", 1)
     (tmp_path / "copy").mkdir()
     shutil.copy(tmp_path / NAME, tmp_path / "copy" / NAME)
-    assert list(died(tmp_path / "copy")._deaths) == [("a", 1)]
+    assert list(died(tmp_path / "copy").deaths) == [("a", 1)]
     bench.engine.gate.set()
     await running.wait()
     await waiting.wait()

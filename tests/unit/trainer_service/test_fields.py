@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from google.rpc import error_details_pb2
 
-from sampler_service.core.request import Limits as SamplingLimits
+from sampler_service.core.request import RequestLimits
 from sampler_service.core.request import Params, Penalties, Request, StopCondition
 from tests.support.batches import datum, request
 from tinsmith.errors import InvalidRequest, NotReady, RateLimited, ServiceError, Unsupported, about, within
@@ -19,11 +19,11 @@ from tinsmith.rpc.errors import to_proto
 from tinsmith.rpc.paths import check_run_id
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-from trainer_service.engine.batch import Limits
+from trainer_service.engine.batch import BatchLimits
 from trainer_service.requests import batch_of, params_of
 
-LIMITS = Limits(vocab_size=100, max_context_length=64)
-SAMPLING = SamplingLimits(100, max_context_length=64, max_kv_tokens=64, max_num_samples=8, max_topk_logprobs=4)
+LIMITS = BatchLimits(vocab_size=100, max_context_length=64)
+SAMPLING = RequestLimits(100, max_context_length=64, max_kv_tokens=64, max_num_samples=8, max_topk_logprobs=4)
 ONES = np.ones(3, np.float32)
 ONE = np.array([1, 0, 0], np.float32)
 NUMBER = types_pb2.LossConfigValue(number=1)

@@ -22,7 +22,7 @@ from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.v1 import trainer_pb2, types_pb2
 from trainer_service.engine.batch import Batch
-from trainer_service.engine.engine import State, TrainingEngine
+from trainer_service.engine.engine import CapturedState, TrainingEngine
 from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.optimizers import AdamParams, DimuonParams, Params, clip_gradient
 from trainer_service.requests import batch_of, params_of
@@ -55,7 +55,7 @@ def batch(engine: TrainingEngine, *, seed: int = 0, scale: float = 1.0) -> Batch
     return batch_of(request(data), engine.limits)
 
 
-def everything(state: State) -> list[torch.Tensor]:
+def everything(state: CapturedState) -> list[torch.Tensor]:
     assert state.optimizer is not None
     return [state.adapter.flat, *state.optimizer.tensors.values()]
 

@@ -17,7 +17,7 @@ from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FULL, FullWeights
 from tinsmith.v1 import types_pb2 as pb
-from trainer_service.engine.engine import OptimizerState, State
+from trainer_service.engine.engine import CapturedState, OptimizerState
 from trainer_service.metrics import Metrics
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.encryption import parse_recipients
@@ -34,14 +34,14 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "root", Metrics(CollectorRegistry()))
 
 
-def make_state(base: BaseModel, *, optimizer: bool = False) -> State:
+def make_state(base: BaseModel, *, optimizer: bool = False) -> CapturedState:
     numel = sum(parameter.numel() for parameter in base.parameters.values())
     weights = FullWeights(base, torch.randn(numel, generator=torch.Generator().manual_seed(5)))
     moments = {"exp_avg": torch.rand(numel), "exp_avg_sq": torch.rand(numel), "num_steps": torch.tensor([3.0])}
-    return State(FULL, weights, 3, OptimizerState("adamw", moments) if optimizer else None)
+    return CapturedState(FULL, weights, 3, OptimizerState("adamw", moments) if optimizer else None)
 
 
-def info_of(kind: pb.CheckpointKind, state: State, name: str = "one") -> pb.CheckpointInfo:
+def info_of(kind: pb.CheckpointKind, state: CapturedState, name: str = "one") -> pb.CheckpointInfo:
     return pb.CheckpointInfo(
         location=f"{RUN}/{KINDS[kind]}/{name}",
         kind=kind,
@@ -58,7 +58,7 @@ def at(kind: pb.CheckpointKind, name: str = "one") -> Location:
     return Location(RUN, KINDS[kind], name)
 
 
-def assert_transformers_loads(folder: Path, state: State, *, dtype: torch.dtype) -> None:
+def assert_transformers_loads(folder: Path, state: CapturedState, *, dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == dtype
     stored = dict(model.named_parameters())
@@ -149,7 +149,7 @@ def test_a_trainer_of_either_kind_reads_checkpoints_of_both(
     """So that it can publish them again; which of them it trains is the engine's matter."""
     trainable = BaseModel.load(model_folder, device=torch.device("cpu"), dtype=torch.float32, trainable=True)
     config = AdapterConfig(rank=4, seed=3)
-    lora = State(config, Adapter.create(config, base.targets, base.device), 1, None)
+    lora = CapturedState(config, Adapter.create(config, base.targets, base.device), 1, None)
     full = make_state(base)
     store.save(info_of(SAMPLER, lora, "lora"), lora, overwrite=False)
     store.save(info_of(SAMPLER, full, "full"), full, overwrite=False)

@@ -14,11 +14,11 @@ from tinsmith.errors import InvalidRequest, OutOfCapacity
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.journal import Body, Entry
-from trainer_service.engine.batch import Limits
+from trainer_service.engine.batch import BatchLimits
 from trainer_service.operation import Answer, Turn, Work
 from trainer_service.requests import batch_bytes, batch_of
 
-LIMITS = Limits(vocab_size=100, max_context_length=64)
+LIMITS = BatchLimits(vocab_size=100, max_context_length=64)
 
 
 def held(bench: Bench) -> float:

@@ -23,7 +23,7 @@ from tinsmith.errors import (
 )
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability import journal_writer
-from trainer_service.durability.journal import Body, Journal, LiveModel, Record, State
+from trainer_service.durability.journal import Body, EntryState, Journal, LiveModel, Record
 from trainer_service.metrics import Metrics
 
 MODEL = "s:train:0"
@@ -123,7 +123,7 @@ async def test_a_model_whose_creation_fails_is_not_live(tmp_path: Path) -> None:
 
 
 def test_states_keep_their_numbers_in_the_file() -> None:
-    assert {state.name: state.value for state in State} == {"ACCEPTED": 0, "DONE": 1, "FAILED": 2}
+    assert {state.name: state.value for state in EntryState} == {"ACCEPTED": 0, "DONE": 1, "FAILED": 2}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ async def test_counted_bytes_are_those_of_the_file_after_every_call(tmp_path: Pa
         with pytest.raises(OutOfCapacity) as refused:  # its body is larger than the bound
             await journal.append("large", 0, batch(1, length=40_000))
         entries = [entry for model_id in await journal.model_ids() for entry in await journal.history(model_id)]
-        waiting = sum(entry.num_bytes for entry in entries if entry.state is State.ACCEPTED)
+        waiting = sum(entry.num_bytes for entry in entries if entry.state is EntryState.ACCEPTED)
         held = sum(model.request_bytes + model.result_bytes for model in await journal.summaries())
         assert f"holds {waiting} bytes of operations that have not run" in str(refused.value)
         assert registry.get_sample_value("trainer_journal_bytes") == held
@@ -221,7 +221,7 @@ async def test_an_answer_waits_for_the_next_append_to_share_its_transaction(
         await asyncio.sleep(0.05)
     await last  # the end waits for nothing more
     async with opened(tmp_path) as journal:
-        assert [entry.state for entry in await journal.history(MODEL)] == [State.DONE, State.DONE]
+        assert [entry.state for entry in await journal.history(MODEL)] == [EntryState.DONE, EntryState.DONE]
 
 
 async def executed(journal: Journal, seq_ids: Iterable[int], *, length: int = 8) -> None:
@@ -261,8 +261,8 @@ async def test_an_operation_that_left_the_model_as_it_was_needs_no_body_and_keep
         await journal.finish(MODEL, 1, done(1.0), keep_body=False)
     async with opened(tmp_path, result_retention_s=0.0) as journal:
         assert [(entry.seq_id, entry.state) for entry in await journal.history(MODEL)] == [
-            (0, State.ACCEPTED),
-            (1, State.DONE),
+            (0, EntryState.ACCEPTED),
+            (1, EntryState.DONE),
         ]
         assert [seq_id for seq_id, _ in await requests(journal)] == [0]
 
@@ -489,7 +489,7 @@ async def test_an_index_that_has_lost_a_row_costs_one_model_and_says_what_to_do(
             await journal.body(MODEL, 1)
         assert await journal.body("another", 0) == created()
         with pytest.raises(ServiceError, match=rf"{path} is damaged: .*malformed.*Put a backup") as failed:
-            await journal._writer.submit(lambda connection: connection.execute("DELETE FROM operations WHERE seq_id"))
+            await journal.writer.submit(lambda connection: connection.execute("DELETE FROM operations WHERE seq_id"))
         assert type(failed.value) is ServiceError, "a client that tries again would do so for ever"
         await journal.append("another", 1, batch(1))
 
@@ -497,7 +497,7 @@ async def test_an_index_that_has_lost_a_row_costs_one_model_and_says_what_to_do(
 async def test_a_request_that_is_gone_is_damage(tmp_path: Path) -> None:
     async with opened(tmp_path) as journal:
         await executed(journal, range(2))
-        await journal._writer.submit(lambda connection: connection.execute("UPDATE operations SET request = NULL"))
+        await journal.writer.submit(lambda connection: connection.execute("UPDATE operations SET request = NULL"))
         with pytest.raises(DataCorrupted, match=rf"{MODEL}, seq_id 1, in the journal .* it is not found"):
             await journal.unpacked(MODEL, 1)
 
@@ -510,7 +510,7 @@ async def test_an_error_in_one_job_is_its_callers_and_the_journal_goes_on(tmp_pa
     async with opened(tmp_path) as journal:
         await executed(journal, range(2))
         failed, written = await asyncio.wait_for(
-            asyncio.gather(journal._writer.submit(fail), journal.append(MODEL, 2, batch(2)), return_exceptions=True), 10
+            asyncio.gather(journal.writer.submit(fail), journal.append(MODEL, 2, batch(2)), return_exceptions=True), 10
         )
         assert type(failed) is ServiceError
         assert f"internal error at the journal {tmp_path}/journal.sqlite: KeyError('a bug')" in str(failed)
@@ -542,10 +542,10 @@ async def test_a_rollback_that_fails_is_made_up_for_before_the_next_transaction(
 
     async with opened(tmp_path) as journal:
         await executed(journal, range(2))
-        connection = journal._writer._connection
-        journal._writer._connection = _FailingRollbacks(connection, times=3)  # type: ignore[assignment]
+        connection = journal.writer._connection
+        journal.writer._connection = _FailingRollbacks(connection, times=3)  # type: ignore[assignment]
         with pytest.raises(ServiceError, match="disk I/O error"):
-            await asyncio.wait_for(journal._writer.submit(fail), 10)
+            await asyncio.wait_for(journal.writer.submit(fail), 10)
         await asyncio.wait_for(journal.append(MODEL, 2, batch(2)), 10)
     async with opened(tmp_path) as journal:
         assert [seq_id for seq_id, _ in await requests(journal)] == [0, 1, 2]
@@ -573,8 +573,8 @@ async def test_a_torn_page_of_the_database_is_repaired_from_the_log(tmp_path: Pa
 async def test_on_a_full_disk_appends_are_refused_and_what_is_there_can_be_read(tmp_path: Path) -> None:
     async with opened(tmp_path, max_bytes=1 << 30) as journal:
         await executed(journal, range(3))
-        pages = await journal._writer.submit(lambda connection: connection.execute("PRAGMA page_count").fetchone()[0])
-        await journal._writer.submit(
+        pages = await journal.writer.submit(lambda connection: connection.execute("PRAGMA page_count").fetchone()[0])
+        await journal.writer.submit(
             lambda connection: connection.execute(f"PRAGMA max_page_count = {pages}").fetchone()
         )
         appends = [journal.append(MODEL, seq_id, batch(seq_id, length=4096)) for seq_id in range(3, 9)]
@@ -583,9 +583,7 @@ async def test_on_a_full_disk_appends_are_refused_and_what_is_there_can_be_read(
         assert "disk is full" in str(refused[0])
         assert isinstance(record, Record)
         assert record.outcome == done(2.0), "it shared a transaction with them"
-        await journal._writer.submit(
-            lambda connection: connection.execute("PRAGMA max_page_count = 1000000").fetchone()
-        )
+        await journal.writer.submit(lambda connection: connection.execute("PRAGMA max_page_count = 1000000").fetchone())
         await executed(journal, range(3, 9), length=4096)
     async with opened(tmp_path) as journal:
         assert [seq_id for seq_id, _ in await requests(journal)] == list(range(9))
@@ -604,7 +602,7 @@ async def damage(journal: Journal, column: str, seq_id: int, at: int) -> None:
         (content,) = connection.execute(f"SELECT {column} FROM operations WHERE seq_id = ?", (seq_id,)).fetchone()
         connection.execute(f"UPDATE operations SET {column} = ? WHERE seq_id = ?", (flipped(content, at), seq_id))
 
-    await journal._writer.submit(run)
+    await journal.writer.submit(run)
 
 
 async def test_a_bit_that_changed_in_a_request_is_noticed_wherever_it_is(tmp_path: Path) -> None:

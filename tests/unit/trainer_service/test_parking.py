@@ -33,7 +33,7 @@ from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.snapshots import Policy
 from trainer_service.engine.budget import Plan
-from trainer_service.engine.engine import State, TrainingEngine
+from trainer_service.engine.engine import CapturedState, TrainingEngine
 from trainer_service.operation import Answer
 from trainer_service.requests import batch_of, params_of
 from trainer_service.scheduling import parking
@@ -62,7 +62,7 @@ def in_memory(process: Process) -> set[str]:
 
 async def park(process: Process) -> None:
     """Parks all models that are idle."""
-    await asyncio.gather(*process.scheduler._tasks)  # answers are being stored
+    await asyncio.gather(*process.scheduler.tasks)  # answers are being stored
     await process.scheduler.parking.park_idle(0)
 
 
@@ -121,7 +121,7 @@ def alone(engine: TrainingEngine, requests: Sequence[Any], *, seed: int) -> dict
     return tensors_of(state)
 
 
-def tensors_of(state: State) -> dict[str, Tensor]:
+def tensors_of(state: CapturedState) -> dict[str, Tensor]:
     assert state.optimizer is not None
     return {"adapter": state.adapter.flat, **state.optimizer.tensors}
 
@@ -278,7 +278,7 @@ async def test_runs_that_are_parked_at_every_moment_end_where_those_alone_end(
     clients = [client(name, seed=n) for n, name in enumerate(scripts)]
     await asyncio.gather(*clients, *(passer_by(n) for n in range(6)))
     parker.cancel()
-    await asyncio.gather(*process.scheduler._tasks)
+    await asyncio.gather(*process.scheduler.tasks)
     again = await start(await process.crash(tmp_path / "1"), max_models=2)
     for n, (name, script) in enumerate(scripts.items()):
         expected = alone(lonely, script, seed=n)
@@ -354,7 +354,7 @@ async def test_a_parked_model_is_published_and_exported_as_one_in_memory(start: 
 async def test_a_model_that_is_deleted_while_it_moves_is_gone(start: Start, tmp_path: Path) -> None:
     process = await start(tmp_path / "0")
     await run(process, [creation("a"), creation("b")])
-    await asyncio.gather(*process.scheduler._tasks)
+    await asyncio.gather(*process.scheduler.tasks)
     parking = asyncio.create_task(process.scheduler.parking.park_idle(0))
     await asyncio.sleep(0)
     await delete(process, "a")
@@ -372,7 +372,7 @@ async def test_a_model_for_which_the_disk_has_no_room_stays_in_memory(
 ) -> None:
     process = await start(tmp_path / "0", max_models=1)
     await run(process, [creation("a"), batch("a", 1)])
-    await asyncio.gather(*process.scheduler._tasks)
+    await asyncio.gather(*process.scheduler.tasks)
     monkeypatch.setattr(parking, "_PATIENCE_S", 0.01)
     monkeypatch.setattr(parking, "_TRY_AGAIN_S", 0)
     with monkeypatch.context() as full:
@@ -438,7 +438,7 @@ async def test_a_second_run_that_trains_all_parameters_parks_the_first(
         return [made, batch(name, 1, seed=seed), step(name, 2), batch(name, 3, seed=2 * seed), step(name, 4)]
 
     async def trained(process: Process, name: str) -> dict[str, Tensor]:
-        await asyncio.gather(*process.scheduler._tasks)
+        await asyncio.gather(*process.scheduler.tasks)
         return {key: tensor.clone() for key, tensor in (await process.weights(name)).items()}
 
     expected = {}

@@ -19,7 +19,7 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-from trainer_service.engine.batch import Limits
+from trainer_service.engine.batch import BatchLimits
 from trainer_service.requests import batch_bytes, batch_of
 from trainer_service.servicer import _is_large
 
@@ -41,8 +41,8 @@ def seeing(folder: Path) -> BaseModel:
 
 
 @pytest.fixture
-def limits(seeing: BaseModel) -> Limits:
-    return Limits(vocab_size=256, max_context_length=64, tower=seeing.tower)
+def limits(seeing: BaseModel) -> BatchLimits:
+    return BatchLimits(vocab_size=256, max_context_length=64, tower=seeing.tower)
 
 
 def chunk(image: Image.Image = WIDE, file_format: str = "png", **fields: Any) -> types_pb2.Chunk:
@@ -62,7 +62,7 @@ def with_chunks(*chunks: types_pb2.Chunk, targets: int, **inputs: Any) -> types_
     )
 
 
-def test_a_picture_counts_as_its_tokens_and_its_targets_are_ignored_by_default(limits: Limits) -> None:
+def test_a_picture_counts_as_its_tokens_and_its_targets_are_ignored_by_default(limits: BatchLimits) -> None:
     one = with_chunks(text(1, 2), chunk(expected_tokens=15), text(3, 4, 9), targets=20)
     message = request([one, datum([1, 2], target_tokens=[2, 3])])
     first, second = batch_of(message, limits).datums
@@ -101,7 +101,7 @@ def test_a_picture_counts_as_its_tokens_and_its_targets_are_ignored_by_default(l
     ],
 )
 def test_a_picture_that_cannot_be_taken_is_refused_by_its_chunk(
-    limits: Limits, bad: types_pb2.Chunk, field: str, message: str
+    limits: BatchLimits, bad: types_pb2.Chunk, field: str, message: str
 ) -> None:
     good = with_chunks(text(1), chunk(), targets=16)
     with pytest.raises(InvalidRequest, match=message) as refused:
@@ -109,7 +109,7 @@ def test_a_picture_that_cannot_be_taken_is_refused_by_its_chunk(
     assert refused.value.metadata["field"] == f"data[1].model_input[2]{field}"
 
 
-def test_pictures_are_refused_with_the_reason_where_the_base_model_takes_none(limits: Limits) -> None:
+def test_pictures_are_refused_with_the_reason_where_the_base_model_takes_none(limits: BatchLimits) -> None:
     blind = replace(limits, tower=None, why_no_pictures="its files hold no image processor")
     message = r"'image' is not supported by this base model \(its files hold no image processor\); use encoded_text"
     with pytest.raises(InvalidRequest, match=message) as refused:
@@ -117,14 +117,14 @@ def test_pictures_are_refused_with_the_reason_where_the_base_model_takes_none(li
     assert refused.value.metadata["field"] == "data[0].model_input[1]"
 
 
-def test_a_datum_is_as_long_as_its_pictures(limits: Limits) -> None:
+def test_a_datum_is_as_long_as_its_pictures(limits: BatchLimits) -> None:
     with pytest.raises(InvalidRequest, match=r"data.0..model_input: 76 tokens, with .* above 64"):
         batch_of(request([with_chunks(*[chunk()] * 5, text(1), targets=76)]), limits)
     with pytest.raises(InvalidRequest, match=r"target_tokens: shape \[3\] must be \[16\]"):
         batch_of(request([with_chunks(chunk(), text(1), targets=3)]), limits)
 
 
-def test_scaled_pictures_are_counted_as_memory_before_they_are_decoded(limits: Limits) -> None:
+def test_scaled_pictures_are_counted_as_memory_before_they_are_decoded(limits: BatchLimits) -> None:
     white = chunk(Image.new("RGB", (4000, 4000)))  # 16 kB, scaled to 32 tokens
     message = request([with_chunks(text(1), white, chunk(format="jpeg"), targets=32)])
     plain, counted = batch_bytes(message), batch_bytes(message, limits.counting)

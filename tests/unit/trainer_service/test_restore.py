@@ -33,7 +33,7 @@ from trainer_service.durability.executing import (
     Deaths,
     Executing,
 )
-from trainer_service.durability.journal import Body, State, sum_of
+from trainer_service.durability.journal import Body, EntryState, sum_of
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy
 from trainer_service.objectives.custom_loss import CustomLoss
@@ -270,7 +270,7 @@ async def test_a_snapshot_makes_the_replay_short(start: Start, tmp_path: Path) -
 
 async def settled(process: Process) -> None:
     """Until the journal knows the snapshots that have been taken."""
-    await until(lambda: not process.snapshots._tasks)
+    await until(lambda: not process.snapshots.tasks)
 
 
 async def test_a_damaged_snapshot_is_named_and_the_one_before_is_used(
@@ -586,7 +586,7 @@ async def test_a_log_that_has_lost_its_end_leaves_what_was_before_also_of_snapsh
     await run(again, SCRIPT[len(history) :])  # what the client has no receipt of, it sends again
     assert await outcomes(again) == expected
     assert_equal(await again.weights(MODEL), weights)
-    assert all(entry.state != State.ACCEPTED for entry in await again.journal.history(MODEL))
+    assert all(entry.state != EntryState.ACCEPTED for entry in await again.journal.history(MODEL))
 
 
 async def test_all_parameters_come_back_too(model_folder: Path, start: Start, tmp_path: Path) -> None:
@@ -716,7 +716,7 @@ async def test_an_operation_that_was_executed_at_two_deaths_fails_with_the_step_
     await process.journal.append(MODEL, 3, Body.pack("forward_backward", batch(3)))
     await process.stop()
     executing = Executing(tmp_path / "0")
-    executing._deaths[MODEL, 3] = Deaths(executing=MOST_DEATHS - 1)
+    executing.deaths[MODEL, 3] = Deaths(executing=MOST_DEATHS - 1)
     executing.begin([(MODEL, 3)])
 
     again = await start(tmp_path / "0")
@@ -738,7 +738,7 @@ async def test_an_operation_with_an_answer_that_was_executed_at_five_deaths_leav
     answer = await process.outcome(MODEL, 1)
     await process.stop()
     executing = Executing(tmp_path / "0")
-    executing._deaths[MODEL, 1] = Deaths(executing=MOST_DEATHS_ANSWERED - 1)
+    executing.deaths[MODEL, 1] = Deaths(executing=MOST_DEATHS_ANSWERED - 1)
     executing.begin([(MODEL, 1)])
 
     again = await start(tmp_path / "0")
@@ -785,7 +785,7 @@ async def test_an_operation_whose_checkpoint_ends_the_trainer_each_time_it_is_re
     await process.stop()
     executing = Executing(folder)
     for seq_id in (5, 6):
-        executing._deaths[MODEL, seq_id] = Deaths(storing=MOST_DEATHS_STORING - 1)
+        executing.deaths[MODEL, seq_id] = Deaths(storing=MOST_DEATHS_STORING - 1)
     with executing.storing(MODEL, 5), executing.storing(MODEL, 6):
         again = await start(folder)
     for seq_id in (5, 6):
@@ -804,7 +804,7 @@ async def test_a_request_of_the_journal_that_ends_the_trainer_each_time_it_is_re
     await process.stop()
     names = [(f"replay {MODEL}", 3), (f"replay {MODEL}", 4)]
     executing = Executing(tmp_path / "0")
-    executing._deaths = {name: Deaths(executing=MOST_DEATHS - 1) for name in names}
+    executing.deaths = {name: Deaths(executing=MOST_DEATHS - 1) for name in names}
     executing.begin(names)
 
     again = await start(tmp_path / "0")
@@ -835,7 +835,7 @@ async def test_requests_are_noted_while_a_restart_reads_them_and_forgotten_when_
     await again.scheduler.check_held(MODEL)
     assert f"executing 1 0 1 replay {MODEL}".encode() in noted["forward_backward"]
     assert f"executing 0 0 2 replay {MODEL}".encode() in noted["optim_step"]
-    assert not again.scheduler.executing._deaths
+    assert not again.scheduler.executing.deaths
 
 
 async def test_a_snapshot_that_ends_the_trainer_each_time_it_is_read_leaves_its_model_for_another_try(
@@ -855,15 +855,15 @@ async def test_a_snapshot_that_ends_the_trainer_each_time_it_is_read_leaves_its_
     await run(process, [batch(3)])
     await process.stop()
     executing = Executing(tmp_path / "0")
-    executing._deaths[MODEL, 2] = Deaths(storing=MOST_DEATHS_STORING - 2)
+    executing.deaths[MODEL, 2] = Deaths(storing=MOST_DEATHS_STORING - 2)
     with executing.storing(MODEL, 2):
         again = await start(tmp_path / "0", policy=policy)
     await again.scheduler.check_held(MODEL)
     assert f"storing 0 4 2 {MODEL}".encode() in noted[-1]
-    assert not again.scheduler.executing._deaths
+    assert not again.scheduler.executing.deaths
     await again.stop()
     executing = Executing(tmp_path / "0")
-    executing._deaths[MODEL, 2] = Deaths(storing=MOST_DEATHS_STORING - 1)
+    executing.deaths[MODEL, 2] = Deaths(storing=MOST_DEATHS_STORING - 1)
     with executing.storing(MODEL, 2):
         third = await start(tmp_path / "0", policy=policy)
     with pytest.raises(ModelLost, match="ended 5 times while it read or wrote the checkpoint of this"):

@@ -20,7 +20,7 @@ from tinsmith.errors import (
 )
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability.executing import Executing
-from trainer_service.durability.journal import Entry, State
+from trainer_service.durability.journal import Entry, EntryState
 from trainer_service.operation import Answer, Turn, Work
 
 
@@ -71,7 +71,7 @@ async def test_a_repeat_runs_once_and_gets_the_first_answer(bench: Bench) -> Non
     assert again is first
     bench.engine.gate.set()
     answer = await first.wait()
-    await asyncio.gather(*bench.scheduler._tasks)  # until the result is in the journal only
+    await asyncio.gather(*bench.scheduler.tasks)  # until the result is in the journal only
     stored = await bench.batch("a", 1)
     assert stored is not first
     assert await stored.wait() == answer
@@ -85,7 +85,7 @@ async def test_another_body_under_the_same_seq_id_is_refused_running_and_finishe
         await bench.batch("a", 1, "other")
     bench.engine.gate.set()
     await first.wait()
-    await asyncio.gather(*bench.scheduler._tasks)
+    await asyncio.gather(*bench.scheduler.tasks)
     with pytest.raises(SequenceConflict, match="seq_id 1"):
         await bench.step("a", 1)
 
@@ -312,7 +312,7 @@ async def test_a_turn_waits_until_the_results_are_in_the_journal(bench: Bench, m
     assert not all_of_it.done()
     may_finish[2].set()
     await all_of_it
-    assert [entry.state for entry in await bench.journal.history("a")] == [State.DONE] * 3
+    assert [entry.state for entry in await bench.journal.history("a")] == [EntryState.DONE] * 3
 
 
 async def test_an_operation_can_wait_for_the_results_before_it(bench: Bench) -> None:
@@ -431,7 +431,7 @@ async def test_a_failed_creation_leaves_no_model_but_its_error(bench: Bench) -> 
     creation = await bench.step("a", 0, error=InvalidRequest("rank: 0"))
     with pytest.raises(InvalidRequest):
         await creation.wait()
-    await asyncio.gather(*bench.scheduler._tasks)
+    await asyncio.gather(*bench.scheduler.tasks)
     with pytest.raises(ModelNotFound):
         await bench.step("a", 1)
     with pytest.raises(InvalidRequest, match="rank"):
@@ -546,7 +546,7 @@ async def test_a_restored_model_replays_what_had_run_and_what_waits_behind_a_gap
     await (await bench.step("a", 2)).wait()
     assert (await waiting.wait()).optim_step.metrics == {"again": 1.0}
     await waiting.stored.wait()
-    assert (await bench.journal.history("a"))[3].state == State.DONE
+    assert (await bench.journal.history("a"))[3].state == EntryState.DONE
 
 
 async def test_a_model_whose_replay_fails_is_given_up_and_stays_in_the_journal_for_another_try(

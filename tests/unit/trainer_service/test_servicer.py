@@ -54,7 +54,7 @@ from trainer_service.durability.executing import (
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
-from trainer_service.engine.engine import State, TrainingEngine
+from trainer_service.engine.engine import CapturedState, TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.operations.models import LiveModels
 from trainer_service.operations.operations import Operations
@@ -329,7 +329,7 @@ async def test_a_request_that_ended_the_trainer_once_before_it_was_in_the_journa
     for kind, seq_id, one in (("forward_backward", 1, batch(1)), ("optim_step", 2, step(2))):
         service = await die_while_arriving(start, kind, MODEL, seq_id, times=1)
         await getattr(service.stub, type(one).__name__.removesuffix("Request"))(one)
-        assert not service.trainer.scheduler.executing._deaths
+        assert not service.trainer.scheduler.executing.deaths
 
 
 async def test_a_creation_and_the_repeat_of_an_operation_that_ended_the_trainer_twice_are_refused(
@@ -491,7 +491,7 @@ async def test_a_checkpoint_of_all_parameters_is_refused_by_its_name_where_adapt
     service: Service, base: BaseModel
 ) -> None:
     full = FullWeights(base, torch.zeros(sum(parameter.numel() for parameter in base.parameters.values())))
-    save_by_hand(service, State(FULL, full, 1, None))
+    save_by_hand(service, CapturedState(FULL, full, 1, None))
     said = "{}: r/weights/one holds all parameters, which needs a server started with --full-training; this one"
     started = pb.CreateModelRequest(model_id=MODEL, from_location="r/weights/one")
     await fails(service.stub.CreateModel(started), errors.InvalidRequest, said.format("from_location"))
@@ -504,7 +504,7 @@ async def test_a_checkpoint_of_an_adapter_is_refused_by_its_name_where_all_param
     service: Service, base: BaseModel, model_folder: Path
 ) -> None:
     config = AdapterConfig(rank=4, seed=1)
-    save_by_hand(service, State(config, Adapter.create(config, base.targets, base.device), 1, None))
+    save_by_hand(service, CapturedState(config, Adapter.create(config, base.targets, base.device), 1, None))
     trainable = BaseModel.load(model_folder, device=base.device, dtype=base.dtype, trainable=True)
     service.trainer.operations.loads.engine = TrainingEngine(trainable, max_tokens_per_microbatch=64)
     said = "holds an adapter (rank 4), which needs a server started without --full-training; this one"
@@ -512,7 +512,7 @@ async def test_a_checkpoint_of_an_adapter_is_refused_by_its_name_where_all_param
     await fails(service.stub.CreateModel(started), errors.InvalidRequest, f"from_location: r/weights/one {said}")
 
 
-def save_by_hand(service: Service, state: State) -> None:
+def save_by_hand(service: Service, state: CapturedState) -> None:
     info = types_pb2.CheckpointInfo(
         location="r/weights/one", kind=types_pb2.CHECKPOINT_KIND_TRAINING, model_id="r", base_model="tiny",
         lora_config=config_to_proto(state.config), version_id="r@1", step=state.step,
@@ -931,10 +931,10 @@ async def test_an_archive_that_ends_the_trainer_each_time_is_refused_in_the_end(
 ) -> None:
     executing = service.trainer.scheduler.executing
     name = other_work("import archive", xxhash.xxh3_128_digest(peft_archive))
-    executing._deaths[name] = Deaths(storing=MOST_DEATHS_STORING)
+    executing.deaths[name] = Deaths(storing=MOST_DEATHS_STORING)
     refused = import_pieces(service.stub, HEADER, peft_archive[:100], peft_archive[100:])
     await fails(refused, errors.ServiceError, "ended 5 times while it read or wrote the checkpoint of this")
-    executing._deaths[name] = Deaths(storing=MOST_DEATHS_STORING - 1)
+    executing.deaths[name] = Deaths(storing=MOST_DEATHS_STORING - 1)
     noted = []
 
     def noting(*arguments: Any, **settings: Any) -> Any:
@@ -944,7 +944,7 @@ async def test_an_archive_that_ends_the_trainer_each_time_is_refused_in_the_end(
     with mock.patch("trainer_service.storage.imports.import_peft", noting):
         await import_pieces(service.stub, HEADER, peft_archive)
     assert f"storing 0 4 {name[1]} import archive".encode() in noted[0]
-    assert not executing._deaths
+    assert not executing.deaths
 
 
 async def test_a_custom_loss_that_ends_the_trainer_each_time_it_is_checked_is_refused_in_the_end(
@@ -954,9 +954,9 @@ async def test_a_custom_loss_that_ends_the_trainer_each_time_it_is_checked_is_re
     loss = custom_loss(graph(node("call_method", "total", "sum", ref("logprobs")), loss="total"), {"logprobs": 1})
     request = pb.CheckCustomLossRequest(custom_loss=loss)
     name = other_work("check custom-loss", request.SerializeToString(deterministic=True))
-    executing._deaths[name] = Deaths(executing=MOST_DEATHS)
+    executing.deaths[name] = Deaths(executing=MOST_DEATHS)
     await fails(service.stub.CheckCustomLoss(request), errors.ServiceError, "ended twice while it ran this")
-    executing._deaths[name] = Deaths(executing=MOST_DEATHS - 1)
+    executing.deaths[name] = Deaths(executing=MOST_DEATHS - 1)
     noted, check = [], operations.check_custom_loss
 
     def noting(checked: pb.CheckCustomLossRequest) -> None:
@@ -966,7 +966,7 @@ async def test_a_custom_loss_that_ends_the_trainer_each_time_it_is_checked_is_re
     with mock.patch.object(operations, "check_custom_loss", noting):
         await service.stub.CheckCustomLoss(request)
     assert f"executing 1 0 {name[1]} check custom-loss".encode() in noted[0]
-    assert not executing._deaths
+    assert not executing.deaths
 
 
 async def test_an_archive_that_is_cut_off_is_not_imported(stub: Any, peft_archive: bytes) -> None:

@@ -28,7 +28,7 @@ from tinsmith.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.objectives import custom_loss as module
 from trainer_service.objectives.custom_loss import CustomLoss
-from trainer_service.objectives.custom_loss_cost import Pace
+from trainer_service.objectives.custom_loss_cost import LossPace
 from trainer_service.requests import loss_of
 
 AT_ONCE_S = 30.0
@@ -125,7 +125,7 @@ def long_loss(name: str) -> CustomLoss:
 
 def test_all_checks_together_take_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     module._load_shape_functions()
-    monkeypatch.setattr(module, "CHECKS", Pace(share=0.2, burst_s=0.05))
+    monkeypatch.setattr(module, "CHECKS", LossPace(share=0.2, burst_s=0.05))
     used: list[float] = []
 
     def check(name: str) -> None:

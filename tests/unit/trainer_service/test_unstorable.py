@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from tests.unit.trainer_service.scheduling import Bench, MakeBench, fake_batch
 from tinsmith.errors import OutOfCapacity, ResultNotFound, ServiceError
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.durability.journal import Body, Journal, State
+from trainer_service.durability.journal import Body, EntryState, Journal
 from trainer_service.durability.journal_writer import Unstorable
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Operation
@@ -28,7 +28,7 @@ async def test_an_answer_that_is_too_large_for_the_journal_is_given_once_and_not
 ) -> None:
     bench = await make_bench()
     await bench.create("a")
-    bench.journal._writer._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4000)
+    bench.journal.writer._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4000)
     operation = await bench.batch("a", 1, "x" * 5000)
     assert (await operation.wait()).forward_backward.metrics == {"x" * 5000: 1.0}
     async with asyncio.timeout(5):
@@ -36,7 +36,7 @@ async def test_an_answer_that_is_too_large_for_the_journal_is_given_once_and_not
     assert [record.message for record in caplog.records if "its answer is not kept" in record.message]
     found = await bench.journal.find("a", 1)
     assert found is not None
-    assert (found.state, found.outcome) == (State.DONE, None)
+    assert (found.state, found.outcome) == (EntryState.DONE, None)
     with pytest.raises(ResultNotFound, match="seq_id 1 has expired, or was too large to be kept"):
         await (await bench.scheduler.find("a", 1)).wait()
     await (await bench.step("a", 2)).wait()
@@ -50,7 +50,7 @@ async def test_data_that_no_disk_would_take_is_told_from_a_disk_that_does_not_ta
         raise error
 
     with pytest.raises(Unstorable, match=f"cannot hold it: {error}"):
-        await bench.journal._writer.submit(run)
+        await bench.journal.writer.submit(run)
 
 
 async def test_an_answer_waits_for_a_full_disk_and_ever_longer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ async def test_a_transaction_that_runs_again_counts_its_bytes_once(tmp_path: Pat
     )
     body = Body.pack("create_model", pb.CreateModelRequest(model_id="a"))
     free = threading.Event()
-    blocked = asyncio.create_task(journal._writer.submit(lambda _: free.wait(10)))  # what comes now shares the next one
+    blocked = asyncio.create_task(journal.writer.submit(lambda _: free.wait(10)))  # what comes now shares the next one
     appends = [asyncio.create_task(journal.append("a", 0, body)) for _ in range(2)]
     await asyncio.sleep(0.05)
     free.set()

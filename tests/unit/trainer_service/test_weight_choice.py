@@ -6,13 +6,13 @@ import pytest
 
 from tinsmith.errors import Unsupported
 from tinsmith.weight_channel import ring
-from trainer_service.weight_sync.choice import CHANNELS, Channel, Place, check_channel, choose
+from trainer_service.weight_sync.choice import CHANNELS, Channel, SamplerPlace, check_channel, choose
 
-HERE = Place("here", same_machine=True)
-AWAY = Place("away", same_machine=False)
-SAME_GPU = Place("same gpu", same_machine=True, gpu_uuid="0")
-NEXT_GPU = Place("next gpu", same_machine=True, gpu_uuid="1")
-FAR_GPU = Place("far gpu", same_machine=False, gpu_uuid="2")
+HERE = SamplerPlace("here", same_machine=True)
+AWAY = SamplerPlace("away", same_machine=False)
+SAME_GPU = SamplerPlace("same gpu", same_machine=True, gpu_uuid="0")
+NEXT_GPU = SamplerPlace("next gpu", same_machine=True, gpu_uuid="1")
+FAR_GPU = SamplerPlace("far gpu", same_machine=False, gpu_uuid="2")
 
 
 @pytest.mark.parametrize(
@@ -23,11 +23,11 @@ FAR_GPU = Place("far gpu", same_machine=False, gpu_uuid="2")
         ("0", [SAME_GPU, NEXT_GPU, FAR_GPU, HERE, AWAY], ["cuda_ipc", "nccl", "nccl", "shm", "gloo"]),
         ("0", [NEXT_GPU, NEXT_GPU, FAR_GPU], ["shm", "shm", "nccl"]),
         ("0", [FAR_GPU, FAR_GPU], ["gloo", "gloo"]),
-        ("0", [Place("another container on the GPU", same_machine=False, gpu_uuid="0")], ["gloo"]),
+        ("0", [SamplerPlace("another container on the GPU", same_machine=False, gpu_uuid="0")], ["gloo"]),
         ("0", [], []),
     ],
 )
-def test_auto_takes_the_best_that_reaches_each(gpu_uuid: str, places: list[Place], chosen: list[str]) -> None:
+def test_auto_takes_the_best_that_reaches_each(gpu_uuid: str, places: list[SamplerPlace], chosen: list[str]) -> None:
     assert choose("auto", places, gpu_uuid=gpu_uuid) == chosen
 
 
@@ -48,7 +48,7 @@ def test_auto_keeps_off_gpu_memory_for_those_that_are_named() -> None:
     ],
 )
 def test_a_chosen_channel_that_does_not_reach_a_sampler_is_refused_by_name(
-    channel: Channel, place: Place, reason: str
+    channel: Channel, place: SamplerPlace, reason: str
 ) -> None:
     with pytest.raises(
         Unsupported, match=re.escape(f"channel: '{channel}' does not reach the sampler {place.address}")

@@ -521,10 +521,10 @@ async def test_a_silent_sampler_does_not_hold_up_a_withdrawal_and_hears_of_it_wh
     await sender.withdraw("m@1")
     assert [list(receiver.versions) for receiver in receivers] == [["m@1"], []]
     silent.awake.set()
-    await asyncio.gather(*sender._withdrawing.values())
+    await asyncio.gather(*sender.withdrawing.values())
     assert silent.versions == {}
     assert other.versions == {}
-    assert sender._withdrawing == {}
+    assert sender.withdrawing == {}
 
 
 async def test_a_version_is_withdrawn_from_a_sampler_that_was_away_when_it_can_be_reached(
@@ -538,7 +538,7 @@ async def test_a_version_is_withdrawn_from_a_sampler_that_was_away_when_it_can_b
     await sender.withdraw("m@1")
     assert list(receiver.versions) == ["m@1"]
     await serve(receiver, port=server.port)
-    await asyncio.wait_for(asyncio.gather(*sender._withdrawing.values()), 30)
+    await asyncio.wait_for(asyncio.gather(*sender.withdrawing.values()), 30)
     assert receiver.versions == {}
 
 
@@ -564,7 +564,7 @@ async def test_a_sampler_that_refuses_a_withdrawal_is_asked_ever_less_often_and_
     monkeypatch.setattr(sender_module, "_WITHDRAW_RARELY_S", 0.033)
     monkeypatch.setattr(sender_module.asyncio, "sleep", noted)
     await sender.withdraw("m@1")
-    await asyncio.gather(*sender._withdrawing.values())
+    await asyncio.gather(*sender.withdrawing.values())
     assert receiver.versions == {}
     assert [wait for wait in waits if wait in (0.011, 0.022, 0.033)] == [0.011, 0.022, 0.033, 0.033]
     assert caplog.text.count("has not removed m@1 yet") == 1
@@ -580,9 +580,9 @@ async def test_a_version_that_is_good_after_all_is_not_withdrawn_any_more(
     receiver.faults.append("remove")
     monkeypatch.setattr(sender_module, "_WITHDRAW_AGAIN_S", 60.0)
     await sender.withdraw("m@1")
-    (withdrawing,) = sender._withdrawing.values()
+    (withdrawing,) = sender.withdrawing.values()
     assert await sender.confirm("m@1", members) == members
     await asyncio.wait([withdrawing])
     assert withdrawing.cancelled()
-    assert sender._withdrawing == {}
+    assert sender.withdrawing == {}
     assert list(receiver.versions) == ["m@1"]

@@ -20,13 +20,13 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
 from tinsmith.v1 import trainer_pb2, types_pb2
 from trainer_service.engine import batch as module
-from trainer_service.engine.batch import Example, Limits
+from trainer_service.engine.batch import BatchLimits, Example
 from trainer_service.engine.budget import Footprint, Lengths, Plan
 from trainer_service.engine.engine import TrainingEngine, cut
 from trainer_service.engine.memory import peak_bytes
 from trainer_service.requests import batch_of
 
-LIMITS = Limits(vocab_size=100, max_context_length=64)
+LIMITS = BatchLimits(vocab_size=100, max_context_length=64)
 WIDE = 64 * 1024 * 1024
 """Columns whose int64 cells take 512 MiB."""
 SMALL_BYTES = 4 * 1024 * 1024
@@ -54,7 +54,7 @@ def test_too_many_columns_are_refused_with_their_number_and_the_limit_before_the
 
 
 def test_dense_targets_have_the_same_limit() -> None:
-    limits = Limits(vocab_size=100, max_context_length=64, max_targets_per_token=2)
+    limits = BatchLimits(vocab_size=100, max_context_length=64, max_targets_per_token=2)
     batch_of(request([datum([1], target_tokens=np.zeros((1, 2), np.int64))]), limits)
     with pytest.raises(InvalidRequest, match="3 targets for a token are above this server's max_targets_per_token 2"):
         batch_of(request([datum([1], target_tokens=np.zeros((1, 3), np.int64))]), limits)
@@ -82,7 +82,7 @@ def test_a_sparse_input_of_a_custom_loss_is_no_larger_than_a_node_may_be_and_ref
 
 
 def test_a_request_whose_answer_would_be_no_message_is_refused_as_a_whole_before_it_takes_memory() -> None:
-    limits = Limits(vocab_size=100, max_context_length=64, max_targets_per_token=2**23)
+    limits = BatchLimits(vocab_size=100, max_context_length=64, max_targets_per_token=2**23)
     data = [wide(2**23) for _ in range(9)]  # 32 MiB of logprobs each
     with takes_little_memory(), pytest.raises(InvalidRequest, match=f"data: .*75497472 targets.*{MAX_MESSAGE_BYTES}"):
         batch_of(request(data), limits)
