@@ -38,7 +38,7 @@ from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.measure import Bounds, measure
 from trainer_service.metrics import Metrics
-from trainer_service.operations.lost import LostOperations
+from trainer_service.operations.missing import LostOperations
 from trainer_service.operations.models import LiveModels
 from trainer_service.operations.operations import Operations
 from trainer_service.operations.restore import Restorer, check_journal

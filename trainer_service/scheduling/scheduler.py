@@ -1,8 +1,8 @@
 """The scheduler of training operations. It makes three promises for each model:
 
 1. Order: operations are executed by seq_id, without gaps, in whatever order they arrive. An early operation waits.
-   operations/lost.py decides how long it waits for a seq_id that never arrives. A failed operation uses up its seq_id,
-   even if validation refused it.
+   operations/missing.py decides how long it waits for a seq_id that never arrives. A failed operation uses up its
+   seq_id, even if validation refused it.
 2. Once: a repeated (model_id, seq_id) is the same operation, running or finished. With another body it is refused.
 3. One at a time: the engine gets one call at a time, on one compute thread.
 

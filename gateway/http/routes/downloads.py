@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from gateway import traces
 from gateway.codec import Request
 from gateway.database.tables.checkpoints import Checkpoint
-from gateway.http import bodies
+from gateway.http import openapi_bodies
 from gateway.http.endpoint import BINARY, GET
 from gateway.storage import downloads
 from gateway.storage.downloads import Content
@@ -96,7 +96,7 @@ async def trace(request: Request) -> Response:
     return StreamingResponse(content, media_type="application/json", headers=headers)
 
 
-_SIGNED = partial(GET, asks=bodies.SignedQuery, needs_key=False)
+_SIGNED = partial(GET, asks=openapi_bodies.SignedQuery, needs_key=False)
 _FILE_ERRORS = (403, 404, 410, 503)
 
 # Starlette adds HEAD to GET, which would make the whole timeline and then send nothing of it.

@@ -39,7 +39,7 @@ from gateway.codec import (
 from gateway.config import GatewayConfig
 from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway
-from gateway.http import bodies
+from gateway.http import openapi_bodies
 from gateway.http.endpoint import BINARY, POST, PROTOBUF, SUBMISSION
 from gateway.ids import batch_fingerprint, fingerprint
 from gateway.load import Share
@@ -519,7 +519,7 @@ async def submit(gateway: Gateway, caller: Caller, submission: Submission) -> an
 
 _batch_post = partial(POST, errors=SUBMISSION, also_takes={PROTOBUF: BINARY})
 routes = [
-    _batch_post("/forward_backward", forward_backward, takes=bodies.ForwardBackward),
-    _batch_post("/forward", forward, takes=bodies.Forward),
+    _batch_post("/forward_backward", forward_backward, takes=openapi_bodies.ForwardBackward),
+    _batch_post("/forward", forward, takes=openapi_bodies.Forward),
     POST("/optim_step", optim_step, errors=SUBMISSION, takes=schemas.OptimStep),
 ]

@@ -7,7 +7,7 @@ from typing import Any
 from gateway import answers, schemas
 from gateway.codec import Request
 from gateway.convert import check_ttl, ttl_of
-from gateway.http import bodies
+from gateway.http import openapi_bodies
 from gateway.http.endpoint import POST, SUBMISSION
 from gateway.http.routes.models import check_session, create_from_checkpoint
 from gateway.http.routes.training import counted_if_refused, submit_content, submit_json
@@ -181,7 +181,7 @@ routes = [
     POST("/save_weights", save_weights, errors=SUBMISSION, takes=schemas.SaveWeights),
     POST("/save_weights_for_sampler", save_weights_for_sampler, errors=SUBMISSION, takes=schemas.SaveWeightsForSampler),
     POST("/save_weights_external", save_weights_external, errors=SUBMISSION, takes=schemas.SaveWeightsExternal),
-    POST("/load_weights", load_weights, errors=(404, *SUBMISSION), takes=bodies.LoadWeights),
+    POST("/load_weights", load_weights, errors=(404, *SUBMISSION), takes=openapi_bodies.LoadWeights),
     POST("/weights_info", weights_info, errors=(404, 503)),
     POST("/copy_weights", copy_weights, errors=(403, 404, 422, 503)),
 ]

@@ -14,7 +14,7 @@ from tinker.proto import tinker_public_pb2
 from gateway import schemas
 from gateway.codec import parse
 from gateway.http.app import ROUTES
-from gateway.http.bodies import LoadWeights
+from gateway.http.openapi_bodies import LoadWeights
 from gateway.openai import schemas as openai_schemas
 from tests.unit.gateway.stack import BASE_MODEL, Client, batch, sample_body
 from tests.unit.gateway.test_isolation import walk

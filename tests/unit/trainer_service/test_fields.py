@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from google.rpc import error_details_pb2
 
-from sampler_service.core.request import RequestLimits
-from sampler_service.core.request import Params, Penalties, Request, StopCondition
+from sampler_service.core.request import Params, Penalties, Request, RequestLimits, StopCondition
 from tests.support.batches import datum, request
 from tinsmith.errors import InvalidRequest, NotReady, RateLimited, ServiceError, Unsupported, about, within
 from tinsmith.lora_config import config_from_proto

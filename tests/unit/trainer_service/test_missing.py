@@ -8,7 +8,7 @@ from tests.unit.trainer_service.scheduling import Bench, MakeBench
 from tinsmith.errors import InvalidRequest, SequenceConflict
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.operation import Operation, Work
-from trainer_service.operations.lost import LostOperations
+from trainer_service.operations.missing import LostOperations
 from trainer_service.operations.operations import refused
 
 
