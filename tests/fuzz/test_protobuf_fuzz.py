@@ -23,6 +23,9 @@ from tests.support.examples import BASE_MODEL
 from tests.support.stack import Stack
 from tests.support.wire import Wire, next_token_datum, tensor
 
+# Threads of the client under test use `random` while a strategy draws, which Hypothesis takes for the strategy's use.
+pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
+
 PROTOBUF = "application/x-protobuf"
 NUM_SLOW_CASES = 10_000
 REFUSED = {400, 413, 422, 429}

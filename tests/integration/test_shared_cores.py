@@ -21,8 +21,9 @@ def test_one_that_computes_alone_has_all_cores_and_two_have_their_shares(second_
         seq_ids = count(1)
 
         def threads_of_a_batch(*, num_datums: int = 3 * cores) -> float:
-            """Threads of a forward_backward of datums of 99 tokens; three of them are enough work for a thread."""
-            data = [next_token_datum([1, 2, 3] * 33)] * num_datums
+            """Threads of a forward_backward of datums of 99 tokens; three of them are enough work for a thread. They
+            begin differently, because what they have in common would be computed once."""
+            data = [next_token_datum([1 + n, 2, 3] * 33) for n in range(num_datums)]
             wire.output(wire.forward_backward(model_id, next(seq_ids), data))
             return wire.metrics(second_stack.metrics_url("trainer"))["trainer_threads"]
 

@@ -77,9 +77,9 @@ def test_it_is_chosen_where_a_sequence_would_not_fit_and_only_there(base: BaseMo
     used: list[bool] = []
     compute = engine.passes._compute
 
-    def spy(items: Any, *, checkpointing: bool) -> Any:
+    def spy(items: Any, *, checkpointing: bool, share: bool) -> Any:
         used.append(checkpointing)
-        return compute(items, checkpointing=checkpointing)
+        return compute(items, checkpointing=checkpointing, share=share)
 
     engine.passes._compute = spy  # type: ignore[method-assign]
     run(engine, "m", batch(engine, [20]))
