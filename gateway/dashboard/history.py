@@ -202,7 +202,7 @@ class History:
 
 
 def _shown(points: Sequence[MetricPoint], *, before: tuple[int, float | None] | None) -> dict[str, Any]:
-    """What `read` returns, of these points. `before`: the number of steps before them, which the reader has, and the
+    """The answer of `read` for these points. `before`: the number of steps before them, which the reader has, and the
     time of the last one; None for a reader who gets all points."""
     steps, waiting = by_steps(points)
     if before is None:

@@ -25,7 +25,7 @@ NEEDED = {
     # Version 1.3, which satisfies golang-google-grpc-dev too, cannot read what today's plugin makes.
     "github.com/golang/protobuf/proto/registry.go": "golang-github-golang-protobuf-1-5-dev",
 }
-"""What the client needs of them, with the package that has it."""
+"""Go packages that the client needs, each with the Debian package that has it."""
 SINCE_DEBIAN = {
     '\t"google.golang.org/grpc/credentials/insecure"\n': "",
     "grpc.WithTransportCredentials(insecure.NewCredentials())": "grpc.WithInsecure()",

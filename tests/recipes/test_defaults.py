@@ -82,7 +82,7 @@ def test_rubric(base_url: str, tmp_path: Path) -> None:
     }
     recipe = Recipe("rubric.train", settings, tmp_path / "run", base_url)
     output = recipe.run(tmp_path / "log")
-    # Of 96 answers of the grader, which are drawn: a few may be in another form.
+    # The grader's 96 answers are drawn, so a few may be in another form.
     assert output.count("Failed to extract score") < 10
     scores = recipe.metric("env/all/rubric_score")
     assert len(scores) == 3

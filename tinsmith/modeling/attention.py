@@ -60,7 +60,7 @@ class Packed:
     """Whole sequences, end to end, for training and scoring. A token sees only its own sequence."""
 
     lengths: Sequence[int]
-    """Of the sequences, or of their segments."""
+    """Length of each sequence; with `below`, of each segment."""
     below: Sequence[int] = ()
     """For each segment the number of rows that go on from it, which lie directly behind it. Empty if no sequences
     share a segment."""

@@ -30,7 +30,7 @@ _ROUGH = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """What one attention layer computes on latent vectors in place of keys and values."""
+    """The computation of one attention layer on latent vectors, in place of keys and values."""
 
     projection: nn.Linear | LoraLinear
     """kv_b_proj: latent vectors to the keys and values of each head, side by side."""

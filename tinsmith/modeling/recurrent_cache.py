@@ -95,7 +95,7 @@ class LaneStates:
         self._lanes = lanes
         self._copy = copy
         self._uncopied: set[Key] = set()
-        """What the layer has read or written since `end_layer`."""
+        """Keys of the states that the layer has read or written since `end_layer`."""
         self._copies: dict[Key, Tensor] = {}
         """Copies of the states of lanes that do not follow each other, which a layer may change in place."""
 

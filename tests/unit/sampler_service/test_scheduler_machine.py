@@ -32,7 +32,7 @@ VOCAB = 50
 MAX_KV_TOKENS = 700
 MAX_RUNNING = 6
 LANE_BYTES = 5120
-"""Of states: the prefix cache has room for 2, and for 20 blocks."""
+"""Size of a lane's state. The prefix cache has room for 2 states, and for 20 blocks."""
 STATE: Key = ("state", 0, 0)
 SHORT_TOKENS = 16
 """In place of 1,024, so that small requests have all sizes."""
