@@ -139,7 +139,9 @@ class Assets:
         if self._tls is None:
             self._tls = await asyncio.to_thread(ssl.create_default_context)
         async with (
-            httpx.AsyncClient(verify=self._tls, trust_env=False, follow_redirects=False, timeout=None) as client,  # noqa: S113 - read() has one for all
+            httpx.AsyncClient(
+                verify=self._tls, trust_env=False, follow_redirects=False, timeout=self._timeout_s
+            ) as client,
             client.stream(
                 "GET",
                 target,
