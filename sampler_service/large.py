@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from sampler_service.threads import storable
+from tinsmith.errors import storable
 
 T = TypeVar("T")
 

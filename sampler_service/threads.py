@@ -7,14 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from tinsmith.errors import storable
+
 T = TypeVar("T")
-
-
-def storable(error: StopIteration) -> RuntimeError:
-    """The error for a future, which takes no StopIteration: those who wait for it would wait for ever."""
-    stored = RuntimeError(repr(error))
-    stored.__cause__ = error
-    return stored
 
 
 async def in_thread(work: Callable[[], T]) -> T:

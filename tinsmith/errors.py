@@ -193,3 +193,10 @@ def about(field: str) -> Iterator[None]:
     except ServiceError as error:
         error.metadata["field"] = field
         raise
+
+
+def storable(error: StopIteration) -> RuntimeError:
+    """The error for a future, which takes no StopIteration: those who wait for it would wait for ever."""
+    stored = RuntimeError(repr(error))
+    stored.__cause__ = error
+    return stored

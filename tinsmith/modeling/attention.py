@@ -116,19 +116,22 @@ class Packed:
     def shared(self) -> Iterator[tuple[slice, slice, int]]:
         """The rows of each segment that others go on from, the rows that go on from it, and the position of its first
         row."""
-        for (rows, before), below in zip(self.paths(), self.below, strict=False):
+        for (rows, before), below in zip(self.paths(), self.below, strict=True):
             if below:
-                depth = sum(part.stop - part.start for part in before)
-                yield rows, slice(rows.stop, rows.stop + below), depth
+                yield rows, slice(rows.stop, rows.stop + below), _num_rows(before)
 
     def positions(self, rows: slice) -> Tensor:
         """int64: the positions of some whole segments' rows in their sequences."""
         found = []
         for own, before in self.paths():
             if rows.start <= own.start < rows.stop:
-                depth = sum(part.stop - part.start for part in before)
+                depth = _num_rows(before)
                 found.append(torch.arange(depth, depth + own.stop - own.start))
         return torch.cat(found)
+
+
+def _num_rows(parts: Sequence[slice]) -> int:
+    return sum(part.stop - part.start for part in parts)
 
 
 def _is_plain(q_T_N_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> bool:

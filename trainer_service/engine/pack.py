@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -59,26 +58,24 @@ class Pack:
         positions = positions_with_pictures(lengths, placed, _HOST) if placed else positions_of(lengths, _HOST)
         rows_M = np.concatenate([_rows(datum, start) for datum, start in zip(datums, starts, strict=False)])
         targets_M = np.concatenate([datum.targets.ravel() for datum in datums])
-        by_model = [
-            (model_id, slice(group[0], group[-1] + 1))
-            for model_id, group in (
-                (model_id, list(numbers))
-                for model_id, numbers in groupby(range(len(examples)), key=lambda n: examples[n].model_id)
-            )
-        ]
+        by_model: dict[str, list[int]] = {}
+        for n, example in enumerate(examples):
+            by_model.setdefault(example.model_id, []).append(n)
         pack = cls(
             num_tokens=tokens_N.size,
             tokens_T=torch.from_numpy(tokens_N).long(),
             positions=positions,
             layout=Packed(lengths),
             placed=placed,
-            models=[(model_id, slice(int(starts[one.start]), int(starts[one.stop]))) for model_id, one in by_model],
+            models=[(key, slice(int(starts[own[0]]), int(starts[own[-1] + 1]))) for key, own in by_model.items()],
             rows_M=rows_M,
             targets_M=targets_M,
             sizes=[datum.targets.size for datum in datums],
             order_M=None,
         )
-        forest = forest_of(_alike([datums[one] for _, one in by_model])) if share else None
+        if not share:
+            return pack
+        forest = forest_of(_alike([[datums[n] for n in own] for own in by_model.values()]))
         return pack if forest is None else pack._shared(forest)
 
     def _shared(self, forest: Forest) -> Pack:

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any, Protocol, TypeVar
 
 from tinsmith.cores import Cores, yield_to_event_loops
-from tinsmith.errors import EngineDead, ServiceError
+from tinsmith.errors import EngineDead, ServiceError, storable
 from tinsmith.rpc import tracing
 from trainer_service.durability.executing import Executing, Name
 from trainer_service.engine.batch import Batch, MicroBatch, Output
@@ -479,10 +479,8 @@ def _resolve(results: Sequence[tuple[asyncio.Future[Any], object]]) -> None:
     for future, result in results:
         if future.done():  # cancelled meanwhile
             continue
-        if isinstance(result, StopIteration):  # a future takes none
-            error = RuntimeError(repr(result))
-            error.__cause__ = result
-            future.set_exception(error)
+        if isinstance(result, StopIteration):
+            future.set_exception(storable(result))
         elif isinstance(result, Exception):
             future.set_exception(result)
         else:

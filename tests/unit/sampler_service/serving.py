@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -34,6 +35,26 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[TorchEngine]:
         yield engine
     finally:
         await engine.stop()
+
+
+async def alone_and_interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Result, Result]]:
+    """Results of requests that are drawn alone, each with that of the same request beside the others. There, those
+    without max_tokens outgrow their lanes, give their places back, and are computed anew."""
+
+    async def run(engine: TorchEngine, n: int) -> Result:
+        max_tokens = None if n % 2 else 5 + 3 * n
+        tokens = prompt(6 + 9 * n, seed=n, vocab_size=256)
+        return await generate(engine, tokens, max_tokens=max_tokens, seed=n, num_samples=2)
+
+    async with serving(folder) as engine:
+        alone = [await run(engine, n) for n in range(6)]
+    monkeypatch.setattr("sampler_service.torch_engine.planner.SHORT_TOKENS", 32)
+    monkeypatch.setattr("sampler_service.core.sequence.HEADROOM", 8)
+    async with serving(folder, max_kv_tokens=600, prefill_tokens_per_step=20) as engine:
+        together = await asyncio.gather(*(run(engine, n) for n in range(6)))
+        assert metric(engine, "preemptions_total") > 0
+        assert len(engine.scheduler.kv.caches) > 1
+    return list(zip(alone, together, strict=True))
 
 
 def prompt(length: int, *, seed: int = 0, vocab_size: int = 512) -> Any:

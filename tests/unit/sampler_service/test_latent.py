@@ -13,7 +13,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from sampler_service.core.sizing import kv_bytes_per_token, measured_cache
 from tests.unit.modeling.test_families import DELTA, ROUTED, make
 from tests.unit.sampler_service.full_versions import make_full
-from tests.unit.sampler_service.serving import generate, make_adapter, metric, serving
+from tests.unit.sampler_service.serving import alone_and_interrupted, generate, make_adapter, serving
 from tests.unit.sampler_service.test_recurrent import check, tokens_of
 from tinsmith.modeling.base_model import BaseModel
 
@@ -84,20 +84,7 @@ async def test_sequences_that_grow_and_are_interrupted_draw_as_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make(tmp_path, "DeepseekV3", FAMILIES["DeepseekV3"])
-
-    async def run(engine: Any, n: int) -> Any:
-        max_tokens = None if n % 2 else 5 + 3 * n
-        return await generate(engine, tokens_of(6 + 9 * n, n), max_tokens=max_tokens, seed=n, num_samples=2)
-
-    async with serving(folder) as engine:
-        alone = [await run(engine, n) for n in range(6)]
-    monkeypatch.setattr("sampler_service.torch_engine.planner.SHORT_TOKENS", 32)
-    monkeypatch.setattr("sampler_service.core.sequence.HEADROOM", 8)
-    async with serving(folder, max_kv_tokens=600, prefill_tokens_per_step=20) as engine:
-        together = await asyncio.gather(*(run(engine, n) for n in range(6)))
-        assert metric(engine, "preemptions_total") > 0
-        assert len(engine.scheduler.kv.caches) > 1
-    for one, other in zip(alone, together, strict=True):
+    for one, other in await alone_and_interrupted(folder, monkeypatch):
         assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
 
 

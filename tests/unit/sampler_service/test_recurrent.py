@@ -17,11 +17,17 @@ from sampler_service.core.request import Result
 from sampler_service.core.sequence import PASSING
 from sampler_service.core.sizing import Sizes
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.torch_engine.scheduler import Scheduler
 from tests.unit.modeling.test_families import MORE, ONE_BY_ONE, RECURRENT, make
 from tests.unit.sampler_service.full_versions import make_full
-from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, request, serving
+from tests.unit.sampler_service.serving import (
+    alone_and_interrupted,
+    generate,
+    make_adapter,
+    prompt,
+    request,
+    serving,
+)
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
@@ -119,21 +125,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 async def test_sequences_that_move_grow_and_are_interrupted_draw_as_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequences without max_tokens outgrow their lanes, give their places back, and are computed anew."""
-
-    async def run(engine: TorchEngine, n: int) -> Result:
-        max_tokens = None if n % 2 else 5 + 3 * n
-        return await generate(engine, tokens_of(6 + 9 * n, n), max_tokens=max_tokens, seed=n, num_samples=2)
-
-    async with serving(folder) as engine:
-        alone = [await run(engine, n) for n in range(6)]
-    monkeypatch.setattr("sampler_service.torch_engine.planner.SHORT_TOKENS", 32)
-    monkeypatch.setattr("sampler_service.core.sequence.HEADROOM", 8)
-    async with serving(folder, max_kv_tokens=600, prefill_tokens_per_step=20) as engine:
-        together = await asyncio.gather(*(run(engine, n) for n in range(6)))
-        assert metric(engine, "preemptions_total") > 0
-        assert len(engine.scheduler.kv.caches) > 1
-    for one, other in zip(alone, together, strict=True):
+    for one, other in await alone_and_interrupted(folder, monkeypatch):
         assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
         for mine, its in zip(one.sequences, other.sequences, strict=True):
             np.testing.assert_allclose(mine.logprobs, its.logprobs, atol=1e-4)
