@@ -97,9 +97,9 @@ def checkpoint(number: int) -> Checkpoint:
 
 
 @asynccontextmanager
-async def passes() -> AsyncIterator[Counter[int]]:
-    """pass of the event loop -> number of rows that SQLAlchemy made in it."""
-    rows, now = Counter[int](), 0
+async def passes() -> AsyncIterator[Counter[tuple[int, asyncio.Task[object] | None]]]:
+    """(pass of the event loop, task) -> number of rows that SQLAlchemy made for the task in the pass."""
+    rows, now = Counter[tuple[int, asyncio.Task[object] | None]](), 0
 
     async def count() -> None:
         nonlocal now
@@ -108,7 +108,7 @@ async def passes() -> AsyncIterator[Counter[int]]:
             await asyncio.sleep(0)
 
     def note(*_: object) -> None:
-        rows[now] += 1
+        rows[now, asyncio.current_task()] += 1
 
     event.listen(Base, "load", note, propagate=True)
     counting = asyncio.create_task(count())
