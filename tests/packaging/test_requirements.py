@@ -1,0 +1,22 @@
+"""What `pip install tinsmith` brings along."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.packaging.requirements import required
+
+HEAVY = {"torch", "transformers", "safetensors", "triton", "vllm", "peft", "accelerate"}
+
+
+@pytest.mark.parametrize("extras", [(), ("gateway",), ("gateway", "postgres", "tls", "otel")], ids=",".join)
+def test_the_command_line_and_the_gateway_need_no_torch(extras: tuple[str, ...]) -> None:
+    found = required(extras)
+    assert {"grpcio", "protobuf"} <= found
+    assert found & HEAVY == set()
+    assert not [name for name in found if name.startswith(("nvidia-", "cuda-"))]
+
+
+@pytest.mark.parametrize("extra", ["trainer", "sampler", "all"])
+def test_what_computes_needs_torch(extra: str) -> None:
+    assert {"torch", "transformers"} <= required([extra])
