@@ -16,7 +16,6 @@ from tests.unit.trainer_service.test_servicer import (  # noqa: F401  # start is
 )
 from tinsmith.v1 import trainer_pb2 as pb
 
-
 EVERY = "Trainer: every operation"
 
 
