@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 from uuid import uuid4
 
@@ -28,15 +29,36 @@ _Row = TypeVar("_Row", Model, SamplingSession)
 
 _MAX_WHOSE = 100_000
 _MAX_LIVING = 50_000
-"""Most rows in a `Living`, a kilobyte each. One owner may have a million sampling sessions, and each end of a session
-looks at all rows."""
-_PER_QUERY = 500
-"""Most ids in one query, because databases limit its parameters."""
+"""Most rows in a `Living`, a kilobyte each. One owner may have a million sampling sessions."""
 _COUNTED_S = 60.0
 """How long a count of sampling sessions is used before they are counted again."""
 _FULL_S = 1.0
 """How long a count is used that has reached the limit."""
 _MAX_UNMARKED = 4096
+_CLOCKS_S = 60.0
+"""Largest difference of the clocks of two gateways' machines, plus the time from an end's `ended_at` to its commit, in
+seconds."""
+
+
+class _RowCache(LRUCache[str, _Row]):
+    """The rows that were asked for last, which can also be found by their session."""
+
+    def __init__(self, maxsize: int) -> None:
+        super().__init__(maxsize)
+        self.keys_of: defaultdict[str, set[str]] = defaultdict(set)
+        """session_id -> keys of its rows."""
+
+    def __setitem__(self, key: str, row: _Row) -> None:
+        super().__setitem__(key, row)
+        self.keys_of[row.session_id].add(key)
+
+    def __delitem__(self, key: str) -> None:
+        """Also called for a row that gives way to another one."""
+        session_id = self[key].session_id
+        super().__delitem__(key)
+        self.keys_of[session_id].discard(key)
+        if not self.keys_of[session_id]:
+            del self.keys_of[session_id]
 
 
 class Living(Generic[_Row]):
@@ -45,7 +67,7 @@ class Living(Generic[_Row]):
     def __init__(self, database: Database, table: type[_Row]) -> None:
         self._database = database
         self._table = table
-        self._rows: LRUCache[str, _Row] = LRUCache(_MAX_LIVING)
+        self._rows = _RowCache[_Row](_MAX_LIVING)
         self._num_changes = 0
 
     def __contains__(self, key: str) -> bool:
@@ -92,14 +114,15 @@ class Living(Generic[_Row]):
         self._num_changes += 1
         self._rows.pop(key, None)
 
-    def session_ids(self) -> set[str]:
-        """The sessions of the rows in memory."""
-        return {row.session_id for row in self._rows.values()}
+    def has_rows_of(self, session_id: str) -> bool:
+        """Whether rows of the session are in memory."""
+        return session_id in self._rows.keys_of
 
-    def forget_sessions(self, session_ids: set[str]) -> None:
+    def forget_sessions(self, session_ids: Iterable[str]) -> None:
         self._num_changes += 1
-        for key in [key for key, row in self._rows.items() if row.session_id in session_ids]:
-            del self._rows[key]
+        for session_id in session_ids:
+            for key in list(self._rows.keys_of.get(session_id, ())):
+                del self._rows[key]
 
 
 async def is_live(db: AsyncSession, session_id: str) -> bool:
@@ -126,6 +149,8 @@ class SessionRows:
         self._beats: dict[str, float] = {}
         self.heartbeats = WriteBehind(self._write_beats, what="heartbeats of sessions")
         self._whose: LRUCache[str, Whose] = LRUCache(_MAX_WHOSE)
+        self._ends_until = time.time()
+        """Ends of sessions by other gateways were read up to here, in seconds since 1970."""
 
     async def create(self, *, owner: str, key_id: str = "", idempotency_key: str | None, **facts: Any) -> Session:
         """A new session; when the owner repeats the `idempotency_key`, the session that was made with it."""
@@ -228,16 +253,20 @@ class SessionRows:
             living.forget_sessions(session_ids)
 
     async def forget_ended(self) -> set[str]:
-        """Sessions that this gateway took for live and that another gateway has ended. They are forgotten here."""
-        known = sorted(self._living.union(*(living.session_ids() for living in self._of_sessions)))
-        ended: set[str] = set()
-        for start in range(0, len(known), _PER_QUERY):
-            some = Session.session_id.in_(known[start : start + _PER_QUERY])
-            async with self._database.begin() as db:
-                ended.update(await db.scalars(select(Session.session_id).where(some, Session.ended_at.is_not(None))))
+        """Sessions that this gateway took for live and that another gateway has ended. They are forgotten here.
+
+        Reads the ends since the last call, by their index, however many sessions live.
+        """
+        now = time.time()
+        newly_ended = select(Session.session_id).where(Session.ended_at > self._ends_until - _CLOCKS_S)
+        ended = {session_id for session_id in await self._database.all(newly_ended) if self._takes_for_live(session_id)}
+        self._ends_until = now
         if ended:
             self._forget(ended)
         return ended
+
+    def _takes_for_live(self, session_id: str) -> bool:
+        return session_id in self._living or any(living.has_rows_of(session_id) for living in self._of_sessions)
 
     async def assign_project(self, session_id: str, project_id: str) -> None:
         await self._database.run(update(Session).where(Session.session_id == session_id).values(project_id=project_id))

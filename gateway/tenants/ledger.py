@@ -233,8 +233,9 @@ class Ledger:
                 for operation in await self._mark(db, sorted(trained)):
                     used, amount = trained[operation]
                     usage[used] += amount
-                counted = await self._count(db, usage)
                 await _add_rows(db, batch)
+                # Last, because other gateways that count for the same owners wait from here to the commit.
+                counted = await self._count(db, usage)
             else:
                 counted = await _counts(db, known)
         for whose, amount in counted.items():

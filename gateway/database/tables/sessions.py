@@ -22,7 +22,7 @@ class Session(Base):
     idempotency_key: Mapped[str | None]
     created_at: Mapped[float] = mapped_column(index=True)
     last_seen_at: Mapped[float]
-    ended_at: Mapped[float | None]
+    ended_at: Mapped[float | None] = mapped_column(index=True)
     end_reason: Mapped[str | None]
     end_detail: Mapped[str | None]
     project_id: Mapped[str | None]

@@ -1,4 +1,4 @@
-"""Several gateways that start on one new SQLite file."""
+"""Several gateways on one SQLite file: their start, and what one learns of the ends of the other's sessions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from sqlalchemy import text
 from gateway.database import connection
 from gateway.database.outages import is_outage
 from gateway.database.store import Store
+from gateway.database.tables.sessions import SamplingSession
 from gateway.metrics import Metrics
+from tests.unit.gateway.commits import Statements
+
+_SAMPLED = {"base_model": "tiny", "version_id": "", "location": "", "created_at": 0.0}
 
 
 async def test_gateways_that_start_at_the_same_time_on_a_new_file(tmp_path: Path) -> None:
@@ -39,3 +43,34 @@ async def test_a_file_that_stays_locked_is_said_to_be(tmp_path: Path, monkeypatc
         assert is_outage(told.value)
     await first.close()
     await second.close()
+
+
+async def test_ends_at_another_gateway_are_noticed_by_the_index_however_many_sessions_live(tmp_path: Path) -> None:
+    url = f"sqlite+aiosqlite:///{tmp_path / 'gateway.db'}"
+    here, there = (Store(url, Metrics()) for _ in range(2))
+    await here.migrate()
+    sessions = [
+        await here.sessions.create(owner="o", idempotency_key=None, tags=[], user_metadata={}) for _ in range(9)
+    ]
+    rows = [
+        SamplingSession(sampling_session_id=f"{each.session_id}:sample:0", **_SAMPLED, session_id=each.session_id)
+        for each in sessions
+    ]
+    for row in rows:
+        await here.samplers.add(row)
+    assert await here.sessions.forget_ended() == set()
+    ended = sessions[3].session_id
+    assert await there.sessions.end(ended, reason="success", detail=None)
+    assert here.samplers.lives(f"{ended}:sample:0")
+    statements = Statements(here)
+    assert await here.sessions.forget_ended() == {ended}
+    assert await here.sessions.forget_ended() == set()
+    assert [here.samplers.lives(row.sampling_session_id) for row in rows] == [row.session_id != ended for row in rows]
+    assert not await here.sessions.lives(ended)
+    reading = [each for each in statements.of_all if "ended_at >" in each]
+    assert len(reading) == 2
+    async with here.begin() as db:
+        plan = str(list(await db.execute(text(f"EXPLAIN QUERY PLAN {reading[0].replace('?', '0')}"))))
+    assert "ix_sessions_ended_at" in plan, plan
+    for store in (here, there):
+        await store.close()
