@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -26,6 +27,9 @@ _INFO_S = 5.0
 _GUARD_DELAY_S = 0.25
 """Time of a publish after which its members' health is checked, in seconds. Most publishes are shorter."""
 _GUARD_PERIOD_S = 0.5
+_BEHIND_S = 0.5
+"""How much later than the first member another may answer a health check before it counts as lost, in seconds. All are
+asked at the same time, and on a busy machine all are late, so that a member that is this far behind hangs."""
 _REFUSALS = (InvalidRequest, Unsupported, OutOfCapacity)
 """Errors of a sampler that another attempt would not change."""
 
@@ -43,6 +47,8 @@ class Sampler:
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
         """The sampler's answer when it was last found serving; None until then."""
         self.watching: asyncio.Task[None] | None = None
+        self.full_until = 0.0
+        """Until when no version is sent to it, because it had no room for one, on the monotonic clock."""
 
     async def call(self, call: Awaitable[T]) -> T:
         """Awaits a call to the sampler. Raises AlreadyExists, the errors in _REFUSALS, and ChannelBroken for any
@@ -70,13 +76,19 @@ class Samplers:
         certificates: Certificates | None = None,
     ) -> None:
         """`silence_s`: while weights are sent, a sampler that leaves a health check unanswered for this long counts as
-        lost, in seconds. `on_change`: called when a sampler begins or ceases to serve."""
+        lost, in seconds; sooner where others have answered. `on_change`: called when a sampler begins or ceases to
+        serve."""
         self.all = [Sampler(address, api_key=api_key, certificates=certificates) for address in addresses]
         self._silence_s = silence_s
         self._on_change = on_change
 
     def serving(self) -> list[Sampler]:
         return [sampler for sampler in self.all if sampler.serving]
+
+    def with_room(self) -> list[Sampler]:
+        """The serving samplers that have not lately been full; all that serve when every one has been."""
+        serving, now = self.serving(), time.monotonic()
+        return [sampler for sampler in serving if sampler.full_until < now] or serving
 
     def check_servable(self, *, rank: int, num_bytes: int) -> None:
         """Raises InvalidRequest for a version that a sampler could never hold, by what it said when last seen. Samplers
@@ -120,31 +132,46 @@ class Samplers:
 
     async def guarded(self, members: Sequence[Sampler], work: Coroutine[Any, Any, T]) -> T:
         """Runs work that involves these members, and returns its result. Raises ChannelBroken as soon as a member
-        leaves a health check unanswered for `silence_s` seconds.
+        does not answer a health check in time (`_silent`).
 
         A stopped process or a lost machine keeps its connections open. Without this check the work would wait for it
         until all timeouts have run out.
         """
-        working = asyncio.ensure_future(work)
-        listening = [asyncio.ensure_future(self._silent(member)) for member in members]
+        working, listening = asyncio.ensure_future(work), asyncio.ensure_future(self._silent(members))
         try:
-            await asyncio.wait([working, *listening], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([working, listening], return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 return working.result()
-            silent = [member for member, listener in zip(members, listening, strict=True) if listener.done()]
-            for member in silent:
+            for member in listening.result():
                 self._lose(member)
-            names = ", ".join(member.address for member in silent)
-            raise ChannelBroken(f"{names}: no answer to a health check for {self._silence_s:g} s")
+            names = ", ".join(member.address for member in listening.result())
+            raise ChannelBroken(f"{names}: no answer to a health check")
         finally:
-            for future in (working, *listening):
+            for future in (working, listening):
                 future.cancel()
-            await asyncio.gather(working, *listening, return_exceptions=True)
+            await asyncio.gather(working, listening, return_exceptions=True)
 
-    async def _silent(self, member: Sampler) -> None:
-        """Returns when the member leaves a health check unanswered."""
+    async def _silent(self, members: Sequence[Sampler]) -> list[Sampler]:
+        """Returns, as soon as there are any, the members that leave a health check unanswered for `silence_s`, or for
+        `_BEHIND_S` longer than another member, or that answer that they do not serve."""
         await asyncio.sleep(_GUARD_DELAY_S)
-        while await is_serving(member.channel, timeout_s=self._silence_s):  # noqa: ASYNC110 - another process's state
+        while True:
+            checks = {
+                asyncio.ensure_future(is_serving(member.channel, timeout_s=self._silence_s)): member
+                for member in members
+            }
+            try:
+                done, _ = await asyncio.wait(checks, return_when=asyncio.FIRST_COMPLETED)
+                if any(check.result() for check in done):
+                    done, _ = await asyncio.wait(checks, timeout=_BEHIND_S)
+                    silent = [member for check, member in checks.items() if check not in done or not check.result()]
+                else:
+                    silent = [checks[check] for check in done]
+            finally:
+                for check in checks:
+                    check.cancel()
+            if silent:
+                return silent
             await asyncio.sleep(_GUARD_PERIOD_S)
 
     async def _ask(self, sampler: Sampler) -> None:

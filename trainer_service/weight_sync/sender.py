@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import grpc.aio
 import torch
 
-from tinsmith.errors import AlreadyExists, NotReady, ServiceError, VersionConflict
+from tinsmith.errors import AlreadyExists, NotReady, OutOfCapacity, ServiceError, VersionConflict
 from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc import tracing
@@ -44,6 +44,8 @@ _WITHDRAW_AGAIN_S = 0.2
 sampler refuses the call while it loads."""
 _WITHDRAW_RARELY_S = 5.0
 """Longest pause between attempts to withdraw a version, in seconds."""
+_FULL_S = 10.0
+"""For how long no version is sent to a sampler that had no room for one while others had, in seconds."""
 _MAX_WITHDRAWING = 4096
 """Most withdrawals in progress; above it the oldest are given up."""
 _DTYPES = {torch.float32: types_pb2.DTYPE_FLOAT32, torch.bfloat16: types_pb2.DTYPE_BFLOAT16}
@@ -73,7 +75,8 @@ class Published:
     checksum: str
     """XXH3-128 of the bytes as sent, in hexadecimal."""
     members: Sequence[str]
-    """Addresses of the samplers that hold the version, which are all that serve. New holders have it on probation."""
+    """Addresses of the samplers that hold the version: all that serve and have room for it. New holders have it on
+    probation."""
 
 
 class WeightSender:
@@ -142,8 +145,11 @@ class WeightSender:
     async def publish(self, version: Version) -> Published:
         """Sends a version to all samplers that serve. Samplers that did not have it hold it on probation.
 
-        Raises NotReady when all attempts have failed, a sampler's own error when it refuses the version, and
-        VersionConflict when a sampler has other weights of the same id.
+        A sampler without room for the version is left out, and for `_FULL_S` from the next ones, too. A request for a
+        version goes to the samplers that hold it.
+
+        Raises NotReady when all attempts have failed, OutOfCapacity when no sampler has room, another error of a
+        sampler when it refuses the version, and VersionConflict when a sampler has other weights of the same id.
         """
         with tracing.span("publish", version_id=version.version_id, num_bytes=version.sent_bytes):
             return await self._publish_once(version)
@@ -155,9 +161,9 @@ class WeightSender:
                 await self._samplers.check(self._samplers.all)
             failures: list[str] = []
             while len(failures) < _ATTEMPTS:
-                members = self._samplers.serving()
+                members = self._samplers.with_room()
                 try:
-                    sent = await self._samplers.guarded(members, self._publish(version, members))
+                    sent, members = await self._samplers.guarded(members, self._publish(version, members))
                 except ChannelBroken as error:
                     failures.append(str(error))
                     self._metrics.publishing.publish_failures.inc()
@@ -168,7 +174,7 @@ class WeightSender:
                     error.__traceback__ = None
                     self._drop_group()
                     await self._samplers.check(self._samplers.serving())
-                    if self._samplers.serving() == members:  # no member was lost, so a transport may be the cause
+                    if self._samplers.with_room() == members:  # no member was lost, so a transport may be the cause
                         self._former.distrust(members)
                 else:
                     seconds = time.perf_counter() - started
@@ -299,7 +305,7 @@ class WeightSender:
             await self._changed.wait()
             self._changed.clear()
             async with self._lock:
-                if members := self._samplers.serving():
+                if members := self._samplers.with_room():
                     try:
                         await self._samplers.guarded(members, self._group_of(members))
                     except ChannelBroken as error:
@@ -314,25 +320,31 @@ class WeightSender:
             self._metrics.publishing.weight_groups.inc()
         return self._group
 
-    async def _publish(self, version: Version, members: Sequence[Sampler]) -> str:
-        """Sends a version to those members that lack it. Returns the checksum of the sent bytes; empty when no member
-        lacked it."""
+    async def _publish(self, version: Version, members: Sequence[Sampler]) -> tuple[str, Sequence[Sampler]]:
+        """Sends a version to those members that lack it. Returns the checksum of the sent bytes, empty when no member
+        lacked it, and the members that hold the version now. Raises OutOfCapacity when no member has room for it."""
         if not members:
-            return ""
-        group = await self._group_of(members)
-        lacking = await self._announce(group, version)
+            return "", ()
+        lacking, full = await self._announce(await self._group_of(members), version)
         if lacking and len(lacking) < len(members):
             # A broadcast goes to a whole group, and members that hold the version do not take it again.
-            group = await self._group_of(lacking)
-            lacking = await self._announce(group, version)
+            lacking, full_now = await self._announce(await self._group_of(lacking), version)
+            full |= full_now
+        holders = [member for member in members if member not in full]
+        if not holders:
+            raise next(iter(full.values()))
+        for member, error in full.items():
+            logger.warning("%s is published without %s: %s", version.version_id, member.address, error)
+            member.full_until = time.monotonic() + _FULL_S
         if not lacking:
-            return ""
-        sent = await self._transfer(group, version)
+            return "", holders
+        sent = await self._transfer(await self._group_of(lacking), version)
         self._metrics.publishing.publish_bytes.inc(version.sent_bytes)
-        return sent
+        return sent, holders
 
-    async def _announce(self, group: Group, version: Version) -> list[Sampler]:
-        """Announces a version to the group. Returns the members that do not hold it yet."""
+    async def _announce(self, group: Group, version: Version) -> tuple[list[Sampler], dict[Sampler, OutOfCapacity]]:
+        """Announces a version to the group. Returns the members that do not hold it yet, and the errors of those that
+        have no room for it."""
         adapter = version.adapter
         request = pb.StartWeightUpdateRequest(
             trainer_id=self._trainer_id,
@@ -344,20 +356,23 @@ class WeightSender:
             dtype=_DTYPES[adapter.sent_dtype],
             bucket_bytes=group.bucket_bytes,
         )
-
+        lacking: list[Sampler] = []
         held: dict[str, str] = {}
+        full: dict[Sampler, OutOfCapacity] = {}
 
-        async def announce(member: Sampler) -> bool:
+        async def announce(member: Sampler) -> None:
             try:
                 await member.call(member.weights.StartWeightUpdate(request, timeout=self._timeout_s))
             except AlreadyExists as error:
                 held[member.address] = error.metadata.get("checksum", "")
-                return False
-            return True
+            except OutOfCapacity as error:
+                full[member] = error
+            else:
+                lacking.append(member)
 
-        needed = await all_of(*(announce(member) for member in group.members))
+        await all_of(*(announce(member) for member in group.members))
         await _check_same(version, {address: sum_ for address, sum_ in held.items() if sum_})
-        return [member for member, needs in zip(group.members, needed, strict=True) if needs]
+        return [member for member in group.members if member in lacking], full
 
     async def _transfer(self, group: Group, version: Version) -> str:
         """Sends a version that all members lack. Returns the checksum of the sent bytes."""

@@ -18,6 +18,7 @@ from tinsmith.errors import (
     FailedPrecondition,
     InvalidRequest,
     NotReady,
+    OutOfCapacity,
     Unsupported,
     VersionConflict,
     VersionNotLoaded,
@@ -33,7 +34,7 @@ from tinsmith.weight_channel.ring import RingInlet, connect_ring
 from tinsmith.weight_channel.ring_memory import RingMemory, map_host_ring
 from tinsmith.weight_channel.transport import Inlet
 from trainer_service.metrics import Metrics
-from trainer_service.weight_sync import Version, WeightSender, group
+from trainer_service.weight_sync import Version, WeightSender, group, samplers
 from trainer_service.weight_sync import sender as sender_module
 from trainer_service.weight_sync.choice import Channel
 
@@ -55,6 +56,9 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
         self.awake = asyncio.Event()
         """ConfirmVersion and RemoveVersion wait for it."""
         self.awake.set()
+        self.announced = asyncio.Event()
+        """StartWeightUpdate waits for it."""
+        self.announced.set()
         self.faults: list[str] = []
         """Each makes the call of that name fail once."""
         self.backends: list[str] = []
@@ -70,7 +74,7 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
     def _fault(self, name: str) -> None:
         if name in self.faults:
             self.faults.remove(name)
-            raise FailedPrecondition(f"{name} was told to fail")
+            raise (OutOfCapacity if name == "start-full" else FailedPrecondition)(f"{name} was told to fail")
 
     async def ProbeWeightTransfer(
         self, request: pb.ProbeWeightTransferRequest, context: Context
@@ -127,10 +131,13 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
         self, request: pb.StartWeightUpdateRequest, context: Context
     ) -> pb.StartWeightUpdateResponse:
         self._fault("start")
+        await self.announced.wait()
         if self._group is None or self._group.epoch != request.epoch:
             raise FailedPrecondition("no such group")
         if request.base_model != "tiny":
             raise InvalidRequest(f"base_model: {request.base_model!r} is not 'tiny'")
+        if request.version_id not in self.versions:
+            self._fault("start-full")
         if (held := self.versions.get(request.version_id)) is not None:
             raise AlreadyExists(request.version_id, checksum=checksum(held, torch.float32))
         self._started = request
@@ -452,6 +459,65 @@ async def test_a_sampler_that_dies_between_publishes_is_left_out(
     version = make_version("m@2")
     assert len((await sender.publish(version)).members) == 1
     assert torch.equal(receivers[0].versions["m@2"], version.adapter.flat)
+
+
+async def test_a_full_sampler_is_left_out_and_gets_versions_again_later(
+    connect: Connect, serve: Serve, make_version: MakeVersion
+) -> None:
+    receivers = [Receiver() for _ in range(3)]
+    servers = [await serve(receiver) for receiver in receivers]
+    sender = await connect(*servers)
+    receivers[1].faults = ["start-full"]
+    others = [f"127.0.0.1:{servers[n].port}" for n in (0, 2)]
+    assert (await sender.publish(make_version("m@1"))).members == others
+    groups = len(receivers[0].epochs)
+    assert (await sender.publish(make_version("m@2"))).members == others
+    assert len(receivers[0].epochs) == groups, "the sampler that was full a moment ago is not asked"
+    assert [list(receiver.versions) for receiver in receivers] == [["m@1", "m@2"], [], ["m@1", "m@2"]]
+    sender.sampler(f"127.0.0.1:{servers[1].port}").full_until = 0.0
+    version = make_version("m@3")
+    assert len((await sender.publish(version)).members) == 3
+    assert list(receivers[1].versions) == ["m@3"]
+    # One that holds the version is enough, though the other one is full.
+    del receivers[1].versions["m@3"]
+    receivers[1].faults = ["start-full"]
+    receivers[2].faults = ["start-full"]
+    del receivers[2].versions["m@3"]
+    assert (await sender.publish(version)).members == others[:1]
+
+
+async def test_a_version_for_which_no_sampler_has_room_is_refused_as_they_do(
+    connect: Connect, serve: Serve, make_version: MakeVersion
+) -> None:
+    receivers = [Receiver(), Receiver()]
+    sender = await connect(*[await serve(receiver) for receiver in receivers])
+    for receiver in receivers:
+        receiver.faults = ["start-full"]
+    with pytest.raises(OutOfCapacity, match="start-full"):
+        await sender.publish(make_version("m@1"))
+    assert len((await sender.publish(make_version("m@2"))).members) == 2
+
+
+async def test_a_sampler_that_hangs_is_left_out_long_before_its_silence_would_tell(
+    connect: Connect, serve: Serve, make_version: MakeVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receivers = [Receiver() for _ in range(3)]
+    servers = [await serve(receiver) for receiver in receivers]
+    sender = await connect(*servers, silence_s=1000)
+    await sender.publish(make_version("m@1"))
+    hanging = f"127.0.0.1:{servers[1].port}"
+    answered = samplers.is_serving
+
+    async def check(channel: grpc.aio.Channel, *, timeout_s: float = 2.0) -> bool:
+        if channel is sender.sampler(hanging).channel:
+            await asyncio.sleep(timeout_s)
+            return False
+        return await answered(channel, timeout_s=timeout_s)
+
+    monkeypatch.setattr(samplers, "is_serving", check)
+    receivers[1].announced.clear()
+    published = await asyncio.wait_for(sender.publish(make_version("m@2")), 100)
+    assert published.members == [f"127.0.0.1:{servers[n].port}" for n in (0, 2)]
 
 
 async def test_those_who_outlive_another_sampler_keep_their_transport(
