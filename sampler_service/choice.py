@@ -7,8 +7,9 @@ from sampler_service.core.sizing import resolve_device
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.vllm.engine import VllmEngine
-from sampler_service.vllm.settings import MAX_LORA_RANK, is_installed
+from sampler_service.vllm.settings import is_installed
 from tinsmith.cores import Cores
+from tinsmith.sizing import VLLM_MAX_LORA_RANK
 
 
 def settled(config: SamplerConfig) -> tuple[SamplerConfig, str]:
@@ -17,7 +18,7 @@ def settled(config: SamplerConfig) -> tuple[SamplerConfig, str]:
     update: dict[str, object] = {}
     update["engine"], why = _engine(config)
     if update["engine"] == "vllm" and "max_lora_rank" not in config.model_fields_set:
-        update["max_lora_rank"] = MAX_LORA_RANK
+        update["max_lora_rank"] = VLLM_MAX_LORA_RANK
     return config.model_copy(update=update), why
 
 

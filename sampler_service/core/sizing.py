@@ -12,6 +12,7 @@ from tinsmith.memory import host_bytes
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.kernels.prepacked import COMPILED_BYTES
 from tinsmith.modeling.kv_cache import MAX_KEPT_BYTES, Cached, KVCache, Prefill
+from tinsmith.sizing import STATES_SHARE, kv_tokens, prefix_cache_bytes
 
 _PRODUCT_SHAPES = 5
 """Matrix products of different shapes in a model of the Llama family: queries with keys and values, out, gate with up,
@@ -58,8 +59,10 @@ class Sizes:
         device_type: str,
     ) -> Sizes:
         """Sizes for a device with `free_bytes` to divide. States get at most an eighth of them."""
-        fitting = min(free_bytes // 4 // bytes_per_token, config.max_running * base.max_context_length)
-        lanes = free_bytes // 8 // bytes_per_lane if bytes_per_lane else config.max_running + PASSING
+        fitting = kv_tokens(
+            free_bytes, bytes_per_token, max_running=config.max_running, max_context=base.max_context_length
+        )
+        lanes = free_bytes // STATES_SHARE // bytes_per_lane if bytes_per_lane else config.max_running + PASSING
         prefix_bytes = config.prefix_cache_bytes
         if base.one_by_one:
             prefix_bytes = 0  # a cache of transformers cannot be joined from blocks
@@ -67,8 +70,8 @@ class Sizes:
             bytes_per_token=bytes_per_token,
             bytes_per_lane=bytes_per_lane,
             max_running=max(1, min(config.max_running, lanes - PASSING)),
-            max_kv_tokens=config.max_kv_tokens or max(1, fitting),
-            prefix_cache_bytes=free_bytes // 8 if prefix_bytes is None else prefix_bytes,
+            max_kv_tokens=config.max_kv_tokens or fitting,
+            prefix_cache_bytes=prefix_cache_bytes(free_bytes) if prefix_bytes is None else prefix_bytes,
             tokens_per_step=config.prefill_tokens_per_step or (8192 if device_type == "cuda" else 512),
         )
 

@@ -8,13 +8,8 @@ from importlib.util import find_spec
 from sampler_service.config import SamplerConfig
 from sampler_service.core.sequence import PASSING
 from sampler_service.vllm.reference import Reference
+from tinsmith.sizing import slot_rank
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Largest ranks that vLLM knows; a smaller adapter is padded with zeros."""
-MAX_LORA_RANK = 64
-"""Default of max_lora_rank, when the sampler is not told its trainer's. A slot of the device is as large as the largest
-rank makes it, whatever lies in it: four slots take 1.4 GB with this rank and 5.6 GB with 256, for a model of 8 billion
-parameters."""
 BLOCK_TOKENS = 32
 """Tokens of a block of the key/value cache. On a CPU it must divide by 32, and the default of 128 lets the samples of
 one prompt share little of it."""
@@ -27,14 +22,6 @@ SCHEDULER = "sampler_service.vllm.scheduler.make_scheduler"
 
 def is_installed() -> bool:
     return find_spec("vllm") is not None
-
-
-def slot_rank(max_lora_rank: int) -> int:
-    """Rank of vLLM's slots. Raises ValueError above the largest."""
-    for rank in RANKS:
-        if rank >= max_lora_rank:
-            return rank
-    raise ValueError(f"max_lora_rank: {max_lora_rank} is above {RANKS[-1]}, the largest rank that vLLM serves")
 
 
 def set_environment(config: SamplerConfig, *, device: str) -> None:

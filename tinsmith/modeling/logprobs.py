@@ -18,9 +18,7 @@ from torch import Tensor
 from tinsmith.modeling.kernels.prepacked import Prepacked
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.lora import Run, add_rows
-
-MAX_CHUNK_ELEMENTS = {"cpu": 4 * 1024 * 1024, "cuda": 128 * 1024 * 1024}
-"""Largest chunk of logits, in elements. 16 MB stay close to the caches of a CPU. A GPU needs large products."""
+from tinsmith.sizing import MAX_CHUNK_ELEMENTS
 
 MAX_KEPT_ELEMENTS = {"cpu": 64 * 1024 * 1024, "cuda": 0}
 """Log-probabilities that are kept from the forward to the backward pass, in elements: 256 MB on a CPU, where computing

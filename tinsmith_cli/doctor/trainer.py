@@ -20,6 +20,7 @@ from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.self_check import random_adapter
+from tinsmith.sizing import full_bytes
 from tinsmith.v1 import types_pb2 as pb
 from tinsmith_cli.doctor.coverage import Coverage
 from tinsmith_cli.doctor.oracle import gradient_sequences
@@ -30,7 +31,6 @@ from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import CapturedState, TrainingEngine
 from trainer_service.engine.measure import Bounds, measure
 from trainer_service.engine.memory import host_bytes
-from trainer_service.engine.model_state import full_bytes
 from trainer_service.engine.optimizers import AdamParams
 from trainer_service.metrics import Metrics
 from trainer_service.objectives.losses import LOSS_FNS

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -19,8 +19,9 @@ import torch
 from tinsmith.errors import OutOfCapacity
 from tinsmith.formatting import size_text
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.sizing import Footprint, Lengths, full_bytes
 from trainer_service.engine.memory import device_memory, drop_caches
-from trainer_service.engine.model_state import ModelState, full_bytes
+from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.residency import Residency
 from trainer_service.faults import is_out_of_memory
 from trainer_service.metrics import Metrics
@@ -33,53 +34,6 @@ Checkpointing = Literal["auto", "on", "off"]
 
 _RECOVERS_AFTER = 100
 """After this many micro-batches without lack of memory, a lowered token budget is raised again."""
-_NOISE = 0.005
-"""A difference between two layouts below this share of their memory is taken for the allocator's rounding."""
-
-Lengths = Sequence[int]
-"""Lengths of the sequences of one micro-batch, in tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """Bytes of activations of T tokens: fixed + per_token * T + per_pair * (sum of the squared sequence lengths).
-
-    The last term is zero where attention keeps no scores, as most models' attention does not.
-    """
-
-    fixed_bytes: float
-    bytes_per_token: float
-    bytes_per_pair: float
-
-    def of(self, lengths: Iterable[int]) -> int:
-        lengths = list(lengths)
-        pairs = sum(length * length for length in lengths)
-        return math.ceil(self.fixed_bytes + self.bytes_per_token * sum(lengths) + self.bytes_per_pair * pairs)
-
-    def longest(self, num_bytes: float) -> int:
-        """Length of the longest sequence whose activations take at most `num_bytes`, in tokens; 0 when none does."""
-        room = num_bytes - self.fixed_bytes
-        if room <= 0:
-            return 0
-        # The positive root of a L^2 + b L = room, in the form that is valid for a = 0, too.
-        root = math.sqrt(self.bytes_per_token**2 + 4 * self.bytes_per_pair * room)
-        return int(2 * room / (self.bytes_per_token + root))
-
-    @classmethod
-    def measured(cls, peak_bytes: Callable[[Lengths], int], num_tokens: int, *, with_pairs: bool = True) -> Footprint:
-        """Fits the footprint to measured micro-batches: one sequence of n tokens, one of 2n, and four of n/2.
-
-        The last two have equally many tokens, so they differ only in the sum of squares: 4 n^2 - 4 (n/2)^2 = 3 n^2.
-        Without `with_pairs` the third is not measured, and bytes_per_pair is 0.
-        """
-        n = num_tokens
-        once, twice = float(peak_bytes([n])), float(peak_bytes([2 * n]))
-        squares = twice - peak_bytes([n // 2] * 4) if with_pairs else 0.0
-        if squares < _NOISE * twice:
-            squares = 0.0
-        per_pair = squares / (3 * n * n)
-        per_token = (twice - once - per_pair * 3 * n * n) / n
-        return cls(once - per_token * n - per_pair * n * n, per_token, per_pair)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,10 @@ from tinsmith.errors import FailedPrecondition, InvalidRequest, ServiceError
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import TrainedWeights, Weights, reload
+from tinsmith.sizing import full_bytes
 from trainer_service.engine.batch import MAX_TARGETS_PER_TOKEN, Batch, BatchLimits, Datum, Example, Output, charges_of
 from trainer_service.engine.budget import Checkpointing, Lengths, MemoryBudget, Plan
-from trainer_service.engine.model_state import ModelState, full_bytes
+from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.optimizers import Params, check_kind, clip_gradient
 from trainer_service.engine.passes import Alone, Passes, Team, model_ids
 from trainer_service.engine.residency import Residency

@@ -10,25 +10,25 @@ import torch
 
 from tinsmith.memory import host_bytes
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
-from trainer_service.engine.budget import Footprint, Lengths, Plan
+from tinsmith.sizing import (
+    ACTIVATIONS_SHARE,
+    PROBE_RANK,
+    Footprint,
+    Lengths,
+    models_bytes,
+    room_for_one,
+    training_bytes,
+)
+from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.memory import available_bytes, drop_caches, peak_bytes
-from trainer_service.engine.model_state import ModelState, full_bytes
+from trainer_service.engine.model_state import ModelState
 from trainer_service.faults import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
-_SHARE = {"cpu": 0.5, "cuda": 0.9}
-"""Share of the free memory that training may take. Host memory is shared with samplers, gateway and the page cache."""
-_ACTIVATIONS_SHARE = 0.5
-"""Share of the training memory that activations may take; the rest is for adapters and optimizers."""
-_PINNED_GROWTH = 2
-"""torch rounds a pinned allocation up to a power of two: it takes up to twice the bytes that were asked for."""
 _PROBE = ""
 """Id of the probe's model; no client can choose it."""
-_PROBE_RANK = 16
-"""Largest rank of the probe. It is small because the adapter's gradient, whose size does not depend on the tokens,
-would hide the activations."""
 _MEMORY_TOKENS = {"cpu": 32, "cuda": 512}
 """Tokens of the shorter probe. Counting on the CPU is exact to the byte; CUDA's allocator rounds, so it needs more."""
 
@@ -56,11 +56,13 @@ def measure(engine: TrainingEngine, bounds: Bounds) -> Plan:
         return Plan(token_budget=bounds.token_budget or bounds.max_tokens_per_microbatch)
     started_s = time.perf_counter()
     device = engine.base.device
-    memory_bytes = bounds.memory_bytes or int(_SHARE[device.type] * available_bytes(device)) // _sharing(device, bounds)
+    memory_bytes = bounds.memory_bytes or training_bytes(available_bytes(device), device.type) // _sharing(
+        device, bounds
+    )
     probe = _Probe(engine, bounds.max_lora_rank)
     try:
-        activation_bytes = int(memory_bytes * _ACTIVATIONS_SHARE)
-        room = _room_for_one(engine, memory_bytes, probe.max_adapter_bytes)
+        activation_bytes = int(memory_bytes * ACTIVATIONS_SHARE)
+        room = room_for_one(memory_bytes, probe.max_adapter_bytes, moves=engine.residency.moves)
         plain, checkpointed = probe.footprints(room)
         usual = checkpointed if plain is None else plain
         assert usual is not None
@@ -79,7 +81,12 @@ def measure(engine: TrainingEngine, bounds: Bounds) -> Plan:
         token_budget=token_budget,
         memory_bytes=memory_bytes,
         activation_bytes=activation_bytes,
-        models_bytes=_models_bytes(engine, memory_bytes - activation_bytes, bounds),
+        models_bytes=models_bytes(
+            memory_bytes,
+            host_bytes(),
+            moves=engine.residency.moves,
+            ranks_per_machine=bounds.ranks_per_machine,
+        ),
         adapter_device_bytes=bounds.adapter_device_bytes or None,
         plain=plain,
         checkpointed=checkpointed,
@@ -103,26 +110,8 @@ def _megabytes(footprint: Footprint | None) -> str:
     return "unknown" if footprint is None else f"{footprint.bytes_per_token / 1e6:.3f}"
 
 
-def _room_for_one(engine: TrainingEngine, memory_bytes: int, max_adapter_bytes: int) -> float:
-    """Bytes for the activations of a datum that is a micro-batch by itself, of a model of the largest rank.
-
-    On a GPU the other models can be moved to the host, so all memory but the model's own counts. On a CPU they stay.
-    """
-    room = memory_bytes * _ACTIVATIONS_SHARE
-    if engine.residency.moves:
-        room = max(room, memory_bytes - full_bytes(max_adapter_bytes))
-    return room - max_adapter_bytes  # the pass's gradient, before it is added to the model's
-
-
 def _sharing(device: torch.device, bounds: Bounds) -> int:
     return bounds.ranks_per_machine if device.type == "cpu" else 1
-
-
-def _models_bytes(engine: TrainingEngine, beside_activations: int, bounds: Bounds) -> int:
-    """Bytes that all live models may take. Where idle models can be moved to the host, host memory is the limit."""
-    if not engine.residency.moves:
-        return beside_activations
-    return max(beside_activations, int(_SHARE["cpu"] * host_bytes()) // _PINNED_GROWTH // bounds.ranks_per_machine)
 
 
 class _Probe:
@@ -132,7 +121,7 @@ class _Probe:
         self._engine = engine
         self._max_rank = max_rank
         base = engine.base
-        rank = min(_PROBE_RANK, max_rank)
+        rank = min(PROBE_RANK, max_rank)
         groups = {target.group for target in base.targets}
         config = AdapterConfig(
             rank=rank, train_attn="attn" in groups, train_mlp="mlp" in groups, train_unembed="unembed" in groups
@@ -188,7 +177,7 @@ class _Probe:
             return peak_bytes(device, lambda: self.run(lengths, checkpointing=checkpointing))
 
         measured = Footprint.measured(peak, num_tokens, with_pairs=with_pairs)
-        more_rank = self._max_rank - min(_PROBE_RANK, self._max_rank)
+        more_rank = self._max_rank - min(PROBE_RANK, self._max_rank)
         layers = self._engine.num_layers if checkpointing else 1
         return Footprint(
             measured.fixed_bytes,

@@ -12,10 +12,9 @@ from torch import Tensor
 from tinsmith.errors import NotFinite
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.full_weights import Weights
+from tinsmith.sizing import MOMENTS
 from trainer_service.engine.optimizers import FAR, OPTIMIZERS, VANISHING, Optimizer, Params, clipped_norm, magnitude
 
-_MOMENTS = 2
-"""Buffers of an adapter's size in AdamW, the optimizer that has the most."""
 _LARGE_LOG_RATIO = 10.0
 """A larger log-ratio between the model's and the sampling probability of a target, in nats, is worth mentioning in
 errors: no policy should move so far."""
@@ -50,7 +49,7 @@ class ModelState:
     @property
     def num_bytes(self) -> int:
         """Upper bound of the memory of the buffers that exist now, in bytes."""
-        buffers = 1 + (self.gradient is not None) + (_MOMENTS if self.optimizer is not None else 0)
+        buffers = 1 + (self.gradient is not None) + (MOMENTS if self.optimizer is not None else 0)
         return buffers * self.adapter.num_bytes
 
     @property
@@ -147,8 +146,3 @@ class ModelState:
     def _require_grad(self) -> None:
         for tensor in self.adapter.tensors():
             tensor.requires_grad_(True)
-
-
-def full_bytes(adapter_bytes: int) -> int:
-    """Memory of an adapter in training, in bytes: the adapter, its gradient and its moments."""
-    return (2 + _MOMENTS) * adapter_bytes

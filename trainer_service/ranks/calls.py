@@ -13,7 +13,8 @@ from torch import Tensor
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
-from trainer_service.engine.budget import Footprint, Plan
+from tinsmith.sizing import Footprint
+from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import Accumulation, CapturedState, OptimizerState, TrainingEngine
 from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.optimizers import AdamParams, DimuonParams

@@ -10,8 +10,9 @@ from tests.support.models import VOCAB_SIZE
 from tests.unit.modeling.test_families import DENSE, FAMILIES, SPARSE, make
 from tests.unit.trainer_service.engines import assert_near, batch, create, gradient, run
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.sizing import Footprint
 from trainer_service.engine.batch import Batch
-from trainer_service.engine.budget import Footprint, Plan
+from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.memory import peak_bytes
 

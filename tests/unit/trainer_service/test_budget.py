@@ -13,8 +13,9 @@ from tests.unit.trainer_service.engines import create
 from tinsmith.errors import InvalidRequest, OutOfCapacity
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.sizing import Footprint
 from trainer_service.config import TrainerConfig
-from trainer_service.engine.budget import Footprint, Plan
+from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.measure import Bounds, measure
 from trainer_service.engine.memory import peak_bytes

@@ -1,15 +1,12 @@
 """Memory that is counted, the part of it that may be used, and the errors that say that there is none."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
 from tests.unit.trainer_service.engines import batch, create, run
 from tinsmith.modeling import logprobs
 from tinsmith.modeling.base_model import BaseModel
-from trainer_service.engine import measure
+from tinsmith.sizing import models_bytes
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.memory import Allocations, drop_caches
 from trainer_service.faults import is_out_of_memory
@@ -77,10 +74,6 @@ def test_pinned_memory_of_deleted_models_is_given_back_too(monkeypatch: pytest.M
     assert given_back == ["device", "host"]
 
 
-def test_models_that_wait_in_pinned_memory_may_take_twice_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "host_bytes", lambda: 1000)
-    bounds = measure.Bounds(max_tokens_per_microbatch=1, max_lora_rank=1, ranks_per_machine=2)
-    engine: Any = SimpleNamespace(residency=SimpleNamespace(moves=True))
-    assert measure._models_bytes(engine, 100, bounds) == 125
-    engine.residency.moves = False
-    assert measure._models_bytes(engine, 100, bounds) == 100
+def test_models_that_wait_in_pinned_memory_may_take_twice_their_size() -> None:
+    assert models_bytes(200, 1000, moves=True, ranks_per_machine=2) == 125
+    assert models_bytes(200, 1000, moves=False, ranks_per_machine=2) == 100

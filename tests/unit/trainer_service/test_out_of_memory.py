@@ -18,9 +18,10 @@ from tests.unit.trainer_service.engines import ADAM, assert_near, batch, create,
 from tinsmith.errors import OutOfCapacity
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.tensors import from_numpy
+from tinsmith.sizing import Footprint
 from trainer_service.engine import budget as budget_module
 from trainer_service.engine.batch import Example, Output
-from trainer_service.engine.budget import Footprint, Plan
+from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.passes import halves
 from trainer_service.metrics import Metrics

@@ -13,8 +13,9 @@ from torch import Tensor
 from tests.unit.trainer_service.engines import ADAM, batch, create, run
 from tinsmith.errors import InvalidRequest, ServiceError
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.sizing import Footprint
 from trainer_service.config import TrainerConfig
-from trainer_service.engine.budget import Footprint, Plan
+from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.passes import Passes

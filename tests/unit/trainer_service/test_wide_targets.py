@@ -18,10 +18,11 @@ from tests.unit.trainer_service.engines import create
 from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
+from tinsmith.sizing import Footprint, Lengths
 from tinsmith.v1 import trainer_pb2, types_pb2
 from trainer_service.engine import batch as module
 from trainer_service.engine.batch import BatchLimits, Example
-from trainer_service.engine.budget import Footprint, Lengths, Plan
+from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import TrainingEngine, cut
 from trainer_service.engine.memory import peak_bytes
 from trainer_service.requests import batch_of

@@ -18,11 +18,12 @@ from sampler_service.core.scoring import PromptScorer
 from sampler_service.vllm import start
 from sampler_service.vllm.full import FullVersion, Parameters
 from sampler_service.vllm.outputs import DrawnToken, drawn_tokens
-from sampler_service.vllm.settings import engine_args, slot_rank
+from sampler_service.vllm.settings import engine_args
 from sampler_service.vllm.shared_memory import Handle, SharedTensor
 from sampler_service.vllm.versions import WorkerVersions
 from sampler_service.vllm.wire import Draws, Scores, extra_args
 from tinsmith.errors import Unsupported
+from tinsmith.sizing import slot_rank
 
 
 def test_another_process_reads_shared_weights_and_cannot_change_them() -> None:

@@ -1,0 +1,127 @@
+"""How the services divide memory, as arithmetic without torch: trainer and sampler apply it to what they measure at
+their start, `tinsmith plan` to what it knows before they start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+TRAINING_SHARE = {"cpu": 0.5, "cuda": 0.9}
+"""Share of the free memory that training may take. Host memory is shared with samplers, gateway and the page cache."""
+ACTIVATIONS_SHARE = 0.5
+"""Share of the training memory that activations may take; the rest is for adapters and optimizers."""
+PINNED_GROWTH = 2
+"""torch rounds a pinned allocation up to a power of two: it takes up to twice the bytes that were asked for."""
+MOMENTS = 2
+"""Buffers of an adapter's size in AdamW, the optimizer that has the most."""
+PROBE_RANK = 16
+"""Largest rank of the adapter with which the trainer measures activations."""
+MAX_CHUNK_ELEMENTS = {"cpu": 4 * 1024 * 1024, "cuda": 128 * 1024 * 1024}
+"""Largest chunk of logits, in elements. 16 MB stay close to the caches of a CPU. A GPU needs large products."""
+KV_SHARE, PREFIX_SHARE, STATES_SHARE = 4, 8, 8
+"""One part in so many of the sampler's free memory is for keys and values, the prefix cache, and recurrent states."""
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks that vLLM knows; a smaller adapter is padded with zeros."""
+VLLM_MAX_LORA_RANK = 64
+"""Default of max_lora_rank with vLLM, when the sampler is not told its trainer's. A slot of the device is as large as
+the largest rank makes it, whatever lies in it: four slots take 1.4 GB with this rank and 5.6 GB with 256, for a model
+of 8 billion parameters."""
+_NOISE = 0.005
+"""A difference between two layouts below this share of their memory is taken for the allocator's rounding."""
+
+Lengths = Sequence[int]
+"""Lengths of the sequences of one micro-batch, in tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of activations of T tokens: fixed + per_token * T + per_pair * (sum of the squared sequence lengths).
+
+    The last term is zero where attention keeps no scores, as most models' attention does not.
+    """
+
+    fixed_bytes: float
+    bytes_per_token: float
+    bytes_per_pair: float
+
+    def of(self, lengths: Iterable[int]) -> int:
+        lengths = list(lengths)
+        pairs = sum(length * length for length in lengths)
+        return math.ceil(self.fixed_bytes + self.bytes_per_token * sum(lengths) + self.bytes_per_pair * pairs)
+
+    def longest(self, num_bytes: float) -> int:
+        """Length of the longest sequence whose activations take at most `num_bytes`, in tokens; 0 when none does."""
+        room = num_bytes - self.fixed_bytes
+        if room <= 0:
+            return 0
+        # The positive root of a L^2 + b L = room, in the form that is valid for a = 0, too.
+        root = math.sqrt(self.bytes_per_token**2 + 4 * self.bytes_per_pair * room)
+        return int(2 * room / (self.bytes_per_token + root))
+
+    @classmethod
+    def measured(cls, peak_bytes: Callable[[Lengths], int], num_tokens: int, *, with_pairs: bool = True) -> Footprint:
+        """Fits the footprint to measured micro-batches: one sequence of n tokens, one of 2n, and four of n/2.
+
+        The last two have equally many tokens, so they differ only in the sum of squares: 4 n^2 - 4 (n/2)^2 = 3 n^2.
+        Without `with_pairs` the third is not measured, and bytes_per_pair is 0.
+        """
+        n = num_tokens
+        once, twice = float(peak_bytes([n])), float(peak_bytes([2 * n]))
+        squares = twice - peak_bytes([n // 2] * 4) if with_pairs else 0.0
+        if squares < _NOISE * twice:
+            squares = 0.0
+        per_pair = squares / (3 * n * n)
+        per_token = (twice - once - per_pair * 3 * n * n) / n
+        return cls(once - per_token * n - per_pair * n * n, per_token, per_pair)
+
+
+def full_bytes(adapter_bytes: int) -> int:
+    """Memory of an adapter in training, in bytes: the adapter, its gradient and its moments."""
+    return (2 + MOMENTS) * adapter_bytes
+
+
+def training_bytes(free_bytes: int, device_type: str) -> int:
+    """Memory for adapters, optimizers and activations, of what is free once the base model is loaded."""
+    return int(TRAINING_SHARE[device_type] * free_bytes)
+
+
+def room_for_one(memory_bytes: int, adapter_bytes: int, *, moves: bool) -> float:
+    """Bytes for the activations of a datum that is a micro-batch by itself, of a model with the largest adapter.
+
+    `memory_bytes`: memory for training. `moves`: other models can be moved to the host, as on a GPU, so all memory but
+    the model's own counts.
+    """
+    room = memory_bytes * ACTIVATIONS_SHARE
+    if moves:
+        room = max(room, memory_bytes - full_bytes(adapter_bytes))
+    return room - adapter_bytes  # the pass's gradient, before it is added to the model's
+
+
+def models_bytes(memory_bytes: int, host_bytes: int, *, moves: bool, ranks_per_machine: int = 1) -> int:
+    """Bytes that all live models of a trainer may take. Where idle models can be moved to the host, host memory is the
+    limit. `host_bytes`: free host memory."""
+    beside_activations = memory_bytes - int(memory_bytes * ACTIVATIONS_SHARE)
+    if not moves:
+        return beside_activations
+    on_host = int(TRAINING_SHARE["cpu"] * host_bytes) // PINNED_GROWTH // ranks_per_machine
+    return max(beside_activations, on_host)
+
+
+def kv_tokens(free_bytes: int, bytes_per_token: int, *, max_running: int, max_context: int) -> int:
+    """Tokens of the key/value cache where no setting bounds it, of the memory that is free once the base model is
+    loaded."""
+    return max(1, min(free_bytes // KV_SHARE // bytes_per_token, max_running * max_context))
+
+
+def prefix_cache_bytes(free_bytes: int) -> int:
+    """Bytes of the prefix cache where no setting bounds it."""
+    return free_bytes // PREFIX_SHARE
+
+
+def slot_rank(max_lora_rank: int) -> int:
+    """Rank of vLLM's slots. Raises ValueError above the largest."""
+    for rank in VLLM_RANKS:
+        if rank >= max_lora_rank:
+            return rank
+    raise ValueError(f"max_lora_rank: {max_lora_rank} is above {VLLM_RANKS[-1]}, the largest rank that vLLM serves")

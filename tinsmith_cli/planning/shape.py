@@ -1,0 +1,414 @@
+"""Sizes of a base model, from its config.json: parameters, layers that take adapters, keys and values.
+
+The families below are computed exactly; a test compares them with the loaded models. Other families are estimated as a
+dense Llama, with the size of their weights from the files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tinsmith_cli.base_models import UsageError
+
+Group = Literal["attn", "mlp", "unembed"]
+Config = Mapping[str, Any]
+
+NO_LIMIT = 2**20
+"""Context length of a model without position embeddings, as trainer and sampler take it, in tokens."""
+STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A linear layer, or the same layer of all experts."""
+
+    inputs: int
+    outputs: int
+    group: Group | None = None
+    """None if it takes no adapter, as a router."""
+    num_experts: int = 0
+    """0 if it is no layer of experts."""
+    shares: Literal["A", "B"] | None = None
+    """The one of an adapter's A and B that all experts share."""
+    bias: bool = False
+
+    @property
+    def parameters(self) -> int:
+        return (self.inputs * self.outputs + self.outputs * self.bias) * (self.num_experts or 1)
+
+    @property
+    def rank_elements(self) -> int:
+        """Elements of an adapter of rank 1."""
+        experts = self.num_experts or 1
+        a = self.inputs * (1 if self.shares == "A" else experts)
+        return a + self.outputs * (1 if self.shares == "B" else experts)
+
+    @property
+    def slot_elements(self) -> int:
+        """Elements of an adapter of rank 1 in a slot of vLLM, in which every expert has an A and a B."""
+        return (self.inputs + self.outputs) * (self.num_experts or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A decoder layer."""
+
+    matrices: Sequence[Matrix]
+    others: int
+    """Parameters outside of the matrices: norms, sinks."""
+    kv_elements: int
+    """Elements of the keys and values of a token."""
+    widths: Widths
+
+    @property
+    def parameters(self) -> int:
+        return sum(matrix.parameters for matrix in self.matrices) + self.others
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Features of a token that a layer keeps for its backward pass, by their place."""
+
+    queries: int
+    keys: int
+    """Features of all key heads, which values have, too."""
+    inner: int
+    """Inner features of the feed-forward layers that a token passes, all experts of the token together."""
+    num_pairs: int = 0
+    """Experts of a token, whose inputs and outputs are kept once for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    family: str
+    """`model_type` of config.json."""
+    hidden: int
+    vocab: int
+    context: int
+    """Longest sequence of the model, in tokens."""
+    layers: Sequence[Layer]
+    tied: bool
+    """Whether the output layer shares the embedding's weight."""
+    heads: int
+    kv_heads: int
+    latent: bool = False
+    """Whether keys and values are one latent vector for all heads."""
+    recurrent: bool = False
+    """Whether layers carry a state from token to token, which vLLM does not serve here."""
+    outside_more: int = 0
+    """Parameters beside the layers, the embedding, the last norm and the output layer."""
+    is_estimate: bool = False
+    """Whether the family is unknown, and computed as a dense Llama."""
+    note: str = ""
+
+    @property
+    def outside_parameters(self) -> int:
+        """Parameters of the embedding, the last norm and the output layer."""
+        return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden + self.outside_more
+
+    @property
+    def layer_parameters(self) -> int:
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def parameters(self) -> int:
+        return self.layer_parameters + self.outside_parameters
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Parameters of the layers' matrices that take adapters, which quantisation makes smaller."""
+        return sum(m.parameters for layer in self.layers for m in layer.matrices if m.group is not None)
+
+    @property
+    def targets(self) -> list[Matrix]:
+        """Every layer that takes an adapter."""
+        found = [matrix for layer in self.layers for matrix in layer.matrices if matrix.group is not None]
+        return [*found, Matrix(self.hidden, self.vocab, "unembed")]
+
+    def adapter_elements(self, rank: int) -> int:
+        """Parameters of an adapter of all layers."""
+        return rank * sum(target.rank_elements for target in self.targets)
+
+    def slot_elements(self, rank: int) -> int:
+        """Elements of a slot of vLLM, which leaves out the output layer where the model shares it."""
+        return rank * sum(target.slot_elements for target in self.targets[:-1])
+
+    @property
+    def kv_elements(self) -> int:
+        return max(1, sum(layer.kv_elements for layer in self.layers))
+
+    def divides(self, size: int) -> bool:
+        """Whether vLLM can divide the attention among `size` GPUs: by whole heads, or with copies of few ones."""
+        kv = self.latent or not self.kv_heads % size or not size % self.kv_heads
+        return not self.heads % size and kv
+
+    def kv_elements_of_each(self, size: int) -> int:
+        """Elements of a token's keys and values on each of `size` GPUs that divide the model."""
+        if self.latent:
+            return self.kv_elements
+        part = max(1, self.kv_heads // size)
+        return -(-self.kv_elements * part // self.kv_heads)
+
+
+def read(folder: Path, *, name: str) -> Shape:
+    """The shape of the model in a folder. Raises UsageError. `name`: the model, for errors."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{name}: cannot read config.json: {error}") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{name}: config.json is not a JSON object")
+    return of_config(config, name=name, stored=stored_parameters(folder))
+
+
+def of_config(config: Config, *, name: str, stored: int | None = None) -> Shape:
+    """The shape of a configuration. `stored`: parameters in the files, if known. Raises UsageError for a field that is
+    missing, and for an unknown family whose files are not there."""
+    text: Config = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
+    family = str(text.get("model_type", "unknown"))
+    try:
+        if (layers := FAMILIES.get(family)) is not None and text is config:
+            return _shape(text, family, layers(text), note=_note(config))
+        estimate = _shape(text, family, _dense(text))
+    except KeyError as error:
+        raise UsageError(
+            f"{name}: config.json has no {error.args[0]}, which the size of a model of type {family!r} depends on"
+        ) from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise UsageError(f"{name}: config.json does not describe a model of type {family!r}: {error}") from None
+    if stored is None:
+        raise UsageError(
+            f"{name}: the planner does not know models of type {family!r}, and finds no safetensors files to take "
+            f"their size from; it knows {', '.join(sorted(FAMILIES))}. Give a folder with the weights"
+        )
+    note = f"models of type {family!r} are unknown to the planner: an estimate from the size of the files"
+    recurrent = bool({"linear_attention", "mamba", "conv"} & {*(text.get("layer_types") or ())}) or "mamba" in family
+    more = stored - estimate.parameters
+    if more >= 0:
+        estimate = replace(estimate, outside_more=more)
+    return replace(estimate, is_estimate=True, recurrent=recurrent, note=note)
+
+
+def stored_parameters(folder: Path) -> int | None:
+    """Parameters in the safetensors files, from their index or their headers, or None without files. An index that
+    gives bytes only is read together with the first file's type of numbers."""
+    index = folder / "model.safetensors.index.json"
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        metadata = json.loads(index.read_text())["metadata"] if index.is_file() else {}
+        if isinstance(metadata.get("total_parameters"), int):
+            return metadata["total_parameters"]
+        if isinstance(metadata.get("total_size"), int):
+            width = _widest(_header(files[0])) if files else 2
+            return metadata["total_size"] // width
+        return sum(_elements(_header(file)) for file in files) if files else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _header(file: Path) -> Mapping[str, Any]:
+    """The header of a safetensors file: its length in 8 bytes, little-endian, then JSON."""
+    with file.open("rb") as stream:
+        return json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+
+
+def _elements(header: Mapping[str, Any]) -> int:
+    count = 0
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            first, last = tensor["data_offsets"]
+            count += (last - first) // STORED_BYTES.get(tensor["dtype"], 2)
+    return count
+
+
+def _widest(header: Mapping[str, Any]) -> int:
+    return max(STORED_BYTES.get(tensor["dtype"], 2) for name, tensor in header.items() if name != "__metadata__")
+
+
+def _note(config: Config) -> str:
+    quantised = config.get("quantization_config")
+    if not isinstance(quantised, dict):
+        return ""
+    return (
+        f"the files are quantised ({quantised.get('quant_method', 'unknown method')}): the services load them as "
+        "whole numbers of the type below, if transformers can"
+    )
+
+
+def _shape(c: Config, family: str, layers: Sequence[Layer], *, note: str = "") -> Shape:
+    heads = c["num_attention_heads"]
+    return Shape(
+        family=family,
+        hidden=c["hidden_size"],
+        vocab=c["vocab_size"],
+        context=c.get("max_position_embeddings") or NO_LIMIT,
+        layers=layers,
+        tied=bool(c.get("tie_word_embeddings", family in _TIED)),
+        heads=heads,
+        kv_heads=c.get("num_key_value_heads") or heads,
+        latent="kv_lora_rank" in c,
+        note=note,
+    )
+
+
+_TIED: set[str] = set()
+"""Families whose output layer shares the embedding's weight unless the configuration says otherwise."""
+
+
+def _attention(c: Config, *, qkv_bias: bool, out_bias: bool, head_norms: bool, sinks: bool = False) -> Layer:
+    """Attention with queries of all heads and keys and values of `num_key_value_heads`, as a layer without the rest."""
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    kv_heads = c.get("num_key_value_heads") or heads
+    head_dim = c.get("head_dim") or hidden // heads
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    matrices = [
+        Matrix(hidden, queries, "attn", bias=qkv_bias),
+        *[Matrix(hidden, keys, "attn", bias=qkv_bias)] * 2,
+        Matrix(queries, hidden, "attn", bias=out_bias),
+    ]
+    others = 2 * hidden + 2 * head_dim * head_norms + heads * sinks
+    return Layer(matrices, others, 2 * keys, Widths(queries, keys, 0))
+
+
+def _mlp(hidden: int, inner: int, *, bias: bool = False) -> list[Matrix]:
+    up, down = Matrix(hidden, inner, "mlp", bias=bias), Matrix(inner, hidden, "mlp", bias=bias)
+    return [up, up, down]
+
+
+def _experts(hidden: int, inner: int, count: int, *, bias: bool = False) -> list[Matrix]:
+    """Fused experts, gate and up in one tensor."""
+    return [
+        Matrix(hidden, 2 * inner, "mlp", num_experts=count, shares="A", bias=bias),
+        Matrix(inner, hidden, "mlp", num_experts=count, shares="B", bias=bias),
+    ]
+
+
+def _count(c: Config, name: str) -> int:
+    """Number of experts, which transformers also writes as num_local_experts."""
+    return c[name] if name in c else c["num_local_experts"]
+
+
+def _with(attention: Layer, matrices: Sequence[Matrix], *, inner: int, pairs: int = 0, others: int = 0) -> Layer:
+    widths = replace(attention.widths, inner=inner, num_pairs=pairs)
+    return replace(
+        attention, matrices=[*attention.matrices, *matrices], others=attention.others + others, widths=widths
+    )
+
+
+def _dense_layer(c: Config, attention: Layer) -> Layer:
+    inner = c["intermediate_size"]
+    return _with(attention, _mlp(c["hidden_size"], inner, bias=bool(c.get("mlp_bias"))), inner=inner)
+
+
+def _dense(c: Config) -> list[Layer]:
+    bias = bool(c.get("attention_bias"))
+    return [_dense_layer(c, _attention(c, qkv_bias=bias, out_bias=bias, head_norms=False))] * c["num_hidden_layers"]
+
+
+def _qwen2(c: Config) -> list[Layer]:
+    return [_dense_layer(c, _attention(c, qkv_bias=True, out_bias=False, head_norms=False))] * c["num_hidden_layers"]
+
+
+def _qwen3_attention(c: Config) -> Layer:
+    bias = bool(c.get("attention_bias"))
+    c = {"head_dim": 128, **c}
+    return _attention(c, qkv_bias=bias, out_bias=bias, head_norms=True)
+
+
+def _qwen3(c: Config) -> list[Layer]:
+    return [_dense_layer(c, _qwen3_attention(c))] * c["num_hidden_layers"]
+
+
+def _qwen3_moe(c: Config) -> list[Layer]:
+    bias = bool(c.get("attention_bias"))
+    attention, hidden, inner = (
+        _attention(c, qkv_bias=bias, out_bias=bias, head_norms=True),
+        c["hidden_size"],
+        c["moe_intermediate_size"],
+    )
+    count, taken = _count(c, "num_experts"), c["num_experts_per_tok"]
+    sparse = _with(
+        attention,
+        [Matrix(hidden, count), *_experts(hidden, inner, count)],
+        inner=taken * inner,
+        pairs=taken,
+    )
+    dense = _dense_layer(c, attention)
+    only_dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
+    return [dense if n in only_dense or (n + 1) % step else sparse for n in range(c["num_hidden_layers"])]
+
+
+def _mixtral(c: Config) -> list[Layer]:
+    attention, hidden, inner = (
+        _attention(c, qkv_bias=False, out_bias=False, head_norms=False),
+        c["hidden_size"],
+        c["intermediate_size"],
+    )
+    count, taken = _count(c, "num_experts"), c["num_experts_per_tok"]
+    matrices = [Matrix(hidden, count), *_experts(hidden, inner, count)]
+    return [_with(attention, matrices, inner=taken * inner, pairs=taken)] * c["num_hidden_layers"]
+
+
+def _gpt_oss(c: Config) -> list[Layer]:
+    bias, hidden, inner = bool(c.get("attention_bias", True)), c["hidden_size"], c["intermediate_size"]
+    attention = _attention(c, qkv_bias=bias, out_bias=bias, head_norms=False, sinks=True)
+    count, taken = _count(c, "num_experts"), c["num_experts_per_tok"]
+    matrices = [Matrix(hidden, count, bias=True), *_experts(hidden, inner, count, bias=True)]
+    return [_with(attention, matrices, inner=taken * inner, pairs=taken)] * c["num_hidden_layers"]
+
+
+def _after_dense(c: Config, attention: Layer) -> list[Layer]:
+    """`first_k_dense_replace` dense layers, then layers of routed and shared experts."""
+    hidden, inner = c["hidden_size"], c["moe_intermediate_size"]
+    count, taken, shared = _count(c, "n_routed_experts"), c["num_experts_per_tok"], c.get("n_shared_experts") or 0
+    experts = [Matrix(hidden, count), *_experts(hidden, inner, count)]
+    if shared:
+        experts += _mlp(hidden, inner * shared)
+    sparse = _with(attention, experts, inner=(taken + shared) * inner, pairs=taken)
+    num_layers = c["num_hidden_layers"]
+    num_dense = min(c["first_k_dense_replace"], num_layers)
+    return [*[_dense_layer(c, attention)] * num_dense, *[sparse] * (num_layers - num_dense)]
+
+
+def _deepseek_v3(c: Config) -> list[Layer]:
+    hidden, heads, rank = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
+    own, rotated, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+    bias, others = bool(c.get("attention_bias")), 2 * hidden + rank
+    if (q_rank := c.get("q_lora_rank")) is None:
+        queries = [Matrix(hidden, heads * (own + rotated), "attn")]
+    else:
+        queries = [Matrix(hidden, q_rank, "attn", bias=bias), Matrix(q_rank, heads * (own + rotated), "attn")]
+        others += q_rank
+    matrices = [
+        *queries,
+        Matrix(hidden, rank + rotated, "attn", bias=bias),
+        Matrix(rank, heads * (own + value), "attn"),
+        Matrix(heads * value, hidden, "attn", bias=bias),
+    ]
+    # Training makes the keys and values of all heads.
+    widths = Widths(heads * (own + rotated), heads * max(own + rotated, value), 0)
+    return _after_dense(c, Layer(matrices, others, rank + rotated, widths))
+
+
+def _glm4_moe(c: Config) -> list[Layer]:
+    bias = bool(c.get("attention_bias"))
+    attention = _attention(c, qkv_bias=bias, out_bias=False, head_norms=bool(c.get("use_qk_norm")))
+    return _after_dense(c, attention)
+
+
+FAMILIES: Mapping[str, Callable[[Config], list[Layer]]] = {
+    "llama": _dense,
+    "mistral": _dense,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "gpt_oss": _gpt_oss,
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
+}
+"""Layers of a configuration, by `model_type`."""
