@@ -152,21 +152,31 @@ class Journal:
         """
         return self._bound.is_pressed
 
-    async def append(self, model_id: str, seq_id: int, body: Body) -> None:
+    async def append(self, model_id: str, seq_id: int, body: Body, *, within_share: bool = False) -> None:
         """Adds an operation, and returns when it is on disk. Operation 0 also adds the model.
 
         The caller makes sure that the operation is new. Raises OutOfCapacity when the disk or the journal is full, and
-        ModelNotFound when the model was deleted.
+        ModelNotFound when the model was deleted. `within_share`: raises OutOfCapacity also when the model's operations
+        that have not run would take more bytes than the journal has left for others, by the rule of `HeldBytes`.
         """
 
         num_bytes = len(body.compressed)
 
         def run(connection: sqlite3.Connection) -> None:
-            if self._bound.sizes.pending + num_bytes > self._bound.max_bytes:
+            pending, max_bytes = self._bound.sizes.pending, self._bound.max_bytes
+            if pending + num_bytes > max_bytes:
                 raise OutOfCapacity(
-                    f"the journal holds {self._bound.sizes.pending} bytes of operations that have not run; "
-                    f"{num_bytes} more are above journal_max_bytes {self._bound.max_bytes}"
+                    f"the journal holds {pending} bytes of operations that have not run; "
+                    f"{num_bytes} more are above journal_max_bytes {max_bytes}"
                 )
+            if within_share and 2 * (pending + num_bytes) > max_bytes:  # below that, no model can be above its share
+                own = Sizes.of(connection, model_id=model_id).pending
+                if own + num_bytes > max_bytes - pending - num_bytes:
+                    raise OutOfCapacity(
+                        f"{model_id}: its operations that have not run take {own} bytes of the journal and this one "
+                        f"takes {num_bytes}, which is more than its share of this server's journal_max_bytes "
+                        f"{max_bytes}: those of all models take {pending}"
+                    )
             now = time.time()
             if seq_id == 0:
                 connection.execute("INSERT INTO models (model_id, created_at) VALUES (?, ?)", (model_id, now))

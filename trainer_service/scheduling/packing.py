@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 from trainer_service.engine.batch import Batch
 from trainer_service.operation import Call, Operation
@@ -271,9 +272,31 @@ class DeficitRoundRobin:
         for member in owed:
             while filling.share_allows(member, num_models=len(self._members)):
                 self._total += filling.take(member)
-        while candidates := [member for member in ready.values() if self._is_owed(member) and filling.fits(member)]:
-            self._total += filling.take(min(candidates, key=lambda one: one.charged + filling.next_cost(one)))
+        self._fill_rest(filling, ready)
         return self._taken(filling, ready)
+
+    def _fill_rest(self, filling: _MicroBatch, ready: Mapping[str, _Member]) -> None:
+        """The second pass, in O(log n) for each datum and O(n) once.
+
+        Members move from a heap by their charges to one by their turns when they become owed. A member whose datum does
+        not fit is left out for good, because the room only shrinks.
+        """
+        members = [member for member in ready.values() if filling.next_cost(member)]
+        by_charge = [(member.charged, place) for place, member in enumerate(members)]
+        by_turn: list[tuple[int, int]] = []
+        heapify(by_charge)
+        while True:
+            while by_charge and self._is_owed(members[by_charge[0][1]]):
+                charged, place = heappop(by_charge)
+                heappush(by_turn, (charged + filling.next_cost(members[place]), place))
+            if not by_turn:
+                return
+            _, place = heappop(by_turn)
+            member = members[place]
+            if filling.fits(member):
+                self._total += filling.take(member)
+                if filling.next_cost(member):
+                    heappush(by_charge, (member.charged, place))
 
     def _taken(self, filling: _MicroBatch, ready: Mapping[str, _Member]) -> list[tuple[Batch, range]]:
         for model_id in [model_id for model_id, member in ready.items() if filling.taken[member]]:
@@ -292,8 +315,12 @@ class DeficitRoundRobin:
         if not self:
             self._members.clear()
             self._total = 0
-        while leaving := [m for m, member in self._members.items() if not member.batches and self._is_owed(member)]:
-            self._total -= self._members.pop(leaving[0]).charged  # so the mean of the others does not fall
+        idle = [(member.charged, model_id) for model_id, member in self._members.items() if not member.batches]
+        heapify(idle)
+        while idle and self._is_owed(self._members[idle[0][1]]):
+            charged, model_id = heappop(idle)
+            del self._members[model_id]
+            self._total -= charged  # so the mean of the others does not fall
 
 
 class _MicroBatch:

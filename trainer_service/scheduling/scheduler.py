@@ -355,7 +355,8 @@ class Scheduler:
         if model.gone is not None:
             raise model.gone
         # An operation that closes a gap is always taken: others wait for it.
-        if seq_id > max(model.operations, default=0) and model.num_queued >= self._max_queued_operations:
+        closes_gap = seq_id <= max(model.operations, default=0)
+        if not closes_gap and model.num_queued >= self._max_queued_operations:
             raise OutOfCapacity(
                 f"{model_id}: {model.num_queued} operations are queued, this server's max_queued_operations"
             )
@@ -379,7 +380,7 @@ class Scheduler:
         model.operations[seq_id] = operation
         model.used_s = time.monotonic()
         self._held.hold(operation, held_bytes, is_next=is_next)
-        self.spawn(self._append(model, operation, body))
+        self.spawn(self._append(model, operation, body, within_share=not (is_next or closes_gap)))
         return operation, True
 
     def _check_near(self, model: ModelQueue, seq_id: int) -> None:
@@ -393,11 +394,11 @@ class Scheduler:
             field="seq_id",
         )
 
-    async def _append(self, model: ModelQueue, operation: Operation, body: Body) -> None:
+    async def _append(self, model: ModelQueue, operation: Operation, body: Body, *, within_share: bool) -> None:
         """Appends a new operation to the journal. After an error nothing of it is left."""
         error: ServiceError | None = None
         try:
-            await self._journal.append(model.model_id, operation.seq_id, body)
+            await self._journal.append(model.model_id, operation.seq_id, body, within_share=within_share)
         except ServiceError as caught:
             error = caught
         except Exception:

@@ -152,7 +152,7 @@ async def test_a_refused_batch_holds_its_body_alone_and_one_that_the_journal_ref
     await bench.scheduler.begin(operation, fail)  # waits for 1
     assert held(bench) == body.num_bytes == 503
 
-    async def full(*_: object) -> None:
+    async def full(*_: object, **__: object) -> None:
         raise OutOfCapacity("the disk is full")
 
     monkeypatch.setattr(bench.journal, "append", full)

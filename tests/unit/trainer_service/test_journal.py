@@ -297,6 +297,23 @@ async def test_pending_operations_are_never_cut_but_refused(tmp_path: Path) -> N
         assert len(await requests(journal)) == 1 + 99 - len(refused)
 
 
+async def test_a_model_that_fills_its_share_of_the_journal_leaves_room_for_others(tmp_path: Path) -> None:
+    body = batch(1, length=40_000)
+    size = len(body.compressed)
+    async with opened(tmp_path, max_bytes=8 * size) as journal:
+        for model_id in ("greedy", "late"):
+            await journal.append(model_id, 0, created())
+        for seq_id in (1, 2, 3):
+            await journal.append("greedy", seq_id, body, within_share=True)
+        with pytest.raises(OutOfCapacity, match=r"greedy: .* more than its share of this server's journal_max_bytes"):
+            await journal.append("greedy", 4, body, within_share=True)
+        await journal.append("late", 1, body, within_share=True)
+        await journal.append("greedy", 4, body)  # others of its model wait for it
+        for done in range(1, 5):
+            await journal.finish("greedy", done, None)
+        await journal.append("greedy", 9, body, within_share=True)
+
+
 async def test_expired_results_are_forgotten(tmp_path: Path) -> None:
     async with opened(tmp_path, result_retention_s=0.0) as journal:
         await journal.append(MODEL, 0, created())

@@ -84,7 +84,7 @@ async def test_a_number_that_cannot_be_given_up_is_tried_again(
     await looking.look(0)
     with monkeypatch.context() as broken:
 
-        async def append(*_: object) -> None:
+        async def append(*_: object, **__: object) -> None:
             raise OSError("no space left")
 
         broken.setattr(bench.journal, "append", append)
