@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -18,7 +18,7 @@ import grpc.aio
 from gateway.channel import connect
 from gateway.metrics import Metrics
 from gateway.sampling.replicas import Replica, Replicas
-from tinsmith.errors import InvalidRequest, NotReady, ServiceError
+from tinsmith.errors import FailedPrecondition, InvalidRequest, NotReady, ServiceError
 from tinsmith.pictures.counting import Counting
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.rpc.tls import Certificates
@@ -125,9 +125,19 @@ class Clients:
             if trainer.info is not None and trainer.info.boot_id != boot_id:
                 boot_id = trainer.info.boot_id
                 logger.info("%s serves %s", trainer.address, ", ".join(trainer.info.base_models))
+                self._warn_of_others(trainer.info.base_models)
             async with self._changed:
                 self._changed.notify_all()
             await trainer.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+
+    def _warn_of_others(self, base_models: Iterable[str]) -> None:
+        """Logs an error when two trainers serve one of these base models."""
+        for base_model in base_models:
+            try:
+                self.find_trainer(base_model)
+            except FailedPrecondition as error:
+                logger.error("%s", error.message)
+                return
 
     # Services and their base models
 
@@ -170,13 +180,22 @@ class Clients:
         raise NotReady("no trainer has been reached yet")
 
     def find_trainer(self, base_model: str) -> Trainer:
-        """The first trainer that serves the base model.
+        """The trainer that serves the base model.
 
-        Raises NotReady while a trainer that has not been reached may serve it, else InvalidRequest.
+        Raises NotReady while a trainer that has not been reached may serve it, FailedPrecondition when two serve it,
+        else InvalidRequest.
         """
-        for trainer in self._trainers:
-            if trainer.info is not None and base_model in trainer.info.base_models:
-                return trainer
+        serving = [each for each in self._trainers if each.info is not None and base_model in each.info.base_models]
+        if len(serving) > 1:
+            # A run's state and journal are at one trainer, and requests to the other one would fail.
+            addresses = " and ".join(trainer.address for trainer in serving)
+            raise FailedPrecondition(
+                f"base_model: {base_model!r} is served by {addresses}. A run lives at one trainer, and this gateway "
+                "cannot tell which: leave one trainer for each base model in its setting trainers (GATEWAY_TRAINERS)",
+                field="base_model",
+            )
+        if serving:
+            return serving[0]
         if any(trainer.info is None for trainer in self._trainers):
             raise NotReady(f"no trainer that serves {base_model!r} has been reached yet")
         served = sorted({name for info in self.trainer_infos() for name in info.base_models})

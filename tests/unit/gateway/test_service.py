@@ -12,13 +12,15 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from gateway.clients import Clients
 from gateway.config import DATABASE, GatewayConfig
 from gateway.database.store import Store
 from gateway.gateway import Gateway, StartError
 from gateway.metrics import Metrics
 from gateway.tenants.keys import Keys, id_of
 from tests.support.waiting import until
-from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Client, Stack
+from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Backend, Client, FakeTrainer, Stack
+from tinsmith.errors import FailedPrecondition
 from tinsmith.v1 import trainer_pb2, types_pb2
 
 
@@ -222,3 +224,23 @@ async def test_capabilities_stay_while_a_service_is_down_and_follow_it_when_it_i
         return not (await supported(client))[BASE_MODEL]["trainable"]
 
     await until(is_not_trainable)
+
+
+async def test_a_base_model_that_two_trainers_serve_is_refused_by_their_names(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that was made at one would be sought at the other."""
+    other = Backend(FakeTrainer(), "trainer")
+    await other.start()
+    addresses = [f"127.0.0.1:{backend.port}" for backend in (stack.trainer_backend, other)]
+    clients = Clients(trainers=addresses, samplers=[], metrics=Metrics())
+    clients.start()
+    try:
+        await clients.settle(clients.all_trainers)
+        with pytest.raises(FailedPrecondition, match=f"'{BASE_MODEL}' is served by {' and '.join(addresses)}"):
+            clients.find_trainer(BASE_MODEL)
+        await until(lambda: "GATEWAY_TRAINERS" in caplog.text)
+        caplog.clear()
+    finally:
+        await clients.close()
+        await other.stop()
