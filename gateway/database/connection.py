@@ -35,6 +35,8 @@ _PER_PASS = 50
 """Most rows of a list that are read in one pass of the event loop: up to 20 ms, with metadata of 64 Ki characters
 each."""
 _CONNECT_TIMEOUT_S = 10.0
+_CONNECTIONS = 10
+"""Most connections of a gateway to PostgreSQL, half of which stay open. PostgreSQL itself takes 100 by default."""
 _LOCKED_S = 30
 """How long SQLite waits for a lock that another connection holds."""
 _SILENT_S = 10
@@ -74,8 +76,12 @@ class Database:
 
     def __init__(self, url: str, metrics: Metrics) -> None:
         is_sqlite = make_url(url).get_backend_name() == "sqlite"
-        connect_args = {"factory": _Sqlite} if is_sqlite else {"timeout": _CONNECT_TIMEOUT_S}
-        self._engine = create_async_engine(url, connect_args=connect_args)
+        if is_sqlite:
+            options: dict[str, Any] = {"connect_args": {"factory": _Sqlite}}
+        else:
+            pool = {"pool_size": _CONNECTIONS // 2, "max_overflow": _CONNECTIONS - _CONNECTIONS // 2}
+            options = {"connect_args": {"timeout": _CONNECT_TIMEOUT_S}, **pool}
+        self._engine = create_async_engine(url, **options)
         self._seconds = metrics.stored.database_seconds
         self.dropped_rows = metrics.stored.dropped_rows
         event.listen(self._engine.sync_engine, "handle_error", partial(_count_error, metrics))

@@ -13,6 +13,7 @@ from gateway.database.outages import is_outage
 from gateway.database.store import Store
 from gateway.database.tables.sessions import SamplingSession
 from gateway.metrics import Metrics
+from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.unit.gateway.commits import Statements
 
 _SAMPLED = {"base_model": "tiny", "version_id": "", "location": "", "created_at": 0.0}
@@ -74,3 +75,17 @@ async def test_ends_at_another_gateway_are_noticed_by_the_index_however_many_ses
     assert "ix_sessions_ended_at" in plan, plan
     for store in (here, there):
         await store.close()
+
+
+@pytest.mark.slow
+async def test_a_gateway_opens_ten_connections_at_most(postgres: Postgres) -> None:  # noqa: F811
+    store = Store(postgres.new_database(), Metrics())
+
+    async def look() -> int:
+        async with store.begin() as db:
+            await db.execute(text("SELECT pg_sleep(0.1)"))
+            query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+            return (await db.execute(text(query))).scalar_one()
+
+    assert max(await asyncio.gather(*(look() for _ in range(40)))) == connection._CONNECTIONS
+    await store.close()
