@@ -141,7 +141,7 @@ class Passes:
         return self._memory.token_budget
 
     def go_together(self, model_ids: Sequence[str]) -> bool:
-        """Whether a micro-batch may have datums of all these models: whether they fit on the device at once."""
+        """Whether a micro-batch may have datums of all these models: see `MemoryBudget.go_together`."""
         return self._memory.go_together(model_ids, tokens=self.token_budget // self._team.num_shares)
 
     def is_dead(self, error: Exception) -> bool:

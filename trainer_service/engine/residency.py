@@ -47,6 +47,10 @@ class Residency:
     def on_host(self) -> list[str]:
         return list(self._on_host)
 
+    def num_on_host(self, model_ids: Iterable[str]) -> int:
+        """How many of these models `use` would move to the device."""
+        return sum(model_id in self._on_host for model_id in model_ids)
+
     @property
     def device_bytes(self) -> int:
         return sum(model.num_bytes for model in self._on_device.values())

@@ -136,6 +136,20 @@ def test_models_that_come_and_go_train_alike(base: BaseModel) -> None:
     assert device.num_moves > 20
 
 
+def test_a_micro_batch_has_few_models_that_wait_on_the_host(base: BaseModel) -> None:
+    device = FakeDevice()
+    residency = Residency(to_device=device.move, to_host=device.move)
+    engine = TrainingEngine(base, max_tokens_per_microbatch=100, residency=residency)
+    ids = [str(n) for n in range(8)]
+    for model_id in ids:
+        engine.create_model(model_id, AdapterConfig(rank=4, seed=3), "adamw")
+    assert engine.passes.go_together(ids)
+    residency.offload_all_but(ids[:3])
+    assert engine.passes.go_together(ids[:7]), "three are on the device and four come"
+    assert not engine.passes.go_together(ids)
+    engine.forward_backward([(model_id, batch(engine, [5])) for model_id in ids])
+
+
 def test_a_move_to_and_fro_changes_no_bit_and_leaves_the_parameters_trainable(base: BaseModel) -> None:
     device = FakeDevice()
     engine = TrainingEngine(
