@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -33,6 +34,8 @@ _LONE_MICRO_BATCH_S = 2.0
 """Time that a micro-batch should take while one model has the trainer for itself, in seconds."""
 _SHARED_MICRO_BATCH_S = 0.1
 """Time that a micro-batch should take otherwise, in seconds. Operations that arrive meanwhile wait for its end."""
+_LATE = 2.0
+"""A micro-batch that takes more than this many times _SHARED_MICRO_BATCH_S makes the next short ones smaller."""
 _KEPT = 0.9
 """Weight of the earlier measurements in a moving average when a new one is added."""
 _MIN_TOKENS = 256
@@ -131,6 +134,8 @@ class Speed:
     _call_seconds: float = 0.0
     _large: deque[float] = field(default_factory=lambda: deque(maxlen=_LARGE_KEPT))
     """Tokens per second of the newest large micro-batches."""
+    _most_short: float = math.inf
+    """Most tokens of a short micro-batch, because an earlier one was late."""
 
     @property
     def large_tokens_per_s(self) -> float:
@@ -142,13 +147,24 @@ class Speed:
         """Expected number of tokens of a micro-batch that takes `seconds`; at least _MIN_TOKENS."""
         return max(_MIN_TOKENS, round(self.large_tokens_per_s * seconds))
 
+    @property
+    def short_tokens(self) -> int:
+        """Most tokens of a micro-batch that should take _SHARED_MICRO_BATCH_S.
+
+        When other processes take the cores, the median notices it after three large micro-batches. Other models would
+        wait for each of them. So a late micro-batch lowers the limit at once, and each one in time doubles it.
+        """
+        return int(min(self.tokens_of(_SHARED_MICRO_BATCH_S), self._most_short))
+
     def observe(
         self, seconds: float, *, num_tokens: int, loss_seconds: float = 0.0, expected_loss_seconds: float = 0.0
     ) -> None:
         """Records the time of a micro-batch of `num_tokens` tokens; 0 tokens mean a call. `loss_seconds`: the part that
         custom losses took. `expected_loss_seconds`: the part that they were expected to take."""
         if num_tokens:
-            self._note_large(num_tokens, seconds - min(loss_seconds, 0.999 * seconds))
+            without_losses = seconds - min(loss_seconds, 0.999 * seconds)
+            self._note_large(num_tokens, without_losses)
+            self._note_late(num_tokens, without_losses)
             self._tokens = _KEPT * self._tokens + num_tokens
             self._token_seconds = _KEPT * self._token_seconds + seconds
             # Several ranks compute losses at once, so the sum of their times may exceed the micro-batch's time.
@@ -162,6 +178,14 @@ class Speed:
         """Records the speed of a large micro-batch. Small ones are ignored: they take longer per token."""
         if num_tokens >= self.large_tokens_per_s * _LARGE_S:
             self._large.append(num_tokens / seconds)
+
+    def _note_late(self, num_tokens: int, seconds: float) -> None:
+        """Lowers the limit of short micro-batches after a late one, and raises it after one in time that used at least
+        half of it."""
+        if seconds > _LATE * _SHARED_MICRO_BATCH_S:
+            self._most_short = max(_MIN_TOKENS, num_tokens * _SHARED_MICRO_BATCH_S / seconds)
+        elif num_tokens >= self._most_short / 2:
+            self._most_short *= 2
 
     def tokens_in(self, seconds: float) -> int:
         """Expected number of tokens, without custom losses, that are computed in `seconds`; 0 before the first
@@ -354,7 +378,7 @@ class ComputeThread:
         if self._alone:
             return budget
         is_lone = self._shared_at is None or time.monotonic() - self._shared_at > _LONE_AFTER_S
-        return min(budget, self.speed.tokens_of(_LONE_MICRO_BATCH_S if is_lone else _SHARED_MICRO_BATCH_S))
+        return min(budget, self.speed.tokens_of(_LONE_MICRO_BATCH_S) if is_lone else self.speed.short_tokens)
 
     def _deliver(self) -> None:
         if self._results:

@@ -44,8 +44,33 @@ def test_a_short_micro_batch_grows_from_the_first_small_one() -> None:
     assert abs(speed.tokens_of(0.1) - 700) < 20
 
 
+def test_short_micro_batches_follow_at_once_when_others_take_the_cores() -> None:
+    """After one late micro-batch the next has what takes a tenth of a second at its speed, however many fast ones came
+    before. Each one in time then doubles the limit, and those of few tokens do not."""
+    speed = measured(2000, 0.1)
+    assert speed.short_tokens == 2000
+    speed.observe(0.5, num_tokens=2000)
+    assert speed.short_tokens == 400
+    speed.observe(0.05, num_tokens=16)
+    assert speed.short_tokens == 400
+    speed.observe(0.15, num_tokens=400)
+    assert speed.short_tokens == 800
+    speed.observe(3.0, num_tokens=800)
+    for expected in (256, 512, 1024, 2000, 2000):
+        assert speed.short_tokens == expected
+        speed.observe(expected / 20_000, num_tokens=expected)
+
+
+def test_a_model_that_has_the_trainer_for_itself_loses_nothing_by_a_late_micro_batch() -> None:
+    speed = measured(8000, 0.4)
+    speed.observe(9.0, num_tokens=8000)
+    assert speed.short_tokens < 2000
+    assert speed.tokens_of(2.0) == 40_000
+
+
 def test_no_micro_batch_is_cut_below_256_tokens() -> None:
     assert Speed().tokens_of(0.1) == measured(256, 30.0).tokens_of(0.1) == 256
+    assert Speed().short_tokens == measured(256, 30.0).short_tokens == 256
 
 
 @pytest.mark.parametrize("tokens_per_s", [200.0, 1800.0, 20_000.0])
