@@ -190,6 +190,8 @@ class GatewayConfig(GrpcTls, BaseSettings):
     """Most custom losses that one session may create."""
     record_retention_s: float = Field(default=86400.0, gt=0)
     """How long sequences sampled with record_stability_info are stored after their last use."""
+    max_owner_record_bytes: int = Field(default=2**30, ge=1)
+    """Most bytes that such sequences of one owner take. Above it those that were not used for longest are deleted."""
     public_url: str = ""
     """URL under which clients reach the gateway, such as https://tinker.example.org; download URLs begin with it.
     Empty: the URL of the request that asks for a download."""
@@ -212,8 +214,9 @@ class GatewayConfig(GrpcTls, BaseSettings):
     max_owner_rows bounds the rest."""
     max_owner_rows: int = Field(default=100_000, ge=1)
     """Most rows of each kind that one owner leaves in the database. Above it the oldest ended sessions, ended runs and
-    entries of the audit log are forgotten, except runs and sessions with checkpoints, and the usage of the oldest hours
-    is summed up over sessions, which changes no bill. A further checkpoint or custom loss is refused."""
+    entries of the audit log are forgotten, except runs and sessions with checkpoints; so is the progress of clients of
+    the oldest sampling sessions; and the usage of the oldest hours is summed up over sessions, which changes no bill. A
+    further checkpoint or custom loss is refused."""
     history_points: int = Field(default=4096, ge=0)
     """Most points of a run's metrics that the dashboard keeps, however long the run is; at least 64, or 0 for none."""
     history_retention_s: float = Field(default=180 * 86400.0, gt=0)

@@ -1,6 +1,7 @@
 """Deletes rows that nobody needs any more, so that the database of a service that runs for years stays small.
 
-Checkpoints and usage stay. Of sessions, runs and entries of the audit log each owner has a number that stays.
+Checkpoints and usage stay. Of sessions, runs, clients that sample and entries of the audit log each owner has a number
+that stays, and of recorded sequences a number of bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, delete, exists, func, or_, select
+from sqlalchemy import ColumnElement, Select, and_, delete, exists, func, literal, or_, select, tuple_
 
 from gateway.config import GatewayConfig
 from gateway.database.operations import TRANSFERS
@@ -18,7 +19,7 @@ from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint, RetentionPolicy
 from gateway.database.tables.history import Span
 from gateway.database.tables.operations import CustomLoss, Operation
-from gateway.database.tables.samples import SampleMark
+from gateway.database.tables.samples import SampleMark, SequenceRecord
 from gateway.database.tables.sessions import Model, SamplingSession, Session
 from gateway.database.tables.tenants import AuditEvent, CountedOperation, LedgerBatch, Usage
 from gateway.ids import session_of
@@ -27,6 +28,8 @@ FORGET_S = 60.0
 """Pause between two rounds of deletion."""
 BOUND_S = 600.0
 """Pause between two counts of the rows of each owner, which read whole tables."""
+_ROW_BYTES = 256
+"""What a recorded sequence is counted for beside its prompt, tokens and logprobs: at least its ids and its index."""
 _BATCH_S = 30 * 86400.0
 """How long the row of a ledger's newest batch is kept. No gateway sends a batch again after that long."""
 _PER_QUERY = 500
@@ -115,6 +118,10 @@ class Forgetting:
             await self._forget_sessions(owner, sessions)
         for owner in await self._above(select(Usage.owner).where(Usage.session_id != "")):
             await self._sum_usage(owner)
+        samplers = select(Session.owner).join(SamplingSession)
+        for owner in await self._above(samplers.join(SampleMark, _is_of_sampler())):
+            await self._forget_marks(owner)
+        await self._forget_records()
 
     async def _above(self, owners: Select[str]) -> list[str]:
         """The owners whom the query has more than max_owner_rows times."""
@@ -147,6 +154,34 @@ class Forgetting:
         found = await self._store.all(newest.offset(self._config.max_owner_rows).limit(_PER_TIME + len(needed)))
         for some in _parts([session_id for session_id in found if session_id not in needed]):
             await self._store.run(delete(Session).where(Session.session_id.in_(some), ended))
+
+    async def _forget_marks(self, owner: str) -> None:
+        """Forgets clients of the owner's oldest sampling sessions, and of one session the first to come. If a gateway
+        is started again while such a client's sample is in work, the client is not told to send it again."""
+        key = SampleMark.sampling_session_id, SampleMark.clone_id
+        newest = select(*key).join(SamplingSession, _is_of_sampler()).join(Session).where(Session.owner == owner)
+        newest = newest.order_by(SamplingSession.created_at.desc(), *(column.desc() for column in key))
+        async with self._store.begin() as db:
+            query = newest.offset(self._config.max_owner_rows).limit(_PER_TIME)
+            found = [(sampling_session_id, clone_id) for sampling_session_id, clone_id in await db.execute(query)]
+            for start in range(0, len(found), _PER_QUERY):
+                some = found[start : start + _PER_QUERY]
+                await db.execute(delete(SampleMark).where(tuple_(*key).in_(some)))
+
+    async def _forget_records(self) -> None:
+        """Leaves each owner max_owner_record_bytes of recorded sequences: those that were used last."""
+        columns = SequenceRecord.prompt, SequenceRecord.tokens, SequenceRecord.logprobs
+        size = sum((func.length(column) for column in columns), start=literal(_ROW_BYTES))
+        limit = self._config.max_owner_record_bytes
+        is_of_session = SequenceRecord.session_id == Session.session_id
+        owners = select(Session.owner).join(SequenceRecord, is_of_session).group_by(Session.owner)
+        for owner in await self._store.all(owners.having(func.sum(size) > limit)):
+            newest = SequenceRecord.expires_at.desc(), SequenceRecord.sequence_id
+            mine = select(SequenceRecord.sequence_id, func.sum(size).over(order_by=newest).label("total"))
+            ranked = mine.join(Session, is_of_session).where(Session.owner == owner).subquery()
+            ids = await self._store.all(select(ranked.c.sequence_id).where(ranked.c.total > limit).limit(_PER_TIME))
+            for some in _parts(ids):
+                await self._store.run(delete(SequenceRecord).where(SequenceRecord.sequence_id.in_(some)))
 
     async def _sum_usage(self, owner: str) -> None:
         """Sums up the usage of the owner's oldest hours over sessions, so that max_owner_rows rows name a session."""
@@ -182,9 +217,14 @@ def _ended_runs(*, before: float) -> ColumnElement[bool]:
 
 
 def _ended_sessions() -> ColumnElement[bool]:
-    """True for an ended session without any run, sampler and custom loss."""
-    of_it = (exists().where(table.session_id == Session.session_id) for table in (Model, SamplingSession, CustomLoss))
+    """True for an ended session without any run, sampler, custom loss and recorded sequence."""
+    tables = Model, SamplingSession, CustomLoss, SequenceRecord
+    of_it = (exists().where(table.session_id == Session.session_id) for table in tables)
     return and_(Session.ended_at.is_not(None), *(~any_left for any_left in of_it))
+
+
+def _is_of_sampler() -> ColumnElement[bool]:
+    return SampleMark.sampling_session_id == SamplingSession.sampling_session_id
 
 
 def _parts(ids: Sequence[str]) -> list[Sequence[str]]:

@@ -1,7 +1,7 @@
 """Records of sequences that were sampled with record_stability_info: prompt, tokens and logprobs, by sequence id.
 
 A loss that names a sequence gets the sampler's logprobs from its record. A record is deleted `record_retention_s` after
-its last use.
+its last use. The sequences of one request have one prompt, which is in the record of the first of them.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Records:
                 "sequence_id": f"{request_id}:{index}",
                 "session_id": session_id,
                 "version_id": request.version_id,
-                "prompt": prompt,
+                "prompt": b"" if index else prompt,
                 "tokens": sequence.tokens,
                 "logprobs": sequence.logprobs,
-                "expires_at": expires_at,
+                "expires_at": expires_at if index else expires_at + _TOUCH_AFTER_S,
             }
             for index, sequence in enumerate(response.sequences)
         ]
@@ -86,17 +86,28 @@ class Records:
         found: dict[str, SequenceRecord] = {}
         wanted = sorted({each for each in sequence_ids if "\0" not in each})  # PostgreSQL takes no NUL
         for start in range(0, len(wanted), _PER_QUERY):
-            mine = (
-                SequenceRecord.sequence_id.in_(wanted[start : start + _PER_QUERY]),
-                SequenceRecord.session_id == session_id,
-                SequenceRecord.expires_at > now,
-            )
-            expires_at = now + self._retention_s
-            stale = update(SequenceRecord).where(*mine, SequenceRecord.expires_at < expires_at - _TOUCH_AFTER_S)
+            named = wanted[start : start + _PER_QUERY]
+            firsts = list({_first_of(sequence_id) for sequence_id in named})
+            living = SequenceRecord.session_id == session_id, SequenceRecord.expires_at > now
+            rows = select(SequenceRecord).where(SequenceRecord.sequence_id.in_([*named, *firsts]), *living)
             async with self._store.begin() as db:
-                found |= {row.sequence_id: row for row in await db.scalars(select(SequenceRecord).where(*mine))}
-                await db.execute(stale.values(expires_at=expires_at))
+                records = {row.sequence_id: row for row in await db.scalars(rows)}
+                found |= {each: records[each] for each in named if each in records and _first_of(each) in records}
+                # The first record of a request expires last, because it has the prompt.
+                until_s = now + self._retention_s
+                uses = (named, until_s - _TOUCH_AFTER_S, until_s), (firsts, until_s, until_s + _TOUCH_AFTER_S)
+                for ids, stale_before, until in uses:
+                    use = update(SequenceRecord).where(SequenceRecord.sequence_id.in_(ids), *living)
+                    await db.execute(use.where(SequenceRecord.expires_at < stale_before).values(expires_at=until))
+            for each in named:
+                if each in found:
+                    found[each].prompt = found[each].prompt or records[_first_of(each)].prompt
         return found
 
     async def delete_expired(self) -> None:
         await self._store.run(delete(SequenceRecord).where(SequenceRecord.expires_at <= time.time()))
+
+
+def _first_of(sequence_id: str) -> str:
+    """Id of the first sequence of the same request."""
+    return f"{sequence_id.rpartition(':')[0]}:0"

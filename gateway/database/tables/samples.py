@@ -36,7 +36,7 @@ class SequenceRecord(Base):
     version_id: Mapped[str]
     """The version that the sequence was drawn from; empty for the base model."""
     prompt: Mapped[bytes] = mapped_column(LargeBinary)
-    """int32, little endian."""
+    """int32, little endian. Empty for all but the first sequence of a request, which has the prompt of all."""
     tokens: Mapped[bytes] = mapped_column(LargeBinary)
     """int32, little endian."""
     logprobs: Mapped[bytes] = mapped_column(LargeBinary)

@@ -14,7 +14,7 @@ from gateway.database.tables.base import Base
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.history import Span
 from gateway.database.tables.operations import CustomLoss, Operation
-from gateway.database.tables.samples import SampleMark
+from gateway.database.tables.samples import SampleMark, SequenceRecord
 from gateway.database.tables.sessions import Model, SamplingSession, Session
 from gateway.database.tables.tenants import AuditEvent, CountedOperation, LedgerBatch, Usage
 from gateway.gateway import Gateway
@@ -177,11 +177,12 @@ async def database(request: pytest.FixtureRequest, stack: Stack) -> None:
         await stack.restart_gateway(database_url=await asyncio.to_thread(cluster.new_database))
 
 
-async def bounded(stack: Stack, *rows: Base, most: int = 2) -> Gateway:
+async def bounded(stack: Stack, *rows: Base, most: int = 2, most_record_bytes: int = 2**30) -> Gateway:
     """The gateway with these rows, once it has left each owner the newest ones."""
-    await stack.restart_gateway(max_owner_rows=most, reap_interval_s=3600)
+    bounds = {"max_owner_rows": most, "max_owner_record_bytes": most_record_bytes}
+    await stack.restart_gateway(**bounds, reap_interval_s=3600)
     gateway = stack.gateway
-    for table in (Session, Model, Checkpoint, SamplingSession, AuditEvent, Usage):
+    for table in (Session, Model, Checkpoint, SamplingSession, SampleMark, SequenceRecord, AuditEvent, Usage):
         async with gateway.store.begin() as db:
             db.add_all([row for row in rows if isinstance(row, table)])
     await gateway.reaper.forgetting.bound_owners()
@@ -274,6 +275,44 @@ async def test_a_session_stays_as_long_as_there_is_a_copy_in_it_or_a_sampler(sta
     sessions = [past_session(f"s{n}", float(n)) for n in range(1, 7)]
     gateway = await bounded(stack, *sessions, kept("s1:train:0"), sampler)
     assert await keys(gateway, Session.session_id) == ["s1", "s2", "s5", "s6"]
+
+
+def sampler(session_id: str, at: float) -> SamplingSession:
+    facts = {"base_model": "m", "version_id": "", "location": "", "created_at": at}
+    return SamplingSession(sampling_session_id=f"{session_id}:sample:0", session_id=session_id, **facts)
+
+
+@pytest.mark.usefixtures("database")
+async def test_each_owner_keeps_the_progress_of_the_newest_clients_that_sample(stack: Stack) -> None:
+    def client(session_id: str, number: int) -> SampleMark:
+        low = number * 10**9
+        return SampleMark(sampling_session_id=f"{session_id}:sample:0", clone_id=number, low=low, high=low + 99)
+
+    sessions = [past_session(name, 1.0, owner=name[0], is_live=True) for name in ("a1", "a2", "b1")]
+    samplers = [sampler("a1", 1.0), sampler("a2", 2.0), sampler("b1", 0.0)]
+    clients = [client("a1", 7), client("a1", 8), *(client("a2", n) for n in (1, 2, 3)), client("b1", 0)]
+    gateway = await bounded(stack, *sessions, *samplers, *clients, most=3)
+    left = await gateway.store.rows(select(SampleMark.sampling_session_id, SampleMark.clone_id))
+    assert sorted(map(tuple, left)) == [("a2:sample:0", n) for n in (1, 2, 3)] + [("b1:sample:0", 0)]
+    gateway = await bounded(stack, most=2)
+    assert await gateway.store.all(select(SampleMark.clone_id).order_by(SampleMark.clone_id)) == [0, 2, 3]
+
+
+@pytest.mark.usefixtures("database")
+async def test_each_owner_keeps_the_recorded_sequences_that_were_used_last_up_to_a_number_of_bytes(
+    stack: Stack,
+) -> None:
+    def record(session_id: str, number: int, *, num_tokens: int = 1000) -> SequenceRecord:
+        texts = {"prompt": b"", "tokens": b"tokn" * num_tokens, "logprobs": b"logp" * num_tokens}
+        times = {"version_id": "", "expires_at": time.time() + 1000 + number}
+        return SequenceRecord(sequence_id=f"{session_id}:{number}", session_id=session_id, **texts, **times)
+
+    sessions = [past_session("a1", 1.0, is_live=True), past_session("a2", 1.0), past_session("b1", 1.0, owner="b")]
+    records = [record("a1", n) for n in (1, 4)] + [record("a2", n) for n in (2, 3)] + [record("b1", 0)]
+    gateway = await bounded(stack, *sessions, *records, most_record_bytes=3 * 8256)
+    assert await keys(gateway, SequenceRecord.sequence_id) == ["a1:4", "a2:2", "a2:3", "b1:0"]
+    gateway = await bounded(stack, most_record_bytes=3 * 8256 - 1)
+    assert await keys(gateway, SequenceRecord.sequence_id) == ["a1:4", "a2:3", "b1:0"]
 
 
 @pytest.mark.usefixtures("database")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sqlalchemy import update
+from sqlalchemy import delete, select, update
 
 from gateway.database.tables.samples import SequenceRecord
 from gateway.training import provenance
@@ -333,3 +333,48 @@ async def test_a_conflict_is_a_conflict_also_the_second_time(stack: Stack, clien
     await stack.restart_gateway()
     for _ in range(2):
         await submit(client, about(model_id, 1, sequence_id), status=422)
+
+
+async def rows(stack: Stack) -> dict[str, SequenceRecord]:
+    async with stack.gateway.store.begin() as db:
+        return {row.sequence_id: row for row in await db.scalars(select(SequenceRecord))}
+
+
+async def test_the_sequences_of_a_request_store_their_prompt_once(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    first, second = await sampled(client, session_id)
+    assert {name: row.prompt for name, row in (await rows(stack)).items()} == {first: int32([1, 2, 3]), second: b""}
+    for seq_id, sequence_id in enumerate((second, first), start=1):
+        assert isinstance(await train(client, about(model_id, seq_id, sequence_id)), bytes)
+
+
+async def test_a_prompt_stays_as_long_as_any_sequence_of_its_request(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    first, second = await sampled(client, session_id)
+    for seq_id, passed_s in enumerate((86_300.0, 59.0, 86_300.0), start=1):
+        async with stack.gateway.store.begin() as db:  # time passes
+            await db.execute(update(SequenceRecord).values(expires_at=SequenceRecord.expires_at - passed_s))
+        assert isinstance(await train(client, about(model_id, seq_id, second)), bytes)
+        expiry = {name: row.expires_at for name, row in (await rows(stack)).items()}
+        assert expiry[first] >= expiry[second]
+
+
+async def test_a_record_of_an_earlier_form_has_its_own_prompt(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    for sequence_id in await sampled(client, session_id):
+        async with stack.gateway.store.begin() as db:
+            is_this = SequenceRecord.sequence_id == sequence_id
+            await db.execute(update(SequenceRecord).where(is_this).values(prompt=int32([1, 2, 3])))
+    assert isinstance(await train(client, about(model_id, 1, sequence_id)), bytes)
+
+
+async def test_a_sequence_without_its_prompt_counts_as_none(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    first, second = await sampled(client, session_id)
+    async with stack.gateway.store.begin() as db:
+        await db.execute(delete(SequenceRecord).where(SequenceRecord.sequence_id == first))
+    assert f"no record of sequence {second!r}" in (await train(client, about(model_id, 1, second)))["error"]
