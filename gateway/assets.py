@@ -27,6 +27,7 @@ from gateway.load import Share
 from gateway.shown import shown
 from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.pictures.headers import MAX_BYTES
+from tinsmith.threads import in_pool
 
 POINTER = "image_asset_pointer"
 _DATA_URL = re.compile(r"data:image/(png|jpeg);base64,")
@@ -110,7 +111,7 @@ class Assets:
         except ValueError as error:
             raise _refusal(field, location, f"is no URL: {error}") from None
         if scheme in ("", "file"):
-            return await asyncio.to_thread(self._from_file, location, field=field)
+            return await in_pool(self._from_file, location, field=field)
         if scheme != "https":
             raise _refusal(field, location, "is no https: URL, no path of a file and no data: URL")
         try:
@@ -137,7 +138,7 @@ class Assets:
         address = await self._address(host, port, field=field, url=url)
         target = httpx.URL(url).copy_with(host=str(address), port=port, fragment=None)
         if self._tls is None:
-            self._tls = await asyncio.to_thread(ssl.create_default_context)
+            self._tls = await in_pool(ssl.create_default_context)
         async with (
             httpx.AsyncClient(
                 verify=self._tls, trust_env=False, follow_redirects=False, timeout=self._timeout_s

@@ -8,7 +8,6 @@ client's headers ask for. The headers also tell the version of the client. Large
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import re
 from collections.abc import Callable, Iterable
@@ -39,6 +38,7 @@ from tinsmith.errors import (
     OutOfCapacity,
     ServiceError,
 )
+from tinsmith.threads import in_pool_of
 
 if TYPE_CHECKING:
     from gateway.gateway import Gateway
@@ -381,7 +381,7 @@ async def off_loop(work: Callable[[], T], *, num_bytes: int, config: GatewayConf
     """Does work on a number of bytes; in a thread when they are many, so that other requests go on."""
     if num_bytes <= config.thread_body_bytes:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_PARSER, _announced, work, config.cores_page)
+    return await in_pool_of(_PARSER, _announced, work, config.cores_page)
 
 
 def _announced(work: Callable[[], T], cores_page: str) -> T:

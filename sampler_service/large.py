@@ -5,12 +5,11 @@ A dense table of 64 MB holds up the loop for half a second.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from tinsmith.errors import storable
+from tinsmith.threads import in_pool_of
 
 T = TypeVar("T")
 
@@ -19,11 +18,4 @@ _thread = ThreadPoolExecutor(1, thread_name_prefix="large-messages")
 
 async def run(work: Callable[[], T]) -> T:
     """Does `work` on the thread for large messages."""
-
-    def storing() -> T:
-        try:
-            return work()
-        except StopIteration as error:
-            raise storable(error) from error
-
-    return await asyncio.get_running_loop().run_in_executor(_thread, storing)
+    return await in_pool_of(_thread, work)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 async def in_thread(work: Callable[[], T]) -> T:
     """Runs `work` in a daemon thread of its own.
 
-    Unlike asyncio.to_thread, a wait that takes its full timeout (a lost trainer, a model that is loading) does not hold
+    Unlike in_pool, a wait that takes its full timeout (a lost trainer, a model that is loading) does not hold
     up the end of the process.
     """
     loop = asyncio.get_running_loop()

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinsmith import child
+from tinsmith.threads import in_pool
 from tinsmith_cli import log_files
 
 STOP_GRACE_S = 7.0
@@ -93,7 +94,7 @@ async def _bound_logs(logs: Sequence[Path], *, max_bytes: float, report: Callabl
         await asyncio.sleep(_LOG_INTERVAL_S)
         for log in logs:
             try:
-                await asyncio.to_thread(log_files.bound, log, max_bytes=max_bytes)
+                await in_pool(log_files.bound, log, max_bytes=max_bytes)
             except OSError as error:
                 if log not in failing:
                     report(f"{log} cannot be moved to {log.name}.1, and grows: {error}")

@@ -22,6 +22,7 @@ from tinsmith.rpc.metrics import new_registry, serve_metrics
 from tinsmith.rpc.metrics_service import MetricsServicer
 from tinsmith.rpc.server import Server, stop_event
 from tinsmith.rpc.settings import read_settings
+from tinsmith.threads import in_pool
 from tinsmith.v1 import metrics_pb2, trainer_admin_pb2, trainer_pb2
 from tinsmith.v1.metrics_pb2_grpc import add_MetricsServiceServicer_to_server
 from tinsmith.v1.trainer_admin_pb2_grpc import add_TrainerAdminServiceServicer_to_server
@@ -109,7 +110,7 @@ async def serve(config: TrainerConfig, group: RankGroup | None, cores: Cores) ->
         ended = await _close(trainer)
         if died.done():
             _leave("ended, because the engine has died", status=1)
-        if group is None or ended or not await asyncio.to_thread(group.lacks_a_rank):
+        if group is None or ended or not await in_pool(group.lacks_a_rank):
             executing.close()
         _leave("stopped" if ended else "stopped in the middle of a step")
 
@@ -171,7 +172,7 @@ async def _close(trainer: Trainer) -> bool:
     ended = await trainer.scheduler.close(timeout_s=_STOP_TIMEOUT_S)
     await trainer.operations.publishing.publisher.sender.close()
     if ended and isinstance(trainer.operations.engine, LeadingEngine):
-        await asyncio.wait({asyncio.create_task(asyncio.to_thread(trainer.operations.engine.stop))}, timeout=1)
+        await asyncio.wait({asyncio.create_task(in_pool(trainer.operations.engine.stop))}, timeout=1)
     trainer.journal.close()
     return ended
 
@@ -190,7 +191,7 @@ async def start(
 
     Raises StorageUnusable, _RestoringFailed, and the errors of `load`.
     """
-    storage = await asyncio.to_thread(
+    storage = await in_pool(
         open_storage,
         config.checkpoint_dir,
         state_dir=config.state_dir,
@@ -199,14 +200,14 @@ async def start(
     )
     sender = new_sender(config, metrics, port=port)
     sender.start()
-    base = await asyncio.to_thread(load, config, group)
+    base = await in_pool(load, config, group)
     cores.tokens_per_thread = base.tokens_per_thread
     engine = new_engine(config, base, group, metrics)
-    await asyncio.to_thread(lambda: engine.follow(plan(engine, config)))
+    await in_pool(lambda: engine.follow(plan(engine, config)))
     checkpoints = CheckpointStore(storage, metrics)
     scheduler = new_scheduler(config, engine, journal, executing, cores, metrics)
     sequences = canary_of(base)
-    unadapted = await asyncio.to_thread(engine.score, None, sequences)
+    unadapted = await in_pool(engine.score, None, sequences)
     publisher = Publisher(sender, sequences, gap_rule(config, base.dtype), metrics, unadapted)
     snapshots = Snapshots(await _open_snapshots(config), journal, snapshot_policy(config), metrics)
     models = LiveModels(config.public_names, base.weights_sum, allow_other_weights=config.allow_other_base_weights)
@@ -277,9 +278,7 @@ def new_scheduler(
 async def _open_snapshots(config: TrainerConfig) -> SnapshotFiles:
     """The folder of snapshots. Raises _RestoringFailed when it cannot be used."""
     try:
-        return await asyncio.to_thread(
-            SnapshotFiles, config.state_dir / _SNAPSHOTS, min_free_bytes=config.min_free_bytes
-        )
+        return await in_pool(SnapshotFiles, config.state_dir / _SNAPSHOTS, min_free_bytes=config.min_free_bytes)
     except OSError as error:
         raise _RestoringFailed(str(error)) from error
 

@@ -28,6 +28,7 @@ from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.server import ACCEPTED, RAN
 from tinsmith.rpc.times import check_ttl, duration
 from tinsmith.rpc.words import value_of
+from tinsmith.threads import in_pool, in_pool_of
 from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc, types_pb2
@@ -310,7 +311,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         trainer.scheduler.executing.check(*name)
         try:
             async with trainer.scheduler.executing.stage(*name):
-                await asyncio.to_thread(trainer.operations.check_custom_loss, request)
+                await in_pool(trainer.operations.check_custom_loss, request)
         finally:
             trainer.scheduler.executing.forget(*name)
 
@@ -427,7 +428,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             async with turn, trainer.scheduler.executing.stage(model_id, seq_id):
                 if not trainer.scheduler.is_queued(model_id, seq_id):
                     raise ModelNotFound(f"model_id: {model_id!r} was deleted", model_id=model_id)
-                return await asyncio.get_running_loop().run_in_executor(trainer.operations.loss_checks, work_of)
+                return await in_pool_of(trainer.operations.loss_checks, work_of)
         except ServiceError as error:
             return trainer.operations.refuse(request, error)
         except Exception:
@@ -444,7 +445,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             with cores.reading():
                 return call()
 
-        return await asyncio.get_running_loop().run_in_executor(_READER, announced)
+        return await in_pool_of(_READER, announced)
 
     async def _answer(self, operation: Operation, context: Context) -> Answer:
         """The operation's answer. Records for the model's next optim_step that the caller is told of it."""

@@ -24,6 +24,7 @@ from gateway.database.connection import all_of
 from gateway.database.store import Store
 from gateway.database.tables.history import MetricPoint
 from gateway.database.tables.sessions import Model
+from tinsmith.threads import in_pool
 from tinsmith.v1 import trainer_pb2 as pb
 
 _TABLE = cast(Table, MetricPoint.__table__)
@@ -138,7 +139,7 @@ class History:
             points = await all_of(db, select(MetricPoint).where(mine).order_by(MetricPoint.seq_id))
             # The newest points are not merged, because another gateway may yet add an answer between them.
             older = points[: -self._max_points // 4]
-            fewer = await asyncio.to_thread(lambda: list(map(_as_dict, thinned(older, target=self._max_points // 4))))
+            fewer = await in_pool(lambda: list(map(_as_dict, thinned(older, target=self._max_points // 4))))
             stale = [point.seq_id for point in older]
             db.expunge_all()
             for start in range(0, len(stale), _PER_QUERY):
@@ -171,7 +172,7 @@ class History:
             points = await all_of(db, rows.order_by(MetricPoint.seq_id))
         before = (num_steps, at_before) if is_same else None
         async with self._computing:
-            return await asyncio.to_thread(_shown, points, before=before)
+            return await in_pool(_shown, points, before=before)
 
     async def newest(self, run_ids: Sequence[str]) -> dict[str, int]:
         """run_id -> seq_id of the newest point, for the runs that have points."""

@@ -17,6 +17,7 @@ from gateway.convert import check_int32, fold_seed
 from gateway.openai.generator import Generator, Source, TokenizerInfo
 from gateway.openai.schemas import Generate
 from gateway.openai.text import TextStream
+from tinsmith.threads import in_pool_of
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2
 
@@ -130,7 +131,7 @@ async def text_off_loop(work: Callable[[], T], *, num_tokens: int) -> T:
     """Does work on a number of tokens; in `_THREAD` when they are many."""
     if num_tokens <= _MANY_TOKENS:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_THREAD, work)
+    return await in_pool_of(_THREAD, work)
 
 
 Tops = Sequence[Sequence[tuple[int, float]]]

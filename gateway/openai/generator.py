@@ -30,6 +30,7 @@ from gateway.sampling.replicas import Replica
 from gateway.tenants.access import Caller
 from gateway.tenants.limits import Hold, Limits
 from tinsmith.errors import NotReady, ServiceError
+from tinsmith.threads import in_pool
 from tinsmith.v1 import sampler_pb2 as pb
 
 T = TypeVar("T")
@@ -118,7 +119,7 @@ class Generator:
     async def _load_tokenizer(self, source: Source) -> TokenizerInfo:
         reply = await self._ask_of_text(source, lambda stub: stub.GetTokenizer, pb.GetTokenizerRequest())
         digest = sha256(reply.tokenizer_json.encode()).digest()
-        vocabulary = self._vocabularies.get(digest) or await asyncio.to_thread(Vocabulary, reply.tokenizer_json)
+        vocabulary = self._vocabularies.get(digest) or await in_pool(Vocabulary, reply.tokenizer_json)
         vocabulary = self._vocabularies.setdefault(digest, vocabulary)
         living = {replica.info.boot_id for replica in self._clients.samplers.all if replica.info is not None}
         for boot_id in self._tokenizers.keys() - living:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from gateway.shown import shown
 from tinsmith.errors import InvalidRequest
 from tinsmith.pictures.counting import Counting
 from tinsmith.pictures.headers import PNG, size_of
+from tinsmith.threads import in_pool
 from tinsmith.v1 import types_pb2
 
 _DATA_URL = re.compile(r"data:image/(png|jpeg);base64,")
@@ -46,7 +46,7 @@ async def images_of(assets: Assets, messages: Sequence[Message], share: Share) -
     ]
     remote = {url: (where, None) for where, url in urls if assets.fetches and url.startswith("https:")}
     given = [(where, url) for where, url in urls if url not in remote]
-    images = dict(zip([url for _, url in given], await asyncio.to_thread(_decoded, given), strict=True))
+    images = dict(zip([url for _, url in given], await in_pool(_decoded, given), strict=True))
     for url, data in (await assets.read(remote, share)).items() if remote else ():
         images[url] = types_pb2.Image(data=data, format="png" if data.startswith(PNG) else "jpeg")
     return [copy_of(images[url]) for _, url in urls]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import grpc.aio
 from prometheus_client import CollectorRegistry, generate_latest
 
+from tinsmith.threads import in_pool
 from tinsmith.v1 import metrics_pb2, metrics_pb2_grpc
 
 
@@ -18,5 +18,5 @@ class MetricsServicer(metrics_pb2_grpc.MetricsServiceServicer):
     async def GetMetrics(
         self, request: metrics_pb2.GetMetricsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> metrics_pb2.GetMetricsResponse:
-        exposition = await asyncio.to_thread(generate_latest, self._registry)
+        exposition = await in_pool(generate_latest, self._registry)
         return metrics_pb2.GetMetricsResponse(exposition=exposition.decode())

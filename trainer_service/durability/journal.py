@@ -10,7 +10,6 @@ batch, bodies are cut that a replay would need. The model can then not be restor
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import sqlite3
 import time
@@ -27,6 +26,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from tinsmith.errors import DataCorrupted, ModelLost, ModelNotFound, OutOfCapacity, ServiceError
 from tinsmith.rpc import errors, tracing
+from tinsmith.threads import in_pool
 from tinsmith.v1 import trainer_pb2
 from trainer_service.durability import journal_file
 from trainer_service.durability.journal_pruning import Pruned, Sizes, Summary, prune, summaries
@@ -315,7 +315,7 @@ class Journal:
         """The serialized request. Raises DataCorrupted as `body` does."""
         body = await self.body(model_id, seq_id)
         try:
-            return await asyncio.to_thread(body.unpack)
+            return await in_pool(body.unpack)
         except ValueError as error:
             raise self._damaged("request", model_id, seq_id, str(error)) from None
 

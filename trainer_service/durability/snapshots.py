@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinsmith.errors import FailedPrecondition, ServiceError
+from tinsmith.threads import in_pool, in_pool_of
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
@@ -149,7 +150,7 @@ class Snapshots:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
+        await in_pool(self._threads.shutdown, wait=True, cancel_futures=True)
 
     def _take(self, model_id: str, progress: _Progress) -> None:
         """Counts a snapshot as taken now."""
@@ -209,7 +210,7 @@ class Snapshots:
             await self._on_thread(self.files.delete, model_id, older)
 
     async def _on_thread(self, call: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+        return await in_pool_of(self._threads, call, *arguments)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -18,7 +18,6 @@ model that no process can restore is lost.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from pathlib import Path
 
 from tinsmith.errors import DataCorrupted, FailedPrecondition, InvalidRequest, NotFinite, OutOfCapacity, ServiceError
 from tinsmith.rpc.paths import version_number
+from tinsmith.threads import in_pool, in_pool_of
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.journal import Entry, EntryState, Journal, LiveModel
@@ -79,7 +79,7 @@ class Restorer:
         self.scheduler.parking.shelf = self
         models = await self.journal.live_models()
         self.scheduler.executing.keep_models({model.model_id for model in models})
-        await asyncio.to_thread(self.snapshots.files.delete_others, await self.journal.model_ids())
+        await in_pool(self.snapshots.files.delete_others, await self.journal.model_ids())
         for model in models:
             if model.is_covered:
                 self.scheduler.leave_parked(model.model_id)
@@ -174,11 +174,11 @@ class Restorer:
         known_to = max(known_to, history[-1].seq_id if history else -1)
         later: list[int] = []
         found, damage = None, ""
-        for seq_id in await asyncio.to_thread(files.seq_ids, model_id):
+        for seq_id in await in_pool(files.seq_ids, model_id):
             answered = seq_id <= known_to and (unanswered is None or seq_id < unanswered)
             if seq_id >= model.cut_seq_id and answered:
                 try:
-                    found = await asyncio.to_thread(files.verify, model_id, seq_id)
+                    found = await in_pool(files.verify, model_id, seq_id)
                     break
                 except DataCorrupted as error:
                     logger.error("the snapshot %s/%d is not used: %s", model_id, seq_id, error)
@@ -191,7 +191,7 @@ class Restorer:
         seq_id = None if found is None else _seq_id(found)
         if seq_id != model.snapshot_seq_id:
             await self.journal.fall_back(model_id, seq_id)
-        await asyncio.to_thread(files.delete, model_id, [one for one in later if seq_id is None or one > seq_id])
+        await in_pool(files.delete, model_id, [one for one in later if seq_id is None or one > seq_id])
         return found
 
     def _from_snapshot(self, info: types_pb2.CheckpointInfo, history: Sequence[Entry]) -> Work:
@@ -200,7 +200,7 @@ class Restorer:
 
         async def found(turn: Turn) -> Answer:
             with turn.storing():
-                info, state = await asyncio.to_thread(self.snapshots.files.read, model_id, seq_id, engine.base)
+                info, state = await in_pool(self.snapshots.files.read, model_id, seq_id, engine.base)
             weights = self.operations.models.weights_of(state.config)
             model = Model.of_snapshot(info, state, base_weights=weights)
             engine.check_trainable(model.config.rank, model.optimizer)
@@ -272,11 +272,11 @@ class Restorer:
 
     async def _read(self, model_id: str, entry: Entry) -> Request:
         data = await self.journal.unpacked(model_id, entry.seq_id)
-        return await asyncio.to_thread(parsed, entry.kind, data)
+        return await in_pool(parsed, entry.kind, data)
 
     async def _work(self, model_id: str, entry: Entry, request: Request) -> Work:
         async with self.scheduler.executing.stage(model_id, entry.seq_id):
-            return await asyncio.to_thread(lambda: self.operations.work_of(request, again=True))
+            return await in_pool(lambda: self.operations.work_of(request, again=True))
 
     async def _checked(self, model_id: str, entry: Entry, work: Work) -> Work:
         """Checks a custom loss of an operation without an answer. One with an answer was checked before, and has
@@ -284,9 +284,7 @@ class Restorer:
         if entry.state != EntryState.ACCEPTED or not isinstance(work, Batch):
             return work
         async with self.scheduler.executing.stage(model_id, entry.seq_id):
-            return await asyncio.get_running_loop().run_in_executor(
-                self.operations.loss_checks, self.operations.with_loss_checked, work
-            )
+            return await in_pool_of(self.operations.loss_checks, self.operations.with_loss_checked, work)
 
     def _loads_again(self, model_id: str, entry: Entry, work: Work) -> Work:
         """Makes `work`, which reads a checkpoint, fail if it now reads another one than before."""

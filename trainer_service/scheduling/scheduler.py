@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from tinsmith.cores import Cores
 from tinsmith.errors import InvalidRequest, ModelNotFound, OutOfCapacity, ResultNotFound, SequenceConflict, ServiceError
 from tinsmith.rpc import logs, tracing
+from tinsmith.threads import in_pool
 from trainer_service.durability.executing import Executing, Name
 from trainer_service.durability.journal import Body, Entry, EntryState, Journal
 from trainer_service.durability.journal_writer import Unstorable
@@ -500,7 +501,7 @@ class Scheduler:
             else:
                 async with self.executing.stage(model.model_id, operation.seq_id):
                     large = operation.batch is not None and operation.batch.num_tokens > _LARGE_TOKENS
-                    outcome = await asyncio.to_thread(_answer, output) if large else _answer(output)
+                    outcome = await in_pool(_answer, output) if large else _answer(output)
         except ServiceError as error:
             outcome = error
         except Exception:  # making the answer failed; the compute thread itself raises only ServiceError

@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from weakref import WeakValueDictionary
@@ -41,6 +39,7 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights
 from tinsmith.rpc.times import timestamp
 from tinsmith.rpc.words import word_of
+from tinsmith.threads import in_pool_of
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.engine.engine import CapturedState, OptimizerState
 from trainer_service.engine.optimizers import DEFAULT_OPTIMIZER
@@ -84,11 +83,11 @@ class CheckpointStore:
     async def reads(self, call: Callable[..., T], *arguments: Any, **settings: Any) -> T:
         """Runs a call that only reads on the threads for reading, so that a slow storage delays neither saves nor the
         event loop's own threads."""
-        return await _on_thread(self._readers, partial(call, *arguments, **settings))
+        return await in_pool_of(self._readers, call, *arguments, **settings)
 
     async def writes(self, call: Callable[..., T], *arguments: Any, **settings: Any) -> T:
         """Runs a call that writes, on the threads for writing."""
-        return await _on_thread(self._writers, partial(call, *arguments, **settings))
+        return await in_pool_of(self._writers, call, *arguments, **settings)
 
     async def writes_to(self, location: Location, call: Callable[..., T], *arguments: Any, **settings: Any) -> T:
         """Runs a call that changes the checkpoint at one location. It waits for earlier calls for that location,
@@ -304,11 +303,6 @@ class CheckpointStore:
     def delete_ephemeral(self, run_id: str) -> None:
         """Deletes a run's checkpoints of kind EPHEMERAL, which have no public path."""
         self._storage.delete_all(run_id, KINDS[pb.CHECKPOINT_KIND_EPHEMERAL])
-
-
-async def _on_thread(pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
-    """Runs a call in a pool, with the caller's context variables: they hold the ids for log lines."""
-    return await asyncio.get_running_loop().run_in_executor(pool, contextvars.copy_context().run, call)
 
 
 def _num_bytes(state: CapturedState) -> int:

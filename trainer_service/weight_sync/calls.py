@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from tinsmith.errors import storable
+
 T = TypeVar("T")
 
 
@@ -33,6 +35,8 @@ def in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
             result = call()
         except RuntimeError as error:
             done.set_exception(ChannelBroken(str(error)))
+        except StopIteration as error:
+            done.set_exception(storable(error))
         except BaseException as error:
             done.set_exception(error)
         else:

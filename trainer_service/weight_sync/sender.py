@@ -20,6 +20,7 @@ from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc import tracing
 from tinsmith.rpc.tls import Certificates
+from tinsmith.threads import in_pool
 from tinsmith.v1 import sampler_pb2, types_pb2
 from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.weight_channel.buckets import bucket_slices, checksum, send
@@ -179,7 +180,7 @@ class WeightSender:
                 else:
                     seconds = time.perf_counter() - started
                     self._metrics.publishing.publish_seconds.observe(seconds)
-                    sum_ = sent or await asyncio.to_thread(checksum, version.adapter.flat, version.adapter.sent_dtype)
+                    sum_ = sent or await in_pool(checksum, version.adapter.flat, version.adapter.sent_dtype)
                     return Published(version.sent_bytes, seconds, sum_, [member.address for member in members])
         raise NotReady(f"{version.version_id} was not published: {_ATTEMPTS} attempts failed; the last: {failures[-1]}")
 
@@ -400,7 +401,7 @@ async def _check_same(version: Version, held: Mapping[str, str]) -> None:
     samplers' weights, by address."""
     if not held:
         return
-    ours = await asyncio.to_thread(checksum, version.adapter.flat, version.adapter.sent_dtype)
+    ours = await in_pool(checksum, version.adapter.flat, version.adapter.sent_dtype)
     for address, theirs in held.items():
         if theirs != ours:
             raise VersionConflict(

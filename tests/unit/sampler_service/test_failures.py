@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from sampler_service import large
 from sampler_service.core.request import Result
 from sampler_service.core.scoring import PromptScorer
 from sampler_service.core.sequence import Sequence, SequenceGroup
-from sampler_service.threads import in_thread
 from sampler_service.torch_engine import runner
 from sampler_service.torch_engine.engine import ForgetWarmUp, TorchEngine
 from sampler_service.torch_engine.kv_cache import KVCacheManager
@@ -163,13 +161,6 @@ async def test_an_error_in_a_step_is_not_charged_to_those_that_wait(
         raising_once(Runner.logits, monkeypatch, Runner, "logits")
         found = await asyncio.gather(*(one.result() for one in running), return_exceptions=True)
         assert blamed(found) == [0]
-
-
-@pytest.mark.parametrize("run", [in_thread, large.run])
-async def test_a_stop_iteration_ends_the_wait_for_a_thread(run: Callable[..., Any]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        with pytest.raises(RuntimeError, match="StopIteration"):
-            await run(lambda: next(iter(())))
 
 
 DEADLY = {
