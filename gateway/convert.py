@@ -267,7 +267,8 @@ def _numbers(values: Any, dtype: np.dtype[Any], *, field: str) -> npt.NDArray[An
 
 
 def stop_condition(stop: str | Sequence[str] | Sequence[int] | None) -> sampler_pb2.StopCondition | None:
-    """The texts or token ids at which to stop. None: the model's own end. []: nothing stops the output."""
+    """The texts or token ids at which to stop, beside the model's end-of-sequence tokens. None: those only. []: nothing
+    stops the output."""
     if stop is None:
         return None
     if isinstance(stop, str):

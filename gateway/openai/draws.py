@@ -97,12 +97,12 @@ def sample_request(
 ) -> pb.SampleRequest:
     """The request for the sampler. `prompt`: int32 tokens, little endian.
 
-    The client's stop strings and tokens are added to the model's own end tokens.
+    The sampler adds the client's stop strings and tokens to the model's end-of-sequence tokens.
     """
     stop = None
     if body.stop_strings or body.stop_token_ids:
         token_ids = [check_int32(token, field="stop_token_ids") for token in body.stop_token_ids or ()]
-        stop = pb.StopCondition(strings=body.stop_strings, token_ids=[*tokenizer.eos_token_ids, *token_ids])
+        stop = pb.StopCondition(strings=body.stop_strings, token_ids=token_ids)
     topk = check_int32(topk, field="logprobs")
     return pb.SampleRequest(
         cache_salt=source.caller.cache_salt if source.caller is not None else "",

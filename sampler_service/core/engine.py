@@ -73,7 +73,7 @@ class SamplingEngine(Protocol):
 
     @property
     def eos_token_ids(self) -> Collection[int]:
-        """Tokens that end a sequence when the request has no stop of its own."""
+        """Tokens that end a sequence, unless the request's stop condition is empty."""
         ...
 
     @property

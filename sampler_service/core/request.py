@@ -28,7 +28,7 @@ EMPTY_LOGPROB = -99999.0
 
 @dataclass(frozen=True, slots=True)
 class StopCondition:
-    """Replaces the model's own end-of-sequence tokens; an empty one stops nothing."""
+    """Adds to the model's end-of-sequence tokens; an empty one stops nothing, not even at those."""
 
     strings: Sequence[str] = ()
     token_ids: Sequence[int] = ()

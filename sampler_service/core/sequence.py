@@ -106,7 +106,11 @@ class StopRules:
         """Raises Unsupported for strings without a tokenizer."""
         if stop is None:
             return StopRule(self.eos_token_ids)
-        token_ids = frozenset(stop.token_ids)
+        if not stop.strings and not stop.token_ids:
+            return StopRule()
+        # The hosted service stops at end-of-sequence beside explicit strings: the cookbook's RoleColonRenderer, which
+        # samples with stop strings, reads an end-of-sequence token at the end of answers (tinker-cookbook #339).
+        token_ids = self.eos_token_ids.union(stop.token_ids)
         if not stop.strings:
             return StopRule(token_ids)
         if self._decode is None:

@@ -110,8 +110,9 @@ def test_the_models_own_end_stops_unless_told_otherwise(service: tinker.ServiceC
         adam=tinker.AdamParams(learning_rate=3e-3),
     )
     sampler = client.save_weights_and_get_sampling_client().result()
-    (ended,) = sample(sampler, PROMPT, temperature=0.0, stop=None)
-    assert (ended.tokens, ended.stop_reason) == ([end], "stop")
+    for stop in (None, "never drawn", ["never drawn"], [(end + 1) % 100]):  # a stop of one's own is added to the end
+        (ended,) = sample(sampler, PROMPT, temperature=0.0, stop=stop)
+        assert (ended.tokens, ended.stop_reason) == ([end], "stop"), stop
     (went_on,) = sample(sampler, PROMPT, temperature=0.0, stop=[])
     assert (went_on.tokens[0], len(went_on.tokens), went_on.stop_reason) == (end, 12, "length")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import shutil
 import time
 import weakref
 from itertools import count
@@ -13,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sampler_service.core.request import Result, StopCondition
+from sampler_service.core.request import Result, SampledSequence, StopCondition
 from sampler_service.torch_engine import scheduler
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.support.models import make_model
@@ -285,6 +286,23 @@ async def test_an_absent_stop_is_the_models_end_of_sequence(tmp_path: Path) -> N
     first = min(free.tokens.index(end) for end in ends)
     assert (absent.tokens, absent.stop_reason) == (free.tokens[: first + 1], "stop")
     assert (empty.tokens, empty.stop_reason) == (free.tokens, "length")
+
+
+async def test_a_stop_is_added_to_the_models_end_of_sequence(tmp_path: Path, text_model_folder: Path) -> None:
+    folder = shutil.copytree(text_model_folder, tmp_path / "model")
+    vocab_size = len(AutoTokenizer.from_pretrained(folder))
+
+    async def drawn(stop: StopCondition) -> SampledSequence:
+        async with serving(folder) as engine:
+            result = await generate(engine, prompt(6, vocab_size=vocab_size), max_tokens=30, seed=2, stop=stop)
+        return result.sequences[0]
+
+    free = (await drawn(StopCondition())).tokens
+    end, later = free[8], next(token for token in free[9:] if token not in free[:9])
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {end}}}')
+    for stop in (StopCondition(token_ids=(later,)), StopCondition(strings=("never drawn",))):
+        ended = await drawn(stop)
+        assert (ended.tokens, ended.stop_reason) == (free[: free.index(end) + 1], "stop")
 
 
 async def test_a_stop_string_ends_at_the_token_that_completes_it(text_model_folder: Path) -> None:
