@@ -54,7 +54,11 @@ class RankTeam:
         return self._group.place.rank == 0
 
     def shares(self, examples: Sequence[Example]) -> Sequence[Sequence[Example]]:
-        numbers = balanced([example.datum.charge for example in examples], self.num_shares)
+        saved = [
+            one.batch.shared[one.index] if one.previous == before else 0
+            for before, one in zip([None, *examples], examples, strict=False)
+        ]
+        numbers = balanced([one.batch.charges[one.index] for one in examples], saved, self.num_shares)
         return [[examples[n] for n in share] for share in numbers]
 
     def mine(self, examples: Sequence[Example]) -> Sequence[Example]:

@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.trainer_service.engines import ADAM, batch, create, run
@@ -69,12 +71,61 @@ def test_ranks_divide_the_cores_of_their_machine_unless_threads_are_set() -> Non
 
 def test_shares_have_about_as_many_tokens_and_keep_the_order() -> None:
     lengths = [60, 3, 30, 31, 9, 8, 50, 2]
-    shares = balanced(lengths, 3)
+    shares = balanced(lengths, [0] * 8, 3)
     assert sorted(n for share in shares for n in share) == list(range(len(lengths)))
     assert all(share == sorted(share) for share in shares)
     loads = [sum(lengths[n] for n in share) for share in shares]
     assert max(loads) - min(loads) <= 9
-    assert balanced([5], 3) == [[0], [], []]
+    assert balanced([5], [0], 3) == [[0], [], []]
+    assert balanced([], [], 2) == [[], []]
+
+
+def computed(charges: list[int], saved: list[int], shares: list[list[int]]) -> list[int]:
+    """Tokens that each share computes."""
+    return [sum(charges[n] - (saved[n] if n - 1 in share else 0) for n in share) for share in shares]
+
+
+PROMPT, ANSWER = 512, 64
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "num_shares", "largest"),
+    [
+        (8, 2, 4 * (PROMPT + 8 * ANSWER)),  # whole groups; datum by datum it was 8 * (PROMPT + 4 * ANSWER)
+        (1, 2, PROMPT + 4 * ANSWER),  # half of the group each
+        (3, 2, (PROMPT + 8 * ANSWER) + (PROMPT + 4 * ANSWER)),  # a whole one and half of the third
+        (2, 4, PROMPT + 4 * ANSWER),
+        (1, 8, PROMPT + ANSWER),
+    ],
+)
+def test_groups_stay_together_or_are_divided_whichever_computes_less(
+    num_prompts: int, num_shares: int, largest: int
+) -> None:
+    charges = [PROMPT + ANSWER] * 8 * num_prompts
+    saved = [0, *[PROMPT] * 7] * num_prompts
+    shares = balanced(charges, saved, num_shares)
+    assert sorted(n for share in shares for n in share) == list(range(len(charges)))
+    assert max(computed(charges, saved, shares)) == largest
+
+
+def test_turns_of_a_conversation_stay_together_beside_other_work() -> None:
+    turns = [96 * n for n in range(1, 7)]
+    charges = [*turns, 576]
+    saved = [0, *turns[:-1], 0]
+    assert sorted(balanced(charges, saved, 2)) == [[0, 1, 2, 3, 4, 5], [6]]
+
+
+@given(datums=st.lists(st.tuples(st.integers(1, 500), st.integers(0, 500)), max_size=30), num_shares=st.integers(1, 5))
+def test_no_division_computes_more_in_its_largest_share_than_datum_by_datum(
+    datums: list[tuple[int, int]], num_shares: int
+) -> None:
+    charges = [charge for charge, _ in datums]
+    saved = [min(less, *charges[max(0, n - 1) : n + 1]) - 1 for n, (_, less) in enumerate(datums)]
+    saved = [max(0, less) if n else 0 for n, less in enumerate(saved)]
+    shares = balanced(charges, saved, num_shares)
+    assert sorted(n for share in shares for n in share) == list(range(len(charges)))
+    alone = balanced(charges, [0] * len(charges), num_shares)
+    assert max(computed(charges, saved, shares)) <= max(sum(charges[n] for n in share) for share in alone)
 
 
 def _sent(message: Message) -> Message:
