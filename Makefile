@@ -134,8 +134,8 @@ $(SDKS)/shared/installed:
 demo: setup ## Train a small model here, supervised and with rewards; curves in demo/curves.png
 	$(BIN)/python examples/demo.py
 
-bench: setup ## Measure the service; ARGS are passed on
-	$(BIN)/python benchmarks/bench_service.py $(ARGS)
+bench: setup ## Every measured figure beside its aim, or with ARGS another command of benchmarks/: make bench ARGS="service --size tiny"
+	$(BIN)/python -m benchmarks $(or $(ARGS),all)
 
 up: setup ## Start the stack; ARGS are passed on
 	$(BIN)/tinsmith up $(ARGS)

@@ -3,8 +3,8 @@ A sample has the first one's result, under its own id, and is reported as comple
 
     python benchmarks/canned.py http://127.0.0.1:8000
 
-What a client costs against it, the client costs by itself. Shared by bench_sdk_floor.py, which measures that, and by a
-test, which holds that the SDK takes what it says for answers.
+What a client costs against it, the client costs by itself. Shared by sdk_floor.py, which measures that, and by a test,
+which holds that the SDK takes what it says for answers.
 """
 
 from __future__ import annotations

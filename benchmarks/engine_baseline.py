@@ -1,6 +1,6 @@
-"""The torch engine alone, without gateway, gRPC and SDK: a subprocess of bench_sampler.py.
+"""The torch engine alone, without gateway, gRPC and SDK: a subprocess of sampler.py.
 
-    python benchmarks/engine_baseline.py MODEL_FOLDER THREADS
+    python -m benchmarks.engine_baseline MODEL_FOLDER THREADS
 
 It prints {} once the model is loaded; from then on each line of stdin is a request in JSON, and each line of stdout its
 answer: those of hf_baseline.py's "generate" and "serve", without "threads"; and "step", which has the parts of a decode
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
-from step_parts import step_parts
 
+from benchmarks.step_parts import step_parts
 from sampler_service.config import SamplerConfig
 from sampler_service.core.request import Grammar, Params, Request, StopCondition
 from sampler_service.metrics import SamplerMetrics

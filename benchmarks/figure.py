@@ -24,6 +24,21 @@ _PACKAGES = ("tinsmith", "tinker", "torch", "transformers", "peft", "grpcio")
 
 
 @dataclass(frozen=True, slots=True)
+class Aim:
+    """A bound that the median of a figure is to keep."""
+
+    limit: float
+    unit: str = "x"
+    """x: the bound is on the ratio to the baseline, otherwise on the value."""
+    at_most: bool = False
+    model: str = ""
+    """Size or shape of the model that it is for; empty for every model."""
+
+    def __str__(self) -> str:
+        return f"at {'most' if self.at_most else 'least'} {self.limit:g} {self.unit}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
 class Figure:
     """Measured values with their baseline, round by round, both in `unit`."""
 
@@ -32,7 +47,8 @@ class Figure:
     values: Sequence[float]
     baseline_name: str = ""
     baseline: Sequence[float] = ()
-    aim: str = ""
+    aims: Sequence[Aim] = ()
+    """At most one for each model."""
     load_average: float = field(default_factory=lambda: os.getloadavg()[0])
 
     @property
@@ -47,29 +63,43 @@ class Figure:
         best = max if self.unit.endswith("/s") else min
         return best(self.values) / best(self.baseline)
 
-    def to_json(self) -> dict[str, Any]:
+    def aim(self, model: str) -> Aim | None:
+        """The aim for this model. A ratio needs a baseline."""
+        aims = [aim for aim in self.aims if aim.model in ("", model) and (self.baseline or aim.unit != "x")]
+        return aims[0] if aims else None
+
+    def keeps(self, aim: Aim) -> bool:
+        found = median(self.ratios if aim.unit == "x" else self.values)
+        return found <= aim.limit if aim.at_most else found >= aim.limit
+
+    def to_json(self, model: str) -> dict[str, Any]:
+        aim = self.aim(model)
         return {
             "name": self.name,
             "unit": self.unit,
-            "aim": self.aim,
+            "aim": str(aim or ""),
+            "met": None if aim is None else self.keeps(aim),
             "load_average": self.load_average,
             "median": median(self.values),
             "values": list(self.values),
             "baseline_name": self.baseline_name,
             "baseline": list(self.baseline),
             "ratio": median(self.ratios) if self.ratios else None,
+            "ratios": self.ratios,
             "best_ratio": self.best_ratio,
         }
 
-    def to_row(self) -> str:
+    def to_row(self, model: str) -> str:
+        aim = self.aim(model)
+        wanted = "" if aim is None else f"{aim}: {'met' if self.keeps(aim) else 'missed'}"
         against = ""
         if self.best_ratio is not None:
-            ratios = f"{_spread(self.ratios)} x, best of each {_three_digits(self.best_ratio)} x"
-            against = f"{ratios}: {self.baseline_name} ({_spread(self.baseline)})"
-        return f"| {self.name} | {_spread(self.values)} {self.unit} | {len(self.values)} | {against} | {self.aim} |"
+            ratios = f"{spread(self.ratios)} x, best of each {_three_digits(self.best_ratio)} x"
+            against = f"{ratios}: {self.baseline_name} ({spread(self.baseline)})"
+        return f"| {self.name} | {spread(self.values)} {self.unit} | {len(self.values)} | {against} | {wanted} |"
 
 
-def _spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float]) -> str:
     """Median [min-max], in three digits."""
     middle, *ends = (_three_digits(value) for value in (median(values), min(values), max(values)))
     return middle if len(values) == 1 else f"{middle} [{'-'.join(ends)}]"
@@ -84,6 +114,8 @@ class Report:
     """The machine, the settings, and the figures, which are added one by one."""
 
     settings: dict[str, str]
+    model: str = ""
+    """Size or shape of the model, for which the figures' aims are."""
     started_at: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
     load_before: tuple[float, float, float] = field(default_factory=os.getloadavg)
     machine: dict[str, Any] = field(default_factory=lambda: describe_machine())
@@ -91,18 +123,18 @@ class Report:
 
     def add(self, figure: Figure) -> None:
         self.figures.append(figure)
-        print(figure.to_row(), flush=True)
+        print(figure.to_row(self.model), flush=True)
 
-    def write_json(self, file: Path) -> None:
-        report = {
+    def to_json(self) -> dict[str, Any]:
+        return {
             "started_at": self.started_at,
             "settings": self.settings,
+            "model": self.model,
             "machine": self.machine,
             "load_average_before": self.load_before,
             "load_average_after": os.getloadavg(),
-            "figures": [figure.to_json() for figure in self.figures],
+            "figures": [figure.to_json(self.model) for figure in self.figures],
         }
-        file.write_text(json.dumps(report, indent=2) + "\n")
 
     @contextmanager
     def kept(self, file: Path | None) -> Iterator[None]:
@@ -112,24 +144,30 @@ class Report:
             yield
         finally:
             if file is not None:
-                self.write_json(file)
+                file.write_text(json.dumps(self.to_json(), indent=2) + "\n")
         self.print_table()
 
     def print_table(self) -> None:
-        versions = ", ".join(f"{name} {version}" for name, version in self.machine["versions"].items())
         print(
-            f"\n{self.machine['cpu']} ({self.machine['isa']}), {self.machine['cores']} cores, "
-            f"{self.machine['memory_gb']} GB; {versions}; "
-            f"commit {self.machine['commit']}; load average {self.load_before[0]:.2f} before, "
+            f"\n{in_words(self.machine)}; load average {self.load_before[0]:.2f} before, "
             f"{os.getloadavg()[0]:.2f} after. Median [min-max].\n\n"
             "| figure | value | rounds | against a baseline, round by round | aim |\n|---|---|---|---|---|"
         )
         for figure in self.figures:
-            print(figure.to_row())
+            print(figure.to_row(self.model))
 
 
 def usable_cores() -> int:
     return len(psutil.Process().cpu_affinity()) if psutil.LINUX else os.cpu_count() or 1
+
+
+def in_words(machine: dict[str, Any]) -> str:
+    """What describe_machine found, in one line."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return (
+        f"{machine['cpu']} ({machine['isa']}), {machine['cores']} cores, {machine['memory_gb']} GB; {versions}; "
+        f"commit {machine['commit']}"
+    )
 
 
 def describe_machine() -> dict[str, Any]:

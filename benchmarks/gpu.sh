@@ -45,7 +45,7 @@ fi
 measure() { # NAME SECONDS ARGUMENTS...: a table and a JSON file, within so many seconds
     local name=$1 seconds=$2
     shift 2
-    timeout --signal INT --kill-after 10 "$seconds" "$python" benchmarks/bench_trainer.py \
+    timeout --signal INT --kill-after 10 "$seconds" "$python" -m benchmarks trainer \
         --model-shape "$model" --device "$device" --dtype bfloat16 --rank 32 --shapes "$shapes" --adapters 16 \
         --max-tokens "$max_tokens" --budget-s "$budget_s" --json "$out/$name.json" "$@" | tee "$out/$name.txt"
 }

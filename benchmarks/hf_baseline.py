@@ -1,7 +1,7 @@
 """The baseline without Tinsmith: a plain transformers + PEFT loop, one padded batch at a time.
 
-`bench_service.py` keeps it as a subprocess. It prints {} once the model is loaded; from then on each line of stdin is a
-JSON request, and each line of stdout its answer:
+`processes.Baseline` keeps it as a subprocess. It prints {} once the model is loaded; from then on each line of stdin is
+a JSON request, and each line of stdout its answer:
 
     {"do": "train", "lengths": [256, 256], "threads": 1}                                          -> {"seconds": 0.8}
     {"do": "generate", "prompts": 8, "samples": 8, "prompt_tokens": 64, "new_tokens": 64, "threads": 1} -> the same

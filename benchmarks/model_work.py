@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
+from benchmarks.figure import describe_machine
 from tinsmith.modeling.base_model import BaseModel
 
 
@@ -107,3 +108,8 @@ class Peak:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def multiplies_bfloat16() -> bool:
+    """True on a GPU, and on a CPU with instructions for products of matrices in bfloat16."""
+    return torch.cuda.is_available() or "bf16" in describe_machine()["isa"]

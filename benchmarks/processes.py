@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from trainer.shapes import HYBRID_SHAPES, store_hybrid
+
+from benchmarks.trainer.shapes import HYBRID_SHAPES, store_hybrid
 
 TINSMITH = [sys.executable, "-m", "tinsmith_cli"]
 _STOP_S = 20.0
@@ -107,18 +108,18 @@ def _wait_ready(up: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 class Loop:
-    """A script of this folder as a subprocess, which sleeps between requests: JSON lines in, JSON lines out."""
+    """A module of this package as a subprocess, which sleeps between requests: JSON lines in, JSON lines out."""
 
     def __init__(
         self,
-        script: str,
+        module: str,
         *arguments: str,
         python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._script = script
+        self._module = module
         self._process = subprocess.Popen(  # noqa: S603
-            [python, str(Path(__file__).with_name(script)), *arguments],
+            [python, "-m", f"benchmarks.{module}", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -145,7 +146,7 @@ class Loop:
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
-            raise RuntimeError(f"{self._script} ended with exit status {self._process.wait()}; its error is above")
+            raise RuntimeError(f"{self._module} ended with exit status {self._process.wait()}; its error is above")
         return json.loads(line)
 
 
@@ -153,7 +154,7 @@ class Baseline(Loop):
     """hf_baseline.py."""
 
     def __init__(self, folder: Path, *, rank: int) -> None:
-        super().__init__("hf_baseline.py", str(folder), str(rank))
+        super().__init__("hf_baseline", str(folder), str(rank))
 
 
 def cpu_seconds(pid: int) -> float:

@@ -1,4 +1,4 @@
-"""The loads of bench_sampler.py for every engine: a batch of groups, one request, and a mixed load with arrivals."""
+"""The loads of sampler.py for every engine: a batch of groups, one request, and a mixed load with arrivals."""
 
 from __future__ import annotations
 

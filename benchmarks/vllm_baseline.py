@@ -1,6 +1,6 @@
-"""vLLM alone, offline and in process: a subprocess of bench_sampler.py, under an interpreter that has vLLM.
+"""vLLM alone, offline and in process: a subprocess of sampler.py, under an interpreter that has vLLM.
 
-    python benchmarks/vllm_baseline.py MODEL_FOLDER
+    python -m benchmarks.vllm_baseline MODEL_FOLDER
 
 Requests and answers are those of hf_baseline.py's "generate" and "serve", without "threads" (OMP_NUM_THREADS says it).
 The settings are the best that were found on a CPU: blocks of 32 tokens, so that the samples of a short prompt share

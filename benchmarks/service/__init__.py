@@ -1,1 +1,1 @@
-"""The figures of bench_service.py."""
+"""The figures of `python -m benchmarks service`."""

@@ -9,10 +9,11 @@ from typing import Any
 import httpx
 import numpy as np
 import tinker
-from figure import Figure
-from processes import Baseline, Target
-from rounds import alternate, ms
 from tinker import types
+
+from benchmarks.figure import Aim, Figure
+from benchmarks.processes import Baseline, Target
+from benchmarks.rounds import alternate, ms
 
 RANK = 32
 LATENCY_ROUNDS = 4
@@ -52,14 +53,14 @@ class Bench:
         theirs: Callable[[Baseline], float],
         *,
         loop: str = "a padded PEFT loop",
-        aim: str = "",
+        aims: Sequence[Aim] = (),
     ) -> Figure:
         """Rounds of the service and the loop. Each is idle while the other computes."""
         if (hf := self.hf) is None:
             (values,) = self.rounds(run, repeats=self.repeats)
-            return Figure(name, unit, values, aim=aim)
+            return Figure(name, unit, values, aims=aims)
         base, values = self.rounds(lambda: theirs(hf), run, repeats=self.repeats)
-        return Figure(name, unit, values, loop, base, aim=aim)
+        return Figure(name, unit, values, loop, base, aims=aims)
 
     def tokens(self, count: int) -> list[int]:
         return self.rng.integers(self.vocab, size=count).tolist()

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import tinker
-from canned import stand_in
-from figure import Figure
 from tinker import types
 
-from service.bench import Bench, publish, sample
+from benchmarks.canned import stand_in
+from benchmarks.figure import Aim, Figure
+from benchmarks.service.bench import Bench, publish, sample
 
 NUM_SAMPLES = 1000
 NUM_SESSIONS = 100
@@ -46,7 +46,7 @@ def many_samples(bench: Bench) -> Iterator[Figure]:
             lambda: _p99(asyncio.run(all_of(sampler))),
             alone,
             repeats=5,
-            aim="tiny: under 5 s",
+            aim=Aim(5, "s", at_most=True, model="tiny"),
         )
 
 
@@ -72,7 +72,7 @@ def many_sessions(bench: Bench) -> Iterator[Figure]:
             connected(bench.target.url),
             alone,
             repeats=3,
-            aim="tiny: under 6 s",
+            aim=Aim(6, "s", at_most=True, model="tiny"),
         )
 
 
@@ -87,15 +87,15 @@ def _alone(bench: Bench, connected: Callable[[str], Callable[[], float]]) -> Ite
 
 
 def _figures(
-    bench: Bench, name: str, run: Callable[[], float], alone: Callable[[], float] | None, *, repeats: int, aim: str
+    bench: Bench, name: str, run: Callable[[], float], alone: Callable[[], float] | None, *, repeats: int, aim: Aim
 ) -> Iterator[Figure]:
     repeats = min(bench.repeats, repeats)
     if alone is None:
         (values,) = bench.rounds(run, repeats=repeats)
-        yield Figure(name, "s", values, aim=aim)
+        yield Figure(name, "s", values, aims=[aim])
         return
     floor, values = bench.rounds(alone, run, repeats=repeats)
-    yield Figure(name, "s", values, "the SDK by itself", floor, aim=aim)
+    yield Figure(name, "s", values, "the SDK by itself", floor, aims=[aim])
     added = [value - base for value, base in zip(values, floor, strict=True)]
     yield Figure(f"{name}, added by the service", "s", added)
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import grpc
 import numpy as np
-from figure import Figure
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rounds import ms
 
-from service.bench import RANK, Bench, Run, forward, forward_backward, optim_step, pipelined, results, sample
+from benchmarks.figure import Aim, Figure
+from benchmarks.rounds import ms
+from benchmarks.service.bench import RANK, Bench, Run, forward, forward_backward, optim_step, pipelined, results, sample
 from tinsmith.rpc.server import RAN
 from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc, types_pb2
@@ -32,7 +32,7 @@ def first_requests(bench: Bench) -> Iterator[Figure]:
     for name, run in runs.items():
         first = run()
         (later,) = bench.latencies(run)
-        yield Figure(name, "ms", [first], "the same later", [median(later)], aim="no pause")
+        yield Figure(name, "ms", [first], "the same later", [median(later)])
 
 
 def request_overhead(bench: Bench) -> Iterator[Figure]:
@@ -56,7 +56,7 @@ def request_overhead(bench: Bench) -> Iterator[Figure]:
         gradient,
         "HTTP GET healthz",
         http,
-        aim="tiny: under 12 ms, small: under 30 ms",
+        aims=[Aim(12, "ms", at_most=True, model="tiny"), Aim(30, "ms", at_most=True, model="small")],
     )
     yield Figure("optim_step", "ms", step, "HTTP GET healthz", http)
     one_by_one, together = bench.rounds(
@@ -64,7 +64,14 @@ def request_overhead(bench: Bench) -> Iterator[Figure]:
         lambda: ms(lambda: pipelined(bench.trainer, tiny, count=100)),
         repeats=bench.repeats,
     )
-    yield Figure("100 pipelined", "ms", together, "100 x one alone", one_by_one, aim="tiny: under 500 ms")
+    yield Figure(
+        "100 pipelined",
+        "ms",
+        together,
+        "100 x one alone",
+        one_by_one,
+        aims=[Aim(500, "ms", at_most=True, model="tiny")],
+    )
     if bench.target.grpc_address:
         with grpc.insecure_channel(bench.target.grpc_address) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)  # its methods are made at run time

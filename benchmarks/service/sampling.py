@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from figure import Figure
-from processes import Baseline
-from rounds import ms
-
-from service.bench import Bench, forward, publish, sample, train_step
+from benchmarks.figure import Aim, Figure
+from benchmarks.processes import Baseline
+from benchmarks.rounds import ms
+from benchmarks.service.bench import Bench, forward, publish, sample, train_step
 
 
 def sampling(bench: Bench) -> Iterator[Figure]:
@@ -34,7 +33,7 @@ def sampling(bench: Bench) -> Iterator[Figure]:
         tokens_per_s,
         lambda hf: 8 * 8 * 64 / hf_seconds(hf, prompts=8, samples=8, new_tokens=64),
         loop="PEFT generate()",
-        aim="small: at least 1.8 x",
+        aims=[Aim(1.8, model="small")],
     )
     yield bench.against_hf(
         "one sample, 64+32",
@@ -68,5 +67,5 @@ def publishing(bench: Bench) -> Iterator[Figure]:
         first_token,
         "forward of 8 tokens",
         trivial,
-        aim="small: under 60 ms, medium: under 150 ms",
+        aims=[Aim(60, "ms", at_most=True, model="small"), Aim(150, "ms", at_most=True, model="medium")],
     )

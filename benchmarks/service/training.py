@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from figure import Figure
-from rounds import ms, seconds
 
-from service.bench import Bench, forward_backward, optim_step, train_step
+from benchmarks.figure import Aim, Figure
+from benchmarks.rounds import ms, seconds
+from benchmarks.service.bench import Bench, forward_backward, optim_step, train_step
 
 
 def training_throughput(bench: Bench) -> Iterator[Figure]:
     """forward_backward in real tokens per second: padding does not count."""
     ragged = np.exp(bench.rng.uniform(np.log(16), np.log(1024), size=16)).astype(int).clip(max=bench.context).tolist()
-    aims = {"16x256": "small: at least 1.25 x", "16 of 16..1024": "at least 3 x"}
+    aims = {"16x256": [Aim(1.25, model="small")], "16 of 16..1024": [Aim(3)]}
     for name, lengths in {"16x256": [256] * 16, "8x1024": [1024] * 8, "16 of 16..1024": ragged}.items():
         if max(lengths) > bench.context:
             print(f"forward_backward, {name}: skipped, the context is {bench.context} tokens", flush=True)
             continue
-        yield _forward_backward_rate(bench, name, lengths, aim=aims.get(name, ""))
+        yield _forward_backward_rate(bench, name, lengths, aims=aims.get(name, ()))
 
 
-def _forward_backward_rate(bench: Bench, name: str, lengths: list[int], *, aim: str) -> Figure:
+def _forward_backward_rate(bench: Bench, name: str, lengths: list[int], *, aims: Sequence[Aim]) -> Figure:
     data, num_tokens = bench.batch(lengths), sum(lengths)
     return bench.against_hf(
         f"forward_backward, {name}",
         "tokens/s",
         lambda: num_tokens / seconds(lambda: forward_backward(bench.trainer, data)),
         lambda hf: num_tokens / hf.seconds(do="train", lengths=lengths, threads=bench.loop_threads),
-        aim=aim,
+        aims=aims,
     )
 
 

@@ -1,1 +1,1 @@
-"""The figures of bench_trainer.py."""
+"""The figures of `python -m benchmarks trainer`."""

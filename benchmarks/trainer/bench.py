@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
-from model_work import ModelWork, Peak, synchronize
-from processes import Baseline
 
+from benchmarks.model_work import ModelWork, Peak, synchronize
+from benchmarks.processes import Baseline
+from benchmarks.rounds import MIN_ROUNDS
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from trainer_service.engine.batch import Batch, Datum, Output
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.pack import num_shared
 from trainer_service.objectives.losses import LOSS_FNS
-
-MIN_ROUNDS = 3
 
 Run = Callable[[], float]
 
@@ -30,6 +29,8 @@ class Bench:
     shapes: dict[str, list[int]]
     """Lengths of the sequences of a batch, by the name of the shape."""
     num_adapters: int
+    num_prompts: int
+    """Prompts of shared_prefixes, with 8 samples each."""
     threads: int
     hf: Baseline | None
     work: ModelWork | None

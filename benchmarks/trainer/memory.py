@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import gc
-import resource
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import torch
-from model_work import synchronize
 
+from benchmarks.model_work import synchronize
+from benchmarks.processes import peak_rss_mb
 from tinsmith.allocator import give_back_freed_memory
 
+_RESET_PEAK = "5"
+"""Written to clear_refs, it makes the peak of the process's memory the present one: proc_pid_clear_refs(5)."""
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Resets the peak on CUDA. On a CPU it does nothing: the peak is that of the process's whole life."""
+
+def added_peak_mb(device: torch.device, work: Callable[[], object]) -> float:
+    """Most memory that the work had beside what was there before it: on CUDA of tensors, on a CPU of the process."""
+    before = resident_mb(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_memory_mb(device: torch.device) -> float:
-    """Peak memory: on CUDA of tensors, since reset_peak_memory; on a CPU of the process, since its start."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e6
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+        work()
+        return torch.cuda.max_memory_allocated(device) / 1e6 - before
+    Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+    work()
+    return peak_rss_mb(psutil.Process().pid) - before
 
 
 def resident_mb(device: torch.device) -> float:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from figure import Figure
+from benchmarks.figure import Aim, Figure
+from benchmarks.trainer.bench import Bench, Run
+from benchmarks.trainer.memory import added_peak_mb
+from benchmarks.trainer.shapes import HYBRID_SHAPES
 
-from trainer.bench import Bench, Run
-from trainer.memory import peak_memory_mb, reset_peak_memory
-
-_PEFT_AIMS = {"16x256": "small 1.25, medium 1.1", "ragged": "3"}
+_PEFT_AIMS = {
+    "16x256": [Aim(1.25, model=model) for model in ("small", *HYBRID_SHAPES)] + [Aim(1.1, model="medium")],
+    "ragged": [Aim(3)],
+}
 
 
 def throughput(bench: Bench) -> Iterator[Figure]:
@@ -18,7 +21,6 @@ def throughput(bench: Bench) -> Iterator[Figure]:
     model_id = bench.create("throughput")
     for name, lengths in bench.shapes.items():
         works, num_tokens = [(model_id, bench.batch(lengths))], sum(lengths)
-        reset_peak_memory(bench.device)
         runs: list[Run] = [bench.peak, lambda works=works: bench.seconds(lambda: bench.forward_backward(works))]
         if bench.hf is not None:
             runs.append(partial(bench.hf.seconds, do="train", lengths=lengths, threads=bench.threads))
@@ -31,7 +33,7 @@ def throughput(bench: Bench) -> Iterator[Figure]:
             rates,
             "a padded PEFT loop" if loop else "",
             loop,
-            aim=_PEFT_AIMS.get(name, ""),
+            aims=_PEFT_AIMS.get(name, ()),
         )
         if bench.work is not None:
             flop = bench.work.flop(lengths, rank=bench.rank)
@@ -41,9 +43,12 @@ def throughput(bench: Bench) -> Iterator[Figure]:
                 [flop / one / 1e9 for one in ours],
                 "matrix-product peak",
                 [one / 1e9 for one in peak],
-                aim="CUDA: over 0.45" if bench.device.type == "cuda" else "small 0.65, medium 0.8",
+                aims=[Aim(0.45)]
+                if bench.device.type == "cuda"
+                else [Aim(0.65, model="small"), Aim(0.8, model="medium")],
             )
-        yield Figure(f"peak memory, {name}", "MB", [peak_memory_mb(bench.device)])
+        added = added_peak_mb(bench.device, lambda works=works: bench.forward_backward(works))
+        yield Figure(f"peak memory, {name}", "MB", [added])
     bench.engine.delete_model(model_id)
 
 
@@ -61,7 +66,12 @@ def co_batching(bench: Bench) -> Iterator[Figure]:
             lambda many=many: 1e3 * bench.seconds(lambda: bench.forward_backward(many)),
         )
         yield Figure(
-            f"{count} adapters x 1 x {length}", "ms", together, f"1 adapter x {count} x {length}", alone, aim="1.15"
+            f"{count} adapters x 1 x {length}",
+            "ms",
+            together,
+            f"1 adapter x {count} x {length}",
+            alone,
+            [Aim(1.15, at_most=True)],
         )
         for model_id, _ in (*many, *one):
             bench.engine.delete_model(model_id)

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 import torch
-from figure import Figure
 
-from trainer.bench import Bench
-from trainer.memory import resident_mb
+from benchmarks.figure import Aim, Figure
+from benchmarks.trainer.bench import Bench
+from benchmarks.trainer.memory import resident_mb
 from trainer_service.engine.optimizers import AdamParams
 
 ADAM = AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=1.0)
@@ -89,7 +89,7 @@ def resident_adapters(bench: Bench) -> Iterator[Figure]:
         bench.engine.optim_step(model_id, ADAM)
         bench.forward_backward([(model_id, batch)])  # so that it has gradients too
     grown = resident_mb(bench.device) - before
-    yield Figure(f"{num_models} adapters resident", "MB", [grown], "their own state", [own], aim="1.05")
+    yield Figure(f"{num_models} adapters resident", "MB", [grown], "their own state", [own], [Aim(1.05, at_most=True)])
     for n in range(num_models):
         bench.engine.delete_model(f"resident-{n}")
     bench.engine.delete_model(warm)

@@ -1,4 +1,4 @@
-"""Many requests at once: nobody sees an error. How long they take is benchmarks/bench_load.py's business."""
+"""Many requests at once: nobody sees an error. How long they take, `python -m benchmarks load` measures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from benchmarks.load import press
+from benchmarks.press import press
 from tests.support.examples import BASE_MODEL
 from tests.support.stack import Stack
 

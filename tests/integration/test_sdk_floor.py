@@ -1,4 +1,4 @@
-"""The stand-in that benchmarks/bench_sdk_floor.py measures the SDK with: the SDK takes what it says for answers."""
+"""The stand-in that `python -m benchmarks sdk_floor` measures the SDK with: the SDK takes what it says for answers."""
 
 from __future__ import annotations
 

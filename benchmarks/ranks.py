@@ -1,7 +1,7 @@
 """Measures how the trainer's engine scales over ranks: the same steps on one rank and on several, one CPU thread each.
 
-    python benchmarks/bench_ranks.py --size small
-    python benchmarks/bench_ranks.py --size small --ranks 4 --shard-base
+    python -m benchmarks ranks --size small
+    python -m benchmarks ranks --size small --ranks 4 --shard-base
 
 Rounds alternate between the two, and one sleeps while the other computes. A step is a forward_backward and an
 optim_step. Each rank needs a core of its own: results of ranks that share cores mean nothing.
@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from figure import Figure, Report, usable_cores
-from processes import TINSMITH
 
+from benchmarks.command_line import add_models, add_size
+from benchmarks.figure import Aim, Figure, Report, usable_cores
+from benchmarks.processes import model_folder
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.v1 import trainer_pb2, types_pb2
@@ -58,11 +59,10 @@ class Ranks:
         flags = [f"--tensor-parallel={arguments.tensor_parallel}"] if count > 1 else []
         flags += ["--shard-base"] if arguments.shard_base and count > 1 else []
         (port,) = free_ports(1)
-        launcher = torchrun(count, port)[:-1]  # a file, not a module
         self._process = subprocess.Popen(  # noqa: S603
             [
-                *(sys.executable, "-m", *launcher),
-                *(__file__, "--one-rank", "--model", str(arguments.model), "--rank", str(arguments.rank), *flags),
+                *(sys.executable, "-m", *torchrun(count, port), "benchmarks", "ranks", "--one-rank"),
+                *("--model", str(arguments.model), "--rank", str(arguments.rank), *flags),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -135,24 +135,23 @@ def request(lengths: Sequence[int], vocab_size: int) -> trainer_pb2.ForwardBackw
 
 
 def measure(shape: str, one: Ranks, several: Ranks, arguments: argparse.Namespace, report: Report) -> None:
-    aim = "1.6 x" if (arguments.ranks, arguments.tensor_parallel) == (2, 1) else ""
+    aims = [Aim(1.6)] if (arguments.ranks, arguments.tensor_parallel) == (2, 1) else []
     name = f"{shape}, {arguments.ranks} ranks"
     rounds = [(several.step(shape), one.step(shape)) for _ in range(arguments.repeats + 1)]
     gaps = [abs(ours["loss"] - theirs["loss"]) / abs(theirs["loss"]) for ours, theirs in rounds]
     num_tokens = sum(SHAPES[shape])
     speeds = [[num_tokens / side["seconds"] for side in pair] for pair in rounds[1:]]  # the first warms up
     ours, theirs = ([pair[side] for pair in speeds] for side in (0, 1))
-    report.add(Figure(name, "tokens/s", ours, "1 rank", theirs, aim=aim))
+    report.add(Figure(name, "tokens/s", ours, "1 rank", theirs, aims))
     report.add(Figure(f"{name}: optim_step", "ms", [1e3 * pair[0]["optim_seconds"] for pair in rounds[1:]]))
-    report.add(Figure(f"{name}: largest difference of a loss", "of it", [max(gaps)], aim="1e-5"))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--size", choices=["tiny", "small", "medium"], default="small", help="size of the model, which is made here"
+    report.add(
+        Figure(f"{name}: largest difference of a loss", "of it", [max(gaps)], aims=[Aim(1e-5, "of it", at_most=True)])
     )
-    parser.add_argument("--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="folder of the models")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_size(parser, default="small")
+    add_models(parser)
     parser.add_argument("--model", type=Path, help="folder of another model")
     parser.add_argument("--rank", type=int, default=16, help="rank of the adapter")
     parser.add_argument("--ranks", type=int, default=2, help="number of processes")
@@ -161,25 +160,21 @@ def main() -> None:
     parser.add_argument(
         "--shapes", default="16x256,ragged", help=f"batches, from {', '.join(SHAPES)} (default %(default)s)"
     )
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="also write the report to this file")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of a figure (%(default)s)")
     parser.add_argument("--one-rank", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace, report: Report) -> None:
     if arguments.one_rank:
         one_rank(arguments)
         return
     if arguments.ranks > usable_cores():
-        parser.error(f"--ranks: {arguments.ranks} ranks share {usable_cores()} cores; give at most one rank to a core")
+        raise SystemExit(
+            f"--ranks: {arguments.ranks} ranks share {usable_cores()} cores; give at most one rank to a core"
+        )
     if arguments.model is None:
-        arguments.model = arguments.models.expanduser() / arguments.size
-        command = [*TINSMITH, "make-base-model", "--size", arguments.size, "--out", str(arguments.model)]
-        subprocess.run(command, check=True)  # noqa: S603
-    report = Report({key: str(value) for key, value in vars(arguments).items()})
-    with report.kept(arguments.json), ExitStack() as stack:
+        arguments.model = model_folder(arguments.size, arguments.models)
+    with ExitStack() as stack:
         one, several = (stack.enter_context(closing(Ranks(count, arguments))) for count in (1, arguments.ranks))
         for shape in arguments.shapes.split(","):
             measure(shape, one, several, arguments, report)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Measures the time of a publish to a sampler, and its cost for sampling at the same time.
 
-    python benchmarks/bench_publish.py --size small
+    python -m benchmarks publish --size small
 
 It starts a sampler service; this process is the trainer's end of the weight channel (WeightSender). One publish
 consists of the verbs: announcement, buckets, checksum, version visible. It measures:
@@ -27,14 +27,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from figure import Figure, Report
 from prometheus_client import CollectorRegistry
 
+from benchmarks.command_line import add_models, add_size
+from benchmarks.figure import Aim, Figure, Report
+from benchmarks.processes import model_folder
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import TrainedWeights
 from tinsmith.rpc.channel import connect, wait_serving
-from tinsmith.toy.model import SHAPES, Recipe, make
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2
 from tinsmith.v1.sampler_pb2_grpc import SamplerServiceStub
@@ -161,7 +162,7 @@ async def all_weights(bench: Bench, weights: TrainedWeights, *, rounds: int) -> 
             rates[WARM_UP:],
             "a bare gloo broadcast",
             bare[WARM_UP:],
-            aim="at least 0.6 x",
+            [Aim(0.6)],
         )
         for channel, rates in published.items()
     ]
@@ -225,7 +226,7 @@ async def while_publishing(
                 [disturbed for disturbed, _ in rates],
                 "without",
                 [quiet for _, quiet in rates],
-                aim="at least 0.9 x",
+                [Aim(0.9)],
             )
         )
     for task in generating:
@@ -238,7 +239,7 @@ async def measure(folder: Path, report: Report, arguments: argparse.Namespace) -
     base = BaseModel.load(folder, device=torch.device("cpu"), dtype=torch.float32, trainable=True)
     adapter = Adapter.create(AdapterConfig(RANK), base.targets, torch.device("cpu"))
     weights = TrainedWeights.take(base)
-    rounds = arguments.rounds
+    rounds = arguments.repeats
     options = {"num_bytes": weights.flat.nbytes + 8 * adapter.num_bytes, "bucket_bytes": arguments.bucket_mb * 1024**2}
     async with Bench.started(folder, **options) as bench:
         for figure in await all_weights(bench, weights, rounds=rounds):
@@ -250,23 +251,16 @@ async def measure(folder: Path, report: Report, arguments: argparse.Namespace) -
             report.add(figure)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SHAPES, default="small")
-    parser.add_argument("--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="where the model is kept")
-    parser.add_argument("--rounds", type=int, default=10)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_size(parser, default="small")
+    add_models(parser)
+    parser.add_argument("--repeats", type=int, default=10, help="rounds of a figure (%(default)s)")
     parser.add_argument("--bucket-mb", type=int, default=16, help="MiB of one bucket, for gloo")
     parser.add_argument("--window-s", type=float, default=5.0)
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
-    arguments = parser.parse_args()
-    folder = arguments.models.expanduser() / arguments.size
-    make(Recipe(arguments.size), folder, report=print)  # does nothing if the model exists
+
+
+def run(arguments: argparse.Namespace, report: Report) -> None:
+    folder = model_folder(arguments.size, arguments.models)
     torch.set_num_threads(1)
-    report = Report({name: str(value) for name, value in vars(arguments).items()})
-    with report.kept(arguments.json):
-        asyncio.run(measure(folder, report, arguments))
-
-
-if __name__ == "__main__":
-    main()
+    asyncio.run(measure(folder, report, arguments))

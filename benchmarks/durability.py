@@ -1,6 +1,6 @@
 """Measures what the trainer's journal and snapshots cost a training loop, and what a restart takes.
 
-    python benchmarks/bench_durability.py --size small
+    python -m benchmarks durability --size small
 
 One process, one model, no gRPC: the same steps by the engine alone, through the journal, and through it with a snapshot
 at every step, in rounds that alternate. A step is a forward_backward and an optim_step that are submitted together.
@@ -11,17 +11,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from bench_ranks import ADAM, MAX_TOKENS, request, step
-from figure import Figure, Report
-from processes import TINSMITH
 from prometheus_client import CollectorRegistry
 
+from benchmarks.command_line import add_models, add_size
+from benchmarks.figure import Figure, Report
+from benchmarks.processes import model_folder
+from benchmarks.ranks import ADAM, MAX_TOKENS, request, step
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.v1 import trainer_pb2 as pb
@@ -164,26 +164,18 @@ async def measure(base: BaseModel, folder: Path, arguments: argparse.Namespace, 
         report.add(Figure(title, "ms", times, "those steps", [sum(journal_ms) * num_steps / len(journal_ms)] * 3))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--size", choices=["tiny", "small", "medium"], default="small", help="size of the model, which is made here"
-    )
-    parser.add_argument("--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="folder of the models")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_size(parser, default="small")
+    add_models(parser)
     parser.add_argument("--rank", type=int, default=32, help="rank of the adapter")
     parser.add_argument("--threads", type=int, default=1, help="number of compute threads")
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=10, help="rounds of a figure (%(default)s)")
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: a temporary folder)")
-    parser.add_argument("--json", type=Path, help="also write the report to this file")
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace, report: Report) -> None:
     torch.set_num_threads(arguments.threads)
-    model = arguments.models.expanduser() / arguments.size
-    subprocess.run([*TINSMITH, "make-base-model", "--size", arguments.size, "--out", str(model)], check=True)  # noqa: S603
+    model = model_folder(arguments.size, arguments.models)
     base = BaseModel.load(model, device=torch.device("cpu"), dtype=torch.float32)
-    report = Report({key: str(value) for key, value in vars(arguments).items()})
-    with report.kept(arguments.json), tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         asyncio.run(measure(base, Path(folder), arguments, report))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,17 @@
 """Measures a running service through the official `tinker` SDK, from outside, as a user meets it.
 
-    python benchmarks/bench_service.py --size small                  # makes a model, starts `tinsmith up`, stops it
-    python benchmarks/bench_service.py --base-url URL --base-model NAME [--model-folder DIR]    # any Tinker service
+    python -m benchmarks service --size small                  # makes a model, starts `tinsmith up`, stops it
+    python -m benchmarks service --base-url URL --base-model NAME [--model-folder DIR]    # any Tinker service
 
 The stack is as `tinsmith up` starts it by default, and the loop that it is compared with has all cores. Times depend on
 the machine and on what else runs there, so each figure is taken in rounds that alternate with a baseline. README.md
-says what each figure means; they lie in `service/`.
+says what each figure means.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -21,15 +19,16 @@ from pathlib import Path
 import httpx
 import numpy as np
 import tinker
-from figure import Figure, Report, usable_cores
-from processes import Baseline, Target, peak_rss_mb, started
-from rounds import MIN_ROUNDS
-from service.bench import RANK, Bench
-from service.many import many_samples, many_sessions
-from service.requests import compute_gaps, first_requests, request_overhead
-from service.rl import async_rl_iteration, rl_iteration
-from service.sampling import publishing, sampling
-from service.training import four_adapters, pipelined_step, training_throughput
+
+from benchmarks.command_line import SIZES, add_models, add_only, add_rounds
+from benchmarks.figure import Figure, Report, usable_cores
+from benchmarks.processes import Baseline, Target, peak_rss_mb, started
+from benchmarks.service.bench import RANK, Bench
+from benchmarks.service.many import many_samples, many_sessions
+from benchmarks.service.requests import compute_gaps, first_requests, request_overhead
+from benchmarks.service.rl import async_rl_iteration, rl_iteration
+from benchmarks.service.sampling import publishing, sampling
+from benchmarks.service.training import four_adapters, pipelined_step, training_throughput
 
 
 def peak_memory(bench: Bench) -> Iterator[Figure]:
@@ -93,13 +92,11 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
         )
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=("tiny", "small", "medium"), help="make such a model and serve it")
-    parser.add_argument(
-        "--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="folder of the models (%(default)s)"
-    )
-    parser.add_argument("--base-url", help="measure this server instead")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    server = parser.add_mutually_exclusive_group(required=True)
+    server.add_argument("--size", choices=SIZES, help="make such a model and serve it")
+    server.add_argument("--base-url", help="measure this server instead, which serves --base-model")
+    add_models(parser)
     parser.add_argument("--base-model", help="name of the model on that server")
     parser.add_argument("--model-folder", type=Path, help="folder with that model's weights, for the baseline")
     parser.add_argument("--api-key", default="tml-bench")
@@ -109,28 +106,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--loop-threads", type=int, default=usable_cores(), help="threads of the baseline loop (%(default)s)"
     )
-    parser.add_argument("--repeats", type=int, default=10, help="rounds of a figure (%(default)s)")
-    parser.add_argument(
-        "--budget-s", type=float, default=60.0, help=f"seconds of a figure, after {MIN_ROUNDS} rounds (%(default)s)"
-    )
-    parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES), help="measure these")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
-    arguments = parser.parse_args()
-    if bool(arguments.size) == bool(arguments.base_url) or bool(arguments.base_url) != bool(arguments.base_model):
-        parser.error("give either --size, or --base-url and --base-model")
-    return arguments
+    add_rounds(parser, repeats=10, budget_s=60.0)
+    add_only(parser, FIGURES)
 
 
-def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
-    arguments = parse_arguments()
-    report = Report({name: str(value) for name, value in vars(arguments).items() if name != "api_key"})
-    with report.kept(arguments.json), prepared(arguments) as bench:
+def run(arguments: argparse.Namespace, report: Report) -> None:
+    if bool(arguments.base_url) != bool(arguments.base_model):
+        raise SystemExit("--base-url and --base-model: give both or neither")
+    with prepared(arguments) as bench:
         for name in FIGURES:
             if name in arguments.only:
                 for figure in FIGURES[name](bench):
                     report.add(figure)
-
-
-if __name__ == "__main__":
-    main()

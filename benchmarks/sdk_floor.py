@@ -1,30 +1,29 @@
 """Measures the cost of the official `tinker` SDK by itself: forward_backward of 8 tokens with a stand-in that answers
 at once (canned.py) and with the service, in turns, with the CPU time of each process. README.md says how to read it.
 
-    python benchmarks/bench_sdk_floor.py --size tiny --json sdk-floor.json
+    python -m benchmarks sdk_floor --size tiny
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 import tinker
-from canned import stand_in
-from figure import Figure, Report, usable_cores
-from processes import Target, cpu_seconds, started
-from rounds import MIN_ROUNDS, alternate, ms
-from service.bench import RANK, datum, forward_backward, optim_step, pipelined
 from tinker import types
+
+from benchmarks.canned import stand_in
+from benchmarks.command_line import add_models, add_rounds, add_size
+from benchmarks.figure import Aim, Figure, Report, usable_cores
+from benchmarks.processes import Target, cpu_seconds, started
+from benchmarks.rounds import alternate, ms
+from benchmarks.service.bench import RANK, datum, forward_backward, optim_step, pipelined
 
 NUM_REQUESTS = 100
 """Requests of a round. A process's CPU time is counted in units of 10 ms, which is 0.1 ms for each of these
@@ -70,8 +69,8 @@ def floor(service: Side, canned: Side, data: list[types.Datum], arguments: argpa
         return ms(lambda: pipelined(trainer, data, count=NUM_REQUESTS))
 
     for name, run, aim in (
-        ("one alone", one_alone_ms, "tiny: under 12 ms"),
-        (f"{NUM_REQUESTS} pipelined", pipelined_ms, "tiny: under 500 ms"),
+        ("one alone", one_alone_ms, Aim(12, "ms", at_most=True, model="tiny")),
+        (f"{NUM_REQUESTS} pipelined", pipelined_ms, Aim(500, "ms", at_most=True, model="tiny")),
     ):
         ours, theirs = alternate(
             [lambda run=run: service.measure(run), lambda run=run: canned.measure(run)],
@@ -87,8 +86,8 @@ def floor(service: Side, canned: Side, data: list[types.Datum], arguments: argpa
     yield _against(f"{name}: CPU of {_LOOP}", ours, theirs, lambda cost: cost.cpu_ms[_LOOP] * NUM_REQUESTS)
 
 
-def _figures(name: str, ours: Sequence[Cost], theirs: Sequence[Cost], *, aim: str) -> Iterator[Figure]:
-    yield _against(f"{name}: wall", ours, theirs, lambda cost: cost.wall_ms, aim=aim)
+def _figures(name: str, ours: Sequence[Cost], theirs: Sequence[Cost], *, aim: Aim) -> Iterator[Figure]:
+    yield _against(f"{name}: wall", ours, theirs, lambda cost: cost.wall_ms, aims=[aim])
     for user in ours[0].cpu_ms:
         if user in theirs[0].cpu_ms:
             yield _against(f"{name}, each: CPU of {user}", ours, theirs, lambda cost, user=user: cost.cpu_ms[user])
@@ -100,9 +99,9 @@ def _figures(name: str, ours: Sequence[Cost], theirs: Sequence[Cost], *, aim: st
 
 
 def _against(
-    name: str, ours: Sequence[Cost], theirs: Sequence[Cost], of: Callable[[Cost], float], *, aim: str = ""
+    name: str, ours: Sequence[Cost], theirs: Sequence[Cost], of: Callable[[Cost], float], *, aims: Sequence[Aim] = ()
 ) -> Figure:
-    return Figure(name, "ms", [of(cost) for cost in ours], "the stand-in", [of(cost) for cost in theirs], aim=aim)
+    return Figure(name, "ms", [of(cost) for cost in ours], "the stand-in", [of(cost) for cost in theirs], aims)
 
 
 def connected(url: str, base_model: str, api_key: str, servers: Mapping[str, int]) -> Side:
@@ -136,30 +135,14 @@ def figures(target: Target, arguments: argparse.Namespace) -> Iterator[Figure]:
         yield from floor(service, canned, data, arguments)
 
 
-def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--size", choices=("tiny", "small", "medium"), default="tiny", help="make such a model and serve it"
-    )
-    parser.add_argument(
-        "--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="folder of the models (%(default)s)"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_size(parser, default="tiny")
+    add_models(parser)
     parser.add_argument("--api-key", default="tml-bench")
-    parser.add_argument("--repeats", type=int, default=10, help="rounds of a figure (%(default)s)")
-    parser.add_argument(
-        "--budget-s", type=float, default=60.0, help=f"seconds of a figure, after {MIN_ROUNDS} rounds (%(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
-    arguments = parser.parse_args()
-    report = Report({name: str(value) for name, value in vars(arguments).items() if name != "api_key"})
-    with (
-        report.kept(arguments.json),
-        started(arguments.size, models=arguments.models, trainer_threads=1, sampler_threads=1) as target,
-    ):
+    add_rounds(parser, repeats=10, budget_s=60.0)
+
+
+def run(arguments: argparse.Namespace, report: Report) -> None:
+    with started(arguments.size, models=arguments.models, trainer_threads=1, sampler_threads=1) as target:
         for figure in figures(target, arguments):
             report.add(figure)
-
-
-if __name__ == "__main__":
-    main()

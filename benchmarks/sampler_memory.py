@@ -1,6 +1,6 @@
 """Whether a sampler's memory stays: the torch engine under many small requests, and what its process takes meanwhile.
 
-    python benchmarks/bench_sampler_memory.py --size tiny --minutes 5
+    python -m benchmarks sampler_memory --size tiny --minutes 5
 
 Requests have random lengths, versions come and go. A line is an interval. "in use" is what C code has of the heap, so
 what it is below "heap" is fragmentation; Python's own objects lie elsewhere.
@@ -21,6 +21,9 @@ import psutil
 import torch
 from prometheus_client import CollectorRegistry
 
+from benchmarks.command_line import add_models, add_size
+from benchmarks.figure import Figure, Report
+from benchmarks.processes import model_folder
 from sampler_service.config import SamplerConfig
 from sampler_service.core.request import Params, Request, StopCondition
 from sampler_service.metrics import SamplerMetrics
@@ -28,7 +31,6 @@ from sampler_service.torch_engine.engine import TorchEngine
 from tinsmith.allocator import keep_freed_memory
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.self_check import random_adapter
-from tinsmith.toy.model import SHAPES, Recipe, make
 
 CLIENTS = 16
 REQUESTS_OF_A_VERSION = 2
@@ -81,7 +83,9 @@ class Load:
             if draw.random() < 0.5:  # the others are evicted
                 engine.store.remove(version_id)
 
-    async def report(self, ends: float, *, interval_s: float) -> None:
+    async def report(self, ends: float, *, interval_s: float) -> list[float]:
+        """Resident memory at the end of each interval, in MB."""
+        sizes = []
         libc = ctypes.CDLL(None)
         libc.mallinfo2.restype = MallocInfo
         process, metrics, mb = psutil.Process(), self._engine.metrics, 2**20
@@ -90,31 +94,39 @@ class Load:
         started = time.monotonic()
         while time.monotonic() < ends:
             await asyncio.sleep(interval_s)
-            heap = libc.mallinfo2()
+            heap, resident_mb = libc.mallinfo2(), process.memory_info().rss / mb
+            sizes.append(resident_mb)
             gauges = (metrics.cache.allocated_bytes, metrics.cache.prefix_bytes, metrics.versions.resident_bytes)
             caches = " | ".join(f"{gauge._value.get() / mb:.1f}" for gauge in gauges)
             print(
-                f"| {time.monotonic() - started:.0f} | {self.num_requests} | {process.memory_info().rss / mb:.1f} "
+                f"| {time.monotonic() - started:.0f} | {self.num_requests} | {resident_mb:.1f} "
                 f"| {heap.arena / mb:.1f} | {heap.uordblks / mb:.1f} | {caches} | {sys.getallocatedblocks()} |",
                 flush=True,
             )
+        return sizes
 
 
-async def main(folder: Path, *, minutes: float, interval_s: float) -> None:
+async def measure(folder: Path, *, minutes: float, interval_s: float) -> list[float]:
+    """Resident memory at the end of each interval, in MB."""
     config = SamplerConfig.model_validate({"base_model": str(folder), "num_threads": 1, **SETTINGS})
     engine = await TorchEngine.load(config, SamplerMetrics(CollectorRegistry()))
     load, ends = Load(engine), time.monotonic() + 60 * minutes
-    await asyncio.gather(load.report(ends, interval_s=interval_s), *(load.client(ends) for _ in range(CLIENTS)))
+    sizes, *_ = await asyncio.gather(
+        load.report(ends, interval_s=interval_s), *(load.client(ends) for _ in range(CLIENTS))
+    )
     await engine.stop()
+    return sizes
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SHAPES, default="tiny")
-    parser.add_argument("--minutes", type=float, default=5)
-    parser.add_argument("--interval-s", type=float, default=20)
-    arguments = parser.parse_args()
-    folder = Path.home() / ".cache" / "tinsmith-bench" / arguments.size
-    make(Recipe(arguments.size), folder, report=print)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_size(parser, default="tiny")
+    add_models(parser)
+    parser.add_argument("--minutes", type=float, default=5, help="(%(default)s)")
+    parser.add_argument("--interval-s", type=float, default=20, help="(%(default)s)")
+
+
+def run(arguments: argparse.Namespace, report: Report) -> None:
+    folder = model_folder(arguments.size, arguments.models)
     keep_freed_memory()
-    asyncio.run(main(folder, minutes=arguments.minutes, interval_s=arguments.interval_s))
+    sizes = asyncio.run(measure(folder, minutes=arguments.minutes, interval_s=arguments.interval_s))
+    report.add(Figure("resident memory in the second half", "MB", sizes[len(sizes) // 2 :]))

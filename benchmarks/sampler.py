@@ -1,8 +1,8 @@
 """Sampling through the SDK on the torch engine, against transformers.generate, vLLM, and the service on vLLM.
 
-    python benchmarks/bench_sampler.py --size small                          # tiny, small or medium
-    python benchmarks/bench_sampler.py --size qwen3_5-small                  # or nemotron_h-small
-    python benchmarks/bench_sampler.py --size small --vllm-python V/bin/python    # an interpreter that has vllm
+    python -m benchmarks sampler --size small                          # tiny, small or medium
+    python -m benchmarks sampler --size qwen3_5-small                  # or nemotron_h-small
+    python -m benchmarks sampler --size small --vllm-python V/bin/python    # an interpreter that has vllm
 
 Every engine has the same threads and the same work, and they take turns, round by round, each one idle while another
 works. Beside wall clock the CPU time of an engine's own processes is taken (a client's is not), which other work on the
@@ -13,24 +13,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import tinker
-from figure import Figure, Report, usable_cores
-from processes import Loop, Target, cpu_seconds, model_folder, started
-from rounds import alternate, ms
-from sampler_load import Arrival, mixed_load, num_new_tokens
 from tinker import types
-from trainer.shapes import HYBRID_SHAPES
+
+from benchmarks.command_line import SIZES, add_models, add_only, add_rounds, add_size
+from benchmarks.figure import Aim, Figure, Report, usable_cores
+from benchmarks.processes import Loop, Target, cpu_seconds, model_folder, started
+from benchmarks.rounds import alternate, ms
+from benchmarks.sampler_load import Arrival, mixed_load, num_new_tokens
+from benchmarks.trainer.shapes import HYBRID_SHAPES
 
 OURS = "the SDK, torch engine"
 BARE = "the torch engine alone"
@@ -161,21 +160,21 @@ class Bench:
         runs = [lambda party=party: run(party) for party in parties]
         return alternate(runs, repeats=self.repeats, budget_s=self.budget_s)
 
-    def compare(self, name: str, run: Callable[[Any], Work], *, num_tokens: int, aim: str) -> Iterator[Figure]:
+    def compare(self, name: str, run: Callable[[Any], Work], *, num_tokens: int) -> Iterator[Figure]:
         """Yields figures of Tinsmith against each of the others: tokens per second of wall-clock and of CPU time."""
         ours, *others = self.rounds(run, [self.ours, *self.others])
         for party, theirs in zip(self.others, others, strict=True):
-            wanted = "" if party.name == BARE else aim
+            aims = [Aim(0.95 if party.name == BARE else 2)]
             yield Figure(
                 f"{name}, tokens/s",
                 "tokens/s",
                 _rates(ours, num_tokens),
                 party.name,
                 _rates(theirs, num_tokens),
-                wanted,
+                aims,
             )
             by_cpu = [_cpu_rates(works, num_tokens) for works in (ours, theirs)]
-            yield Figure(f"{name}, by CPU time", "tokens/CPU-s", by_cpu[0], party.name, by_cpu[1], wanted)
+            yield Figure(f"{name}, by CPU time", "tokens/CPU-s", by_cpu[0], party.name, by_cpu[1], aims)
             if ours[0].latencies and theirs[0].latencies and len(theirs[0].latencies) > 1:
                 for share in (50, 95):
                     values, base = (
@@ -187,7 +186,7 @@ class Bench:
 def groups(bench: Bench) -> Iterator[Figure]:
     """8 prompts x 8 samples, 64+64 tokens, as in a step of reinforcement learning."""
     num_tokens = GROUPS["prompts"] * GROUPS["samples"] * GROUPS["new_tokens"]
-    yield from bench.compare("8 x 8, 64+64", lambda party: party.generate(**GROUPS), num_tokens=num_tokens, aim="2 x")
+    yield from bench.compare("8 x 8, 64+64", lambda party: party.generate(**GROUPS), num_tokens=num_tokens)
 
 
 def one_request(bench: Bench) -> Iterator[Figure]:
@@ -203,7 +202,7 @@ def mixed(bench: Bench) -> Iterator[Figure]:
     """64 requests of various lengths that arrive one after the other."""
     load = mixed_load(count=64, spread_s=bench.spread_s, seed=0)
     tokens = num_new_tokens(load)
-    yield from bench.compare("64 mixed requests", lambda party: party.serve(load), num_tokens=tokens, aim="2 x")
+    yield from bench.compare("64 mixed requests", lambda party: party.serve(load), num_tokens=tokens)
 
 
 def first_token(bench: Bench) -> Iterator[Figure]:
@@ -225,7 +224,7 @@ def first_token(bench: Bench) -> Iterator[Figure]:
             future.result()
         values.append(float(np.median(probes)))
         steps.append(step_ms)
-    yield Figure("one token beside a full batch", "ms", values, "a decode step", steps, aim="under 3 steps")
+    yield Figure("one token beside a full batch", "ms", values, "a decode step", steps, [Aim(3, at_most=True)])
 
 
 def step(bench: Bench) -> Iterator[Figure]:
@@ -256,7 +255,7 @@ def recurrent(bench: Bench) -> Iterator[Figure]:
     bare = next(party for party in bench.others if party.name == BARE)
     runs = [lambda party=party: 1e3 * _step_seconds(party) for party in (bare, bench.small)]
     values, base = alternate(runs, repeats=bench.repeats, budget_s=bench.budget_s)
-    yield Figure("a decode step of 64, hybrid", "CPU-ms", values, BARE_SMALL, base, aim="at most 1.5 x")
+    yield Figure("a decode step of 64, hybrid", "CPU-ms", values, BARE_SMALL, base, [Aim(1.5, at_most=True)])
 
 
 def structured(bench: Bench) -> Iterator[Figure]:
@@ -299,19 +298,19 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
             )
 
         others: list[Party] = [
-            loop("transformers.generate", "hf_baseline.py", str(folder), "0", more={"threads": arguments.threads}),
-            loop(BARE, "engine_baseline.py", str(folder), str(arguments.threads), environment=threads),
+            loop("transformers.generate", "hf_baseline", str(folder), "0", more={"threads": arguments.threads}),
+            loop(BARE, "engine_baseline", str(folder), str(arguments.threads), environment=threads),
         ]
         small = None
         if arguments.size in HYBRID_SHAPES:
             plain = str(model_folder("small", arguments.models))
-            small = loop(BARE_SMALL, "engine_baseline.py", plain, str(arguments.threads), environment=threads)
+            small = loop(BARE_SMALL, "engine_baseline", plain, str(arguments.threads), environment=threads)
         python = arguments.vllm_python
         if small is not None:
             print("LEFT OUT: vLLM, whose engine here takes no recurrent layers", flush=True)
         elif _imports(python, "vllm"):
             how = {"python": python, "environment": VLLM_ENVIRONMENT | threads}
-            others.append(loop(VLLM, "vllm_baseline.py", str(folder), **how))
+            others.append(loop(VLLM, "vllm_baseline", str(folder), **how))
             if _imports(python, "sampler_service.vllm.engine", "gateway", "trainer_service"):
                 others.append(service("the SDK, vLLM engine", "vllm", **how))
             else:
@@ -338,36 +337,21 @@ def _cpu_rates(works: Sequence[Work], num_tokens: int) -> list[float]:
     return [num_tokens / work.cpu_seconds for work in works]
 
 
-def parse_arguments() -> argparse.Namespace:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     cores = usable_cores()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=("tiny", "small", "medium", *HYBRID_SHAPES), default="small")
-    parser.add_argument(
-        "--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="folder of the models (%(default)s)"
-    )
+    add_size(parser, default="small", sizes=(*SIZES, *HYBRID_SHAPES))
+    add_models(parser)
     parser.add_argument("--vllm-python", default=".venv-vllm/bin/python", help="an interpreter with vllm (%(default)s)")
     parser.add_argument(
         "--threads", type=int, default=max(1, cores - cores // 2), help="threads of each engine (%(default)s)"
     )
     parser.add_argument("--spread-s", type=float, default=4.0, help="time of the mixed load's arrivals (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds of a figure (%(default)s)")
-    parser.add_argument(
-        "--budget-s", type=float, default=120.0, help="seconds of a figure, after 3 rounds (%(default)s)"
-    )
-    parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES), help="measure these")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
-    return parser.parse_args()
+    add_rounds(parser, repeats=5, budget_s=120.0)
+    add_only(parser, FIGURES)
 
 
-def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
-    arguments = parse_arguments()
-    report = Report({name: str(value) for name, value in vars(arguments).items()})
-    with report.kept(arguments.json), prepared(arguments) as bench:
+def run(arguments: argparse.Namespace, report: Report) -> None:
+    with prepared(arguments) as bench:
         for name in arguments.only:
             for figure in FIGURES[name](bench):
                 report.add(figure)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
 """Measures the training engine in this process: no service, no wire. README.md says what each figure means.
 
-    python benchmarks/bench_trainer.py --size small
-    python benchmarks/bench_trainer.py --model FOLDER --rank 32 --shapes 8x1024,ragged
-    python benchmarks/bench_trainer.py --model-shape qwen3_5-small --only throughput --shapes 16x256,ragged
-    python benchmarks/bench_trainer.py --model-shape qwen3-8b --device cuda --dtype bfloat16 --rank 32 --shapes 8x2048
+    python -m benchmarks trainer --size small
+    python -m benchmarks trainer --model FOLDER --rank 32 --shapes 8x1024,ragged
+    python -m benchmarks trainer --model-shape qwen3_5-small --only throughput --shapes 16x256,ragged
+    python -m benchmarks trainer --model-shape qwen3-8b --device cuda --dtype bfloat16 --rank 32 --shapes 8x2048
 
 Each figure (they lie in `trainer/`) is taken in rounds that alternate with what it is compared with: the machine's
 matrix products, and a plain padded transformers + PEFT loop.
@@ -13,23 +13,24 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import torch
-from figure import Figure, Report, usable_cores
-from model_work import ModelWork, Peak
-from processes import TINSMITH, Baseline
-from trainer.bench import MIN_ROUNDS, Bench
-from trainer.passes import co_batching, throughput
-from trainer.prefixes import shared_prefixes
-from trainer.shapes import HYBRID_SHAPES, MODEL_SHAPES, parse_shapes, store_hybrid
-from trainer.state import finite_check, optimizer_step, resident_adapters
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from benchmarks.command_line import SIZES, add_models, add_only, add_rounds
+from benchmarks.figure import Figure, Report, usable_cores
+from benchmarks.model_work import ModelWork, Peak
+from benchmarks.processes import Baseline, model_folder
+from benchmarks.trainer.bench import Bench
+from benchmarks.trainer.bfloat16 import bfloat16
+from benchmarks.trainer.passes import co_batching, throughput
+from benchmarks.trainer.prefixes import shared_prefixes
+from benchmarks.trainer.shapes import HYBRID_SHAPES, MODEL_SHAPES, parse_shapes
+from benchmarks.trainer.state import finite_check, optimizer_step, resident_adapters
 from tinsmith.allocator import keep_freed_memory
 from tinsmith.modeling.base_model import BaseModel
 from trainer_service.engine.engine import TrainingEngine
@@ -38,7 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     measure.__name__: measure
-    for measure in (resident_adapters, throughput, co_batching, shared_prefixes, optimizer_step, finite_check)
+    for measure in (resident_adapters, throughput, co_batching, shared_prefixes, bfloat16, optimizer_step, finite_check)
 }
 
 
@@ -52,12 +53,8 @@ def load(arguments: argparse.Namespace) -> tuple[BaseModel, Path | None]:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
         return BaseModel.of(model, path=arguments.model_shape, kernels=arguments.kernels), None
     folder = arguments.model
-    if arguments.model_shape:
-        folder = store_hybrid(arguments.model_shape, arguments.models)
-    elif arguments.size:
-        folder = arguments.models.expanduser() / arguments.size
-        make = [*TINSMITH, "make-base-model", "--size", arguments.size, "--out", str(folder)]
-        subprocess.run(make, check=True)  # noqa: S603
+    if name := arguments.model_shape or arguments.size:
+        folder = model_folder(name, arguments.models)
     full = arguments.rank == 0
     return BaseModel.load(folder, device=device, dtype=dtype, kernels=arguments.kernels, trainable=full), folder
 
@@ -77,6 +74,7 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
             rank=arguments.rank,
             shapes=arguments.shapes,
             num_adapters=arguments.adapters,
+            num_prompts=arguments.prompts,
             threads=arguments.threads,
             hf=hf,
             work=None if base.recurrent else ModelWork.of(base),
@@ -86,20 +84,17 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
         )
 
 
-def parse_arguments() -> argparse.Namespace:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--size", choices=("tiny", "small", "medium"), help="make such a model")
+    model.add_argument("--size", choices=SIZES, help="make such a model")
     model.add_argument("--model", type=Path, metavar="FOLDER", help="take these weights")
     model.add_argument(
         "--model-shape",
         choices=[*MODEL_SHAPES, *HYBRID_SHAPES],
         help="random weights of this shape; those of Qwen3 are made on the device",
     )
-    parser.add_argument(
-        "--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="folder of the models (%(default)s)"
-    )
+    add_models(parser)
     parser.add_argument("--device", default="cuda" if cuda else "cpu", help="(%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if cuda else "float32", help="(%(default)s)")
     parser.add_argument(
@@ -119,6 +114,7 @@ def parse_arguments() -> argparse.Namespace:
         help="batches (%(default)s)",
     )  # fmt: skip
     parser.add_argument("--adapters", type=int, default=16, help="number of adapters in co_batching (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts of shared_prefixes (%(default)s)")
     parser.add_argument(
         "--max-tokens", type=int, default=4096, help="largest number of tokens in a micro-batch (%(default)s)"
     )
@@ -127,21 +123,15 @@ def parse_arguments() -> argparse.Namespace:
         "--baseline", action=argparse.BooleanOptionalAction, default=True,
         help="compare with a padded PEFT loop; a --model-shape of Qwen3 has none",
     )  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=5, help="rounds of a figure (%(default)s)")
-    parser.add_argument(
-        "--budget-s", type=float, default=60.0, help=f"seconds of a figure, after {MIN_ROUNDS} rounds (%(default)s)"
-    )
-    parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES), help="measure these")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
-    return parser.parse_args()
+    add_rounds(parser, repeats=5, budget_s=60.0)
+    add_only(parser, FIGURES)
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def run(arguments: argparse.Namespace, report: Report) -> None:
     if "OMP_WAIT_POLICY" not in os.environ:  # OpenMP reads it when it is loaded; as `tinsmith up` sets it
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})  # noqa: S606
-    report = Report({name: str(value) for name, value in vars(arguments).items()})
-    with report.kept(arguments.json), prepared(arguments) as bench:
+        again = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, again, {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})  # noqa: S606
+    with prepared(arguments) as bench:
         (m, k, n), best = bench.peak.shape, bench.peak.rates[bench.peak.shape]
         report.settings["peak"] = f"{best / 1e9:.0f} GFLOP/s, torch.mm of [{m}, {k}] and [{k}, {n}]"
         report.settings["kernels"] = f"{arguments.kernels}: {bench.engine.base.kernels}"
@@ -153,7 +143,3 @@ def main() -> None:
             if name in arguments.only:
                 for figure in FIGURES[name](bench):
                     report.add(figure)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Measured speed and memory: `python -m benchmarks` lists the commands, README.md says how to read them."""
