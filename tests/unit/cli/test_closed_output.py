@@ -64,10 +64,15 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    "command",
-    ["keys list", "journal show", "checkpoints list", f"checkpoints show {CHECKPOINT['tinker_path']}"],
+    ("command", "unbuffered"),
+    [
+        ("keys list", ""),
+        ("keys list", "1"),
+        ("journal show", ""),
+        ("checkpoints list", "1"),
+        (f"checkpoints show {CHECKPOINT['tinker_path']}", ""),
+    ],
 )
 def test_it_ends_without_a_word(command: str, unbuffered: str, state_dir: Path, url: str) -> None:
     argv = command.split()

@@ -1,14 +1,14 @@
-"""Programs for the real SDK, each run as `python sdk_programs.py NAME URL` in a process of its own: the SDK blocks its
-caller and keeps threads and connections until its process ends."""
+"""Programs for the real SDK, each run in a process of its own by `tests.support.forking`: the SDK blocks its caller and
+keeps threads and connections until its process ends."""
 
 from __future__ import annotations
 
 import math
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.synchronize import Event
 
 os.environ["TINKER_TELEMETRY"] = "0"
 
@@ -108,13 +108,14 @@ def capabilities(url: str) -> None:
     assert BASE_MODEL in [model.model_name for model in client.get_server_capabilities().supported_models]
 
 
-PROGRAMS = {
-    "train_save_load_and_sample": train_save_load_and_sample,
-    "fail_and_go_on": fail_and_go_on,
-    "sample_and_wait": sample_and_wait,
-    "capabilities": capabilities,
-    "rest_client_beside_a_training_client": rest_client_beside_a_training_client,
-}
+def whoami(*keys: str) -> None:
+    for key in keys:
+        identity = tinker.RestClient(api_key=key).whoami().result()
+        print(identity.user_urn, identity.org_urn, identity.email)
 
-if __name__ == "__main__":
-    PROGRAMS[sys.argv[1]](sys.argv[2])
+
+def train_before_and_after(trained: Event, may_go_on: Event) -> None:
+    training = tinker.ServiceClient().create_lora_training_client(base_model=BASE_MODEL, rank=8).result()
+    trained.set()
+    assert may_go_on.wait(60)
+    training.optim_step(types.AdamParams(learning_rate=1e-3)).result()

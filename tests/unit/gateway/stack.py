@@ -523,7 +523,8 @@ class Stack:
         self.sampler_backend = Backend(self.sampler, "sampler")
         self.sampler_ports: list[int] | None = None
         """Where the gateway finds the samplers; None: the one."""
-        self.settings: dict[str, Any] = {"long_poll_s": 5.0, "submit_timeout_s": 15.0, "reap_interval_s": 0.2}
+        # The reaper runs at the start and at the end of a session or run, and again only in tests that wait for it.
+        self.settings: dict[str, Any] = {"long_poll_s": 5.0, "submit_timeout_s": 15.0, "reap_interval_s": 1000.0}
         self.server: GatewayServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self.port = 0

@@ -25,8 +25,8 @@ async def usage(client: Client) -> types.BillingUsageResponse:
     return types.BillingUsageResponse.model_validate(await get(client, "billing/usage/events", **query))
 
 
-async def test_tokens_and_checkpoints_are_counted_and_priced(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(token_prices_usd=PRICES)
+@pytest.mark.gateway(token_prices_usd=PRICES)
+async def test_tokens_and_checkpoints_are_counted_and_priced(client: Client) -> None:
     session_id = (await client.call("create_session", {"user_metadata": {"k": "v"}, "project_id": "p"}))["session_id"]
     run_id = await client.model(session_id)
     for seq_id in (1, 2):
@@ -65,8 +65,8 @@ async def test_nothing_costs_anything_unless_it_has_a_price(client: Client) -> N
     assert (event.estimated_cost_usd, event.effective_rate_usd_per_million_tokens) == (0.0, 0.0)
 
 
+@pytest.mark.gateway(storage_price_usd=0.5)
 async def test_storage_is_counted_by_time_and_only_once(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(storage_price_usd=0.5, reap_interval_s=1000)
     run_id = await client.model(await client.session())
     path = (await save(client, run_id, 1))["path"]
     assert stack.server is not None

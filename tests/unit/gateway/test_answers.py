@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from gateway.futures import _OVERHEAD_BYTES, Answer, Answers, Kept
 from tests.unit.gateway.stack import Client, Stack, sample_body
 
@@ -51,10 +53,10 @@ def test_no_more_is_kept_than_the_bound_and_one_answer() -> None:
         assert set(answers._ids) == set(answers._bytes) == {kept.owner for kept in answers._kept.values()}
 
 
+@pytest.mark.gateway(
+    result_cache_bytes=4000, api_keys=[{"key": f"tml-{name}", "owner": name} for name in ("ada", "eve")]
+)
 async def test_samples_of_an_owner_stay_while_another_fills_the_cache(stack: Stack) -> None:
-    await stack.restart_gateway(
-        result_cache_bytes=4000, api_keys=[{"key": f"tml-{name}", "owner": name} for name in ("ada", "eve")]
-    )
     ada, eve = [Client(base_url=stack.url, timeout=20, headers={"x-api-key": f"tml-{n}"}) for n in ("ada", "eve")]
     async with ada, eve:
         samplers = [await one.sampling_session(await one.session()) for one in (ada, eve)]

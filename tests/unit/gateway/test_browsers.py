@@ -65,8 +65,8 @@ async def test_this_machines_own_names_are_answered(stack: Stack, client: Client
     assert (await client.post("/api/v1/create_session", json=CREATE, headers=own)).status_code == 200
 
 
-async def test_names_in_the_configuration_are_answered(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(allowed_hosts=["tinsmith.lan"], public_url="https://tinker.example.org")
+@pytest.mark.gateway(allowed_hosts=["tinsmith.lan"], public_url="https://tinker.example.org")
+async def test_names_in_the_configuration_are_answered(client: Client) -> None:
     for host in ("tinsmith.lan:8000", "tinker.example.org"):
         headers = {"host": host, "origin": f"http://{host}"}
         assert (await client.post("/api/v1/create_session", json=CREATE, headers=headers)).status_code == 200
@@ -75,17 +75,17 @@ async def test_names_in_the_configuration_are_answered(stack: Stack, client: Cli
     assert (await client.get("/api/v1/healthz", headers={"host": "evil.example"})).status_code == 421
 
 
-async def test_with_keys_any_name_will_do_for_those_who_have_one(stack: Stack, client: Client) -> None:
+@pytest.mark.gateway(api_keys=["tml-test"])
+async def test_with_keys_any_name_will_do_for_those_who_have_one(client: Client) -> None:
     """A page does not know the key."""
-    await stack.restart_gateway(api_keys=["tml-test"])
     named = {"host": "tinker.example.org", "origin": "https://elsewhere.example"}
     assert (await client.post("/api/v1/create_session", json=CREATE, headers=named)).status_code == 200
     reply = await client.post("/api/v1/create_session", json=CREATE, headers={**named, "x-api-key": "tml-wrong"})
     assert reply.status_code == 401
 
 
-async def test_there_is_no_cors(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(api_keys=["tml-test"])
+@pytest.mark.gateway(api_keys=["tml-test"])
+async def test_there_is_no_cors(client: Client) -> None:
     preflight = {"origin": "https://evil.example", "access-control-request-method": "POST"}
     for reply in (
         await client.options("/api/v1/create_session", headers=preflight),

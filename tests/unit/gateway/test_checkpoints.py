@@ -53,6 +53,7 @@ async def test_a_deleted_checkpoint_is_gone_with_its_files(stack: Stack, client:
     assert (await save(client, run_id, 2))["path"] == path
 
 
+@pytest.mark.gateway(reap_interval_s=0.2)
 async def test_a_deletion_that_the_trainer_did_not_finish_is_finished_later(stack: Stack, client: Client) -> None:
     run_id = await client.model(await client.session())
     path = (await save(client, run_id, 1))["path"]
@@ -68,7 +69,6 @@ async def test_a_deletion_that_the_trainer_did_not_finish_is_finished_later(stac
 
 
 async def test_an_expired_checkpoint_vanishes_at_once_and_then_from_the_disk(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(reap_interval_s=1000)
     run_id = await client.model(await client.session())
     path = (await save(client, run_id, 1))["path"]
     await expire(stack, path)
@@ -85,7 +85,6 @@ async def test_an_expired_checkpoint_vanishes_at_once_and_then_from_the_disk(sta
 
 @pytest.mark.parametrize("how", ["delete", "expire", "prune"])
 async def test_a_save_in_the_place_of_a_deleted_one_stays(stack: Stack, client: Client, how: str) -> None:
-    await stack.restart_gateway(reap_interval_s=1000)
     run_id = await client.model(await client.session())
     path = (await save(client, run_id, 1))["path"]
     location, gateway = path.removeprefix("tinker://"), stack.gateway
@@ -107,6 +106,7 @@ async def test_a_save_in_the_place_of_a_deleted_one_stays(stack: Stack, client: 
 
 
 @pytest.mark.parametrize("how", ["delete", "expire"])
+@pytest.mark.gateway(reap_interval_s=0.2)
 async def test_a_sampler_goes_on_without_its_checkpoint(stack: Stack, client: Client, how: str) -> None:
     session_id = await client.session()
     run_id = await client.model(session_id)

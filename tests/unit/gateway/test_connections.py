@@ -72,8 +72,8 @@ SLOW = {
 """Bytes that are sent at once, bytes that are sent slowly, and the status of the answer."""
 
 
+@pytest.mark.gateway(**QUICK, min_transfer_bytes_s=1000)
 async def test_a_slow_client_is_cut_off_and_others_are_served(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(**QUICK, min_transfer_bytes_s=1000)
 
     async def status_of(begin: bytes, rest: bytes) -> bytes:
         async with connection(stack) as slow:
@@ -87,8 +87,8 @@ async def test_a_slow_client_is_cut_off_and_others_are_served(stack: Stack, clie
     assert statuses == {name: status for name, (_, _, status) in SLOW.items()}
 
 
+@pytest.mark.gateway(**QUICK)
 async def test_empty_lines_do_not_keep_a_connection(stack: Stack) -> None:
-    await stack.restart_gateway(**QUICK)
     async with connection(stack) as slow:
         slow[1].write(HEALTH)
         answer = await slow[0].readuntil(b"\r\n")
@@ -96,9 +96,9 @@ async def test_empty_lines_do_not_keep_a_connection(stack: Stack) -> None:
         assert b" 408 " in await ending(slow, b"\r\n" * 2000)
 
 
+@pytest.mark.gateway(**QUICK, min_transfer_bytes_s=10**9)
 async def test_a_client_that_does_not_read_its_answer_is_cut_off(stack: Stack, client: Client) -> None:
     """Answers larger than what the system buffers would lie in this process until it has read them."""
-    await stack.restart_gateway(**QUICK, min_transfer_bytes_s=10**9)
     narrow = socket.socket()
     narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     narrow.setblocking(False)
@@ -143,9 +143,9 @@ async def test_an_answer_that_many_clients_do_not_read_is_not_copied_for_each(
     assert (await client.get("/openapi.json")).content == answer
 
 
-async def test_a_body_in_pieces_that_comes_fast_enough_is_taken(stack: Stack, client: Client) -> None:
+@pytest.mark.gateway(**QUICK, min_transfer_bytes_s=1000)
+async def test_a_body_in_pieces_that_comes_fast_enough_is_taken(client: Client) -> None:
     """Longer than the grace, as a large upload over a slow line does."""
-    await stack.restart_gateway(**QUICK, min_transfer_bytes_s=1000)
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b'{"type": "create_session", "tags": []'
@@ -158,8 +158,8 @@ async def test_a_body_in_pieces_that_comes_fast_enough_is_taken(stack: Stack, cl
     assert reply.status_code == 200
 
 
+@pytest.mark.gateway(max_header_bytes=8000)
 async def test_headers_above_the_limit_are_refused(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(max_header_bytes=8000)
     for headers, end, pieces in itertools.product(
         (b"X: " + b"a" * 9000, b"X: y\r\n" * 2000), (b"", b"\r\n\r\n"), (1, 3)
     ):
@@ -174,8 +174,8 @@ async def test_headers_above_the_limit_are_refused(stack: Stack, client: Client)
     assert (await client.get("/api/v1/healthz", headers={"x-large": "a" * 7000})).status_code == 200
 
 
+@pytest.mark.gateway(max_connections=16)
 async def test_connections_above_the_limit_are_closed_and_those_below_live(stack: Stack) -> None:
-    await stack.restart_gateway(max_connections=16)
     opened = [await asyncio.open_connection("127.0.0.1", stack.port) for _ in range(16)]
     try:
         async with connection(stack) as (reader, _), asyncio.timeout(LIMIT_S):
@@ -212,8 +212,8 @@ async def test_idle_connections_above_the_limit_are_closed_the_longest_idle_firs
             writer.transport.abort()
 
 
+@pytest.mark.gateway(max_idle_connections=0, header_timeout_s=0.04)  # which looks at all in each 0.01 s
 async def test_no_connection_is_closed_soon_after_its_last_request(stack: Stack) -> None:
-    await stack.restart_gateway(max_idle_connections=0, header_timeout_s=0.04)  # which looks at all in each 0.01 s
     async with connection(stack) as (reader, writer), asyncio.timeout(LIMIT_S):
         for _ in range(2):
             writer.write(HEALTH)
@@ -251,8 +251,8 @@ async def test_a_body_that_says_two_lengths_is_refused(stack: Stack) -> None:
                 assert b" 400 " in await reader.readline()
 
 
-async def test_chunked_bodies_have_the_same_limit(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(max_body_bytes=10_000)
+@pytest.mark.gateway(max_body_bytes=10_000)
+async def test_chunked_bodies_have_the_same_limit(client: Client) -> None:
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(100):
@@ -263,8 +263,8 @@ async def test_chunked_bodies_have_the_same_limit(stack: Stack, client: Client) 
     assert "max_body_bytes is 10000" in reply.json()["detail"]
 
 
-async def test_a_zstd_bomb_is_refused(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(max_body_bytes=2**20)
+@pytest.mark.gateway(max_body_bytes=2**20)
+async def test_a_zstd_bomb_is_refused(client: Client) -> None:
     model_id = await client.model(await client.session())
     plain = batch(model_id, 1).SerializeToString() + b"\x00" * 2**26
     headers = {"content-type": "application/x-protobuf", "content-encoding": "zstd"}
@@ -302,8 +302,8 @@ async def test_json_nested_without_end_is_refused(client: Client) -> None:
                 assert "max_body_values" in reply.json()["detail"]
 
 
-async def test_sessions_of_one_owner_are_limited_and_a_repeat_is_no_new_one(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(max_sessions=2)
+@pytest.mark.gateway(max_sessions=2)
+async def test_sessions_of_one_owner_are_limited_and_a_repeat_is_no_new_one(client: Client) -> None:
     body, key = {"type": "create_session"}, {"x-idempotency-key": "one"}
     first = (await client.post("/api/v1/create_session", json=body, headers=key)).json()["session_id"]
     await client.session()

@@ -78,15 +78,15 @@ async def test_a_loss_that_the_trainer_refuses_fails_its_future(stack: Stack, cl
     assert "there is no custom loss" in failure["error"]
 
 
-async def test_a_session_has_a_limit_of_custom_losses(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(max_custom_losses=1)
+@pytest.mark.gateway(max_custom_losses=1)
+async def test_a_session_has_a_limit_of_custom_losses(client: Client) -> None:
     session_id = await client.session()
     await client.result(await client.call("create_custom_loss", loss(session_id)))
     failure = await client.result(await client.call("create_custom_loss", loss(session_id, custom_loss_seq_id=1)))
     assert "max_custom_losses" in failure["error"]
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.gateway(submit_timeout_s=0.5)
 async def test_a_custom_loss_waits_for_a_trainer(stack: Stack, client: Client) -> None:
     session_id = await client.session()
     await stack.trainer_backend.stop()

@@ -7,8 +7,6 @@ import json
 import re
 import struct
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -35,16 +33,12 @@ from tinsmith.rpc.metrics_service import MetricsServicer
 from tinsmith.v1 import metrics_pb2, sampler_pb2, types_pb2
 from tinsmith.v1 import trainer_pb2 as pb
 
+# The fake trainer computes in 1970.
+pytestmark = pytest.mark.gateway(sampler=TalkingSampler, history_retention_s=1e12)
+
 RUN = "s:train:0"
 BEGAN_AT = time.time()  # the gateway forgets what is old
 HOSTILE = "<img src=x onerror=alert(1)>"
-
-
-@pytest.fixture
-async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    # The fake trainer computes in 1970.
-    async with Stack(tmp_path, TalkingSampler()).serving(history_retention_s=1e12) as stack:
-        yield stack
 
 
 async def get(client: httpx.AsyncClient, path: str, *, status: int = 200, **query: Any) -> Any:
@@ -299,8 +293,8 @@ async def test_long_outputs_are_cut_and_ranks_come_from_the_top_k_table(stack: S
     assert struct.unpack("<3H", short.ranks) == (1, 2, 0)
 
 
+@pytest.mark.gateway(recent_samples=0)
 async def test_the_setting_keeps_no_text(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(recent_samples=0)
     run_id = await sampled_run(client)
     await stack.gateway.dashboard.flush()
     assert await get(client, f"runs/{run_id}/samples") | {"now": 0} == {"now": 0, "keeps": 0, "samples": []}
@@ -388,7 +382,7 @@ async def test_runs_beyond_the_newest_are_counted_and_active_ones_are_listed(sta
 
 
 async def test_an_overview_that_failed_is_not_what_the_next_tab_is_told(
-    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lists = stack.gateway.dashboard.lists
 
@@ -399,6 +393,7 @@ async def test_an_overview_that_failed_is_not_what_the_next_tab_is_told(
         patch.setattr(lists._history, "newest", fail)
         await many_runs(stack, client, 2)
         assert (await client.get("/dashboard/api/overview")).status_code == 503
+    caplog.clear()
     assert len((await get(client, "overview"))["runs"]) == 2
 
 
@@ -519,8 +514,8 @@ async def test_numbers_that_no_column_holds_are_refused_by_name(client: Client, 
     await get(client, f"runs/{run_id}/{path}", **{name: 2**31 - 1})
 
 
+@pytest.mark.gateway(api_keys=["tml-right"])
 async def test_keys_are_needed_for_data_and_not_for_the_page(stack: Stack) -> None:
-    await stack.restart_gateway(api_keys=["tml-right"])
     async with httpx.AsyncClient(base_url=stack.url) as http:
         for path in ("overview", "services", "sessions", f"runs/{RUN}", f"runs/{RUN}/history", f"runs/{RUN}/samples"):
             await get(http, path, status=401)
@@ -531,8 +526,8 @@ async def test_keys_are_needed_for_data_and_not_for_the_page(stack: Stack) -> No
         assert (await get(http, "overview"))["needs_key"]
 
 
+@pytest.mark.gateway(api_keys=["tml-mine", "tml-other"])
 async def test_another_owner_sees_nothing_of_a_run(stack: Stack) -> None:
-    await stack.restart_gateway(api_keys=["tml-mine", "tml-other"])
     mine, other = (
         Client(base_url=stack.url, timeout=20, headers={"x-api-key": key}) for key in ("tml-mine", "tml-other")
     )
@@ -547,8 +542,8 @@ async def test_another_owner_sees_nothing_of_a_run(stack: Stack) -> None:
         await get(other, f"checkpoints/{run_id}/sampler_weights/p/download", status=404)
 
 
+@pytest.mark.gateway(api_keys=["tml-mine", "tml-other"])
 async def test_strangers_who_sample_a_published_checkpoint_keep_their_prompts_to_themselves(stack: Stack) -> None:
-    await stack.restart_gateway(api_keys=["tml-mine", "tml-other"])
     mine, other = (
         Client(base_url=stack.url, timeout=20, headers={"x-api-key": key}) for key in ("tml-mine", "tml-other")
     )

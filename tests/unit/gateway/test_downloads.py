@@ -46,8 +46,8 @@ async def file_url(client: Client) -> str:
     ]
 
 
+@pytest.mark.gateway(api_keys=["tml-test"])
 async def test_signed_addresses_give_the_files_without_a_key(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(api_keys=["tml-test"])
     path = await external(client)
     signed = await ask(client, "GET", path, "external_weights_urls")
     assert set(signed["urls"]) == {"adapter_config.json", "adapter_model.safetensors"}

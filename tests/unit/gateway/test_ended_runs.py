@@ -13,6 +13,8 @@ from gateway.database import sessions
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tinsmith_cli import main
 
+pytestmark = pytest.mark.gateway(reap_interval_s=0.2)
+
 
 async def test_a_run_ends_once_its_work_is_done(stack: Stack, client: Client) -> None:
     session_id = await client.session()

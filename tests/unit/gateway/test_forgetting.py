@@ -74,8 +74,8 @@ async def test_only_the_history_of_a_session_that_ended_long_ago_stays(stack: St
     assert all(run["last_checkpoint"] for run in runs)
 
 
+@pytest.mark.gateway(max_spans=2)
 async def test_only_the_newest_spans_and_audit_events_of_the_last_time_stay(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(max_spans=2)
     gateway = stack.gateway
     await busy_session(client)
     await gateway.ledger.flush()
@@ -114,7 +114,6 @@ async def test_batches_of_gateways_that_are_gone_are_forgotten(stack: Stack, cli
 
 
 async def test_the_operation_of_a_copy_is_remembered_as_long_as_there_is_the_copy(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(reap_interval_s=3600)
     gateway = stack.gateway
     session_id = await busy_session(client)
     body = {"source_path": f"tinker://{session_id}:train:0/weights/last", "session_id": session_id}
@@ -144,7 +143,6 @@ async def test_the_operation_of_a_copy_is_remembered_as_long_as_there_is_the_cop
 async def test_refusals_have_a_bound_and_are_deleted_without_reading_other_operations(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await stack.restart_gateway(reap_interval_s=3600)
     gateway, session_id = stack.gateway, await client.session()
     for seq in range(5):
         body = {"session_id": session_id, "model_seq_id": seq, "base_model": "none", "lora_config": {"rank": 8}}
@@ -180,7 +178,7 @@ async def database(request: pytest.FixtureRequest, stack: Stack) -> None:
 async def bounded(stack: Stack, *rows: Base, most: int = 2, most_record_bytes: int = 2**30) -> Gateway:
     """The gateway with these rows, once it has left each owner the newest ones."""
     bounds = {"max_owner_rows": most, "max_owner_record_bytes": most_record_bytes}
-    await stack.restart_gateway(**bounds, reap_interval_s=3600)
+    await stack.restart_gateway(**bounds)
     gateway = stack.gateway
     for table in (Session, Model, Checkpoint, SamplingSession, SampleMark, SequenceRecord, AuditEvent, Usage):
         async with gateway.store.begin() as db:
@@ -351,10 +349,8 @@ async def test_usage_of_many_sessions_is_summed_up_from_the_oldest_hours_on_and_
     assert sorted(map(tuple, await gateway.store.rows(select(*facts)))) == left
 
 
-async def test_an_owner_has_no_more_checkpoints_than_its_bound_and_may_replace_them(
-    stack: Stack, client: Client
-) -> None:
-    await stack.restart_gateway(max_owner_rows=2)
+@pytest.mark.gateway(max_owner_rows=2)
+async def test_an_owner_has_no_more_checkpoints_than_its_bound_and_may_replace_them(client: Client) -> None:
     model_id = await client.model(await client.session())
 
     async def save(seq_id: int, name: str, **fields: Any) -> Any:
@@ -373,8 +369,8 @@ async def test_an_owner_has_no_more_checkpoints_than_its_bound_and_may_replace_t
     assert "path" in await save(5, "c")
 
 
-async def test_an_owner_has_no_more_custom_losses_than_its_bound(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(max_owner_rows=2)
+@pytest.mark.gateway(max_owner_rows=2)
+async def test_an_owner_has_no_more_custom_losses_than_its_bound(client: Client) -> None:
     for _ in range(2):
         made = await client.result(await client.call("create_custom_loss", loss(await client.session())))
         assert "loss_id" in made

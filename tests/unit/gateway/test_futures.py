@@ -35,8 +35,8 @@ async def sample(client: Client, sampler_id: str, seq_id: int, **fields: Any) ->
 # Large answers
 
 
-async def test_a_large_answer_is_announced_to_those_who_allow_it(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(metadata_only_bytes=40)
+@pytest.mark.gateway(metadata_only_bytes=40)
+async def test_a_large_answer_is_announced_to_those_who_allow_it(client: Client) -> None:
     receipt = await sample(client, await sampler_of(client), 0)
     ask = {"request_id": receipt["request_id"]}
     payload = await client.result(receipt)
@@ -189,8 +189,8 @@ async def test_an_answer_that_the_client_has_is_dropped(stack: Stack, client: Cl
     assert (await client.poll(f"{model_id}:0")).status_code == 200
 
 
-async def test_an_answer_that_had_to_go_is_reported_and_then_gone(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(result_cache_bytes=1)
+@pytest.mark.gateway(result_cache_bytes=1)
+async def test_an_answer_that_had_to_go_is_reported_and_then_gone(client: Client) -> None:
     sampler_id = await sampler_of(client)
     await completions(client, sampler_id, 0, timeout=0)
     receipts = [await sample(client, sampler_id, seq_id) for seq_id in (0, 1)]
@@ -281,10 +281,8 @@ async def test_a_stop_ends_the_polls_for_completions(stack: Stack, client: Clien
     assert await waiting == {"completions": [], "cursor": 0}
 
 
-async def test_an_ability_that_the_operator_turns_off_is_not_offered(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(
-        sample_use_retrieve_futures=False, sample_cancel_enabled=False, custom_loss_server_side=False
-    )
+@pytest.mark.gateway(sample_use_retrieve_futures=False, sample_cancel_enabled=False, custom_loss_server_side=False)
+async def test_an_ability_that_the_operator_turns_off_is_not_offered(client: Client) -> None:
     flags = await client.call("client/config", {"sdk_version": "0.38.0"})
     assert (flags["sample_use_retrieve_futures"], flags["custom_loss_server_side"]) == (False, False)
     assert await client.call("client/dynamic_config", {}) == {"sample_cancel_enabled": False}
@@ -366,10 +364,10 @@ async def test_only_samples_in_work_can_be_cancelled(stack: Stack, client: Clien
         ),
     ],
 )
+@pytest.mark.gateway(long_poll_s=0.05)
 async def test_a_future_says_for_what_it_waits(
     stack: Stack, client: Client, status: types_pb2.QueueStatus, state: str, reason: str
 ) -> None:
-    await stack.restart_gateway(long_poll_s=0.05)
     model_id = await client.model(await client.session())
     sampler_id = await sampler_of(client)
     stack.trainer.status = stack.sampler.status = status
@@ -380,10 +378,10 @@ async def test_a_future_says_for_what_it_waits(
         assert (waiting["queue_state"], waiting["queue_state_reason"]) == (state, reason)
 
 
+@pytest.mark.gateway(long_poll_s=0.05)
 async def test_a_service_that_does_not_say_leaves_what_the_gateway_knows(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await stack.restart_gateway(long_poll_s=0.05)
     monkeypatch.setattr("gateway.futures._ASK_TIMEOUT_S", 0.05)
     model_id = await client.model(await client.session())
     stack.trainer.go.clear()

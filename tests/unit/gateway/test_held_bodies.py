@@ -27,8 +27,8 @@ async def until_held(stack: Stack, num_bytes: int) -> None:
     await until(lambda: stack.gateway.bodies.num_bytes == num_bytes)
 
 
+@pytest.mark.gateway(**LIMITS)
 async def test_bodies_above_the_bound_are_told_to_come_again_and_small_ones_go_on(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(**LIMITS)
     session_id = await client.session()
     body = SESSION.ljust(BODY_BYTES)
     async with AsyncExitStack() as clients:
@@ -50,8 +50,8 @@ async def test_bodies_above_the_bound_are_told_to_come_again_and_small_ones_go_o
     assert (await client.post("/api/v1/create_session", content=body)).status_code == 200
 
 
+@pytest.mark.gateway(**LIMITS)
 async def test_memory_of_a_body_whose_client_leaves_is_given_back(stack: Stack) -> None:
-    await stack.restart_gateway(**LIMITS)
     async with connection(stack) as (_, writer):
         writer.write(HEAD % BODY_BYTES + b"{" * (BODY_BYTES // 2))
         await until_held(stack, BODY_BYTES // 2)
@@ -78,8 +78,8 @@ async def test_a_batch_is_not_kept_while_the_trainer_computes_it(stack: Stack, c
     assert isinstance(await client.result(receipt.json()), bytes)
 
 
+@pytest.mark.gateway(**LIMITS)
 async def test_a_sample_is_counted_until_it_is_drawn(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(**LIMITS)
     sampler = await client.sampling_session(await client.session())
     stack.sampler.go.clear()
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1] * 60_000}]}

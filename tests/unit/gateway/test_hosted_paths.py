@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from gateway.http import middleware
+from tests.unit.gateway import sdk_programs
 from tests.unit.gateway.stack import BASE_MODEL, Stack
 from tests.unit.gateway.test_sdk import run_program
 
@@ -29,10 +30,10 @@ async def test_the_paths_of_the_hosted_service_lead_to_the_same_answers(stack: S
 
 
 @pytest.mark.parametrize(("openai", "tinker"), HOSTED)
+@pytest.mark.gateway(api_keys=["tml-one"])
 async def test_the_paths_of_the_hosted_service_need_a_key_as_the_own_ones(
     stack: Stack, openai: str, tinker: str
 ) -> None:
-    await stack.restart_gateway(api_keys=["tml-one"])
     async with httpx.AsyncClient(base_url=stack.url) as client:
         for path in (f"{openai}/models", f"{tinker}/sessions", f"{FRONT}/dashboard/api/runs"):
             assert (await client.get(path)).status_code == 401, path
@@ -59,8 +60,8 @@ async def test_openais_resources_are_found_below_the_tinker_apis_base_url(stack:
             assert (await client.get(path)).status_code == 404, path
 
 
+@pytest.mark.gateway(api_keys=["tml-one"])
 async def test_openais_resources_below_the_tinker_api_need_a_key(stack: Stack) -> None:
-    await stack.restart_gateway(api_keys=["tml-one"])
     async with httpx.AsyncClient(base_url=stack.url) as client:
         reply = await client.get("/api/v1/models")
         assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
@@ -68,4 +69,4 @@ async def test_openais_resources_below_the_tinker_api_need_a_key(stack: Stack) -
 
 
 async def test_the_sdk_trains_below_the_path_of_its_default_base_url(stack: Stack) -> None:
-    await run_program("train_save_load_and_sample", stack.url + FRONT)
+    await run_program(sdk_programs.train_save_load_and_sample, stack.url + FRONT)

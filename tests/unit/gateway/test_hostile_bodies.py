@@ -310,6 +310,7 @@ async def talking(stack: Stack) -> None:
     await stack.restart_gateway(submit_timeout_s=60)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("talking")
 @pytest.mark.parametrize("path", sorted({path for path, _ in HOSTILE.values()}))
 async def test_no_body_blocks_the_event_loop(stack: Stack, client: Client, path: str) -> None:

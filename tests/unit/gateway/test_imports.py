@@ -48,6 +48,7 @@ async def test_a_client_that_sends_all_before_listening_hears_the_refusal(stack:
         assert "name: 'a b'" in said or "base_model" in said
 
 
+@pytest.mark.gateway(reap_interval_s=0.2)
 async def test_an_imported_adapter_is_a_run_that_has_ended(stack: Stack, client: Client) -> None:
     status, answer = await import_archive(client, content=body(), ttl_seconds=3600)
     assert status == 200, answer
@@ -98,8 +99,8 @@ async def test_a_compressed_body_is_refused_by_name(client: Client) -> None:
     assert (reply.status_code, "content-encoding 'gzip'" in reply.json()["detail"]) == (400, True)
 
 
+@pytest.mark.gateway(max_import_bytes=100_000)
 async def test_a_larger_archive_is_answered_413_and_stored_nowhere(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(max_import_bytes=100_000)
     status, answer = await import_archive(client, content=body())
     assert (status, "max_import_bytes" in answer["detail"]) == (413, True)
     assert stack.trainer.checkpoints == {}

@@ -99,6 +99,7 @@ async def test_a_repeat_is_the_sample_that_runs_whatever_was_saved_meanwhile(sta
     assert [request.version_id for request in stack.sampler.requests] == [f"{model_id}@1"]
 
 
+@pytest.mark.gateway(reap_interval_s=0.2)
 async def test_a_sampler_of_another_session_goes_on_when_the_run_is_released(stack: Stack, client: Client) -> None:
     training, sampling = await client.session(), await client.session()
     model_id = await client.model(training)

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,6 +21,8 @@ from gateway.tenants.keys import Keys
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch, sample_body
 from tests.unit.gateway.talking import TalkingSampler
 from tests.unit.gateway.test_custom_losses import loss
+
+pytestmark = pytest.mark.gateway(sampler=TalkingSampler, openai_wait_s=0.3, long_poll_s=0.2)
 
 API = "/api/v1"
 GHOST = "0" * 32
@@ -207,13 +208,6 @@ def test_every_route_is_asked_with_a_foreign_key_or_exempt_for_a_reason() -> Non
     assert routes - asked - set(EXEMPT) == set()
     assert (asked | set(EXEMPT)) - routes == set()
     assert asked & set(EXEMPT) == set()
-
-
-@pytest.fixture
-async def stack(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Stack]:
-    async with Stack(tmp_path, TalkingSampler()).serving(openai_wait_s=0.3, long_poll_s=0.2) as stack:
-        yield stack
-    assert [record.getMessage() for record in caplog.get_records("call") if record.levelname == "ERROR"] == []
 
 
 @dataclass

@@ -345,8 +345,8 @@ async def test_other_content_types_are_refused(client: Client) -> None:
     assert (reply.status_code, "'text/plain'" in reply.json()["detail"]) == (400, True)
 
 
-async def test_json_that_is_too_large_uses_up_its_number(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(max_body_bytes=10_000)
+@pytest.mark.gateway(max_body_bytes=10_000)
+async def test_json_that_is_too_large_uses_up_its_number(client: Client) -> None:
     model_id = await client.model(await client.session())
     large = batch(datum(weights=tensor([0.25] * 100_000)))
     receipt = await client.call("forward_backward", body(model_id, 1, large))

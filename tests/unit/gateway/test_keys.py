@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,9 @@ from pydantic import SecretStr
 
 from gateway.tenants.auth import owner_of
 from gateway.tenants.tokens import Tokens
-from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
+from tests.support.forking import FORKS, Done, command, run
+from tests.unit.gateway import sdk_programs
+from tests.unit.gateway.stack import Client, Stack
 from tests.unit.gateway.test_auth import NAMED, RIGHT, SECRET, with_keys
 
 ME = "/api/v1/auth/apikey/me"
@@ -103,50 +103,20 @@ async def test_a_bad_token_is_answered_with_the_challenge_that_makes_the_sdk_ask
 # The SDK and its command line, each in a process of its own
 
 
-@dataclass(frozen=True)
-class Done:
-    status: int
-    output: str
-
-
-async def run(*argv: str, url: str, home: Path, key: str = "", given: str = "") -> Done:
-    """Runs Python with a home folder of its own, and `key` in the environment unless it is empty."""
+def environment(stack: Stack, home: Path, key: str = "") -> dict[str, str]:
+    """With a home folder of its own, and `key` unless it is empty."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("TINKER_")}
-    env |= {"HOME": str(home), "TINKER_BASE_URL": url, "TINKER_TELEMETRY": "0"}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *argv,
-        env=env | ({"TINKER_API_KEY": key} if key else {}),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,  # without a terminal, which getpass would prefer to stdin
-    )
-    try:
-        async with asyncio.timeout(60):
-            output, _ = await process.communicate(given.encode())
-    except TimeoutError:
-        process.kill()
-        raise
-    assert process.returncode is not None
-    return Done(process.returncode, output.decode())
+    env |= {"HOME": str(home), "TINKER_BASE_URL": stack.url, "TINKER_TELEMETRY": "0"}
+    return env | ({"TINKER_API_KEY": key} if key else {})
 
 
-async def tinker(*argv: str, stack: Stack, home: Path, key: str = "", given: str = "") -> Done:
-    return await run("-m", "tinker.cli", *argv, url=stack.url, home=home, key=key, given=given)
-
-
-WHOAMI = """
-import sys, tinker
-for key in sys.argv[1:]:
-    identity = tinker.RestClient(api_key=key).whoami().result()
-    print(identity.user_urn, identity.org_urn, identity.email)
-"""
+async def tinker_command(*argv: str, stack: Stack, home: Path, key: str = "", given: str = "") -> Done:
+    return await run(command, "tinker.cli", argv, env=environment(stack, home, key), given=given)
 
 
 async def test_whoami_of_the_sdk_reads_the_keys_holder(stack: Stack, tmp_path: Path) -> None:
     await with_keys(stack, jwt_auth=True, organization="lab")
-    done = await run("-c", WHOAMI, NAMED["key"], RIGHT, url=stack.url, home=tmp_path)
+    done = await run(sdk_programs.whoami, NAMED["key"], RIGHT, env=environment(stack, tmp_path))
     assert done.status == 0, done.output
     assert done.output.splitlines() == [
         f"tml:organization_user:{owner_of(NAMED['key'])} tml:organization:lab ada@example.org",
@@ -154,64 +124,42 @@ async def test_whoami_of_the_sdk_reads_the_keys_holder(stack: Stack, tmp_path: P
     ]
 
 
-RENEW = f"""
-import sys, tinker
-from tinker import types
-
-service = tinker.ServiceClient()
-training = service.create_lora_training_client(base_model={BASE_MODEL!r}, rank=8).result()
-print("trained", flush=True)
-sys.stdin.readline()  # by now the gateway has another secret: all that it had issued is invalid
-step = training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
-print("renewed", flush=True)
-"""
-
-
 async def test_the_sdk_asks_for_another_token_when_its_own_is_refused(stack: Stack, tmp_path: Path) -> None:
     await with_keys(stack, jwt_auth=True, jwt_secret=SecretStr(SECRET))
-    env = os.environ | {"TINKER_BASE_URL": stack.url, "TINKER_API_KEY": NAMED["key"], "TINKER_TELEMETRY": "0"}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", RENEW, env=env | {"HOME": str(tmp_path)},
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(60):
-            assert await process.stdout.readline() == b"trained\n"
-            await stack.restart_gateway(jwt_secret=SecretStr(SECRET[::-1]))
-            process.stdin.write(b"\n")
-            output, _ = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        raise
-    assert (process.returncode, output) == (0, b"renewed\n")
+    trained, may_go_on = FORKS.Event(), FORKS.Event()
+    env = environment(stack, tmp_path, NAMED["key"])
+    training = asyncio.create_task(run(sdk_programs.train_before_and_after, trained, may_go_on, env=env))
+    assert await asyncio.to_thread(trained.wait, 60)
+    await stack.restart_gateway(jwt_secret=SecretStr(SECRET[::-1]))  # all tokens that it had issued are invalid
+    may_go_on.set()
+    done = await training
+    assert done.status == 0, done.output
 
 
 async def test_tinker_auth_whoami(stack: Stack, tmp_path: Path) -> None:
     await with_keys(stack, jwt_auth=True)
-    done = await tinker("--format", "json", "auth", "whoami", stack=stack, home=tmp_path, key=NAMED["key"])
+    done = await tinker_command("--format", "json", "auth", "whoami", stack=stack, home=tmp_path, key=NAMED["key"])
     assert done.status == 0, done.output
     assert json.loads(done.output)["email"] == "ada@example.org"
 
 
 async def test_tinker_auth_login_status_logout(stack: Stack, tmp_path: Path) -> None:
     await with_keys(stack)
-    done = await tinker("auth", "login", stack=stack, home=tmp_path, given="tml-wrong\n")
+    done = await tinker_command("auth", "login", stack=stack, home=tmp_path, given="tml-wrong\n")
     assert done.status == 1
     assert "holds no key of this server" in done.output
 
-    done = await tinker("auth", "login", stack=stack, home=tmp_path, given=f"{NAMED['key']}\n")
+    done = await tinker_command("auth", "login", stack=stack, home=tmp_path, given=f"{NAMED['key']}\n")
     assert done.status == 0, done.output
     assert "Logged in as ada@example.org (tinsmith). Stored API key 'laptop'" in done.output
     stored = json.loads((tmp_path / ".tinker/credentials.json").read_text())
     assert stored["default"] == str(int(owner_of(NAMED["key"])[:12], 16))
 
-    done = await tinker("auth", "status", stack=stack, home=tmp_path)
+    done = await tinker_command("auth", "status", stack=stack, home=tmp_path)
     assert done.status == 0, done.output
     assert "Tinker accessible: yes" in done.output
 
-    done = await tinker("auth", "logout", stack=stack, home=tmp_path)
+    done = await tinker_command("auth", "logout", stack=stack, home=tmp_path)
     assert done.status == 0, done.output
     assert "The API key is still active" in done.output  # which is true
 
@@ -224,7 +172,7 @@ async def test_tinker_auth_logout_does_not_claim_that_a_generated_key_was_delete
     (tmp_path / ".tinker").mkdir()
     stored = tmp_path / ".tinker/credentials.json"
     stored.write_text(json.dumps({"version": 1, "default": "1", "keys": {"1": record}}))
-    done = await tinker("auth", "logout", stack=stack, home=tmp_path)
+    done = await tinker_command("auth", "logout", stack=stack, home=tmp_path)
     assert done.status == 1
     assert "Could not delete the API key on the server" in done.output
     assert json.loads(stored.read_text())["keys"] == {}
@@ -232,7 +180,7 @@ async def test_tinker_auth_logout_does_not_claim_that_a_generated_key_was_delete
 
 async def test_tinker_auth_status_tells_a_wrong_key(stack: Stack, client: Client, tmp_path: Path) -> None:
     await with_keys(stack)
-    done = await tinker("auth", "status", stack=stack, home=tmp_path, key="tml-wrong")
+    done = await tinker_command("auth", "status", stack=stack, home=tmp_path, key="tml-wrong")
     assert done.status == 1
     assert "Tinker accessible: no" in done.output
     assert "holds no key of this server" in done.output

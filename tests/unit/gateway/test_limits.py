@@ -30,9 +30,11 @@ from gateway.tenants.limits import Bucket, Limits
 from tests.support.waiting import until
 from tests.unit.gateway.commits import commits, lost
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
-from tests.unit.gateway.test_isolation import stack as stack  # one whose sampler has a tokenizer
+from tests.unit.gateway.talking import TalkingSampler
 from tinsmith.errors import BudgetExceeded, RateLimited
 from tinsmith.v1 import sampler_pb2, types_pb2
+
+pytestmark = pytest.mark.gateway(sampler=TalkingSampler, openai_wait_s=0.3, long_poll_s=0.2)
 
 ADA = Caller("ada", "a" * 12)
 _BATCH, _PROMPT = 3, 3

@@ -130,7 +130,6 @@ async def passes() -> AsyncIterator[Counter[tuple[int, asyncio.Task[object] | No
     ],
 )
 async def test_a_long_list_is_read_a_few_rows_at_a_time(stack: Stack, client: Client, path: str) -> None:
-    await stack.restart_gateway(reap_interval_s=3600)
     await add(stack, session(0))
     await add(stack, *map(run, range(NUM_ROWS)), *map(checkpoint, range(NUM_ROWS)))
     await add(
@@ -184,7 +183,6 @@ async def test_the_history_of_a_run_is_read_a_few_rows_at_a_time_and_computed_be
 async def test_what_the_reaper_reads_of_ended_runs_and_expired_checkpoints_has_no_notes(
     stack: Stack, client: Client
 ) -> None:
-    await stack.restart_gateway(reap_interval_s=3600)
     gateway = stack.gateway
     ended, gone = run(0), checkpoint(0)
     ended.released_at, gone.expires_at = None, 1.0

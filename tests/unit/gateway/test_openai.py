@@ -6,7 +6,6 @@ import asyncio
 import json
 import struct
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,19 +18,14 @@ from tests.unit.gateway.talking import END, START, TalkingSampler, logprob
 from tinsmith.errors import InvalidRequest, OutOfCapacity, ServiceError
 from tinsmith.v1 import sampler_pb2 as pb
 
+pytestmark = pytest.mark.gateway(sampler=TalkingSampler, openai_wait_s=0.3)
+
 CHAT: dict[str, Any] = {"model": BASE_MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION: dict[str, Any] = {"model": BASE_MODEL, "prompt": "Hi", "max_tokens": 100}
 OWNERS = ("ada", "bob", "eve")
 CONTEXT = 2048
 """Context length of the stack's sampler, in tokens."""
 SAYS = "the snow ❄ and the sand"
-
-
-@pytest.fixture
-async def stack(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Stack]:
-    async with Stack(tmp_path, TalkingSampler()).serving(openai_wait_s=0.3) as stack:
-        yield stack
-    assert [record.getMessage() for record in caplog.get_records("call") if record.levelname == "ERROR"] == []
 
 
 @pytest.fixture
@@ -155,8 +149,8 @@ async def test_other_paths_answer_in_openais_form(client: Client) -> None:
         assert ("allow" in reply.headers) == (status == 405)
 
 
+@pytest.mark.gateway(api_keys=["tml-one"])
 async def test_a_key_is_needed_where_there_are_keys(stack: Stack) -> None:
-    await stack.restart_gateway(api_keys=["tml-one"])
     async with httpx.AsyncClient(base_url=stack.url) as client:
         reply = await client.get("/v1/models")
         assert reply.status_code == 401
@@ -685,8 +679,8 @@ async def test_a_sampler_that_is_gone_is_503_after_a_while(client: Client, stack
     await ask(client, "completions", COMPLETION)
 
 
-async def test_too_many_requests_at_once_are_429(client: Client, stack: Stack, sampler: TalkingSampler) -> None:
-    await stack.restart_gateway(max_pending_samples=1)
+@pytest.mark.gateway(max_pending_samples=1)
+async def test_too_many_requests_at_once_are_429(client: Client, sampler: TalkingSampler) -> None:
     sampler.go.clear()
     first = asyncio.create_task(ask(client, "completions", COMPLETION))
     await until(lambda: bool(sampler.requests))
@@ -708,10 +702,10 @@ def slow_template(sampler: TalkingSampler, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("endpoint", "body"), [("chat/completions", CHAT), ("completions", COMPLETION)])
+@pytest.mark.gateway(max_pending_samples=8)
 async def test_requests_that_come_at_once_hold_their_places_while_their_prompts_are_rendered(
     stack: Stack, sampler: TalkingSampler, monkeypatch: pytest.MonkeyPatch, endpoint: str, body: Any, stream: bool
 ) -> None:
-    await stack.restart_gateway(max_pending_samples=8)
     slow_template(sampler, monkeypatch)
     assert stack.server is not None
     places = stack.server.app.state.gateway.sampling.places
@@ -730,8 +724,8 @@ async def test_requests_that_come_at_once_hold_their_places_while_their_prompts_
         await until(lambda: places.num_prompts == 0)
 
 
+@pytest.mark.gateway(max_pending_samples=2)
 async def test_both_apis_share_the_places(stack: Stack, sampler: TalkingSampler) -> None:
-    await stack.restart_gateway(max_pending_samples=2)
     sampler.go.clear()
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
     sample = {"base_model": BASE_MODEL, "prompt": prompt, "sampling_params": {"max_tokens": 3}}
@@ -746,10 +740,10 @@ async def test_both_apis_share_the_places(stack: Stack, sampler: TalkingSampler)
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.gateway(max_pending_samples=1)
 async def test_a_place_is_free_again_whatever_a_request_ended_with(
-    client: Client, stack: Stack, sampler: TalkingSampler, stream: bool
+    client: Client, sampler: TalkingSampler, stream: bool
 ) -> None:
-    await stack.restart_gateway(max_pending_samples=1)
     asked = CHAT | {"stream": stream}
     for _ in range(2):
         martian = [{"role": "martian", "content": "?"}]
@@ -794,10 +788,10 @@ async def test_samplers_with_one_tokenizer_share_it_and_that_of_one_that_is_gone
     assert last.result().vocabulary is first.result().vocabulary
 
 
+@pytest.mark.gateway(
+    openai_wait_s=0.3, api_keys=[{"key": f"tml-{name}", "owner": name, "admin": name == "ada"} for name in OWNERS]
+)
 async def test_every_owner_who_samples_a_checkpoint_is_in_the_audit_log_once(stack: Stack) -> None:
-    await stack.restart_gateway(
-        openai_wait_s=0.3, api_keys=[{"key": f"tml-{name}", "owner": name, "admin": name == "ada"} for name in OWNERS]
-    )
     clients = [Client(base_url=stack.url, timeout=20, headers={"x-api-key": f"tml-{name}"}) for name in OWNERS]
     path = await saved(clients[0])
     published = f"/api/v1/training_runs/{path.removeprefix('tinker://').replace('/', '/checkpoints/', 1)}/publish"

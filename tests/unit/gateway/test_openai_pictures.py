@@ -16,6 +16,8 @@ from tests.unit.gateway.talking import END, PICTURE, START, TalkingSampler
 from tests.unit.gateway.test_openai import SAYS, ask, events, refusal
 from tinsmith.v1 import trainer_pb2
 
+pytestmark = pytest.mark.gateway(sampler=TalkingSampler)
+
 URL = "data:image/png;base64," + base64.b64encode(HEADER).decode()
 IMAGE = {"type": "image_url", "image_url": {"url": URL, "detail": "auto"}}
 CHAT: dict[str, Any] = {
@@ -25,12 +27,6 @@ CHAT: dict[str, Any] = {
         {"role": "assistant", "content": "C"},
     ],
 }
-
-
-@pytest.fixture
-async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    async with Stack(tmp_path, TalkingSampler()).serving() as stack:
-        yield stack
 
 
 @pytest.fixture

@@ -80,8 +80,8 @@ def test_unsupported_fields_of_the_openai_api_show_in_the_schema(made: dict[str,
     assert "Extension" in chat["properties"]["prompt_token_ids"]["description"]
 
 
+@pytest.mark.gateway(api_keys=["tml-one"])
 async def test_it_is_served_without_a_key_and_tells_who_needs_one(stack: Stack, made: dict[str, Any]) -> None:
-    await stack.restart_gateway(api_keys=["tml-one"])
     async with httpx.AsyncClient(base_url=stack.url) as client:
         reply = await client.get("/openapi.json")
         assert reply.json() == made

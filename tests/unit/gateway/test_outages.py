@@ -59,8 +59,8 @@ def full(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> F
     return failing
 
 
+@pytest.mark.gateway(long_poll_s=0.1)
 async def test_a_save_that_the_database_cannot_take_ends_when_it_can(stack: Stack, client: Client, full: Full) -> None:
-    await stack.restart_gateway(long_poll_s=0.1)
     model_id = await client.model(await client.session())
     stack.trainer.go.clear()
     receipt = await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "a"})

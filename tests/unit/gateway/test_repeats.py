@@ -97,7 +97,7 @@ async def test_a_model_that_was_loaded_is_the_same_without_its_checkpoint(
     )
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.gateway(submit_timeout_s=0.5)
 async def test_a_load_that_the_trainer_never_had_is_not_taken_for_done(stack: Stack, client: Client) -> None:
     session_id = await client.session()
     path = (await save(client, await client.model(session_id), 1))["path"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -18,14 +17,10 @@ from tests.unit.gateway.talking import TalkingSampler
 from tinsmith.errors import InvalidRequest, RateLimited, ServiceError
 from tinsmith.v1 import sampler_pb2 as pb
 
+pytestmark = pytest.mark.gateway(sampler=TalkingSampler, openai_wait_s=0.3)
+
 SAYS = "the snow ❄ and the sand"
 ASKED: dict[str, Any] = {"model": BASE_MODEL, "input": "Hi"}
-
-
-@pytest.fixture
-async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    async with Stack(tmp_path, TalkingSampler()).serving(openai_wait_s=0.3) as stack:
-        yield stack
 
 
 @pytest.fixture

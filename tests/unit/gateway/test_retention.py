@@ -109,7 +109,6 @@ def path_of(run_id: str, name: str, kind: str = "weights") -> str:
 
 
 async def test_a_policy_says_what_it_would_delete_and_the_reaper_does_it(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(reap_interval_s=1000)
     run_id = await run_with(client)
     await save_for_sampler(client, run_id, 5, "sampled")
     before = await retention(client, run_id)
@@ -132,10 +131,8 @@ async def test_a_policy_says_what_it_would_delete_and_the_reaper_does_it(stack: 
     assert 'gateway_swept_checkpoints_total{reason="retention"} 2.0' in text
 
 
+@pytest.mark.gateway(retention=Policy(training=Rules(keep_last=1), sampler=Rules(keep_last=1)))
 async def test_the_default_is_for_runs_without_a_policy_of_their_own(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(
-        reap_interval_s=1000, retention=Policy(training=Rules(keep_last=1), sampler=Rules(keep_last=1))
-    )
     mine, other = await run_with(client, number=2), await run_with(client, number=2)
     await retention(client, mine, "PUT")  # no rules: everything stays
     await reap(stack)
@@ -144,7 +141,6 @@ async def test_the_default_is_for_runs_without_a_policy_of_their_own(stack: Stac
 
 
 async def test_pinned_published_and_sampled_ones_stay_whatever_the_policy(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(reap_interval_s=1000)
     session_id = await client.session()
     run_id = await client.model(session_id)
     for n in range(1, 6):
@@ -170,7 +166,6 @@ async def test_pinned_published_and_sampled_ones_stay_whatever_the_policy(stack:
 async def test_a_checkpoint_pinned_after_the_plan_stays(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await stack.restart_gateway(reap_interval_s=1000)
     run_id = await run_with(client)
     service = stack.gateway.storage.retention
     old = await service.plan(run_id, Policy(training=Rules(keep_last=1)))
@@ -221,7 +216,6 @@ async def test_foreign_and_unknown_runs_have_no_retention(stack: Stack, client: 
 async def test_a_policy_does_its_work_while_the_trainer_is_away_and_the_files_go_later(
     stack: Stack, client: Client
 ) -> None:
-    await stack.restart_gateway(reap_interval_s=1000)
     run_id = await run_with(client)
     await retention(client, run_id, "PUT", training={"keep_last": 1})
     await expire(stack, path_of(run_id, "n4"))
@@ -243,7 +237,6 @@ async def test_a_policy_does_its_work_while_the_trainer_is_away_and_the_files_go
 
 
 async def test_two_sweepers_at_once_record_each_checkpoint_once(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(reap_interval_s=1000)
     run_id = await run_with(client)
     gateway = stack.gateway
     await expire(stack, path_of(run_id, "n1"))
@@ -253,7 +246,6 @@ async def test_two_sweepers_at_once_record_each_checkpoint_once(stack: Stack, cl
 
 
 async def test_a_pinned_checkpoint_outlives_its_ttl_until_it_is_unpinned(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(reap_interval_s=1000)
     run_id = await run_with(client, number=1)
     path = path_of(run_id, "n1")
     await ask(client, "POST", path, "pin")
@@ -269,7 +261,6 @@ async def test_a_pinned_checkpoint_outlives_its_ttl_until_it_is_unpinned(stack: 
 
 
 async def test_an_explicit_deletion_counts_also_for_a_pinned_one(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(reap_interval_s=1000)
     run_id = await run_with(client, number=1)
     path = path_of(run_id, "n1")
     await ask(client, "POST", path, "pin")
@@ -301,7 +292,6 @@ async def test_everything_about_a_checkpoint_and_whether_it_is_intact(stack: Sta
 
 
 async def test_stored_bytes_are_counted(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(reap_interval_s=1000)
     await run_with(client, number=2)
     await stack.gateway.reaper._count_stored()
     text = (await client.get("/metrics")).text

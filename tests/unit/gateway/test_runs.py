@@ -70,8 +70,8 @@ async def test_runs_of_a_project(client: Client) -> None:
         assert [run["training_run_id"] for run in listed["training_runs"]] == [expected]
 
 
+@pytest.mark.gateway(api_keys=["tml-test", {"key": "tml-other", "admin": True}])
 async def test_scopes_tell_an_admins_own_from_everyones(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(api_keys=["tml-test", {"key": "tml-other", "admin": True}])
     session_id = await client.session()
     run_id = await client.model(session_id)
     path = (await save(client, run_id, 1))["path"]

@@ -87,8 +87,8 @@ async def test_a_version_that_is_gone_fails_the_sample(stack: Stack, client: Cli
     assert "no checkpoint" in failure["error"]
 
 
+@pytest.mark.gateway(long_poll_s=0.5)
 async def test_a_sampler_restart_is_a_delay(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(long_poll_s=0.5)
     sampler_id = await client.sampling_session(await client.session())
     stack.sampler.go.clear()
     receipt = await client.call("asample", sample_body(sampler_id, 0))
@@ -102,8 +102,8 @@ async def test_a_sampler_restart_is_a_delay(stack: Stack, client: Client) -> Non
         assert reply.json()["type"] == "try_again"
 
 
+@pytest.mark.gateway(max_pending_samples=2)
 async def test_too_many_samples_get_429(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(max_pending_samples=2)
     sampler_id = await client.sampling_session(await client.session())
     stack.sampler.go.clear()
     receipts = [await client.call("asample", sample_body(sampler_id, seq_id)) for seq_id in (0, 1)]

@@ -89,8 +89,8 @@ async def test_metrics_count_requests_and_tokens(client: Client) -> None:
     assert 'gateway_pending_futures{kind="forward_backward"} 0.0' in text
 
 
+@pytest.mark.gateway(api_keys=[SecretStr("tml-right"), SecretStr("tml-other")])
 async def test_keys_are_checked(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(api_keys=[SecretStr("tml-right"), SecretStr("tml-other")])
     for headers, status in (
         ({}, 401),
         ({"x-api-key": "tml-wrong"}, 401),
@@ -128,8 +128,8 @@ async def test_a_public_address_needs_a_key_of_the_configuration_or_of_the_datab
     await start("0.0.0.0")  # where nobody can come in; it does not open again
 
 
+@pytest.mark.gateway(long_poll_s=30.0)
 async def test_stop_ends_open_long_polls(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(long_poll_s=30.0)
     model_id = await client.model(await client.session())
     polls = []
     for seq_id in range(2, 22):

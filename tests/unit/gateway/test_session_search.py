@@ -113,8 +113,8 @@ async def test_a_search_goes_on_where_its_cursor_says(client: Client) -> None:
     assert found == [made[5], made[3], made[1]]
 
 
+@pytest.mark.gateway(api_keys=[{"key": "tml-test", "admin": True}, "tml-other"])
 async def test_an_admin_searches_by_owner_and_others_find_their_own(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(api_keys=[{"key": "tml-test", "admin": True}, "tml-other"])
     mine = await make(client)
     async with Client(base_url=stack.url, timeout=20, headers={"x-api-key": "tml-other"}) as other:
         theirs = await make(other)

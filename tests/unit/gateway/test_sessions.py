@@ -7,6 +7,8 @@ import pytest
 
 from tests.unit.gateway.stack import Client, Stack, sample_body
 
+pytestmark = pytest.mark.gateway(reap_interval_s=0.2)
+
 
 async def test_a_repeated_create_session_gives_the_same_session(client: Client) -> None:
     headers = {"x-idempotency-key": "k"}
@@ -86,8 +88,8 @@ async def test_heartbeats_are_written_all_at_once(stack: Stack, client: Client) 
         assert row.last_seen_at > row.created_at
 
 
+@pytest.mark.gateway(session_timeout_s=0.5)
 async def test_a_silent_session_is_ended(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(session_timeout_s=0.5)
     session_id = await client.session()
     model_id = await client.model(session_id)
     async with asyncio.timeout(10):
@@ -98,11 +100,11 @@ async def test_a_silent_session_is_ended(stack: Stack, client: Client) -> None:
 
 
 @pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+@pytest.mark.gateway(session_timeout_s=60.0)
 async def test_a_machine_that_slept_and_a_clock_that_was_set_end_no_session(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
     """Those whose clients are gone end after one more timeout, also where the clock goes back."""
-    await stack.restart_gateway(session_timeout_s=60.0, reap_interval_s=1000.0)
     assert stack.server is not None
     reaper, now = stack.server.app.state.gateway.reaper, time.time()
     monkeypatch.setattr(time, "time", lambda: now)

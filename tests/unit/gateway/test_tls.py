@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from gateway.config import GatewayConfig
 from tests.support.certificates import Made, make
+from tests.unit.gateway import sdk_programs
 from tests.unit.gateway.stack import BASE_MODEL, Stack
 from tests.unit.gateway.test_sdk import run_program
 from tinsmith.rpc.tls import pinned
@@ -62,7 +63,7 @@ async def test_a_client_that_trusts_the_authority_is_served(stack: Stack, made: 
 
 async def test_the_sdk_trains_and_samples_over_https(stack: Stack, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(made.good / "ca.pem"))
-    await run_program("train_save_load_and_sample", f"https://127.0.0.1:{stack.port}")
+    await run_program(sdk_programs.train_save_load_and_sample, f"https://127.0.0.1:{stack.port}")
 
 
 @pytest.mark.parametrize("which", ["another", "none"])

@@ -161,8 +161,8 @@ async def test_a_refused_operation_uses_up_its_number(stack: Stack, client: Clie
     assert "'sgd'" in (await client.result(receipt))["error"]
 
 
-async def test_bodies_that_are_parsed_in_a_thread_do_the_same(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(thread_body_bytes=1)
+@pytest.mark.gateway(thread_body_bytes=1)
+async def test_bodies_that_are_parsed_in_a_thread_do_the_same(client: Client) -> None:
     model_id = await client.model(await client.session())
     assert b"loss:sum" in await client.result((await client.forward_backward(model_id, 1)).json())
     reply = await client.post("/api/v1/forward_backward", content=b"\xff", headers=PROTOBUF)
@@ -225,7 +225,7 @@ async def test_a_body_above_the_limit_is_refused_and_the_gateway_lives(client: C
     assert await client.session()
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.gateway(submit_timeout_s=0.5)
 async def test_submissions_are_refused_while_the_trainer_is_away(stack: Stack, client: Client) -> None:
     model_id = await client.model(await client.session())
     await stack.trainer_backend.stop()
@@ -237,7 +237,7 @@ async def test_submissions_are_refused_while_the_trainer_is_away(stack: Stack, c
     assert b"loss:sum" in await client.result({"request_id": f"{model_id}:1"})
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.gateway(submit_timeout_s=0.5)
 async def test_submissions_are_refused_while_the_trainer_loads(stack: Stack, client: Client) -> None:
     model_id = await client.model(await client.session())
     stack.trainer.is_loading = True
@@ -246,8 +246,8 @@ async def test_submissions_are_refused_while_the_trainer_loads(stack: Stack, cli
     assert (await client.forward_backward(model_id, 1)).status_code == 200
 
 
+@pytest.mark.gateway(max_pending_operations=2)
 async def test_too_many_operations_of_one_model_get_429(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(max_pending_operations=2)
     session_id = await client.session()
     model_id = await client.model(session_id)
     stack.trainer.go.clear()
@@ -284,10 +284,8 @@ async def test_a_bug_before_the_trainer_has_it_is_an_error_at_once_and_not_remem
 
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_a_body_that_is_too_large_uses_up_its_number(
-    stack: Stack, client: Client, compressed: bool, chunked: bool
-) -> None:
-    await stack.restart_gateway(max_body_bytes=100_000)
+@pytest.mark.gateway(max_body_bytes=100_000)
+async def test_a_body_that_is_too_large_uses_up_its_number(client: Client, compressed: bool, chunked: bool) -> None:
     model_id = await client.model(await client.session())
     large = batch(model_id, 1)
     large.data[0].model_input[0].encoded_text.tokens = random.Random(0).randbytes(400_000)
@@ -323,8 +321,8 @@ async def test_a_gateway_restart_is_a_delay(stack: Stack, client: Client) -> Non
     assert (await client.poll(f"{model_id}:0")).json() == {"type": "create_model", "model_id": model_id}
 
 
+@pytest.mark.gateway(long_poll_s=0.3)
 async def test_a_trainer_restart_is_a_delay(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(long_poll_s=0.3)
     model_id = await client.model(await client.session())
     stack.trainer.go.clear()
     receipt = (await client.forward_backward(model_id, 1)).json()
@@ -359,8 +357,8 @@ async def test_unknown_request_ids_are_gone(client: Client) -> None:
         assert repr(request_id) in reply.json()["detail"]
 
 
-async def test_answers_that_were_evicted_come_from_the_trainer_again(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(result_cache_bytes=1)
+@pytest.mark.gateway(result_cache_bytes=1)
+async def test_answers_that_were_evicted_come_from_the_trainer_again(client: Client) -> None:
     model_id = await client.model(await client.session())
     for seq_id in (1, 2, 3):
         await client.forward_backward(model_id, seq_id)

@@ -22,6 +22,8 @@ from tests.support.waiting import until
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
 from tinsmith.rpc.paths import TinkerPath
 
+pytestmark = pytest.mark.gateway(reap_interval_s=0.2)
+
 Ask = Callable[[Client], Coroutine[Any, Any, httpx.Response]]
 
 
@@ -115,11 +117,11 @@ async def lose(stack: Stack, path: str) -> None:
         await db.execute(delete(AuditEvent))
 
 
+@pytest.mark.gateway(reap_interval_s=3600)
 @pytest.mark.parametrize("finder", ["a repeat", "a reader", "the reaper"])
 async def test_a_copy_that_was_left_is_in_the_audit_log_once_whoever_finds_it(
     stack: Stack, client: Client, finder: str
 ) -> None:
-    await stack.restart_gateway(reap_interval_s=3600)
     ask = await copying(client)
     path = (await ask(client)).json()["tinker_path"]
     await lose(stack, path)

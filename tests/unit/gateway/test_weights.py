@@ -155,6 +155,7 @@ async def test_a_checkpoint_that_a_client_of_the_trainer_replaces_or_deletes_is_
     await client.call("weights_info", {"tinker_path": f"tinker://{info.location}"}, status=404)
 
 
+@pytest.mark.gateway(reap_interval_s=0.2)
 async def test_an_expired_checkpoint_is_not_found_and_then_deleted(stack: Stack, client: Client) -> None:
     session_id = await client.session()
     model_id = await client.model(session_id)
@@ -194,7 +195,7 @@ async def test_a_load_may_be_sent_before_the_save_of_the_same_run_is_through(sta
     assert stack.trainer.orders[model_id] == [0, 1, 2, 3]
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.gateway(submit_timeout_s=0.5)
 async def test_a_load_elsewhere_waits_for_the_save(stack: Stack, client: Client) -> None:
     session_id = await client.session()
     model_id, other = await client.model(session_id), await client.model(session_id, seq=1)
@@ -250,8 +251,8 @@ async def test_a_checkpoint_is_loaded_into_a_new_model(client: Client) -> None:
     assert "error" not in await client.result(await client.call("load_weights", body))
 
 
+@pytest.mark.gateway(api_keys=[{"key": f"tml-{name}", "owner": name} for name in ("ann", "ben")])
 async def test_a_load_waits_for_no_save_of_another_owner(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(api_keys=[{"key": f"tml-{name}", "owner": name} for name in ("ann", "ben")])
     ann = Client(base_url=stack.url, timeout=20, headers={"x-api-key": "tml-ann"})
     ben = Client(base_url=stack.url, timeout=20, headers={"x-api-key": "tml-ben"})
     async with ann, ben:

@@ -1,11 +1,11 @@
 """A mistake in the configuration is one line that names the setting, not a traceback, and shows no secret."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.forking import command, run
 
 
 @pytest.mark.parametrize(
@@ -20,25 +20,16 @@ import pytest
         ("sampler_service", {}, "--base-model (SAMPLER_BASE_MODEL)"),
     ],
 )
-def test_a_mistake_is_named(service: str, environment: dict[str, str], expected: str, tmp_path: Path) -> None:
-    environment = {"GATEWAY_STATE_DIR": str(tmp_path)} | environment
-    done = subprocess.run(
-        [sys.executable, "-m", service], capture_output=True, text=True, env=os.environ | environment, check=False
-    )
-    assert done.returncode == 1
-    assert expected in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "tml-secret" not in done.stderr
+async def test_a_mistake_is_named(service: str, environment: dict[str, str], expected: str, tmp_path: Path) -> None:
+    done = await run(command, service, env=os.environ | {"GATEWAY_STATE_DIR": str(tmp_path)} | environment)
+    assert done.status == 1
+    assert expected in done.output
+    assert "Traceback" not in done.output
+    assert "tml-secret" not in done.output
 
 
-def test_the_password_of_the_database_is_not_logged() -> None:
+async def test_the_password_of_the_database_is_not_logged() -> None:
     url = "postgresql+asyncpg://tinsmith:tml-secret@127.0.0.1:1/none"
-    done = subprocess.run(
-        [sys.executable, "-m", "gateway"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"GATEWAY_DATABASE_URL": url},
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "tml-secret" not in done.stdout + done.stderr
+    done = await run(command, "gateway", env=os.environ | {"GATEWAY_DATABASE_URL": url})
+    assert done.status == 1
+    assert "tml-secret" not in done.output
