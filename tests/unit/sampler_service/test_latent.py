@@ -71,8 +71,8 @@ async def test_the_sampler_is_the_trainer(family: str, tmp_path: Path) -> None:
                 for n, (version_id, tokens) in enumerate(asked)
             )
         )
+        check(base, [(adapters[name], tokens, result) for (name, tokens), result in zip(asked, results, strict=True)])
         for n, ((version_id, tokens), first) in enumerate(zip(asked, results, strict=True)):
-            check(first, tokens, base, adapters[version_id])
             again = await generate(engine, tokens, version_id=version_id, max_tokens=4 + n, seed=n, num_samples=3)
             assert (again.prompt_cache_hit_tokens > 0) == (len(tokens) > 16)
             for one, other in zip(first.sequences, again.sequences, strict=True):

@@ -63,12 +63,13 @@ def folder(tmp_path: Path) -> Path:
 async def test_a_prompt_again_its_next_turn_and_its_beginning_give_what_they_give_without_a_cache(
     family: str, tmp_path: Path
 ) -> None:
+    """Outputs of the first family reach into another block, whose states are not kept."""
     folder = family_folder(tmp_path, family)
-    lengths = [B, B + 1, 2 * B, 3 * B + 5]
-    asked = [ask(tokens_of(n, n), max_tokens=B, num_samples=2, seed=n, temperature=0.8) for n in lengths]
+    lengths, max_tokens = ([B, B + 1, 2 * B, 3 * B + 5], B) if family == FAMILIES[0] else ([B + 1, 3 * B + 5], 4)
+    asked = [ask(tokens_of(n, n), max_tokens=max_tokens, num_samples=2, seed=n, temperature=0.8) for n in lengths]
     expected = await without_cache(folder, *asked)
     turns = [
-        ask(joined(one.prompt, result.sequences[1].tokens, tokens_of(5)), max_tokens=9, seed=1)
+        ask(joined(one.prompt, result.sequences[1].tokens, tokens_of(5)), max_tokens=5, seed=1)
         for one, result in zip(asked, expected, strict=True)
     ]
     expected_turns = await without_cache(folder, *turns)
@@ -85,7 +86,7 @@ async def test_a_prompt_again_its_next_turn_and_its_beginning_give_what_they_giv
             agree(first, wanted)
             agree(again, wanted)
             agree(next_turn, wanted_turn)
-        assert metric(engine, "prefix_cache_hits_total") == 2 * 3
+        assert metric(engine, "prefix_cache_hits_total") == 2 * sum(n > B for n in lengths)
 
 
 async def test_a_beginning_that_requests_share_is_spared_from_the_third_on(folder: Path) -> None:

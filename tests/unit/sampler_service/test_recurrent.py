@@ -2,6 +2,7 @@
 what the trainer computes, however its steps cut prompts and mix requests."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from sampler_service.config import SamplerConfig
@@ -52,23 +54,25 @@ def tokens_of(length: int, seed: int) -> Any:
     return prompt(length, seed=seed, vocab_size=256)
 
 
-def trained_logprobs(base: BaseModel, adapter: Adapter | None, tokens: np.ndarray) -> np.ndarray:
-    """As in training: of each token but the first, in one packed pass beside another sequence of the base model."""
-    row, length = torch.tensor(tokens.astype(np.int64)), len(tokens) - 1
-    runs = [] if adapter is None else [Run(adapter, slice(0, length))]
+def check(base: BaseModel, drawn: Sequence[tuple[Adapter | None, Any, Result]]) -> None:
+    """The logprobs of the prompts and of the samples are the trainer's, which computes all sequences of all adapters in
+    one packed pass. `drawn`: adapter, prompt and result of each request."""
+    rows: list[Tensor] = []
+    mine, lengths, runs = [], [], []
+    for adapter, asked, result in sorted(drawn, key=lambda each: id(each[0])):
+        assert result.prompt.logprobs is not None
+        for sequence in result.sequences:
+            rows.append(torch.tensor(np.concatenate([asked, sequence.tokens]).astype(np.int64)))
+            mine.append(np.concatenate([result.prompt.logprobs[1:], sequence.logprobs]))
+            if adapter is not None:
+                runs.append(Run(adapter, slice(sum(lengths), sum(lengths) + len(rows[-1]) - 1)))
+            lengths.append(len(rows[-1]) - 1)
     with torch.no_grad():
-        packed, lengths = torch.cat([row[:-1], row[:5]]), [length, 5]
-        hidden = base.hidden_states(packed, positions_of(lengths, base.device), Packed(lengths), runs)
-        return target_logprobs(base.head, hidden, torch.arange(length), row[1:], runs).numpy()
-
-
-def check(result: Result, asked: Any, base: BaseModel, adapter: Adapter | None) -> None:
-    """The logprobs of the prompt and of each sample are the trainer's."""
-    assert result.prompt.logprobs is not None
-    for sequence in result.sequences:
-        mine = np.concatenate([result.prompt.logprobs[1:], sequence.logprobs])
-        whole = np.concatenate([asked, sequence.tokens])
-        np.testing.assert_allclose(mine, trained_logprobs(base, adapter, whole), rtol=1e-4, atol=1e-4)
+        tokens, targets = torch.cat([row[:-1] for row in rows]), torch.cat([row[1:] for row in rows])
+        hidden = base.hidden_states(tokens, positions_of(lengths, base.device), Packed(lengths), runs)
+        trained = target_logprobs(base.head, hidden, torch.arange(len(tokens)), targets, runs).split(lengths)
+    for one, other in zip(mine, trained, strict=True):
+        np.testing.assert_allclose(one, other.numpy(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -88,15 +92,14 @@ async def test_the_sampler_is_the_trainer(family: str, tmp_path: Path) -> None:
         for version_id, adapter in adapters.items():
             if adapter is not None:
                 await engine.install(version_id, adapter.like(adapter.flat.clone()))
-        wanted = {"num_samples": 3, "prompt_logprobs": True}
+        wanted = {"num_samples": 2, "prompt_logprobs": True}
         results = await asyncio.gather(
             *(
                 generate(engine, tokens, version_id=version_id, max_tokens=4 + n, seed=n, **wanted)
                 for n, (version_id, tokens) in enumerate(asked)
             )
         )
-    for (version_id, tokens), result in zip(asked, results, strict=True):
-        check(result, tokens, base, adapters[version_id])
+    check(base, [(adapters[name], tokens, result) for (name, tokens), result in zip(asked, results, strict=True)])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -106,13 +109,13 @@ async def test_greedy_tokens_equal_those_of_transformers(family: str, tmp_path: 
     expected = model.generate(
         torch.tensor(tokens[None], dtype=torch.int64),
         attention_mask=torch.ones(1, 9, dtype=torch.int64),
-        max_new_tokens=30,
+        max_new_tokens=12,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
     )
     async with serving(folder) as engine:
-        result = await generate(engine, tokens, max_tokens=30, temperature=0.0)
+        result = await generate(engine, tokens, max_tokens=12, temperature=0.0)
     assert list(result.sequences[0].tokens) == expected[0, 9:].tolist()
 
 
