@@ -119,7 +119,7 @@ def weights(trainer: Trainer, results: list[Any]) -> dict[str, Any]:
 
 
 def states(trainer: Trainer) -> list[EntryState]:
-    """Those of all operations in the journal of a trainer that does not run."""
+    """The states of all operations in the journal of a trainer that does not run."""
     with closing(sqlite3.connect(trainer.state_dir / "journal.sqlite")) as journal:
         return [EntryState(state) for (state,) in journal.execute("SELECT state FROM operations")]
 

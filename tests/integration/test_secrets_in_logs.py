@@ -99,7 +99,7 @@ Places = dict[str, bytes]
 
 
 def leaks(secrets: Mapping[str, str], places: Mapping[str, bytes]) -> list[str]:
-    """Which is where."""
+    """The secrets that the places hold: "NAME in PLACE" for each."""
     return [f"{name} in {place}" for place, text in places.items() for name, secret in secrets.items()
             if secret.encode() in text]  # fmt: skip
 

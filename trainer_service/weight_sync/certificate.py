@@ -162,7 +162,7 @@ class Publisher:
 
     @property
     def num_tokens(self) -> int:
-        """Of the canary."""
+        """Number of tokens that a canary score computes."""
         return sum(tokens.size for tokens in self.sequences)
 
     async def publish(

@@ -104,7 +104,7 @@ async def test_a_silent_session_is_ended(stack: Stack, client: Client) -> None:
 async def test_a_machine_that_slept_and_a_clock_that_was_set_end_no_session(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
-    """Those whose clients are gone end after one more timeout, also where the clock goes back."""
+    """Sessions whose clients are gone end after one more timeout, also where the clock goes back."""
     assert stack.server is not None
     reaper, now = stack.server.app.state.gateway.reaper, time.time()
     monkeypatch.setattr(time, "time", lambda: now)

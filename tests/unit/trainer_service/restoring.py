@@ -113,7 +113,7 @@ class Process:
             return str(error)
 
     async def weights(self, model_id: str) -> dict[str, Tensor]:
-        """Those of the adapter, and the optimizer's, once what had run before a crash has run again."""
+        """Weights of the adapter, and tensors of its optimizer, once the operations before a crash have run again."""
         await self.scheduler.check_held(model_id)
         state = await self.scheduler.run_alone(lambda: self.engine.capture(model_id, with_optimizer=True))
         assert state.optimizer is not None

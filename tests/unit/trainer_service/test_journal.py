@@ -40,7 +40,7 @@ async def opened(folder: Path, **settings: float) -> AsyncIterator[Journal]:
 
 
 async def requests(journal: Journal, model_id: str = MODEL) -> list[tuple[int, Body]]:
-    """Those that are kept."""
+    """The requests whose bodies the journal still has, with their seq_ids."""
     kept = [entry.seq_id for entry in await journal.history(model_id) if entry.num_bytes]
     return [(seq_id, await journal.body(model_id, seq_id)) for seq_id in kept]
 
