@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -33,7 +33,7 @@ class Turn(Protocol):
         """
         ...
 
-    def storing(self) -> AbstractContextManager[None]:
+    def storing(self) -> AbstractAsyncContextManager[None]:
         """A context for reading or writing a checkpoint. An operation is given up when the process has died in this
         context too often."""
         ...

@@ -8,9 +8,9 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -272,8 +272,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 yield request.archive
             raise InvalidRequest("complete: missing in the last message; the archive was cut off", field="complete")
 
-        def converting(digest: bytes) -> AbstractContextManager[None]:
-            return trainer.scheduler.executing.other(other_work("import archive", digest))
+        @contextmanager
+        def converting(digest: bytes) -> Iterator[None]:
+            executing, name = trainer.scheduler.executing, other_work("import archive", digest)
+            executing.suspects_ended_on_thread(*name)
+            with executing.other(name):
+                yield
 
         return await trainer.importer.run(first.header, pieces(), last=last, converting=converting)
 

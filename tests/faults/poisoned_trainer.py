@@ -3,12 +3,14 @@
 POISON="SIGKILL" (as for want of memory) or "fault" (as an illegal memory access) of POISON_RANK, which is 0 by default.
 POISON="arrival": the process is killed while it packs the request for the journal.
 POISON_TIMES=file holds how often it still does so; without the file it always does.
+POISON_SAVE_S: how long the writing of each checkpoint takes in addition.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,12 @@ from trainer_service.__main__ import main
 from trainer_service.engine.batch import Example
 from trainer_service.engine.passes import Passes
 from trainer_service.requests import batch_bytes
+from trainer_service.storage.checkpoints import CheckpointStore
 
 TOKENS = (3, 1, 4, 1, 5)
 """A poisoned datum begins with these."""
 HOW = os.environ.get("POISON", "")
+SAVE_S = float(os.environ.get("POISON_SAVE_S", "0"))
 TIMES = Path(os.environ.get("POISON_TIMES", "/nonexistent"))
 
 
@@ -60,7 +64,19 @@ def install() -> None:
     Passes._compute = poisoned  # type: ignore[method-assign]
 
 
+def install_slow_saves() -> None:
+    save: Any = CheckpointStore.save
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(SAVE_S)
+        return save(*arguments, **options)
+
+    CheckpointStore.save = slow  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
+    if SAVE_S:
+        install_slow_saves()
     if HOW and os.environ.get("RANK", "0") == os.environ.get("POISON_RANK", "0"):
         (install_at_arrival if HOW == "arrival" else install)()
     main()

@@ -155,6 +155,27 @@ def test_a_request_that_kills_the_trainer_before_it_is_in_the_journal_is_not_rea
     assert weights(trainer, other)
 
 
+def test_three_requests_that_kill_the_trainer_fail_no_save_beside_them(
+    model: Path, tmp_path: Path, trainers: ExitStack
+) -> None:
+    """Their first deaths come one after the other, and each finds the other model at its saves, which are slow."""
+    guilty = [requests(f"s:train:{99 - n}", poisoned_step=n) for n in range(3)]
+    creation, *steps, _ = requests(OTHERS[0])
+    saving = [creation, *steps[:2]]
+    kind = types_pb2.CHECKPOINT_KIND_TRAINING
+    for n in range(3):
+        name = {"model_id": OTHERS[0], "seq_id": 3 + n, "name": f"save{n}"}
+        saving.append(pb.SaveCheckpointRequest(**name, kind=kind))
+    trainer = make(trainers, tmp_path / "saving", model, flags=TOGETHER, POISON="SIGKILL", POISON_SAVE_S="8")
+    (saved, *failed), num_ends = supervised(trainer, [saving, *guilty], most_ends=6)
+    assert 2 <= num_ends <= 6
+    assert not [one for one in saved if isinstance(one, errors.ServiceError)], saved
+    assert weights(trainer, saved)
+    for n, results in enumerate(failed):
+        names = [number for number, one in enumerate(results) if isinstance(one, errors.ServiceError)]
+        assert names == [2 * n + 1, 2 * n + 2], results
+
+
 def check_poisoned(results: list[Any]) -> None:
     """Its second batch and the step on it have failed. All else was done."""
     failed = {n: str(one) for n, one in enumerate(results) if isinstance(one, errors.ServiceError)}

@@ -16,6 +16,9 @@ model. It has succeeded once, and the model is lost without it, so it is given u
 
 Reading or writing a checkpoint may take minutes, and a storage that hangs must not delay all other operations. So a
 death in that time makes no suspect. Such deaths are counted separately, and more of them are needed to give up.
+An operation with such a death reads and writes only when the suspects of other models have ended, so that none of them
+is blamed in its place. A death while a suspect is executed is the suspect's alone. It also explains the suspect's first
+death, so it takes one death back from all operations that read or wrote a checkpoint then.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ _SLOT_BYTES = 256
 """Size of a slot. It fits any operation: a model id has at most 200 bytes."""
 _POLL_S = 0.005
 """Pause between two attempts to begin, of an operation that waits for a suspect, or of a suspect that waits for all."""
+_PATIENCE_S = 30.0
+"""Longest wait for suspects before a checkpoint is read or written. The suspect's model may never come back."""
 
 _MOST_OTHERS = 1000
 """Names of other work than operations that are kept over a restart. Without a limit, requests that nobody sends again
@@ -174,6 +179,19 @@ class Executing:
         finally:
             self.end(names)
 
+    async def suspects_ended(self, model_id: str, seq_id: int) -> None:
+        """Waits before an operation reads or writes a checkpoint, if the process has died while it did: until the
+        suspects of other models have ended, and at most _PATIENCE_S."""
+        until = time.monotonic() + _PATIENCE_S
+        while self._stands_back((model_id, seq_id)) and time.monotonic() < until:  # noqa: ASYNC110 - as in `stage`
+            await asyncio.sleep(_POLL_S)
+
+    def suspects_ended_on_thread(self, model_id: str, seq_id: int) -> None:
+        """As `suspects_ended`, and blocks its thread."""
+        until = time.monotonic() + _PATIENCE_S
+        while self._stands_back((model_id, seq_id)) and time.monotonic() < until:
+            time.sleep(_POLL_S)
+
     @contextmanager
     def storing(self, model_id: str, seq_id: int) -> Iterator[None]:
         """A context in which an operation reads or writes a checkpoint. It neither waits nor makes others wait."""
@@ -229,6 +247,15 @@ class Executing:
             for name in names:
                 self._write(name)
             return True
+
+    def _stands_back(self, name: Name) -> bool:
+        """Whether the operation may be the cause of a death, and another model's operation may be, too."""
+        own = name[0].rpartition(" ")[2]
+        with self._lock:
+            return self.deaths.get(name, Deaths()).storing > 0 and any(
+                deaths.executing > 0 and " " not in model_id and model_id != own
+                for (model_id, _), deaths in self.deaths.items()
+            )
 
     def _stand_back(self, names: Sequence[Name]) -> None:
         """Gives up waiting: a suspect among the operations no longer makes others wait."""
@@ -330,12 +357,17 @@ def _counted(path: Path) -> dict[Name, Deaths]:
     slots = [data[start : start + _SLOT_BYTES] for start in range(0, len(data), _SLOT_BYTES)]
     boot, *others = (slot.rstrip(b"\0").decode(errors="replace") for slot in slots or [b""])
     has_died = boot == _boot_id()
+    noted: list[tuple[Name, Deaths, str]] = []
     for text in others:
         doing, *numbers, model_id = text.split(" ", 4) if text.count(" ") >= 4 else ("", "")
         if doing not in (_IDLE, _EXECUTING, _STORING) or not all(number.isdecimal() for number in numbers):
             continue  # the slot is empty or damaged
         executing, storing, seq_id = map(int, numbers)
-        deaths = Deaths(executing + (has_died and doing == _EXECUTING), storing + (has_died and doing == _STORING))
-        if deaths != Deaths():
-            counted[model_id, seq_id] = deaths
+        noted.append(((model_id, seq_id), Deaths(executing, storing), doing if has_died else _IDLE))
+    by_suspect = any(doing == _EXECUTING and deaths.executing for _, deaths, doing in noted)
+    for name, deaths, doing in noted:
+        executing = deaths.executing + (doing == _EXECUTING)
+        storing = max(0, deaths.storing - 1) if by_suspect else deaths.storing + (doing == _STORING)
+        if executing or storing:
+            counted[name] = Deaths(executing, storing)
     return counted

@@ -36,7 +36,7 @@ class Loads:
 
     async def _load(self, turn: Turn, request: pb.LoadCheckpointRequest, location: Location) -> pb.WaitResultResponse:
         await turn.settled()  # an earlier operation of the model may still write this checkpoint
-        with turn.storing():
+        async with turn.storing():
             info, state = await self.read_to_train(location, with_optimizer=request.load_optimizer, field="location")
         await turn.run(lambda: self.engine.restore(request.model_id, state, with_optimizer=request.load_optimizer))
         model = self.models.get(request.model_id)

@@ -178,7 +178,7 @@ class Operations:
         base_model, state = request.base_model, None
         optimizer = _kind_of(request) or DEFAULT_OPTIMIZER
         if location is not None:
-            with turn.storing():
+            async with turn.storing():
                 info, state = await self.loads.read_to_train(
                     location, with_optimizer=request.load_optimizer, field="from_location"
                 )

@@ -159,6 +159,7 @@ class Publishing:
     async def _noted(self, location: Location, version_id: str) -> Certified:
         """Publishes a stored version, with a record of it in case the process ends meanwhile."""
         name = other_work(f"publish {location.run_id}", f"{location} {version_id}".encode())
+        await self.executing.suspects_ended(*name)
         with self.executing.other(name):
             return await self._publish(location, version_id, name)
 

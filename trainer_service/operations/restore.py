@@ -199,7 +199,7 @@ class Restorer:
         engine = self.operations.engine
 
         async def found(turn: Turn) -> Answer:
-            with turn.storing():
+            async with turn.storing():
                 info, state = await in_pool(self.snapshots.files.read, model_id, seq_id, engine.base)
             weights = self.operations.models.weights_of(state.config)
             model = Model.of_snapshot(info, state, base_weights=weights)

@@ -98,7 +98,7 @@ class Saves:
         version_id = model.version(request.seq_id)
         written = await self.checkpoints.reads(self._written, location, version_id) if again else None
         if written is not None:
-            with turn.storing():
+            async with turn.storing():
                 return await self._finish(written, location)
         scores: asyncio.Future[Scores] | None = None
         if self.publishing.sends(request.kind):
@@ -123,7 +123,7 @@ class Saves:
             await self.checkpoints.writes(self.publishing.keep_replaced, location)
 
         async def save() -> types_pb2.CheckpointInfo:
-            with turn.storing():
+            async with turn.storing():
                 return await self.checkpoints.writes_to(
                     location, self.checkpoints.save, info, state, overwrite=request.overwrite, recipients=recipients
                 )

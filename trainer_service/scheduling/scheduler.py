@@ -19,8 +19,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -83,8 +83,12 @@ class _Turn:
         self._scheduler.advance(self._model)
         return await result
 
-    def storing(self) -> AbstractContextManager[None]:
-        return self._scheduler.executing.storing(self._model.model_id, self._operation.seq_id)
+    @asynccontextmanager
+    async def storing(self) -> AsyncIterator[None]:
+        executing, name = self._scheduler.executing, (self._model.model_id, self._operation.seq_id)
+        await executing.suspects_ended(*name)
+        with executing.storing(*name):
+            yield
 
     async def settled(self) -> None:
         own = self._operation.seq_id

@@ -232,6 +232,68 @@ def test_an_operation_on_a_checkpoint_is_condemned_by_more_deaths_and_is_never_a
     assert not died(tmp_path).deaths
 
 
+def test_requests_that_kill_one_after_the_other_do_not_condemn_a_save_beside_them(tmp_path: Path) -> None:
+    """Each first death finds the save at its files; so does each second one, if the save has waited in vain."""
+    executing = Executing(tmp_path)
+    guilty = [(f"guilty{n}:train:0", 1) for n in range(2 * MOST_DEATHS_STORING)]
+    for name in guilty:
+        for _ in range(2):
+            assert not is_condemned(executing, B)
+            executing.begin([name])
+            with executing.storing(*B):
+                executing = died(tmp_path)
+        assert is_condemned(executing, name)
+        executing.forget(*name)
+    assert not executing.deaths
+
+
+async def test_what_kills_while_it_reads_a_checkpoint_condemns_no_other_model_and_is_given_up(tmp_path: Path) -> None:
+    executing = Executing(tmp_path)
+    for n in range(MOST_DEATHS_STORING):
+        innocent = f"innocent{n}:train:0", 1
+        assert not is_condemned(executing, A)
+        with executing.storing(*A):
+            executing.begin([innocent])
+            executing = died(tmp_path)
+        waiting = asyncio.create_task(executing.suspects_ended(*A))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        async with executing.stage(*innocent):  # the suspect, which nothing disturbs
+            await asyncio.sleep(0.02)
+            assert not waiting.done()
+        executing.forget(*innocent)
+        await asyncio.wait_for(waiting, 20)
+        assert not is_condemned(executing, innocent)
+    assert is_condemned(executing, A)
+
+
+async def test_an_operation_without_deaths_or_of_the_suspects_own_model_reads_its_checkpoint_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_service.durability.executing._PATIENCE_S", 1e9)
+    executing = Executing(tmp_path)
+    executing.begin([A])
+    with executing.storing(A[0], 8):
+        executing = died(tmp_path)
+    assert executing.is_suspect(*A)
+    await asyncio.wait_for(executing.suspects_ended(*B), 20)
+    await asyncio.wait_for(executing.suspects_ended(A[0], 8), 20)  # it is behind the suspect, or the other way round
+    executing.suspects_ended_on_thread(A[0], 8)
+
+
+async def test_a_suspect_that_never_comes_back_delays_a_checkpoint_for_a_while_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_service.durability.executing._PATIENCE_S", 0.05)
+    executing = Executing(tmp_path)
+    executing.begin([A])
+    with executing.storing(*B):
+        executing = died(tmp_path)
+    await asyncio.wait_for(executing.suspects_ended(*B), 20)
+    executing.suspects_ended_on_thread(*B)
+    assert executing.is_suspect(*A)
+
+
 def test_an_operation_may_write_its_checkpoint_while_it_is_executed(tmp_path: Path) -> None:
     """As a save does that scores its version meanwhile."""
     executing = Executing(tmp_path)
