@@ -14,9 +14,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from tinsmith.errors import NotReady, ServiceError
+
 PATIENCE_S = 30.0
 """Longest time for which a request that has to run alone waits for those in work, in seconds. They may be long, or have
 slow readers. They are taken away then, and sent again."""
+
+STEP_S = 10.0
+"""Longest time that a sampler goes on computing a request whose call was cancelled, in seconds: a step that has begun.
+A step has a bounded number of tokens, and takes less than a second nearly everywhere."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +61,10 @@ class Life:
         """Requests that wait for their turn, in the order of their arrival."""
         self._patience: asyncio.TimerHandle | None = None
         """Runs while a request that has to run alone waits for those in work."""
+        self._empty_at = 0.0
+        """Time on the event loop's clock from which the sampler computes no cancelled call any more."""
+        self._emptying: asyncio.TimerHandle | None = None
+        """Runs while a request that has to run alone waits for that time."""
 
     @property
     def is_closed(self) -> bool:
@@ -83,6 +93,11 @@ class Life:
             self._let_in()
             await turn
             yield begun
+        except BaseException as error:
+            # Any other error is the sampler's answer, which has ended the request there.
+            if mine in self._in_work and (isinstance(error, NotReady) or not isinstance(error, ServiceError)):
+                self._has_cancelled()
+            raise
         finally:
             begun()
             self._leave(mine)
@@ -113,20 +128,36 @@ class Life:
             others = [one for one in self._waiting if not one.runs_alone]
             if others and (others_first or not alone):
                 self._admit(others)
-            elif alone and not self._in_work:
+            elif alone and not self._in_work and self._is_empty:
                 self._alone = alone[0]
                 self._admit(alone[:1])
+            elif alone and not self._in_work and self._emptying is None:
+                self._emptying = asyncio.get_running_loop().call_at(self._empty_at, self._has_emptied)
         self._set_patience()
+
+    @property
+    def _is_empty(self) -> bool:
+        return asyncio.get_running_loop().time() >= self._empty_at
+
+    def _has_cancelled(self) -> None:
+        self._empty_at = asyncio.get_running_loop().time() + STEP_S
+
+    def _has_emptied(self) -> None:
+        self._emptying = None
+        self._let_in()
 
     def _admit(self, those: list[Suspicion]) -> None:
         for mine in those:
             self._num_let_in += 1
-            mine.came_alone_as = None if self._in_work else self._num_let_in
+            mine.came_alone_as = self._num_let_in if not self._in_work and self._is_empty else None
             self._in_work.add(mine)
             _begin(self._waiting.pop(mine))
 
     def _set_patience(self) -> None:
         waits = not self.is_over and self._alone is None and any(one.runs_alone for one in self._waiting)
+        if self._emptying is not None and not waits:
+            self._emptying.cancel()
+            self._emptying = None
         if waits and self._patience is None:
             self._patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._clear)
         elif not waits and self._patience is not None:
@@ -136,6 +167,8 @@ class Life:
     def _clear(self) -> None:
         self._patience = None
         self._take_away()
+        if self._in_work:
+            self._has_cancelled()
         self._in_work.clear()
         self._let_in()
 

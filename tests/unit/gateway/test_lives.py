@@ -10,6 +10,8 @@ import pytest
 
 from gateway.sampling import lives
 from gateway.sampling.lives import Life, Suspicion
+from tests.support.waiting import until
+from tinsmith.errors import InvalidRequest, OutOfCapacity, ServiceError
 
 
 class Work:
@@ -63,6 +65,12 @@ def at(life: Life, *requests: Suspicion) -> Iterator[list[Work]]:
 
 def in_work(works: list[Work]) -> list[bool]:
     return [work.is_in_work for work in works]
+
+
+@pytest.fixture(autouse=True)
+def no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancelled call leaves the sampler at once, except in the tests that are about this."""
+    monkeypatch.setattr(lives, "STEP_S", 0.0)
 
 
 async def test_a_death_counts_against_all_that_were_there_and_condemns_none_of_several() -> None:
@@ -164,3 +172,53 @@ async def test_those_that_wait_hear_of_a_death() -> None:
         await settled()
         assert in_work(works) == [True, False, False, False]
         assert not life.is_closed
+
+
+@pytest.mark.parametrize("how", ["its client leaves", "it is taken away"])
+async def test_a_request_that_comes_after_a_cancelled_one_is_not_alone_until_its_step_has_ended(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cancelled one may still kill the sampler. The innocent one must not be condemned for it."""
+    monkeypatch.setattr(lives, "STEP_S", 0.2)
+    if how == "it is taken away":
+        monkeypatch.setattr(lives, "PATIENCE_S", 0.0)
+    life, innocent = Life(), Suspicion(deaths=2)
+    with at(life, Suspicion(), innocent, Suspicion()) as works:
+        await settled()
+        if how == "its client leaves":
+            await works[0].leave()
+        await asyncio.sleep(0.02)
+        assert in_work(works)[1:] == [False, False]
+        await until(lambda: works[1].is_in_work)
+        assert not works[2].is_in_work
+        assert life.ends(innocent)  # nothing of the cancelled one is left, so it was the cause
+
+
+async def test_one_that_is_alone_by_chance_after_a_cancelled_one_is_not_condemned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lives, "STEP_S", 1e3)
+    life, innocent = Life(), Suspicion(deaths=1)
+    with at(life, Suspicion()) as cancelled:
+        await settled()
+        await cancelled[0].leave()
+        with at(life, innocent) as works:
+            await settled()
+            assert in_work(works) == [True]
+            assert not life.ends(innocent)
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("it is bad"), OutOfCapacity("it is full")])
+async def test_one_that_the_sampler_has_answered_leaves_nothing_behind(
+    error: ServiceError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lives, "STEP_S", 1e3)
+    life = Life()
+    with pytest.raises(ServiceError):
+        async with life.work(Suspicion()):
+            raise error
+    async with life.work(Suspicion()):
+        pass
+    with at(life, Suspicion(deaths=2)) as works:
+        await settled()
+        assert in_work(works) == [True]
