@@ -19,20 +19,29 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto proto/tinsmith/v1/*.proto
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup proto proto-check proto-breaking format lint typecheck check-files check security audit test test-slow setup-recipes test-recipes setup-vllm test-vllm conformance demo bench up docker-lint clean
+.PHONY: help setup lock proto proto-check proto-breaking format lint typecheck check-files check security audit test test-slow setup-recipes test-recipes setup-vllm test-vllm conformance demo bench up docker-lint clean
 
 help: ## Print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.installed ## Make .venv with everything: services, command line, test tools
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tinsmith needs Python 3.11 or later; this is %d.%d: make setup PYTHON=/path/to/python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 	@# torch first and alone: any build of this version then satisfies the rest.
 	$(BIN)/pip $(INSTALL_TORCH)
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
+
+lock: ## Make constraints.txt again, of the newest releases that pyproject.toml allows; run every test afterwards
+	@rm -rf .cache/lock && mkdir -p .cache
+	$(PYTHON) -m venv .cache/lock
+	.cache/lock/bin/pip $(INSTALL_TORCH)
+	.cache/lock/bin/pip install --quiet --editable '.[dev]'
+	@# Without "+cpu", so that any build of torch's version will do; what only CUDA builds need is pinned by torch itself.
+	{ echo '# What `make setup` installs and the tests have run with. Made by `make lock`.'; \
+	  .cache/lock/bin/pip freeze --all --exclude-editable | sed '/^pip==/d; /^nvidia-/d; /^cuda-/d; /^triton==/d; s/+.*//'; } > constraints.txt
 
 proto: setup ## Generate tinsmith/v1 from proto/
 	$(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=.
