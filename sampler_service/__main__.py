@@ -66,6 +66,7 @@ def make_server(config: SamplerConfig, slot: EngineSlot, metrics: SamplerMetrics
             max_lora_rank=config.max_lora_rank,
             channel_host=config.channel_host,
             channel_timeout_s=config.channel_timeout_s,
+            quantize=config.quantize,
             metrics=metrics,
         ),
         server.grpc,

@@ -26,6 +26,8 @@ def _engine(config: SamplerConfig) -> tuple[str, str]:
     """On a CPU the torch engine starts sooner, and is no slower for short prompts and groups."""
     if config.engine != "auto":
         return config.engine, "the setting engine names it"
+    if config.quantize is not None:
+        return "torch", f"the setting quantize is {config.quantize}, which vLLM cannot do"
     if resolve_device(config.device) != "cuda":
         found = "the setting device is" if config.device == "cpu" else "no CUDA device was found, so the device is"
         return "torch", f'{found} "cpu", where engine "auto" takes torch'

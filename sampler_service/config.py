@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from tinsmith.quantization import Setting as Quantize
 from tinsmith.rpc.auth import AnyKey, ServiceKey, accepted, admins, host_of, require_keys
 from tinsmith.rpc.tls import GrpcTls
 
@@ -69,6 +70,9 @@ class SamplerConfig(GrpcTls, BaseSettings):
     """Where the model runs; auto takes CUDA when there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the base weights; auto is float32 on a CPU and bfloat16 on CUDA."""
+    quantize: Quantize = None
+    """Torch engine only: store the weights of the layers that take adapters in 8 bits (int8) or 4 bits (nf4). Must be
+    the trainer's setting, because its versions are for these weights."""
     max_lora_rank: int = Field(default=256, ge=1)
     """Largest rank of a version; set it to the trainer's. Default: 256 with the torch engine, where a version takes the
     memory of its own rank, and 64 with vLLM, where each slot on the device takes the memory of the largest rank."""
@@ -113,6 +117,17 @@ class SamplerConfig(GrpcTls, BaseSettings):
         if not values.get("model_names") and "base_model" in values:
             values = {**values, "model_names": [values["base_model"]]}
         return values
+
+    @model_validator(mode="after")
+    def _quantizable(self) -> Self:
+        if self.quantize is not None and self.engine == "vllm":
+            raise ValueError(
+                f'quantize: {self.quantize} is for engine "torch"; engine "vllm" would compute with other weights than '
+                "the trainer, which quantises in a form of its own"
+            )
+        if self.quantize is not None and self.prepack:
+            raise ValueError(f"quantize: {self.quantize} leaves no matrices to prepack; leave prepack out")
+        return self
 
     @model_validator(mode="after")
     def _keys_off_loopback(self) -> Self:

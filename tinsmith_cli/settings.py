@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from tinsmith.quantization import QUANTIZATIONS, check_quantization
 from tinsmith_cli.base_models import UsageError
 
 DEFAULT_MODEL_NAME = "tinsmith/small-qwen3"
@@ -47,6 +48,14 @@ def _port(text: str) -> int:
     if not text.isdecimal() or not 0 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text} is no port: 1 to 65535, or 0 for any free one")
     return int(text)
+
+
+def _quantization(text: str) -> str:
+    try:
+        check_quantization(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _service_port(service: str) -> Any:
@@ -122,6 +131,13 @@ class Settings:
         "avx512_bf16, bfloat16 is faster and takes half the memory (default: TRAINER_DTYPE and SAMPLER_DTYPE, or auto: "
         "float32 on a CPU, bfloat16 on CUDA)",
     )  # fmt: skip
+    quantize: str | None = _flag(
+        type=_quantization, choices=QUANTIZATIONS, to=["trainer", "sampler"],
+        help="store the weights of the layers that take adapters in 8 bits (int8) or 4 bits (nf4), in trainers and "
+        "samplers, as in QLoRA; adapters stay float32. A base model takes about a quarter or an eighth of the memory "
+        "of float32, and training and sampling are slower on a CPU. Not with vLLM or --full-training (default: "
+        "TRAINER_QUANTIZE and SAMPLER_QUANTIZE, or not quantised)",
+    )  # fmt: skip
     share_prefixes: bool | None = _flag(
         action=argparse.BooleanOptionalAction, to=["trainer"],
         help="compute beginnings that datums of a run have in common once, such as the prompt of a group of samples; "
@@ -188,12 +204,16 @@ class Settings:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Settings:
-        """The settings in parsed arguments. Raises UsageError for a number that is too small."""
+        """The settings in parsed arguments. Raises UsageError for a number that is too small, or settings that exclude
+        each other."""
         settings = cls(**{each.name: getattr(arguments, each.name) for each in fields(cls)})
         for each in fields(cls):
             value, least = getattr(settings, each.name), each.metadata["least"]
             if least is not None and value is not None and not value >= least:  # NaN fails this comparison, too
                 raise UsageError(f"{_name(each.name)}: {value} is not at least {least}")
+        if settings.quantize is not None and (settings.full_training or settings.engine == "vllm"):
+            other = "--full-training" if settings.full_training else "--engine vllm"
+            raise UsageError(f"--quantize: {settings.quantize} is not possible together with {other}; leave one out")
         return settings
 
     def passed_to(self, service: str) -> dict[str, str]:

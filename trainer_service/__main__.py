@@ -245,6 +245,7 @@ def new_sender(config: TrainerConfig, metrics: Metrics, *, port: int) -> WeightS
         silence_s=config.channel_silence_s,
         bucket_bytes=config.channel_bucket_bytes,
         metrics=metrics,
+        quantize=config.quantize,
     )
 
 
@@ -352,6 +353,7 @@ def load(config: TrainerConfig, group: RankGroup | None) -> BaseModel:
         trainable=config.full_training,
         kernels=config.kernels,
         division=None if group is None else group.division(),
+        quantize=config.quantize,
     )
 
 

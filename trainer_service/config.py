@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from tinsmith.quantization import Setting as Quantize
 from tinsmith.rpc.auth import AnyKey, ServiceKey, accepted, admins, host_of, require_keys
 from tinsmith.rpc.paths import check_checkpoint_root
 from tinsmith.rpc.tls import GrpcTls
@@ -53,6 +54,10 @@ class TrainerConfig(GrpcTls, BaseSettings):
     """Where to compute; auto takes CUDA where there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the base weights; auto means float32 on the CPU and bfloat16 on CUDA. Adapters are always float32."""
+    quantize: Quantize = None
+    """Store the weights of the layers that take adapters in 8 bits (int8) or 4 bits (nf4), as in QLoRA; adapters stay
+    float32. Embeddings, norms, routers and the output layer keep their type. Samplers must have the same setting. Not
+    together with full_training, tensor_parallel or shard_base."""
     kernels: Literal["auto", "plain", "compiled", "liger"] = "auto"
     """auto takes the fastest kernels available; plain uses none, as a reference. compiled and liger are like auto, but
     compute norms, rotations and SwiGLU by torch.compile or the package liger-kernel; without it the start fails."""
@@ -186,6 +191,20 @@ class TrainerConfig(GrpcTls, BaseSettings):
             raise ValueError(
                 f"token_budget: {self.token_budget} is above max_tokens_per_microbatch {self.max_tokens_per_microbatch}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _quantizable(self) -> TrainerConfig:
+        if self.quantize is None:
+            return self
+        reasons = {
+            "full_training": (self.full_training, "changes the base weights; leave one of them out"),
+            "tensor_parallel": (self.tensor_parallel > 1, "divides unquantised weights only; set it to 1"),
+            "shard_base": (self.shard_base, "divides unquantised weights only; set it to false"),
+        }
+        for name, (is_set, reason) in reasons.items():
+            if is_set:
+                raise ValueError(f"quantize: {self.quantize} is not possible together with {name}, which {reason}")
         return self
 
     @model_validator(mode="after")

@@ -158,7 +158,9 @@ class TorchEngine:
         device = torch.device(resolve_device(config.device))
         dtype = resolve_dtype(config.dtype, device)
         base = await in_thread(
-            lambda: BaseModel.load(config.base_model, device=device, dtype=dtype, prepack=config.prepack)
+            lambda: BaseModel.load(
+                config.base_model, device=device, dtype=dtype, prepack=config.prepack, quantize=config.quantize
+            )
         )
         if base.why_not_cached:
             raise UnsupportedModel(f"{base.architecture}: the torch engine cannot draw from it: {base.why_not_cached}")

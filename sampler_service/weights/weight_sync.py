@@ -29,6 +29,7 @@ from tinsmith.errors import DataCorrupted, FailedPrecondition, InvalidRequest, O
 from tinsmith.lora_config import config_from_proto
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.full_weights import Weights
+from tinsmith.quantization import Quantization, described
 from tinsmith.rpc import logs
 from tinsmith.v1 import types_pb2 as types
 from tinsmith.v1 import weight_sync_pb2 as pb
@@ -84,6 +85,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         channel_host: str,
         channel_timeout_s: float,
         metrics: SamplerMetrics,
+        quantize: Quantization | None = None,
     ) -> None:
         self.slot = slot
         self.model_names = model_names
@@ -91,6 +93,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         self.channel_host = channel_host
         self.channel_timeout_s = channel_timeout_s
         self.metrics = metrics
+        self.quantize = quantize
         self._probed = ProbedConnections()
         self._links: dict[str, _Link] = {}
         """By trainer id."""
@@ -142,6 +145,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
                 field="base_model",
             )
         config = config_from_proto(request.lora_config, max_rank=self.max_lora_rank)
+        self._check_quantize(request.quantize)
         sent_dtype = _sent_dtype(request, config)
         layout = _layout(config, engine)
         _check_layout(request, layout.specs())
@@ -160,6 +164,16 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         update = _Update(request.version_id, weights, sent_dtype, request.bucket_bytes, time.perf_counter())
         update.in_new_memory = not evicted
         return update
+
+    def _check_quantize(self, theirs: str) -> None:
+        """Raises InvalidRequest for a version that belongs to other numbers than those of this sampler's base model."""
+        ours = self.quantize or ""
+        if theirs != ours:
+            raise InvalidRequest(
+                f"quantize: the trainer's base weights are {described(theirs)}, this sampler's are {described(ours)}; "
+                "set TRAINER_QUANTIZE and SAMPLER_QUANTIZE to one value (`tinsmith up --quantize` sets both)",
+                field="quantize",
+            )
 
     async def _prepare(self, flat: Tensor) -> None:
         """Memory for the next adapter of this size, used once: its first use may take longer than the transfer. The

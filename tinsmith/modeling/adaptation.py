@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -93,10 +94,35 @@ def adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple
     return [target for target in targets if target.group != "mlp"], {**refused, "mlp": reason}
 
 
+def quantizable(model: PreTrainedModel) -> set[str]:
+    """Names of the weights that are quantised: those of all layers that `adapt` replaces. Embeddings, norms, routers,
+    convolutions, the output layer and the vision tower keep theirs. Raises ValueError if a large part of the model
+    cannot be quantised."""
+    output, of_text = model.get_output_embeddings(), set(decoder_of(model).modules())
+    names: set[str] = set()
+    for name, module in model.named_modules():
+        if module not in of_text or module is output:
+            continue
+        if type(module) is nn.Linear:
+            if _group(model, name) is not None:
+                names.add(f"{name}.weight")
+        elif is_fused_experts(module):
+            names |= {f"{name}.{key}" for key, parameter in module.named_parameters() if parameter.ndim == 3}
+        elif type(module) is Conv1D or ("Expert" in type(module).__name__ and next(module.parameters(False), None)):
+            raise ValueError(
+                f"quantize: {name} ({type(module).__name__}) cannot be quantised, only nn.Linear layers and fused "
+                "experts in the form of transformers' experts interface; leave it out for this model"
+            )
+    if not names:
+        raise ValueError(f"quantize: {type(model).__name__} has no layers that can be quantised; leave it out")
+    return names
+
+
 def _linear(module: nn.Module) -> nn.Linear | None:
     """The module itself, or, for GPT-2's Conv1D, a linear layer with its parameters, W transposed. None for others:
     subclasses may have a forward of their own."""
-    if type(module) is nn.Linear:
+    if type_before_parametrizations(module) is nn.Linear:
+        assert isinstance(module, nn.Linear)
         return module
     if type(module) is not Conv1D:
         return None

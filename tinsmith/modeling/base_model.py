@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from tinsmith.errors import Unsupported
 from tinsmith.modeling import attention
-from tinsmith.modeling.adaptation import adapt, decoder_layers, decoder_of, hand_on_layout
+from tinsmith.modeling.adaptation import adapt, decoder_layers, decoder_of, hand_on_layout, quantizable
 from tinsmith.modeling.adapter import GROUPS, Group, Target
 from tinsmith.modeling.attention import Layout, Packed, WithoutLayout
 from tinsmith.modeling.base_weights import sum_of
@@ -39,10 +39,12 @@ from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.modeling.parallel_tensor import CannotDivide, TensorParallel
 from tinsmith.modeling.picture_check import PictureProbe
 from tinsmith.modeling.pretrained import auto_class, listed, load_causal_lm, persistent_buffers
+from tinsmith.modeling.quantized import LoadingConfig, all_quantized, num_weights
 from tinsmith.modeling.recurrent import pack_recurrent
 from tinsmith.modeling.self_check import TOLERANCE, Gaps, Probe
 from tinsmith.modeling.tower import Sights, Tower, tower_of
 from tinsmith.modeling.whole_layers import give_back, take_over
+from tinsmith.quantization import Quantization
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +93,9 @@ class BaseModel:
     """Buffers in the model's files, which training does not change, by name."""
     kernels: Kernels = PLAIN
     weights_sum: str = ""
-    """Checksum of the weights as loaded (base_weights.py)."""
+    """Checksum of the weights in the model's files (base_weights.py), followed by `quantize` if they are quantised."""
+    quantize: Quantization | None = None
+    """How the weights of the adapted layers are stored (quantized.py)."""
     refused_groups: Mapping[Group, str] = field(default_factory=dict)
     """Groups whose adapters cannot be computed here, with the reason. They have no targets."""
     tensor_parallel: TensorParallel | None = None
@@ -127,6 +131,7 @@ class BaseModel:
         kernels: Setting = "auto",
         prepack: bool | None = False,
         division: Division | None = None,
+        quantize: Quantization | None = None,
     ) -> BaseModel:
         """Loads a folder or a Hugging Face id. With a division, all ranks must call this together.
 
@@ -134,21 +139,32 @@ class BaseModel:
         that autograd computes the gradient of every parameter.
         `prepack`: passes without gradient use a second copy of the matrices, in the layout of the CPU's products
         (kernels/prepacked.py). None makes the copy if there is enough memory.
+        `quantize`: stores the weights of all layers that take adapters, except the output layer, in 8 or 4 bits
+        (quantized.py). The model is then compared with transformers' own forward on these weights. Nothing is
+        prepacked.
 
         A model whose packed forward pass disagrees with its own runs one sequence at a time (`one_by_one`).
 
         Raises UnsupportedModel if the files lack parameters or hold broken ones, if the output layer is not a plain
         linear layer, or if the adapted layers compute something else than the model's own. Raises OSError if there is
         no such model or a file is damaged. Raises ValueError for kernels that do not work here, and CannotDivide, a
-        ValueError, for a division that the model does not support.
+        ValueError, for a division that the model does not support. Raises ValueError if the model cannot be quantised,
+        or not together with `trainable`, `prepack` or this division.
         """
         transformers_logging.disable_progress_bar()  # it would break up the service's log lines
         config = load_config(path)
         if auto_class(config) is None:
             raise UnsupportedModel(f"transformers has no causal language model for {type(config).__name__}")
 
+        if quantize is not None:
+            _check_quantize(quantize, trainable=trainable, prepack=prepack, division=division)
+            prepack = False
+
         def prepare() -> tuple[BaseModel, Probe]:
-            model, missing = load_causal_lm(path, config=config, dtype=dtype, attn_implementation="eager")
+            quantization = None if quantize is None else LoadingConfig(quantize, dtype, quantizable)
+            model, missing = load_causal_lm(
+                path, config=config, dtype=dtype, quantization=quantization, attn_implementation="eager"
+            )
             if missing:  # each process would fill them with other random values
                 raise UnsupportedModel(
                     f"{len(missing)} parameters are not in the files ({listed(missing)}): the files are incomplete, or "
@@ -165,6 +181,7 @@ class BaseModel:
                 prepacks=prepack,
                 division=division,
                 from_files=True,
+                quantization=quantization,
             )
 
         base, probe = prepare() if division is None else division.in_turns(prepare)
@@ -193,13 +210,14 @@ class BaseModel:
         prepacks: bool | None,
         division: Division | None,
         from_files: bool = False,
+        quantization: LoadingConfig | None = None,
     ) -> tuple[BaseModel, Probe]:
         """Adapts and divides the model. Also returns the probe, which its own forward pass computed before that.
 
         `from_files`: `path` is where the model was loaded from, with the processor of its pictures.
         """
         model = model.eval().requires_grad_(trainable)
-        weights_sum = sum_of(model.parameters())
+        weights_sum = _weights_sum(model, quantization)
         probe = Probe.run(model)  # with its own attention
         tower, why_no_pictures = None, "it was not loaded from files, which hold the processor of pictures"
         if trainable or division is not None:
@@ -250,6 +268,7 @@ class BaseModel:
             buffers=buffers,
             kernels=chosen,
             weights_sum=weights_sum,
+            quantize=quantization and quantization.quantize,
             refused_groups=refused,
             tensor_parallel=tensor_parallel,
             sharded=sharded,
@@ -417,7 +436,7 @@ class BaseModel:
         fast."""
         if self.device.type != "cpu" or not self.layers:
             return 1
-        weights = sum(parameter.numel() for layer in self.layers for parameter in layer.parameters())
+        weights = sum(num_weights(layer) for layer in self.layers)
         return max(1, _WORK_OF_THREAD * len(self.layers) // max(1, weights))
 
     @property
@@ -548,6 +567,29 @@ def _tower(model: PreTrainedModel, path: str, probe: Probe) -> tuple[Tower | Non
     except _MISFITS as error:
         return None, str(error)
     return tower, ""
+
+
+def _check_quantize(
+    quantize: Quantization, *, trainable: bool, prepack: bool | None, division: Division | None
+) -> None:
+    """Raises ValueError for what a quantised model cannot be."""
+    if trainable:
+        raise ValueError(f"quantize: {quantize} is for adapters; full-parameter training changes the base weights")
+    if prepack:
+        raise ValueError(f"quantize: {quantize} leaves no matrices to prepack; leave prepack out")
+    if division is not None and (division.tensor is not None or division.mesh is not None):
+        raise CannotDivide(
+            f"quantize: {quantize} weights cannot be divided among ranks; set tensor_parallel to 1 and shard_base to "
+            "false"
+        )
+
+
+def _weights_sum(model: nn.Module, quantization: LoadingConfig | None) -> str:
+    if quantization is None:
+        return sum_of(model.parameters())
+    stored = {id(one) for _, parameter in all_quantized(model) for one in parameter.parameters()}
+    others = (parameter for parameter in model.parameters() if id(parameter) not in stored)
+    return f"{sum_of(others, quantization.samples)}-{quantization.quantize}"
 
 
 def _unpackable(config: PretrainedConfig) -> str:

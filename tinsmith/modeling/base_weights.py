@@ -11,20 +11,21 @@ from torch import Tensor
 _SAMPLES = 1024
 
 
-def sum_of(parameters: Iterable[Tensor]) -> str:
+def sum_of(parameters: Iterable[Tensor], samples: Iterable[Tensor] = ()) -> str:
     """XXH3-128, in hexadecimal, of at most 1024 numbers of each parameter, evenly spread over it, as bfloat16.
+    `samples`: those of further parameters, by `sample_of`.
 
     The checksum is the same for float32 and bfloat16, and for any order and names of the parameters, which another
     version of transformers may change. Further training changes it, and so does merging an adapter. Changing a few
     numbers by hand may not.
     """
-    samples = [_sample(one) for one in parameters]
+    samples = [*(sample_of(one) for one in parameters), *samples]
     numbers = torch.cat(samples).cpu().split([len(one) for one in samples])  # one transfer from the device
     digests = sorted(xxhash.xxh3_128_digest(one.numpy().tobytes()) for one in numbers)
     return xxhash.xxh3_128_hexdigest(b"".join(digests))
 
 
-def _sample(parameter: Tensor) -> Tensor:
+def sample_of(parameter: Tensor) -> Tensor:
     """The bits of the sampled numbers as int16, at most _SAMPLES."""
     flat = parameter.detach().flatten()
     step = -(-flat.numel() // _SAMPLES) | 1  # odd, so that the samples are not all from one column of a matrix

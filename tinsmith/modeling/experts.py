@@ -10,8 +10,9 @@ Shapes: T packed tokens, K experts of a token, S = T K pairs, E experts, H hidde
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from tinsmith.modeling.adapter import Adapter, Target
 from tinsmith.modeling.lora import ActiveRuns, Run
+from tinsmith.modeling.quantized import quantized_parameters, take_quantized
 
 _ALIGNMENT_BYTES = 16
 """Alignment of each row in a grouped matrix product."""
@@ -33,6 +35,9 @@ class LoraExperts(nn.Module):
         for key, parameter in list(base.named_parameters(recurse=False)):
             delattr(base, key)
             self.register_parameter(key, parameter)
+        take_quantized(self, base)
+        self.quantized: Mapping[str, Callable[[], Tensor]] = dict(quantized_parameters(base))
+        """Computes each weight that is quantised (quantized.py), [E, M, N], by its name."""
         self.transposed: bool = base.is_transposed  # type: ignore[assignment]
         # _apply_gate is a method of the replaced module, which holds its activation and limits
         self.gate: Any = base._apply_gate if base.has_gate else base.act_fn
@@ -65,11 +70,14 @@ class LoraExperts(nn.Module):
         return torch.bmm(weight_T_K[:, None].to(dtype), y_T_K_H.to(dtype))[:, 0].to(x_T_H.dtype)
 
     def _weight_E_O_I(self, key: str) -> Tensor:
-        weight: Tensor = getattr(self, key)
+        weight: Tensor = self.quantized[key]() if key in self.quantized else getattr(self, key)
         return weight.mT if self.transposed else weight
 
     def _product(self, x_S_I: Tensor, key: str, pairs: _Pairs) -> Tensor:
-        y_S_O = grouped_mm(x_S_I, self._weight_E_O_I(key), pairs.ends_E)
+        if key in self.quantized:
+            y_S_O = _QuantizedGroupedMM.apply(x_S_I, partial(self._weight_E_O_I, key), pairs.ends_E)
+        else:
+            y_S_O = grouped_mm(x_S_I, self._weight_E_O_I(key), pairs.ends_E)
         bias_E_O: Tensor | None = getattr(self, f"{key}_bias", None)
         return y_S_O if bias_E_O is None else y_S_O.add_(bias_E_O[pairs.expert_S])
 
@@ -96,6 +104,8 @@ _UNGATED = ("up_proj", "down_proj")
 
 def is_fused_experts(module: nn.Module) -> bool:
     """Whether LoraExperts can replace this module: it has the form that transformers' experts interface prescribes."""
+    if quantized_parameters(module):  # which has been asked before
+        return hasattr(module, "has_gate")
     gated = getattr(module, "has_gate", None)
     if (
         gated is None
@@ -233,6 +243,21 @@ class _GroupedMM(torch.autograd.Function):
         if x_S_I is not None:
             grad_weight = _grouped_outer(grad_S_O, x_S_I, ends_E)
         return grad_x, grad_weight, None
+
+
+class _QuantizedGroupedMM(torch.autograd.Function):
+    """`grouped_mm` with a frozen weight that is made for each product, so that backward keeps none."""
+
+    @staticmethod
+    def forward(ctx: Any, x_S_I: Tensor, weight_E_O_I: Callable[[], Tensor], ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(ends_E)
+        ctx.weight_E_O_I = weight_E_O_I
+        return _grouped(x_S_I, weight_E_O_I().mT, ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (ends_E,) = ctx.saved_tensors
+        return _grouped(grad_outputs[0].contiguous(), ctx.weight_E_O_I(), ends_E), None, None
 
 
 def _grouped(x_S_I: Tensor, weight_E_I_O: Tensor, ends_E: Tensor) -> Tensor:

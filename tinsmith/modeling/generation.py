@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 
 class Joined:
     """Adapted layers that read one input. Their matrices lie end to end in one, column by column, and each layer's
-    weight is a view of it."""
+    weight is a view of it. Quantised layers keep theirs."""
 
     def __init__(self, layers: Sequence[LoraLinear]) -> None:
         self.layers = layers
-        sizes = [layer.weight.shape[0] for layer in layers]
+        sizes = [layer.num_outputs for layer in layers]
         stops = list(accumulate(sizes))
         self._columns = [slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
-        self._weight = layers[0].weight.data
+        self._quantized = any(layer.quantized is not None for layer in layers)
         self._bias = layers[0].bias
-        if len(layers) > 1:
+        self._weight = None if self._quantized else layers[0].weight.data
+        if len(layers) > 1 and not self._quantized:
             self._weight = torch.cat([layer.weight.data.T for layer in layers], 1).T
             for layer, rows in zip(layers, self._columns, strict=True):
                 layer.weight.data = self._weight[rows]
+        if len(layers) > 1:
             self._bias = None
             if any(layer.bias is not None for layer in layers):
-                biases = (
-                    layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias
-                    for layer in layers
-                )
+                like = next(layer.bias for layer in layers if layer.bias is not None)
+                biases = (like.new_zeros(layer.num_outputs) if layer.bias is None else layer.bias for layer in layers)
                 self._bias = torch.cat(list(biases))
         for layer in layers:
             layer.joined = tuple(layers)
@@ -55,15 +55,17 @@ class Joined:
     @property
     def is_current(self) -> bool:
         """False while the model's parameters are not those with which this was made."""
-        return self.layers[0].weight.data_ptr() == self._weight.data_ptr()
+        return self._weight is None or self.layers[0].weight.data_ptr() == self._weight.data_ptr()
 
     def __call__(self, x_T_I: Tensor, runs: Sequence[Run]) -> Tensor:
         """[T, O]: outputs of all layers, side by side."""
         prepacked = self.layers[0].prepacked
         if prepacked is not None and prepacked.gains(x_T_I):
             y_T_O = prepacked.together(x_T_I)
-        else:
+        elif self._weight is not None:
             y_T_O = linear(x_T_I, self._weight, self._bias)
+        else:
+            y_T_O = self._from_quantized(x_T_I)
         for run in runs:
             x_n_I = None
             for layer, columns in zip(self.layers, self._columns, strict=True):
@@ -73,6 +75,13 @@ class Joined:
                     low_n_R = x_n_I @ weights.a_R_I.T
                     add_rows(y_T_O[:, columns], run.rows, low_n_R, weights.b_O_R.T, run.adapter.scaling)
         return y_T_O
+
+    def _from_quantized(self, x_T_I: Tensor) -> Tensor:
+        """The outputs without adapters. One layer's weight is dequantised at a time."""
+        y_T_O = x_T_I.new_empty(x_T_I.shape[0], self._columns[-1].stop)
+        for layer, columns in zip(self.layers, self._columns, strict=True):
+            torch.mm(x_T_I, layer.dense().T, out=y_T_O[:, columns])
+        return y_T_O if self._bias is None else y_T_O.add_(self._bias)
 
 
 class GenerationLayer:

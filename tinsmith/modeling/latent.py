@@ -48,7 +48,7 @@ class Latent:
         """Queries of latent vectors and rotated features, [T, N, C + E]."""
         q_T_N_K, rotated_T_N_E = q_T_N_D.tensor_split([self.num_key_features], -1)
         q_N_T_K = q_T_N_K.transpose(0, 1)
-        out_N_T_C = q_N_T_K @ self._by_head(self.projection.weight)[:, : self.num_key_features]
+        out_N_T_C = q_N_T_K @ self._by_head(_weight_of(self.projection))[:, : self.num_key_features]
         for rows, a_R_C, b_N_O_R in self._shares(q_T_N_D.dtype):
             out_N_T_C[:, rows] += q_N_T_K[:, rows] @ b_N_O_R[:, : self.num_key_features] @ a_R_C
         return torch.cat([out_N_T_C.transpose(0, 1), rotated_T_N_E], -1)
@@ -56,7 +56,7 @@ class Latent:
     def values(self, x_T_N_C: Tensor) -> Tensor:
         """Values [T, N, V] of weighted sums of latent vectors."""
         x_N_T_C = x_T_N_C.transpose(0, 1)
-        out_N_T_V = x_N_T_C @ self._by_head(self.projection.weight)[:, self.num_key_features :].transpose(1, 2)
+        out_N_T_V = x_N_T_C @ self._by_head(_weight_of(self.projection))[:, self.num_key_features :].transpose(1, 2)
         for rows, a_R_C, b_N_O_R in self._shares(x_T_N_C.dtype):
             b_N_R_V = b_N_O_R[:, self.num_key_features :].transpose(1, 2)
             out_N_T_V[:, rows] += x_N_T_C[:, rows] @ a_R_C.T @ b_N_R_V
@@ -75,6 +75,10 @@ class Latent:
             if weights is not None:
                 b_NO_R = weights.b_O_R.to(dtype) * run.adapter.scaling
                 yield run.rows, weights.a_R_I.to(dtype), self._by_head(b_NO_R)
+
+
+def _weight_of(projection: nn.Linear | LoraLinear) -> Tensor:
+    return projection.dense() if isinstance(projection, LoraLinear) else projection.weight
 
 
 def compress(decoder: nn.Module, active: ActiveRuns) -> list[str]:
@@ -108,20 +112,21 @@ def _latent_of(module: nn.Module, active: ActiveRuns) -> Latent | None:
         num_heads, num_own, num_rotated = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
     except AttributeError:
         return None
-    num_outputs, num_latent = projection.weight.shape
+    weight = _weight_of(projection)
+    num_outputs, num_latent = weight.shape
     if num_outputs % num_heads or num_outputs // num_heads <= num_own:
         return None
     latent = Latent(projection, active, num_heads, num_own)
     generator = torch.Generator().manual_seed(0)
     shapes = (4, num_latent), (4, num_rotated), (4, num_heads, num_own + num_rotated)
-    c_T_C, rotated_T_E, q_T_N_D = (torch.randn(shape, generator=generator).to(projection.weight) for shape in shapes)
+    c_T_C, rotated_T_E, q_T_N_D = (torch.randn(shape, generator=generator).to(weight) for shape in shapes)
     keys, values = expand(c_T_C[None, None], rotated_T_E[None, None])
     theirs = torch.einsum("tnd,nld->tnl", q_T_N_D, keys[0]), values[0].transpose(0, 1)
     ours = (
         latent.queries(q_T_N_D) @ torch.cat([c_T_C, rotated_T_E], -1).T,
         latent.values(c_T_C[:, None].expand(-1, num_heads, -1)),
     )
-    limit = _TOLERANCE.get(projection.weight.dtype, _ROUGH)
+    limit = _TOLERANCE.get(weight.dtype, _ROUGH)
     for mine, expected in zip(ours, theirs, strict=True):
         if mine.shape != expected.shape or not (mine - expected).norm() <= limit * expected.norm():
             return None

@@ -26,6 +26,7 @@ from tinsmith.modeling.adapter import Adapter, LoraWeights
 from tinsmith.modeling.attention import Layout, Packed
 from tinsmith.modeling.kernels.prepacked import Prepacked
 from tinsmith.modeling.kernels.transfer import table
+from tinsmith.modeling.quantized import dtype_of, quantized_parameters, take_quantized
 
 if TYPE_CHECKING:
     from tinsmith.modeling.padded import Padded
@@ -129,15 +130,22 @@ class LoraLinear(nn.Module):
 
     def __init__(self, base: nn.Linear, name: str, active: ActiveRuns) -> None:
         super().__init__()
-        if base.weight.device.type == "cpu":
-            # Column-major: a product with some 8 rows (a small decode step) takes a third of the time, and one with
-            # many rows takes as long as row-major.
-            base.weight.data = base.weight.data.T.contiguous().T
-        self.weight = base.weight
+        self.quantized: Callable[[], Tensor] | None = None
+        """Computes the weight if it is quantised (quantized.py). If not, the layer has `weight`."""
+        if (parameter := quantized_parameters(base).get("weight")) is not None:
+            take_quantized(self, base)
+            object.__setattr__(self, "quantized", parameter)  # `parametrizations` registers it
+        else:
+            if base.weight.device.type == "cpu":
+                # Column-major: a product with some 8 rows (a small decode step) takes a third of the time, and one with
+                # many rows takes as long as row-major.
+                base.weight.data = base.weight.data.T.contiguous().T
+            self.weight = base.weight
+        self.dtype = base.weight.dtype if parameter is None else dtype_of(parameter)
         self.bias = base.bias
         self.name = name
         self.active = active
-        self.num_outputs, num_inputs = base.weight.shape
+        self.num_outputs, num_inputs = base.out_features, base.in_features
         self.merges_above = 2 * num_inputs * self.num_outputs // (num_inputs + self.num_outputs)
         """Number of rows of a run up to which merging does not pay (see `_shares`)."""
         self.joined: tuple[LoraLinear, ...] = (self,)
@@ -146,16 +154,20 @@ class LoraLinear(nn.Module):
         self.prepacked: Prepacked | None = None
         """Prepacked matrices of all joined layers, in the first of them only."""
 
+    def dense(self) -> Tensor:
+        """The weight [O, I]. If it is quantised, it is made anew at each call, and callers must not keep it."""
+        return self.weight if self.quantized is None else self.quantized()
+
     def forward(self, x: Tensor) -> Tensor:
         active = self.active
         if active.groups is not None:
-            y = active.groups.linear(x.flatten(0, -2), self.weight, self.bias, self.name)
+            y = active.groups.linear(x.flatten(0, -2), self)
             if y is not None:
                 return y.unflatten(0, x.shape[:-1])
         if not torch.is_grad_enabled():
             return self._without_gradient(x)
         parameters = parameters_of([self], active.runs)
-        if not parameters:
+        if not parameters and self.quantized is None:
             return nn.functional.linear(x, self.weight, self.bias)
         y_T_O = _Linear.apply(x.reshape(-1, x.shape[-1]), self, active.runs, *parameters)
         return y_T_O.unflatten(0, x.shape[:-1])
@@ -167,7 +179,7 @@ class LoraLinear(nn.Module):
         if prepacked is not None and prepacked.gains(x) and prepacked.copies(self.weight):
             y = prepacked.together(x)
         else:
-            y = nn.functional.linear(x, self.weight, self.bias)
+            y = nn.functional.linear(x, self.dense(), self.bias)
         for run in self.active.runs:
             weights = run.adapter.weights.get(self.name)
             if weights is not None:
@@ -184,7 +196,7 @@ def prepack(model: nn.Module) -> None:
     Layers that are divided among ranks stay as they are.
     """
     for layer in model.modules():
-        if type(layer) is LoraLinear and layer.joined[0] is layer:
+        if type(layer) is LoraLinear and layer.joined[0] is layer and layer.quantized is None:
             layer.prepacked = Prepacked([one.weight for one in layer.joined], [one.bias for one in layer.joined])
 
 
@@ -210,7 +222,7 @@ def forward(x_T_I: Tensor, layers: Sequence[LoraLinear], runs: Sequence[Run]) ->
     lows = []
     for layer, y_T_O in zip(layers, _columns(y_T_S, layers), strict=True):
         shares = _shares(layer, runs, x_T_I)
-        for rows, weight_O_I in _pieces(layer.weight, shares, x_T_I.shape[0]):
+        for rows, weight_O_I in _pieces(layer.dense(), shares, x_T_I.shape[0]):
             torch.mm(_take(x_T_I, rows), weight_O_I.T, out=_take(y_T_O, rows))
         if (bias_O := layer.bias) is not None:
             y_T_O.add_(bias_O)
@@ -238,7 +250,7 @@ def backward(
     for number, (layer, grad_T_O) in enumerate(zip(layers, _columns(grad_T_S, layers), strict=True)):
         shares = _shares(layer, runs, x_T_I)
         if grad_x_T_I is not None:
-            for rows, weight_O_I in _pieces(layer.weight, shares, x_T_I.shape[0]):
+            for rows, weight_O_I in _pieces(layer.dense(), shares, x_T_I.shape[0]):
                 if number == 0:
                     torch.mm(_take(grad_T_O, rows), weight_O_I, out=_take(grad_x_T_I, rows))
                 else:
@@ -347,7 +359,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x_T_I: Tensor, layer: LoraLinear, runs: Sequence[Run], *parameters: Tensor) -> Tensor:
         y_T_O, lows = forward(x_T_I, [layer], runs)
         # The weight and the parameters are saved so that autograd notices if they were changed.
-        ctx.save_for_backward(x_T_I, layer.weight, *parameters, *lows)
+        weight = [layer.weight] if layer.quantized is None else []
+        ctx.save_for_backward(x_T_I, *weight, *parameters, *lows)
         ctx.layer, ctx.runs, ctx.num_lows = layer, runs, len(lows)
         return y_T_O
 
@@ -412,15 +425,15 @@ class Groups:
         scalings = [adapter.scaling if adapter is not None else 0.0 for adapter in adapters]
         return cls(adapters, table(ends, torch.int32, device), table(scalings, torch.float32, device), mm)
 
-    def linear(self, x_T_I: Tensor, weight_O_I: Tensor, bias_O: Tensor | None, name: str) -> Tensor | None:
+    def linear(self, x_T_I: Tensor, layer: LoraLinear) -> Tensor | None:
         """x W^T + bias + scaling (x A^T) B^T, with the A and B of each row's adapter. Differentiable in x, A and B.
 
         None if no adapter has this layer, or if grouped products do not support its features.
         """
-        layer = _GroupedLayer.of(self, name, weight_O_I)
-        if not layer.parameters or weight_O_I.shape[0] % FEATURE_MULTIPLE or weight_O_I.shape[1] % FEATURE_MULTIPLE:
+        grouped = _GroupedLayer.of(self, layer)
+        if not grouped.parameters or x_T_I.shape[1] % FEATURE_MULTIPLE or layer.num_outputs % FEATURE_MULTIPLE:
             return None
-        return _GroupedLinear.apply(x_T_I.contiguous(), weight_O_I, bias_O, layer, *layer.parameters)
+        return _GroupedLinear.apply(x_T_I.contiguous(), layer, grouped, *grouped.parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,16 +450,16 @@ class _GroupedLayer:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, groups: Groups, name: str, like: Tensor) -> _GroupedLayer:
+    def of(cls, groups: Groups, layer: LoraLinear) -> _GroupedLayer:
         where: list[int] = []
         parameters: list[Tensor] = []
         for n, adapter in enumerate(groups.adapters):
-            weights = adapter.weights.get(name) if adapter is not None else None
+            weights = adapter.weights.get(layer.name) if adapter is not None else None
             if weights is not None:
                 where.append(n)
                 parameters += [weights.a_R_I, weights.b_O_R]
         largest = max((a.shape[0] for a in parameters[::2]), default=1)
-        return cls(groups, where, parameters, -(-largest // RANK_MULTIPLE) * RANK_MULTIPLE, like.dtype)
+        return cls(groups, where, parameters, -(-largest // RANK_MULTIPLE) * RANK_MULTIPLE, layer.dtype)
 
     @property
     def ranks(self) -> list[int]:
@@ -475,15 +488,13 @@ class _GroupedLayer:
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_T_I: Tensor, weight_O_I: Tensor, bias_O: Tensor | None, layer: _GroupedLayer, *parameters: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x_T_I: Tensor, linear: LoraLinear, layer: _GroupedLayer, *parameters: Tensor) -> Tensor:
         mm, ends_G = layer.groups.mm, layer.groups.ends_G
-        y_T_O = torch.nn.functional.linear(x_T_I, weight_O_I, bias_O)
+        y_T_O = torch.nn.functional.linear(x_T_I, linear.dense(), linear.bias)
         low_T_R = mm(x_T_I, layer.stack_a(parameters).transpose(1, 2), ends_G)
         y_T_O += mm(low_T_R, layer.stack_b(parameters).transpose(1, 2), ends_G)
-        ctx.save_for_backward(x_T_I, weight_O_I, low_T_R, *parameters)
-        ctx.layer = layer
+        ctx.save_for_backward(x_T_I, low_T_R, *parameters)
+        ctx.linear, ctx.layer = linear, layer
         return y_T_O
 
     @staticmethod
@@ -491,14 +502,14 @@ class _GroupedLinear(torch.autograd.Function):
         grad_T_O = grad_outputs[0].contiguous()
         layer: _GroupedLayer = ctx.layer
         mm, ends_G = layer.groups.mm, layer.groups.ends_G
-        x_T_I, weight_O_I, low_T_R, *parameters = ctx.saved_tensors
+        x_T_I, low_T_R, *parameters = ctx.saved_tensors
         grad_low_T_R = mm(grad_T_O, layer.stack_b(parameters), ends_G)
         grad_x_T_I = None
         if ctx.needs_input_grad[0]:
-            grad_x_T_I = grad_T_O @ weight_O_I
+            grad_x_T_I = grad_T_O @ ctx.linear.dense()
             grad_x_T_I += mm(grad_low_T_R, layer.stack_a(parameters), ends_G)
         grads: list[Tensor | None] = [None] * len(parameters)
-        if any(ctx.needs_input_grad[4:]):
+        if any(ctx.needs_input_grad[3:]):
             # One cast for all adapters, whose gradients are views of the result.
             grad_a_G_R_I = mm(grad_low_T_R.T, x_T_I, ends_G).float()
             grad_b_G_O_R = mm(grad_T_O.T, low_T_R, ends_G).float()
@@ -506,4 +517,4 @@ class _GroupedLinear(torch.autograd.Function):
             for n, (group, rank) in enumerate(zip(layer.where, layer.ranks, strict=True)):
                 grads[2 * n] = grad_a_G_R_I[group, :rank]
                 grads[2 * n + 1] = grad_b_G_O_R[group, :, :rank]
-        return grad_x_T_I, None, None, None, *grads
+        return grad_x_T_I, None, None, *grads

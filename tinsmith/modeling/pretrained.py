@@ -19,6 +19,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from tinsmith.modeling.quantized import LoadingConfig, quantized_in_files
+
 logger = logging.getLogger(__name__)
 
 _SHOWN = 4
@@ -37,14 +39,27 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 def load_causal_lm(
-    path: str | Path, *, config: PretrainedConfig, dtype: torch.dtype, **options: Any
+    path: str | Path,
+    *,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    quantization: LoadingConfig | None = None,
+    **options: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
     """The model in host memory, and the names of parameters that its files lack, which transformers fills at random.
 
-    A tied parameter does not count as missing if the files hold its partner, nor does one that transformers expects to
-    be absent. Raises OSError if there is no such model, if a file of its weights is damaged, or if a tensor has another
-    shape than the configuration gives it. Code that comes with a model is never run.
+    `quantization`: quantises weights while they are read (quantized.py). A tied parameter does not count as missing if
+    the files hold its partner, nor does one that transformers expects to be absent. Raises OSError if there is no such
+    model, if a file of its weights is damaged, or if a tensor has another shape than the configuration gives it. Raises
+    ValueError for weights that cannot be quantised. Code that comes with a model is never run.
     """
+    if quantization is not None:
+        if method := quantized_in_files(config):
+            raise ValueError(
+                f"quantize: the files of this model are quantised already ({method}), and would lose precision twice; "
+                "leave it out, or fetch the model in bfloat16"
+            )
+        options["quantization_config"] = quantization
     try:
         # transformers reports the names of mismatched tensors only if it is told to ignore them.
         loaded: Any = auto_class(config).from_pretrained(
@@ -59,7 +74,11 @@ def load_causal_lm(
     except SafetensorError as error:
         raise OSError(f"a file of weights is damaged ({error}); fetch it again") from error
     model, report = loaded
-    if mismatched := sorted(report["mismatched_keys"]):
+    mismatched = sorted(report["mismatched_keys"])
+    if quantization is not None:
+        model.hf_quantizer.remove_quantization_config(model)
+        mismatched += quantization.mismatched(model)
+    if mismatched:
         (name, stored, expected), *rest = mismatched
         more = f", and {len(rest)} more do not fit" if rest else ""
         raise OSError(

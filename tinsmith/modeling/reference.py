@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tinsmith.modeling.adapter import Adapter, LoraWeights
+from tinsmith.modeling.quantized import quantized_parameters
 
 
 @contextmanager
@@ -27,7 +28,10 @@ def adapted(model: nn.Module, adapter: Adapter) -> Iterator[None]:
             weights = adapter.weights[target.name]
             parent, _, name = target.name.rpartition(".")
             owner = model.get_submodule(parent)
-            if name in owner._parameters:
+            if (stored := quantized_parameters(owner).get(name)) is not None:
+                change = partial(_add_delta, weights=weights, scaling=adapter.scaling, transposed=_is_transposed(owner))
+                stack.callback(stored.register_forward_hook(change).remove)
+            elif name in owner._parameters:
                 stack.enter_context(_replaced(owner, name, weights, adapter.scaling))
             else:
                 share = partial(_add_share, weights=weights, scaling=adapter.scaling)
@@ -44,6 +48,24 @@ def _add_share(
     return (output.to(dtype) + scaling * (low @ weights.b_O_R.to(dtype).T)).to(output.dtype)
 
 
+def _add_delta(
+    module: nn.Module, args: tuple[()], output: Tensor, *, weights: LoraWeights, scaling: float, transposed: bool
+) -> Tensor:
+    """Forward hook of a quantised weight that returns W + scaling * B A."""
+    return _sum(output, weights, scaling, transposed=transposed)
+
+
+def _sum(weight: Tensor, weights: LoraWeights, scaling: float, *, transposed: bool) -> Tensor:
+    delta = scaling * (weights.b_O_R @ weights.a_R_I)
+    if transposed:
+        delta = delta.mT
+    return (weight.to(torch.promote_types(weight.dtype, delta.dtype)) + delta).to(weight.dtype)
+
+
+def _is_transposed(experts: nn.Module) -> bool:
+    return bool(getattr(experts, "is_transposed", False) or getattr(experts, "transposed", False))
+
+
 @contextmanager
 def _replaced(owner: nn.Module, name: str, weights: LoraWeights, scaling: float) -> Iterator[None]:
     """Replaces the weight of fused experts by W + scaling * B A while their own forward runs. All experts may share A
@@ -52,11 +74,8 @@ def _replaced(owner: nn.Module, name: str, weights: LoraWeights, scaling: float)
     assert original is not None
 
     def before(*_: Any) -> None:
-        delta = scaling * (weights.b_O_R @ weights.a_R_I)
-        if getattr(owner, "is_transposed", False) or getattr(owner, "transposed", False):
-            delta = delta.mT
-        dtype = torch.promote_types(original.dtype, delta.dtype)
-        owner._parameters[name] = (original.to(dtype) + delta).to(original.dtype)  # type: ignore[assignment]
+        changed = _sum(original, weights, scaling, transposed=_is_transposed(owner))
+        owner._parameters[name] = changed  # type: ignore[assignment]
 
     def after(*_: Any) -> None:
         owner._parameters[name] = original

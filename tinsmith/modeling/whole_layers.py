@@ -280,7 +280,7 @@ def _whole(layer: nn.Module, index: int) -> WholeLayer | None:
     if attention or type(mlp) is not FusedMLP or len(of_heads) == 1:
         return None
     linear = _linear_layers(layer)
-    if len(linear) < 7 or any(one.weight.dtype not in (torch.float32, torch.float64) for one in linear):
+    if len(linear) < 7 or any(one.dtype not in (torch.float32, torch.float64) for one in linear):
         return None
     if any(type(norm) is not FusedRMSNorm or norm.backend is not CPU for norm in norms):
         return None
@@ -293,7 +293,7 @@ def _whole(layer: nn.Module, index: int) -> WholeLayer | None:
     if of_heads:
         if any(norm.weight.shape != (head_dim,) for norm in of_heads) or of_heads[0].eps != of_heads[1].eps:
             return None
-        counts = [one.weight.shape[0] // head_dim for one in (q, k)]
+        counts = [one.num_outputs // head_dim for one in (q, k)]
         weights = [norm.weight.expand(count, -1) for norm, count in zip(of_heads, counts, strict=True)]
         together = _Norm(torch.cat(weights), of_heads[0].eps)
     found = WholeLayer(

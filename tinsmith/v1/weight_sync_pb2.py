@@ -26,7 +26,7 @@ from tinsmith.v1 import sampler_pb2 as tinsmith_dot_v1_dot_sampler__pb2
 from tinsmith.v1 import types_pb2 as tinsmith_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtinsmith/v1/weight_sync.proto\x12\x0btinsmith.v1\x1a\x19tinsmith/v1/sampler.proto\x1a\x17tinsmith/v1/types.proto\"O\n\x1aProbeWeightTransferRequest\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0e\n\x06socket\x18\x03 \x01(\t\"B\n\x1bProbeWeightTransferResponse\x12\x11\n\tconnected\x18\x01 \x01(\x08\x12\x10\n\x08gpu_uuid\x18\x02 \x01(\t\"\xc0\x01\n\x19InitWeightTransferRequest\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x12\n\nstore_host\x18\x03 \x01(\t\x12\x12\n\nstore_port\x18\x04 \x01(\x05\x12\x0c\n\x04rank\x18\x05 \x01(\x05\x12\x12\n\nworld_size\x18\x06 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\x12%\n\x04ring\x18\x08 \x01(\x0b\x32\x17.tinsmith.v1.SharedRing\"]\n\nSharedRing\x12\x11\n\tnum_slots\x18\x01 \x01(\x05\x12\x12\n\nslot_bytes\x18\x02 \x01(\x03\x12(\n\x04\x63uda\x18\x03 \x01(\x0b\x32\x1a.tinsmith.v1.CudaIpcHandle\"\xc6\x01\n\rCudaIpcHandle\x12\x10\n\x08gpu_uuid\x18\x01 \x01(\t\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x03\x12\x1a\n\x12ref_counter_handle\x18\x05 \x01(\x0c\x12\x1a\n\x12ref_counter_offset\x18\x06 \x01(\x03\x12\x14\n\x0c\x65vent_handle\x18\x07 \x01(\x0c\x12\x1b\n\x13\x65vent_sync_required\x18\x08 \x01(\x08\"\x1c\n\x1aInitWeightTransferResponse\"\xf6\x01\n\x18StartWeightUpdateRequest\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x12\n\nversion_id\x18\x03 \x01(\t\x12\x12\n\nbase_model\x18\x04 \x01(\t\x12,\n\x0blora_config\x18\x05 \x01(\x0b\x32\x17.tinsmith.v1.LoraConfig\x12(\n\x07tensors\x18\x06 \x03(\x0b\x32\x17.tinsmith.v1.TensorSpec\x12!\n\x05\x64type\x18\x07 \x01(\x0e\x32\x12.tinsmith.v1.Dtype\x12\x14\n\x0c\x62ucket_bytes\x18\x08 \x01(\x03\")\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\"\x1b\n\x19StartWeightUpdateResponse\"M\n\x14UpdateWeightsRequest\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\x12\n\nversion_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\"*\n\x15UpdateWeightsResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x03\"d\n\x19\x46inishWeightUpdateRequest\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\x12\n\nversion_id\x18\x02 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\"0\n\x1a\x46inishWeightUpdateResponse\x12\x12\n\nversion_id\x18\x01 \x01(\t\"G\n\x18SampleOnProbationRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.tinsmith.v1.SampleRequest\"J\n\x19SampleOnProbationResponse\x12-\n\x08response\x18\x01 \x01(\x0b\x32\x1b.tinsmith.v1.SampleResponse\"+\n\x15\x43onfirmVersionRequest\x12\x12\n\nversion_id\x18\x01 \x01(\t\"\x18\n\x16\x43onfirmVersionResponse2\xc6\x05\n\x11WeightSyncService\x12h\n\x13ProbeWeightTransfer\x12\'.tinsmith.v1.ProbeWeightTransferRequest\x1a(.tinsmith.v1.ProbeWeightTransferResponse\x12\x65\n\x12InitWeightTransfer\x12&.tinsmith.v1.InitWeightTransferRequest\x1a\'.tinsmith.v1.InitWeightTransferResponse\x12\x62\n\x11StartWeightUpdate\x12%.tinsmith.v1.StartWeightUpdateRequest\x1a&.tinsmith.v1.StartWeightUpdateResponse\x12V\n\rUpdateWeights\x12!.tinsmith.v1.UpdateWeightsRequest\x1a\".tinsmith.v1.UpdateWeightsResponse\x12\x65\n\x12\x46inishWeightUpdate\x12&.tinsmith.v1.FinishWeightUpdateRequest\x1a\'.tinsmith.v1.FinishWeightUpdateResponse\x12\x62\n\x11SampleOnProbation\x12%.tinsmith.v1.SampleOnProbationRequest\x1a&.tinsmith.v1.SampleOnProbationResponse\x12Y\n\x0e\x43onfirmVersion\x12\".tinsmith.v1.ConfirmVersionRequest\x1a#.tinsmith.v1.ConfirmVersionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtinsmith/v1/weight_sync.proto\x12\x0btinsmith.v1\x1a\x19tinsmith/v1/sampler.proto\x1a\x17tinsmith/v1/types.proto\"O\n\x1aProbeWeightTransferRequest\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0e\n\x06socket\x18\x03 \x01(\t\"B\n\x1bProbeWeightTransferResponse\x12\x11\n\tconnected\x18\x01 \x01(\x08\x12\x10\n\x08gpu_uuid\x18\x02 \x01(\t\"\xc0\x01\n\x19InitWeightTransferRequest\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x12\n\nstore_host\x18\x03 \x01(\t\x12\x12\n\nstore_port\x18\x04 \x01(\x05\x12\x0c\n\x04rank\x18\x05 \x01(\x05\x12\x12\n\nworld_size\x18\x06 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\x12%\n\x04ring\x18\x08 \x01(\x0b\x32\x17.tinsmith.v1.SharedRing\"]\n\nSharedRing\x12\x11\n\tnum_slots\x18\x01 \x01(\x05\x12\x12\n\nslot_bytes\x18\x02 \x01(\x03\x12(\n\x04\x63uda\x18\x03 \x01(\x0b\x32\x1a.tinsmith.v1.CudaIpcHandle\"\xc6\x01\n\rCudaIpcHandle\x12\x10\n\x08gpu_uuid\x18\x01 \x01(\t\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x03\x12\x1a\n\x12ref_counter_handle\x18\x05 \x01(\x0c\x12\x1a\n\x12ref_counter_offset\x18\x06 \x01(\x03\x12\x14\n\x0c\x65vent_handle\x18\x07 \x01(\x0c\x12\x1b\n\x13\x65vent_sync_required\x18\x08 \x01(\x08\"\x1c\n\x1aInitWeightTransferResponse\"\x88\x02\n\x18StartWeightUpdateRequest\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x12\n\nversion_id\x18\x03 \x01(\t\x12\x12\n\nbase_model\x18\x04 \x01(\t\x12,\n\x0blora_config\x18\x05 \x01(\x0b\x32\x17.tinsmith.v1.LoraConfig\x12(\n\x07tensors\x18\x06 \x03(\x0b\x32\x17.tinsmith.v1.TensorSpec\x12!\n\x05\x64type\x18\x07 \x01(\x0e\x32\x12.tinsmith.v1.Dtype\x12\x14\n\x0c\x62ucket_bytes\x18\x08 \x01(\x03\x12\x10\n\x08quantize\x18\t \x01(\t\")\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\"\x1b\n\x19StartWeightUpdateResponse\"M\n\x14UpdateWeightsRequest\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\x12\n\nversion_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\"*\n\x15UpdateWeightsResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x03\"d\n\x19\x46inishWeightUpdateRequest\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\x12\n\nversion_id\x18\x02 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\"0\n\x1a\x46inishWeightUpdateResponse\x12\x12\n\nversion_id\x18\x01 \x01(\t\"G\n\x18SampleOnProbationRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.tinsmith.v1.SampleRequest\"J\n\x19SampleOnProbationResponse\x12-\n\x08response\x18\x01 \x01(\x0b\x32\x1b.tinsmith.v1.SampleResponse\"+\n\x15\x43onfirmVersionRequest\x12\x12\n\nversion_id\x18\x01 \x01(\t\"\x18\n\x16\x43onfirmVersionResponse2\xc6\x05\n\x11WeightSyncService\x12h\n\x13ProbeWeightTransfer\x12\'.tinsmith.v1.ProbeWeightTransferRequest\x1a(.tinsmith.v1.ProbeWeightTransferResponse\x12\x65\n\x12InitWeightTransfer\x12&.tinsmith.v1.InitWeightTransferRequest\x1a\'.tinsmith.v1.InitWeightTransferResponse\x12\x62\n\x11StartWeightUpdate\x12%.tinsmith.v1.StartWeightUpdateRequest\x1a&.tinsmith.v1.StartWeightUpdateResponse\x12V\n\rUpdateWeights\x12!.tinsmith.v1.UpdateWeightsRequest\x1a\".tinsmith.v1.UpdateWeightsResponse\x12\x65\n\x12\x46inishWeightUpdate\x12&.tinsmith.v1.FinishWeightUpdateRequest\x1a\'.tinsmith.v1.FinishWeightUpdateResponse\x12\x62\n\x11SampleOnProbation\x12%.tinsmith.v1.SampleOnProbationRequest\x1a&.tinsmith.v1.SampleOnProbationResponse\x12Y\n\x0e\x43onfirmVersion\x12\".tinsmith.v1.ConfirmVersionRequest\x1a#.tinsmith.v1.ConfirmVersionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,27 +46,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INITWEIGHTTRANSFERRESPONSE']._serialized_start=738
   _globals['_INITWEIGHTTRANSFERRESPONSE']._serialized_end=766
   _globals['_STARTWEIGHTUPDATEREQUEST']._serialized_start=769
-  _globals['_STARTWEIGHTUPDATEREQUEST']._serialized_end=1015
-  _globals['_TENSORSPEC']._serialized_start=1017
-  _globals['_TENSORSPEC']._serialized_end=1058
-  _globals['_STARTWEIGHTUPDATERESPONSE']._serialized_start=1060
-  _globals['_STARTWEIGHTUPDATERESPONSE']._serialized_end=1087
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=1089
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1166
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1168
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1210
-  _globals['_FINISHWEIGHTUPDATEREQUEST']._serialized_start=1212
-  _globals['_FINISHWEIGHTUPDATEREQUEST']._serialized_end=1312
-  _globals['_FINISHWEIGHTUPDATERESPONSE']._serialized_start=1314
-  _globals['_FINISHWEIGHTUPDATERESPONSE']._serialized_end=1362
-  _globals['_SAMPLEONPROBATIONREQUEST']._serialized_start=1364
-  _globals['_SAMPLEONPROBATIONREQUEST']._serialized_end=1435
-  _globals['_SAMPLEONPROBATIONRESPONSE']._serialized_start=1437
-  _globals['_SAMPLEONPROBATIONRESPONSE']._serialized_end=1511
-  _globals['_CONFIRMVERSIONREQUEST']._serialized_start=1513
-  _globals['_CONFIRMVERSIONREQUEST']._serialized_end=1556
-  _globals['_CONFIRMVERSIONRESPONSE']._serialized_start=1558
-  _globals['_CONFIRMVERSIONRESPONSE']._serialized_end=1582
-  _globals['_WEIGHTSYNCSERVICE']._serialized_start=1585
-  _globals['_WEIGHTSYNCSERVICE']._serialized_end=2295
+  _globals['_STARTWEIGHTUPDATEREQUEST']._serialized_end=1033
+  _globals['_TENSORSPEC']._serialized_start=1035
+  _globals['_TENSORSPEC']._serialized_end=1076
+  _globals['_STARTWEIGHTUPDATERESPONSE']._serialized_start=1078
+  _globals['_STARTWEIGHTUPDATERESPONSE']._serialized_end=1105
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=1107
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1184
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1186
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1228
+  _globals['_FINISHWEIGHTUPDATEREQUEST']._serialized_start=1230
+  _globals['_FINISHWEIGHTUPDATEREQUEST']._serialized_end=1330
+  _globals['_FINISHWEIGHTUPDATERESPONSE']._serialized_start=1332
+  _globals['_FINISHWEIGHTUPDATERESPONSE']._serialized_end=1380
+  _globals['_SAMPLEONPROBATIONREQUEST']._serialized_start=1382
+  _globals['_SAMPLEONPROBATIONREQUEST']._serialized_end=1453
+  _globals['_SAMPLEONPROBATIONRESPONSE']._serialized_start=1455
+  _globals['_SAMPLEONPROBATIONRESPONSE']._serialized_end=1529
+  _globals['_CONFIRMVERSIONREQUEST']._serialized_start=1531
+  _globals['_CONFIRMVERSIONREQUEST']._serialized_end=1574
+  _globals['_CONFIRMVERSIONRESPONSE']._serialized_start=1576
+  _globals['_CONFIRMVERSIONRESPONSE']._serialized_end=1600
+  _globals['_WEIGHTSYNCSERVICE']._serialized_start=1603
+  _globals['_WEIGHTSYNCSERVICE']._serialized_end=2313
 # @@protoc_insertion_point(module_scope)

@@ -81,7 +81,7 @@ class InitWeightTransferResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StartWeightUpdateRequest(_message.Message):
-    __slots__ = ("trainer_id", "epoch", "version_id", "base_model", "lora_config", "tensors", "dtype", "bucket_bytes")
+    __slots__ = ("trainer_id", "epoch", "version_id", "base_model", "lora_config", "tensors", "dtype", "bucket_bytes", "quantize")
     TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class StartWeightUpdateRequest(_message.Message):
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZE_FIELD_NUMBER: _ClassVar[int]
     trainer_id: str
     epoch: int
     version_id: str
@@ -98,7 +99,8 @@ class StartWeightUpdateRequest(_message.Message):
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     dtype: _types_pb2.Dtype
     bucket_bytes: int
-    def __init__(self, trainer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[_types_pb2.LoraConfig, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., dtype: _Optional[_Union[_types_pb2.Dtype, str]] = ..., bucket_bytes: _Optional[int] = ...) -> None: ...
+    quantize: str
+    def __init__(self, trainer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[_types_pb2.LoraConfig, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., dtype: _Optional[_Union[_types_pb2.Dtype, str]] = ..., bucket_bytes: _Optional[int] = ..., quantize: _Optional[str] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "shape")

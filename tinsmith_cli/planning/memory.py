@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tinsmith.quantization import QUANTIZATIONS, bytes_per_parameter
 from tinsmith.sizing import (
     ACTIVATIONS_SHARE,
     MAX_CHUNK_ELEMENTS,
@@ -17,8 +18,8 @@ from tinsmith_cli.planning.shape import Layer, Shape
 
 BYTES_PER_PARAMETER = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 """Types of the base weights."""
-QUANTISED_BYTES = {"int8": 1.0 + 4 / 64, "nf4": 0.5 + 4 / 64}
-"""Bytes of a parameter of a quantised matrix, with a float32 scale for each block of 64."""
+QUANTISED_BYTES = {quantise: bytes_per_parameter(quantise, "float32") for quantise in QUANTIZATIONS}
+"""Bytes of a parameter of a quantised matrix, whatever type the others have."""
 ADAPTER_BYTES = 4
 """Adapters, gradients and moments are float32, and so are weights on the weight channel."""
 _LOGIT_BYTES = 10

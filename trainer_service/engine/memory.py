@@ -45,7 +45,7 @@ class Allocations(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
-        if key in self._live:
+        if key in self._live or storage.device.type == "meta":
             return
         num_bytes = storage.nbytes()
         self.live_bytes += num_bytes

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tinsmith.errors import InvalidRequest, ModelNotFound
 from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import AdapterConfig
+from tinsmith.quantization import described
 from tinsmith.rpc.paths import creation_of, version_of
 from tinsmith.rpc.times import timestamp
 from tinsmith.rpc.words import value_of, word_of
@@ -82,6 +83,17 @@ class Model:
         )
 
 
+def _difference(theirs: str, ours: str) -> str:
+    """The reason for which two checksums of base weights differ."""
+    (their_sum, _, their_form), (our_sum, _, our_form) = theirs.partition("-"), ours.partition("-")
+    if their_sum != our_sum:
+        return "another set of weights has the same name"
+    return (
+        f"they are the same weights, then {described(their_form)} and now {described(our_form)} (`tinsmith up "
+        "--quantize`, TRAINER_QUANTIZE and SAMPLER_QUANTIZE)"
+    )
+
+
 class LiveModels:
     """The live models in memory, by model_id. All train this trainer's base model."""
 
@@ -129,7 +141,7 @@ class LiveModels:
             return
         message = (
             f"{field}: {base_weights!r} is the checksum of the base weights that it was trained on, but this "
-            f"trainer's {self.base_models[0]} has {self.base_weights!r}: another set of weights has the same name"
+            f"trainer's {self.base_models[0]} has {self.base_weights!r}: {_difference(base_weights, self.base_weights)}"
         )
         if not self._allow_other_weights:
             raise InvalidRequest(

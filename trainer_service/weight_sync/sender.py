@@ -18,6 +18,7 @@ import torch
 from tinsmith.errors import AlreadyExists, NotReady, OutOfCapacity, ServiceError, VersionConflict
 from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.full_weights import Weights
+from tinsmith.quantization import Quantization
 from tinsmith.rpc import tracing
 from tinsmith.rpc.tls import Certificates
 from tinsmith.threads import in_pool
@@ -97,12 +98,14 @@ class WeightSender:
         bucket_bytes: int = 16 * 1024**2,
         api_key: str = "",
         certificates: Certificates | None = None,
+        quantize: Quantization | None = None,
     ) -> None:
         """`timeout_s`: limit on each call and on forming a group, in seconds. `silence_s`: while weights are sent, a
         sampler that leaves a health check unanswered for this long is left out, in seconds. `api_key`: sent to the
-        samplers, unless empty.
+        samplers, unless empty. `quantize`: how the trainer's base weights are quantised, for the samplers to compare.
         """
         self._trainer_id = trainer_id
+        self._quantize = quantize
         self._timeout_s = timeout_s
         self._metrics = metrics
         self._samplers = Samplers(
@@ -356,6 +359,7 @@ class WeightSender:
             tensors=[pb.TensorSpec(name=name, shape=shape) for name, shape in adapter.specs()],
             dtype=_DTYPES[adapter.sent_dtype],
             bucket_bytes=group.bucket_bytes,
+            quantize=self._quantize or "",
         )
         lacking: list[Sampler] = []
         held: dict[str, str] = {}

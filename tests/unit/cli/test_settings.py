@@ -6,8 +6,10 @@ import argparse
 from dataclasses import fields
 
 import pytest
+from pydantic import ValidationError
 
 from gateway.config import GatewayConfig
+from sampler_service.choice import settled
 from sampler_service.config import SamplerConfig
 from tinsmith_cli.base_models import UsageError
 from tinsmith_cli.settings import Settings
@@ -61,3 +63,47 @@ def test_the_folder_of_checkpoints_comes_from_the_environment(monkeypatch: pytes
 def test_a_number_below_the_least_is_refused_by_name_and_value(flag: str) -> None:
     with pytest.raises(UsageError, match=rf"^{flag}: 0(\.0)? is not at least 1$"):
         parsed(flag, "0")
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_quantize_reaches_trainer_and_sampler(quantize: str) -> None:
+    settings = parsed("--quantize", quantize)
+    for service, config in CONFIGS.items():
+        passed = settings.passed_to(service)
+        assert passed.get("quantize") == (quantize if service in ("trainer", "sampler") else None)
+        if "quantize" in passed:
+            assert config.model_validate({"base_model": "x", "quantize": passed["quantize"]}).quantize == quantize  # type: ignore[attr-defined]
+
+
+def test_fp8_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--quantize", "fp8")
+    assert "argument --quantize: 'fp8' is not supported: " in capsys.readouterr().err
+    for config in (TrainerConfig, SamplerConfig):
+        with pytest.raises(ValidationError, match=r"'fp8' is not supported: .* set it to 'int8'"):
+            config(base_model="x", quantize="fp8")  # type: ignore[arg-type]
+        with pytest.raises(ValidationError, match="Input should be 'int8' or 'nf4'"):
+            config(base_model="x", quantize="int4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("other", [["--full-training"], ["--engine", "vllm"]])
+def test_quantize_is_refused_before_anything_starts_where_it_cannot_be(other: list[str]) -> None:
+    with pytest.raises(UsageError, match=f"^--quantize: nf4 is not possible together with {' '.join(other)}; leave"):
+        parsed("--quantize", "nf4", *other)
+
+
+def test_the_services_refuse_what_quantised_weights_cannot_be() -> None:
+    for settings in ({"full_training": True}, {"tensor_parallel": 2}, {"shard_base": True}):
+        with pytest.raises(
+            ValidationError, match=f"quantize: nf4 is not possible together with {next(iter(settings))}"
+        ):
+            TrainerConfig(base_model="x", quantize="nf4", **settings)  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match=r'quantize: int8 is for engine "torch"; engine "vllm" would'):
+        SamplerConfig(base_model="x", quantize="int8", engine="vllm")
+    with pytest.raises(ValidationError, match="quantize: int8 leaves no matrices to prepack"):
+        SamplerConfig(base_model="x", quantize="int8", prepack=True)
+
+
+def test_a_quantised_sampler_takes_the_torch_engine_where_auto_would_take_vllm() -> None:
+    config, why = settled(SamplerConfig(base_model="x", quantize="nf4", device="cuda"))
+    assert (config.engine, why) == ("torch", "the setting quantize is nf4, which vLLM cannot do")

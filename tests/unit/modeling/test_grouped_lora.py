@@ -86,7 +86,7 @@ def test_features_that_the_kernels_cannot_read_go_the_plain_way() -> None:
     runs = [Run(adapters[0], slice(0, 5)), Run(adapters[1], slice(5, 9))]
     groups = Groups.of(runs, 9, CPU, torch_grouped_mm)
     assert groups is not None
-    assert groups.linear(rows(9), torch.zeros(20, 16), None, "attn") is None
+    assert groups.linear(rows(9), LoraLinear(nn.Linear(16, 20), "attn", ActiveRuns())) is None
     y, _ = output_and_gradients("attn", runs, rows(9), grouped=True, features=20)
     assert y.shape == (1, 9, 20)
 
@@ -118,6 +118,7 @@ def test_the_groups_are_what_torch_takes() -> None:
 
     checked = Groups(groups.adapters, groups.ends_G, groups.scalings_G, on_meta)
     x = rows(20, torch.bfloat16)
-    y = checked.linear(x, torch.zeros(24, 16, dtype=torch.bfloat16), None, "attn")
+    layer = LoraLinear(nn.Linear(16, 24, dtype=torch.bfloat16).requires_grad_(False), "attn", ActiveRuns())
+    y = checked.linear(x, layer)
     assert y is not None
     torch.autograd.grad(y.sum(), [x, runs[0].adapter.weights["attn"].a_R_I, runs[1].adapter.weights["attn"].b_O_R])

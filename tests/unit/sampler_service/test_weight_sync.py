@@ -292,6 +292,11 @@ async def test_a_new_group_replaces_the_old_one_and_trainers_do_not_disturb_each
             InvalidRequest,
             r"base_model: 'other' is not served here; this sampler has \['base'\]",
         ),
+        (
+            {"quantize": "nf4"},
+            InvalidRequest,
+            "quantize: the trainer's base weights are quantised to nf4, this sampler's are not quantised; set TRAINER_",
+        ),
         ({"epoch": 7}, FailedPrecondition, r"epoch: 7 is not the group that this sampler is in \(1\)"),
         ({"dtype": types.DTYPE_BFLOAT16}, InvalidRequest, "dtype: DTYPE_BFLOAT16"),
         ({"version_id": ""}, InvalidRequest, "version_id: is empty"),

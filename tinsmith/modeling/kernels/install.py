@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from tinsmith.modeling.kernels import elementwise
 from tinsmith.modeling.kernels.elementwise import Elementwise
@@ -89,7 +90,11 @@ def _norm(module: nn.Module, backend: Elementwise) -> FusedRMSNorm | None:
 def _is_swiglu(module: nn.Module) -> bool:
     parts = dict(module.named_children())
     activation: Any = parts.pop("act_fn", None)
-    if activation is None or set(parts) != set(_MLP) or any(type(part) is not nn.Linear for part in parts.values()):
+    if (
+        activation is None
+        or set(parts) != set(_MLP)
+        or any(type_before_parametrizations(part) is not nn.Linear for part in parts.values())
+    ):
         return False
     z = torch.linspace(-4, 4, 99)  # comparing the layers is not enough: near zero, all activations are linear
     if not _near(torch.nn.functional.silu(z), activation(z)):
