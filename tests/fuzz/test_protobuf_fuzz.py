@@ -27,7 +27,7 @@ from tests.support.wire import Wire, next_token_datum, tensor
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 
 PROTOBUF = "application/x-protobuf"
-NUM_SLOW_CASES = 10_000
+NUM_CASES = 10_000
 REFUSED = {400, 413, 422, 429}
 """Statuses that a body may get instead of a receipt."""
 SETTINGS: dict[str, Any] = {
@@ -240,21 +240,10 @@ def target(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Targ
         target.check_alive()
 
 
-def test_a_wrong_batch_is_answered_and_nothing_dies(target: Target) -> None:
-    @settings(max_examples=200, **SETTINGS)
-    @given(make=bodies())
-    def attack(make: Callable[[str, int], tuple[bytes, dict[str, str]]]) -> None:
-        target.attack(make)
-
-    attack()
-    target.check_alive()
-    assert {"200", "400", "ok", "user"} <= target.answers.keys(), target.answers
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_ten_thousand_wrong_batches_are_answered_and_nothing_dies(target: Target) -> None:
-    @settings(max_examples=NUM_SLOW_CASES, **SETTINGS)
+    @settings(max_examples=NUM_CASES, **SETTINGS)
     @given(make=bodies())
     def attack(make: Callable[[str, int], tuple[bytes, dict[str, str]]]) -> None:
         target.attack(make)
@@ -262,4 +251,5 @@ def test_ten_thousand_wrong_batches_are_answered_and_nothing_dies(target: Target
     attack()
     target.check_alive()
     print(target.answers)
-    assert target.answers.total() >= NUM_SLOW_CASES
+    assert {"200", "400", "ok", "user"} <= target.answers.keys(), target.answers
+    assert target.answers.total() >= NUM_CASES

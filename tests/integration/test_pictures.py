@@ -60,6 +60,7 @@ def datum(kind: int, seed: int, **fields: int) -> types.Datum:
     )
 
 
+@pytest.mark.slow
 def test_a_model_learns_from_pictures_and_is_sampled_with_them(stack: Stack) -> None:
     unseen = [(seed % 2, 1000 + seed) for seed in range(16)]
     with tinker.ServiceClient(base_url=stack.base_url, api_key="tml-test") as service:

@@ -32,6 +32,7 @@ def recurrent_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]
         yield stack
 
 
+@pytest.mark.slow
 def test_a_model_with_recurrent_layers_is_trained_and_sampled(recurrent_stack: Stack) -> None:
     with tinker.ServiceClient(base_url=recurrent_stack.base_url, api_key="tml-test") as service:
         clients = [new_model(service, seed=seed) for seed in (1, 2)]

@@ -13,10 +13,9 @@ from tests.support.stack import Stack
 from tests.support.wire import Wire, next_token_datum
 
 
-# Every stack of these tests is stopped by SIGTERM, though without open polls.
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=lambda number: number.name
-)
+# Every stack of the fast tests is stopped by SIGTERM, too, though without open polls.
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_ends_everything_with_polls_open(number: signal.Signals, toy: Path, tmp_path: Path) -> None:
     """Stack.stop raises unless all is gone within 10 s."""
     with Stack(tmp_path, base_models=[f"{BASE_MODEL}={toy}"]) as stack, Wire(stack.base_url) as wire:

@@ -9,6 +9,7 @@ COOKBOOK_NAMES = 46
 """Number of names in tinker_cookbook.model_info 0.6.1."""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 def test_the_page_is_current() -> None:
     assert PAGE.read_text() == page(), "run: python -m tests.unit.modeling.models_page"

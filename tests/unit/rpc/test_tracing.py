@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tinsmith.rpc import tracing
+
 _BLOCK = "import sys; sys.modules['opentelemetry'] = None; "
 
 
@@ -32,21 +34,25 @@ def test_without_its_packages_tracing_is_refused_with_the_name_of_the_extra() ->
         ),
     ],
 )
-def test_a_variable_that_asks_for_something_else_is_refused(variable: str, value: str, message: str) -> None:
-    ended = run("from tinsmith.rpc import tracing; tracing.setup('gateway')", **{variable: value})
-    assert ended.returncode == 1
-    assert ended.stderr.startswith(f"tracing: {message}")
+def test_a_variable_that_asks_for_something_else_is_refused(
+    variable: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit, match=f"^tracing: {message}"):
+        tracing.setup("gateway")
 
 
 @pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"])
 @pytest.mark.parametrize(
     "value", ["hunter2", "authorization: Bearer hunter2", "a=b,hunter2", "a=hunter2%0Ab", "a=hunter2ü", "a!=hunter2"]
 )
-def test_headers_that_cannot_be_sent_are_refused_and_not_shown(variable: str, value: str) -> None:
-    ended = run("from tinsmith.rpc import tracing; tracing.setup('gateway')", **{variable: value})
-    assert ended.returncode == 1
-    assert ended.stderr.startswith(f"tracing: {variable}: is not name=value,name=value")
-    assert "hunter2" not in ended.stderr
+def test_headers_that_cannot_be_sent_are_refused_and_not_shown(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit, match=f"^tracing: {variable}: is not name=value,name=value") as ended:
+        tracing.setup("gateway")
+    assert "hunter2" not in str(ended.value)
 
 
 def test_headers_of_any_allowed_form_are_taken() -> None:
