@@ -11,6 +11,7 @@ import tinsmith
 from tinsmith_cli import checkpoints, journal, keys, make_base_model, make_certificates, sessions, up
 from tinsmith_cli.base_models import UsageError
 from tinsmith_cli.doctor import command as doctor_command
+from tinsmith_cli.planning import command as plan_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +50,7 @@ def _run(argv: Sequence[str] | None) -> int:
     sessions.add_parser(commands)
     keys.add_parser(commands)
     journal.add_parser(commands)
+    plan_command.add_parser(commands)
     doctor_command.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:

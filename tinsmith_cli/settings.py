@@ -168,15 +168,29 @@ class Settings:
         help="send OpenTelemetry traces, configured by OTEL_EXPORTER_OTLP_ENDPOINT and OpenTelemetry's other "
         "variables; needs the extra otel",
     )  # fmt: skip
-    trainer_ranks: int = _flag(
-        1, type=int, metavar="N", least=1,
-        help="processes of each trainer, which divide the data and the trainer's threads (default %(default)s); "
-        "TRAINER_TENSOR_PARALLEL and TRAINER_SHARD_BASE in the environment also divide the base model",
+    trainer_ranks: int | None = _flag(
+        type=int, metavar="N", least=1,
+        help="processes of each trainer, which divide the data and the trainer's threads (default: 1 on a CPU, and one "
+        "for each of the trainer's GPUs); TRAINER_TENSOR_PARALLEL and TRAINER_SHARD_BASE in the environment also "
+        "divide the base model",
     )  # fmt: skip
-    samplers: int = _flag(
-        1, type=int, metavar="N", least=1,
-        help="samplers of each base model, which share its requests and the samplers' cores (default %(default)s). If "
-        "one ends, the others do its work until it is back",
+    samplers: int | None = _flag(
+        type=int, metavar="N", least=1,
+        help="samplers of each base model, which share its requests and the samplers' cores (default: 1 on a CPU, and "
+        "as many as the samplers' GPUs hold). If one ends, the others do its work until it is back",
+    )  # fmt: skip
+    gpus: str = _flag(
+        "all", metavar="LIST",
+        help="GPUs to use, by the numbers of nvidia-smi: 0,1 or 0-3; MIG instances by UUID. all takes what "
+        "CUDA_VISIBLE_DEVICES leaves, none the CPU (default %(default)s). `tinsmith plan` shows who gets which, and "
+        "how much memory",
+    )  # fmt: skip
+    trainer_gpus: str | None = _flag(metavar="LIST", help="GPUs of the trainer, one for each rank (default: planned)")
+    sampler_gpus: str | None = _flag(metavar="LIST", help="GPUs of the samplers (default: planned)")
+    train_share: float = _flag(
+        0.5, type=float, metavar="PART",
+        help="part of the GPUs that trains, or, on one GPU, of the memory that base weights leave (default "
+        "%(default)s)",
     )  # fmt: skip
     supervise: bool = _flag(
         True, action=argparse.BooleanOptionalAction,
@@ -193,9 +207,12 @@ class Settings:
     )  # fmt: skip
 
     @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+    def add_flags(cls, parser: argparse.ArgumentParser, *, only: Collection[str] = ()) -> None:
+        """Adds the flags of all settings, or of those named in `only`."""
         unset = cls()
         for each in fields(cls):
+            if only and each.name not in only:
+                continue
             argument = dict(each.metadata["argument"])
             default = getattr(unset, each.name)
             if default is False:
@@ -204,9 +221,9 @@ class Settings:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Settings:
-        """The settings in parsed arguments. Raises UsageError for a number that is too small, or settings that exclude
-        each other."""
-        settings = cls(**{each.name: getattr(arguments, each.name) for each in fields(cls)})
+        """The settings in parsed arguments; those without a flag there have their defaults. Raises UsageError for a
+        number that is too small, or settings that exclude each other."""
+        settings = cls(**{each.name: getattr(arguments, each.name) for each in fields(cls) if each.name in arguments})
         for each in fields(cls):
             value, least = getattr(settings, each.name), each.metadata["least"]
             if least is not None and value is not None and not value >= least:  # NaN fails this comparison, too

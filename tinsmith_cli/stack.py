@@ -16,10 +16,10 @@ import os
 import re
 import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 from tinsmith.cores import SPINS, make_page, usable_cores
@@ -27,6 +27,7 @@ from tinsmith.rpc.auth import is_loopback
 from tinsmith.rpc.channel import connect, wait_serving
 from tinsmith.rpc.tls import Certificates, pinned
 from tinsmith_cli.base_models import ServedModel
+from tinsmith_cli.planning.plan import Plan
 from tinsmith_cli.ports import free_ports
 from tinsmith_cli.settings import Settings
 from tinsmith_cli.supervisor import Service
@@ -72,6 +73,8 @@ class ModelGroup:
     samplers: Sequence[Instance]
     ranks_port: int
     """Port of the rendezvous of the trainer's ranks, if there are several."""
+    plan: Plan | None = None
+    """GPUs and memory; None if the services find their own, as on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,8 @@ class Stack:
     models: Sequence[ServedModel]
     keys: ServiceKeys | None = None
     tls: Tls = Tls()
+    plans: Sequence[Plan | None] = ()
+    """The plan of each model; empty: none has one."""
 
     @property
     def url(self) -> str:
@@ -144,21 +149,31 @@ class Stack:
 
     def groups(self) -> list[ModelGroup]:
         """Trainer and samplers of each base model. Ports without a setting are free ones (ports.py)."""
-        free = iter(free_ports((1 + 2 * (1 + self.settings.samplers)) * len(self.models)))
+        counts = self._num_samplers()
+        free = iter(free_ports(sum(1 + 2 * (1 + count) for count in counts)))
         trainer_ports = count(self.settings.trainer_port) if self.settings.trainer_port else free
         sampler_ports = count(self.settings.sampler_port) if self.settings.sampler_port else free
         places = count()
         groups = []
         for number, model in enumerate(self.models, start=1):
             suffix = f"-{number}" if len(self.models) > 1 else ""
-            several = self.settings.samplers > 1
+            num_samplers = counts[number - 1]
             trainer = Instance(suffix, next(trainer_ports), next(free), next(places))
             samplers = [
-                Instance(f"{suffix}-{replica}" if several else suffix, next(sampler_ports), next(free), next(places))
-                for replica in range(1, self.settings.samplers + 1)
+                Instance(
+                    f"{suffix}-{replica}" if num_samplers > 1 else suffix, next(sampler_ports), next(free), next(places)
+                )
+                for replica in range(1, num_samplers + 1)
             ]
-            groups.append(ModelGroup(model, trainer, samplers, next(free)))
+            groups.append(ModelGroup(model, trainer, samplers, next(free), self._plans()[number - 1]))
         return groups
+
+    def _plans(self) -> Sequence[Plan | None]:
+        return self.plans or [None] * len(self.models)
+
+    def _num_samplers(self) -> list[int]:
+        """Samplers of each model."""
+        return [self.settings.samplers or 1 if plan is None else len(plan.samplers) for plan in self._plans()]
 
     def trainer_folder(self, group: ModelGroup) -> Path:
         """Folder of the trainer's journal."""
@@ -190,7 +205,8 @@ class Stack:
     def _places(self) -> list[int]:
         """Threads of each service while all compute. The last entry is the gateway, which never computes."""
         shares = self._shares()
-        return [*[shares.trainer, *[shares.sampler] * self.settings.samplers] * len(self.models), 0]
+        groups = ([shares.trainer, *[shares.sampler] * count] for count in self._num_samplers())
+        return [*chain.from_iterable(groups), 0]
 
     @property
     def _cores_page(self) -> Path:
@@ -198,7 +214,7 @@ class Stack:
 
     def _shares(self) -> Threads:
         return divide_cores(
-            usable_cores(), groups=len(self.models), samplers=self.settings.samplers, most=self.most_threads
+            usable_cores(), groups=len(self.models), samplers=max(self._num_samplers()), most=self.most_threads
         )
 
     def _cores(self, instance: Instance, *, most: int) -> dict[str, str]:
@@ -218,9 +234,14 @@ class Stack:
             **self._cores(group.trainer, most=self.most_threads.trainer),
             **self.settings.passed_to("trainer"),
         }
-        launcher = torchrun(self.settings.trainer_ranks, group.ranks_port) if self.settings.trainer_ranks > 1 else []
+        ranks = self.settings.trainer_ranks or 1 if group.plan is None else group.plan.trainer.ranks
         return self._grpc_service(
-            "trainer", group.trainer, flags, threads=max(1, threads // self.settings.trainer_ranks), launcher=launcher
+            "trainer",
+            group.trainer,
+            flags,
+            threads=max(1, threads // ranks),
+            launcher=torchrun(ranks, group.ranks_port) if ranks > 1 else [],
+            placement=group.plan.trainer_env() if group.plan else {},
         )
 
     def _sampler(self, group: ModelGroup, sampler: Instance) -> Service:
@@ -238,7 +259,9 @@ class Stack:
             **({"max-lora-rank": rank} if (rank := _environments_rank()) else {}),
             **self.settings.passed_to("sampler"),
         }
-        return self._grpc_service("sampler", sampler, flags, threads=self._shares().sampler)
+        number = group.samplers.index(sampler)
+        placement = group.plan.sampler_env(number) if group.plan else {}
+        return self._grpc_service("sampler", sampler, flags, threads=self._shares().sampler, placement=placement)
 
     def _grpc_service(
         self,
@@ -247,8 +270,12 @@ class Stack:
         flags: dict[str, str],
         *,
         threads: int,
+        placement: Mapping[str, str],
         launcher: Sequence[str] = (),
     ) -> Service:
+        """`placement`: variables with the GPUs and the memory of the service."""
+        if self.settings.gpus == "none":
+            placement = {"CUDA_VISIBLE_DEVICES": ""}
         return Service(
             name=f"{kind}{instance.suffix}",
             argv=_command(f"{kind}_service", {**flags, **self.tls.flags(kind)}, launcher=launcher),
@@ -263,6 +290,7 @@ class Stack:
                 # torch's store looks up the name of every peer; a lost DNS packet would stall a group for 5 seconds.
                 "RES_OPTIONS": "timeout:1 attempts:2",
                 "PYTHONSAFEPATH": "1",  # -P, also for the ranks
+                **placement,
                 **self._keys(kind),
             },
         )

@@ -26,6 +26,10 @@ from tinsmith.rpc.paths import check_checkpoint_root
 from tinsmith.rpc.tls import Certificates, check_pair
 from tinsmith_cli.base_models import ServedModel, UsageError, parse
 from tinsmith_cli.keys import has_keys
+from tinsmith_cli.planning.machine import see
+from tinsmith_cli.planning.placement import check, placed
+from tinsmith_cli.planning.report import summary
+from tinsmith_cli.planning.wishes import usable
 from tinsmith_cli.ports import free_ports
 from tinsmith_cli.settings import DEFAULT_MODEL_NAME, Settings
 from tinsmith_cli.stack import ServiceKeys, Stack, Tls
@@ -43,9 +47,10 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "up",
         help="start trainer, sampler and gateway on this machine",
         description="Starts trainer, sampler and gateway as separate processes and stays in the foreground; Ctrl-C "
-        "stops all of them. A process that ends by itself is restarted. Settings without a flag here are set by "
-        "TRAINER_*, SAMPLER_* and GATEWAY_* in the environment (`python -m trainer_service --help` and so on list "
-        "them).",
+        "stops all of them. A process that ends by itself is restarted. GPUs and their memory are divided as `tinsmith "
+        "plan` shows, and a model that does not fit is refused before anything starts. Settings without a flag here "
+        "are set by TRAINER_*, SAMPLER_* and GATEWAY_* in the environment (`python -m trainer_service --help` and so "
+        "on list them).",
     )
     Settings.add_flags(parser)
     parser.set_defaults(run=run)
@@ -64,9 +69,15 @@ def run(arguments: argparse.Namespace) -> int:
     keys = _keys(settings.host, settings.api_key, state_dir=state_dir)
     tls = _tls(settings)
     settings = replace(settings, port=_check_port(settings.host, settings.port))
+    machine = usable(see(), settings)
+    check(settings, machine, models, os.environ)
     with _lock(state_dir):
         models = models or [ServedModel(str(_default_model(state_dir)), (DEFAULT_MODEL_NAME,))]
-        stack = Stack(settings, models, keys, tls)
+        plans = placed(settings, machine, models, os.environ, report=_report)
+        for plan in plans:
+            if plan is not None:
+                _report(summary(plan))
+        stack = Stack(settings, models, keys, tls, plans)
         groups = stack.groups()
         stack.make_cores_page()
         folders = {stack.trainer_folder(group) for group in groups}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import cast
 
-from tinsmith.quantization import QUANTIZATIONS, bytes_per_parameter
+from tinsmith.quantization import Quantization, bytes_per_parameter
 from tinsmith.sizing import (
     ACTIVATIONS_SHARE,
     MAX_CHUNK_ELEMENTS,
@@ -18,8 +20,6 @@ from tinsmith_cli.planning.shape import Layer, Shape
 
 BYTES_PER_PARAMETER = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 """Types of the base weights."""
-QUANTISED_BYTES = {quantise: bytes_per_parameter(quantise, "float32") for quantise in QUANTIZATIONS}
-"""Bytes of a parameter of a quantised matrix, whatever type the others have."""
 ADAPTER_BYTES = 4
 """Adapters, gradients and moments are float32, and so are weights on the weight channel."""
 _LOGIT_BYTES = 10
@@ -45,6 +45,7 @@ KEPT = {4: Kept(20, 16, 12.5, 15), 2: Kept(16, 8.5, 9, 9)}
 """By the bytes of a number."""
 
 
+@lru_cache(maxsize=1024)
 def base_bytes(shape: Shape, dtype: str, *, quantised: str = "", shards: int = 1, tensor_parallel: int = 1) -> int:
     """Bytes of the base weights on one rank or GPU. `shards`: ranks that divide the memory of each layer.
     `tensor_parallel`: ranks that divide the layers' features."""
@@ -61,20 +62,24 @@ def _layers_bytes(shape: Shape, dtype: str, quantised: str) -> float:
     if not quantised:
         return whole * shape.layer_parameters
     rest = shape.layer_parameters - shape.matrix_parameters
-    return QUANTISED_BYTES[quantised] * shape.matrix_parameters + whole * rest
+    coded = bytes_per_parameter(cast(Quantization, quantised), dtype)
+    return coded * shape.matrix_parameters + whole * rest
 
 
+@lru_cache(maxsize=1024)
 def sampler_base_bytes(shape: Shape, dtype: str, *, quantised: str = "", tensor_parallel: int = 1) -> int:
     """Bytes of the base weights on each GPU of a sampler. vLLM divides the embedding and the output layer, too."""
     whole = BYTES_PER_PARAMETER[dtype] * shape.outside_parameters
     return int((_layers_bytes(shape, dtype, quantised) + whole) / tensor_parallel)
 
 
+@lru_cache(maxsize=1024)
 def adapter_bytes(shape: Shape, rank: int) -> int:
     """Bytes of an adapter of all layers, which are those of a publish."""
     return ADAPTER_BYTES * shape.adapter_elements(rank)
 
 
+@lru_cache(maxsize=1024)
 def slots_bytes(shape: Shape, dtype: str, *, rank: int, count: int, tensor_parallel: int = 1) -> int:
     """Bytes of vLLM's slots for adapters on each GPU. `rank`: the slots' (`tinsmith.sizing.slot_rank`)."""
     return int(BYTES_PER_PARAMETER[dtype] * shape.slot_elements(rank) * count / tensor_parallel)
@@ -85,6 +90,7 @@ def kv_bytes_per_token(shape: Shape, dtype: str, *, tensor_parallel: int = 1) ->
     return int(BYTES_PER_PARAMETER[dtype]) * shape.kv_elements_of_each(tensor_parallel)
 
 
+@lru_cache(maxsize=1024)
 def activations(
     shape: Shape, dtype: str, *, rank: int, checkpointing: bool, tensor_parallel: int = 1, device_type: str = "cuda"
 ) -> Footprint:
@@ -158,3 +164,8 @@ class Training:
             adapters=min(max_models, max(0, in_all) // full_bytes(one)),
             longest=min(shape.context, max(0, longest)),
         )
+
+
+def full_training_bytes(shape: Shape) -> int:
+    """Bytes of gradients, moments and float32 weights when all parameters are trained, beside the base model."""
+    return full_bytes(ADAPTER_BYTES * shape.parameters)

@@ -22,6 +22,10 @@ NO_LIMIT = 2**20
 STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
 
 
+class UnknownModel(UsageError):
+    """The planner cannot tell the size of this model; the services may still load it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """A linear layer, or the same layer of all experts."""
@@ -82,7 +86,7 @@ class Widths:
     """Experts of a token, whose inputs and outputs are kept once for each."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Shape:
     family: str
     """`model_type` of config.json."""
@@ -165,6 +169,26 @@ def read(folder: Path, *, name: str) -> Shape:
     return of_config(config, name=name, stored=stored_parameters(folder))
 
 
+def find(model: str, *, fetch: bool) -> Shape:
+    """The shape of a folder, or of a hub id whose config.json is in Hugging Face's cache, or comes from the hub with
+    `fetch`. Raises UsageError, and UnknownModel if there is no config.json to be had."""
+    if Path(model).is_absolute():
+        return read(Path(model), name=model)
+    try:
+        from huggingface_hub import snapshot_download
+    except ModuleNotFoundError:
+        raise UnknownModel(
+            f"{model}: reading config.json from the hub needs huggingface_hub, which is not installed; name a folder"
+        ) from None
+    try:
+        folder = snapshot_download(
+            model, allow_patterns=["config.json", "model.safetensors.index.json"], local_files_only=not fetch
+        )
+    except Exception as error:  # it raises errors of many libraries
+        raise UnknownModel(f"{model}: config.json cannot be had from the hub or its cache: {error}") from None
+    return read(Path(folder), name=model)
+
+
 def of_config(config: Config, *, name: str, stored: int | None = None) -> Shape:
     """The shape of a configuration. `stored`: parameters in the files, if known. Raises UsageError for a field that is
     missing, and for an unknown family whose files are not there."""
@@ -181,7 +205,7 @@ def of_config(config: Config, *, name: str, stored: int | None = None) -> Shape:
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise UsageError(f"{name}: config.json does not describe a model of type {family!r}: {error}") from None
     if stored is None:
-        raise UsageError(
+        raise UnknownModel(
             f"{name}: the planner does not know models of type {family!r}, and finds no safetensors files to take "
             f"their size from; it knows {', '.join(sorted(FAMILIES))}. Give a folder with the weights"
         )

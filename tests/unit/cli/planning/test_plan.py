@@ -1,0 +1,182 @@
+"""Whole plans: who gets which GPU, and how much memory; and what is said where something does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.plans.nvml import MACHINES, MODELS, machine_of, model_of
+from tests.unit.cli.planning.plan_rows import planned, row
+from tinsmith.sizing import full_bytes
+from tinsmith_cli.base_models import UsageError
+from tinsmith_cli.planning.memory import adapter_bytes, slots_bytes
+from tinsmith_cli.planning.plan import (
+    SAMPLER_PROCESS_BYTES,
+    TRAINER_PROCESS_BYTES,
+    DoesNotFit,
+    Plan,
+)
+
+PLANS = """
+machine     | model         | trainer        | samplers      | adapters           | longest | KV tokens | publish
+1x-rtx-4090 | Qwen3-0.6B    | 0              | 0             | 5 (18) of rank 64  | 34,335  | 35,047    | 201 MB, shm
+1x-h100     | Qwen3-8B      | 0              | 0             | 3 (20) of rank 64  | 22,396  | 64,840    | 738 MB, shm
+2x-h100     | Qwen3-8B      | 0              | 1             | 10 (40) of rank 64 | 40,960  | 188,619   | 738 MB, shm
+8x-h100     | Llama-3.1-8B  | 0-3            | 4 / 5 / 6 / 7 | 10 (42) of rank 64 | 91,193  | 213,629   | 705 MB, shm
+8x-h100     | Qwen3-32B     | 0-3, sharded   | 4 + 5 / 6 + 7 | 3 (13) of rank 64  | 35,811  | 146,845   | 2,188 MB, shm
+8x-h100     | Llama-3.1-70B | 0-3, sharded   | 4-7           | 1 (8) of rank 64   | 9,462   | 222,599   | 3,348 MB, shm
+8x-h200     | Llama-3.1-70B | 0-3, sharded   | 4 + 5 / 6 + 7 | 3 (8) of rank 64   | 38,823  | 177,712   | 3,348 MB, shm
+mixed       | Qwen3-4B      | 1 + 0          | 2             | 7 (13) of rank 64  | 40,960  | 36,225    | 568 MB, shm
+mixed       | Qwen3-8B      | 2 + 0, sharded | 1             | 2 (10) of rank 64  | 12,049  | 189,896   | 738 MB, shm
+mig         | Qwen3-8B      | MIG 0          | MIG 1         | 3 (20) of rank 64  | 27,816  | 58,837    | 738 MB, shm
+in-use      | Qwen3-0.6B    | 1              | 0             | 46 (64) of rank 64 | 40,960  | 60,787    | 201 MB, shm
+in-use      | Qwen3-8B      | 1              | 1             | 3 (40) of rank 64  | 22,396  | 64,840    | 738 MB, shm
+none        | Qwen3-0.6B    | CPU            | CPU           | 4 (4) of rank 256  | 40,960  | 64,557    | 803 MB, shm
+"""
+"""Adapters: on the device, and in brackets with those in host memory."""
+_LINES = [[cell.strip() for cell in line.split("|")] for line in PLANS.strip().splitlines()[1:]]
+
+
+@pytest.mark.parametrize(("machine", "model", "cells"), [(one, two, rest) for one, two, *rest in _LINES])
+def test_plan(machine: str, model: str, cells: list[str]) -> None:
+    assert row(machine, model) == cells
+
+
+def all_plans() -> list[Plan]:
+    found = []
+    for machine in MACHINES:
+        for model in MODELS:
+            try:
+                found.append(planned(machine, model))
+            except DoesNotFit:
+                continue
+    return found
+
+
+def test_no_plan_takes_more_memory_of_a_gpu_than_is_free() -> None:
+    plans = [one for one in all_plans() if one.device_type == "cuda"]
+    assert len(plans) >= 40
+    for one in plans:
+        taken: dict[str, int] = {}
+        for gpu in one.trainer.gpus:
+            taken[gpu.id] = one.trainer.base_bytes + one.trainer.training.memory_bytes + TRAINER_PROCESS_BYTES
+        for sampler in one.samplers:
+            for gpu in sampler.gpus:
+                kv = sampler.kv_tokens * sampler.kv_bytes_per_token
+                mine = sampler.base_bytes + sampler.slots_bytes + kv + sampler.prefix_bytes
+                taken[gpu.id] = taken.get(gpu.id, 0) + mine + SAMPLER_PROCESS_BYTES[one.engine]
+        for gpu in one.machine.gpus:
+            assert taken.get(gpu.id, 0) <= gpu.free_bytes, (one.name, gpu)
+
+
+def test_no_gpu_belongs_to_two_services_unless_it_is_the_only_one_of_both() -> None:
+    for one in all_plans():
+        used = [gpu.id for gpu in one.trainer.gpus]
+        used += [gpu.id for sampler in one.samplers for gpu in sampler.gpus]
+        assert len(used) == len(set(used)) or (one.is_shared and len(used) == 2)
+        assert one.loading_bytes <= one.machine.host_bytes
+
+
+REFUSALS = [
+    ("1x-rtx-4090", "Qwen3-8B", {}, "--quantize nf4 --engine torch"),
+    ("1x-rtx-4090", "Qwen3-8B", {"quantisations": ()}, "2 GPUs with 25.3 GB free, as NVIDIA GeForce RTX 4090"),
+    ("1x-h100", "Qwen3-8B", {"max_lora_rank": 512}, "--max-lora-rank 320"),
+    ("1x-h100", "Llama-3.1-70B", {}, "4 GPUs with 84.9 GB free, as NVIDIA H100 80GB HBM3"),
+    ("in-use", "Qwen3-32B", {}, "end the processes that hold 65.6 GB of these GPUs"),
+    ("8x-h200", "DeepSeek-V3", {}, "32 GPUs with 150.1 GB free, as NVIDIA H200, on several machines"),
+    ("8x-h100", "Kimi-K2", {}, "no change helps, nor do more GPUs of this kind"),
+    ("mig", "Qwen3-30B-A3B", {"quantisations": ()}, "2 whole GPUs of 80 GB instead of MIG instances"),
+    ("2x-h100", "Qwen3-8B", {"memory_bytes": 10**12}, "leave out TRAINER_MEMORY_BYTES"),
+    ("2x-h100", "Qwen3-8B", {"max_kv_tokens": 10**7}, "leave out SAMPLER_MAX_KV_TOKENS"),
+    ("8x-h100", "Llama-3.1-70B", {"shard_base": False}, "leave out TRAINER_SHARD_BASE=false"),
+    ("8x-h100", "Llama-3.1-70B", {"engine": "torch"}, "--engine vllm"),
+    ("8x-h100", "Llama-3.1-70B", {"samplers": 4}, "--samplers 3"),
+    ("none", "Qwen3-8B", {}, "--dtype bfloat16"),
+    ("none", "Qwen3-4B", {"samplers": 3}, "--samplers 2"),
+    ("none", "Llama-3.1-70B", {}, "more host memory, or GPUs"),
+    ("1x-h100", "gpt-oss-20b", {}, "--quantize int8 --engine torch"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("machine", "model", "wishes", "change"), REFUSALS)
+def test_what_does_not_fit_is_refused_with_the_smallest_change(
+    machine: str, model: str, wishes: dict[str, Any], change: str
+) -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        planned(machine, model, **wishes)
+    assert change in caught.value.change
+    assert "GB" in caught.value.reason or "TB" in caught.value.reason or "TRAINER_MEMORY" in caught.value.reason
+
+
+def test_flags_override_the_plan() -> None:
+    gpus = machine_of("8x-h100").gpus
+    found = planned("8x-h100", "Qwen3-8B", trainer_gpus=gpus[6:], sampler_gpus=gpus[:2])
+    assert [gpu.id for gpu in found.trainer.gpus] == ["6", "7"]
+    assert [[gpu.id for gpu in one.gpus] for one in found.samplers] == [["0"], ["1"]]
+    found = planned("8x-h100", "Qwen3-8B", sampler_gpus=gpus[:2])
+    assert (found.trainer.ranks, len(found.samplers)) == (6, 2)
+    found = planned("8x-h100", "Qwen3-8B", train_share=0.25)
+    assert (found.trainer.ranks, len(found.samplers)) == (2, 6)
+    found = planned("8x-h100", "Qwen3-8B", ranks=4, samplers=2)
+    assert (found.trainer.ranks, len(found.samplers)) == (4, 2)
+    found = planned("8x-h100", "Qwen3-32B", trainer_tensor_parallel=2, sampler_tensor_parallel=4)
+    assert (found.trainer.tensor_parallel, [len(one.gpus) for one in found.samplers]) == (2, [4])
+
+
+def test_the_share_of_one_gpu_is_that_of_its_memory() -> None:
+    less, more = (planned("1x-h100", "Qwen3-8B", train_share=share) for share in (0.3, 0.6))
+    parts = [one.trainer.training.memory_bytes for one in (less, more)]
+    assert parts[1] == pytest.approx(2 * parts[0], rel=1e-6)
+    assert less.samplers[0].kv_tokens > more.samplers[0].kv_tokens
+
+
+def test_settings_of_the_environment_are_kept() -> None:
+    found = planned(
+        "1x-h100", "Qwen3-8B", memory_bytes=5 * 10**9, max_kv_tokens=10_000, prefix_cache_bytes=10**9,
+        max_device_versions=2, adapter_memory_bytes=3 * 10**9, max_lora_rank=8,
+    )  # fmt: skip
+    assert found.trainer_env()["TRAINER_MEMORY_BYTES"] == "5000000000"
+    assert {**found.sampler_env(0), "CUDA_VISIBLE_DEVICES": "0"} == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "0", "SAMPLER_MAX_KV_TOKENS": "10000",
+        "SAMPLER_PREFIX_CACHE_BYTES": "1000000000", "SAMPLER_ADAPTER_MEMORY_BYTES": "3000000000",
+        "SAMPLER_MAX_LORA_RANK": "8", "SAMPLER_MAX_DEVICE_VERSIONS": "2",
+    }  # fmt: skip
+
+
+def test_wishes_that_contradict_each_other_are_refused() -> None:
+    gpus = machine_of("2x-h100").gpus
+    with pytest.raises(UsageError, match="GPU 0, 1 is in both"):
+        planned("2x-h100", "Qwen3-0.6B", trainer_gpus=gpus, sampler_gpus=gpus)
+    with pytest.raises(UsageError, match="SAMPLER_TENSOR_PARALLEL: 3 is not possible"):
+        planned("8x-h100", "Qwen3-8B", sampler_tensor_parallel=3)
+    with pytest.raises(UsageError, match="--trainer-ranks 9"):
+        planned("8x-h100", "Qwen3-8B", ranks=9)
+
+
+def test_the_torch_engine_gets_weights_over_the_gpu_and_adapters_on_it() -> None:
+    assert planned("1x-h100", "Qwen3-0.6B", engine="torch").channel == "cuda_ipc"
+    two = planned("2x-h100", "Qwen3-0.6B", engine="torch")
+    assert two.channel == "nccl"
+    assert two.samplers[0].slots_bytes == two.adapter_memory_bytes == 2 * 1024**3
+    assert planned("mig", "Qwen3-0.6B", engine="torch").trainer_env()["TRAINER_CHANNEL"] == "shm"
+
+
+def test_full_training_needs_memory_for_all_parameters() -> None:
+    shape = model_of("Qwen3-0.6B")
+    found = planned("2x-h100", "Qwen3-0.6B", full_training=True, engine="torch")
+    assert found.trainer.training.memory_bytes >= full_bytes(4 * shape.parameters)
+    with pytest.raises(DoesNotFit, match=r"gradients and moments of all parameters take 131\.1 GB"):
+        planned("2x-h100", "Qwen3-8B", full_training=True, engine="torch")
+
+
+def test_vllms_slots_and_publishes_have_the_published_sizes() -> None:
+    shape = model_of("Qwen3-8B")
+    assert slots_bytes(shape, "bfloat16", rank=64, count=4) == pytest.approx(1.4e9, rel=0.01)
+    assert adapter_bytes(shape, 32) == 4 * 32 * sum(one.inputs + one.outputs for one in shape.targets)
+
+
+def test_quantised_weights_are_sampled_by_the_torch_engine_and_not_divided() -> None:
+    found = planned("8x-h100", "Llama-3.1-70B", quantised="nf4")
+    assert (found.engine, found.trainer.shard_base, {len(one.gpus) for one in found.samplers}) == ("torch", False, {1})
+    assert found.trainer.base_bytes == pytest.approx(70.6e9 * (0.5 + 2 / 64), rel=0.1)

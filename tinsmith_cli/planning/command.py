@@ -1,0 +1,57 @@
+"""`tinsmith plan MODEL`: shows who would get which GPU and how much memory, and starts nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from tinsmith_cli.base_models import UsageError, resolve
+from tinsmith_cli.planning.machine import see
+from tinsmith_cli.planning.plan import DoesNotFit, plan
+from tinsmith_cli.planning.report import as_json, as_text
+from tinsmith_cli.planning.shape import find
+from tinsmith_cli.planning.wishes import FLAGS, usable, wishes_of
+from tinsmith_cli.settings import Settings
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="show which GPUs and how much memory a model gets, and start nothing",
+        description="Shows how `tinsmith up` with the same flags would divide this machine's GPUs and memory between "
+        "trainer and samplers, from the model's config.json; no weights are loaded. TRAINER_* and SAMPLER_* in the "
+        "environment count as they do there. Exit status: 0 it fits, 1 it does not, and the smallest change that would "
+        "make it fit is named, 2 a mistake in the command line.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder, or hub id such as Qwen/Qwen3-8B")
+    parser.add_argument("--json", action="store_true", help="the plan as JSON, in bytes and tokens")
+    Settings.add_flags(parser, only=FLAGS)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises UsageError."""
+    settings = Settings.of(arguments)
+    model = resolve(arguments.model, spec=arguments.model, flag="MODEL")
+    machine = usable(see(), settings)
+    wishes = wishes_of(settings, machine, os.environ)
+    try:
+        planned = plan(model, find(model, fetch=True), machine, wishes)
+    except DoesNotFit as error:
+        if arguments.json:
+            print(json.dumps({"fits": False, "model": model, "reason": error.reason, "change": error.change}, indent=2))
+        else:
+            print(f"tinsmith: {model} does not fit: {error}", file=sys.stderr)
+        return 1
+    except UsageError as error:
+        if arguments.json:
+            print(json.dumps({"fits": False, "model": model, "reason": str(error), "change": ""}, indent=2))
+        raise
+    print(json.dumps(as_json(planned), indent=2) if arguments.json else as_text(planned))
+    return 0

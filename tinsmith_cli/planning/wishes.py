@@ -1,0 +1,80 @@
+"""What the user has settled, from the settings of `tinsmith up` and the services' variables in the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+
+from tinsmith_cli.base_models import UsageError
+from tinsmith_cli.planning.machine import Machine, chosen
+from tinsmith_cli.planning.plan import Wishes
+from tinsmith_cli.settings import Settings
+
+FLAGS = (
+    "gpus", "trainer_gpus", "sampler_gpus", "train_share", "trainer_ranks", "samplers", "max_lora_rank", "dtype",
+    "engine", "full_training", "quantize",
+)  # fmt: skip
+"""Settings of `tinsmith up` that the plan depends on."""
+
+
+def usable(machine: Machine, settings: Settings) -> Machine:
+    """The machine with the GPUs that --gpus leaves. Raises UsageError."""
+    if settings.gpus == "all":
+        return machine
+    if settings.gpus == "none":
+        return replace(machine, gpus=[], note="")
+    return replace(machine, gpus=chosen(machine.gpus, settings.gpus, flag="--gpus"))
+
+
+def wishes_of(settings: Settings, machine: Machine, env: Mapping[str, str]) -> Wishes:
+    """`machine`: as `usable` leaves it. Raises UsageError for a value that cannot be used."""
+    if not 0 < settings.train_share < 1:
+        raise UsageError(f"--train-share: {settings.train_share} is not between 0 and 1")
+    named = {}
+    for name in ("trainer_gpus", "sampler_gpus"):
+        if (text := getattr(settings, name)) is not None:
+            named[name] = chosen(machine.gpus, text, flag=f"--{name.replace('_', '-')}")
+    shard = env.get("TRAINER_SHARD_BASE", "").lower()
+    return Wishes(
+        **named,
+        train_share=settings.train_share,
+        ranks=settings.trainer_ranks,
+        samplers=settings.samplers,
+        max_lora_rank=settings.max_lora_rank
+        or _number(env, "TRAINER_MAX_LORA_RANK")
+        or _number(env, "SAMPLER_MAX_LORA_RANK"),
+        trainer_tensor_parallel=_number(env, "TRAINER_TENSOR_PARALLEL") or 1,
+        shard_base=None if not shard else shard in ("1", "true", "yes", "on", "t", "y"),
+        sampler_tensor_parallel=_number(env, "SAMPLER_TENSOR_PARALLEL"),
+        engine=_engine(settings, env),
+        trainer_dtype=settings.dtype or env.get("TRAINER_DTYPE", "auto"),
+        sampler_dtype=settings.dtype or env.get("SAMPLER_DTYPE", "auto"),
+        quantised=settings.quantize or env.get("TRAINER_QUANTIZE", ""),
+        full_training=settings.full_training,
+        memory_bytes=_number(env, "TRAINER_MEMORY_BYTES") or 0,
+        max_kv_tokens=_number(env, "SAMPLER_MAX_KV_TOKENS") or 0,
+        prefix_cache_bytes=_number(env, "SAMPLER_PREFIX_CACHE_BYTES"),
+        adapter_memory_bytes=_number(env, "SAMPLER_ADAPTER_MEMORY_BYTES"),
+        max_device_versions=_number(env, "SAMPLER_MAX_DEVICE_VERSIONS"),
+        max_running=_number(env, "SAMPLER_MAX_RUNNING") or 64,
+        max_models=_number(env, "TRAINER_MAX_MODELS") or 64,
+    )
+
+
+def _engine(settings: Settings, env: Mapping[str, str]) -> str:
+    """The engine that samplers on a GPU will take."""
+    wanted = settings.engine if settings.engine != "auto" else env.get("SAMPLER_ENGINE", "auto")
+    if wanted != "auto":
+        return wanted
+    return "vllm" if find_spec("vllm") is not None and not settings.full_training else "torch"
+
+
+def _number(env: Mapping[str, str], name: str) -> int | None:
+    text = env.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{name}: {text!r} is not a whole number") from None
