@@ -67,8 +67,8 @@ class Target:
     ambiguous: bool = False
     """Whether a layer of another group, or of none, has the same last part of its name."""
     tinker_name: str | None = None
-    """Name of the module in the hosted service's files, for an output layer that shares the embedding's weight. Tools
-    that merge such files look for this name, because the base model's file has no weight under PEFT's name."""
+    """Name of the module in the hosted service's files, if it is not `name`: of an output layer that shares the
+    embedding's weight, and of layers beside an encoder of images. Tools that merge such files look for this name."""
     fan_in_fan_out: bool = False
     """PEFT's name for a layer whose own weight is W transposed, as GPT-2's are. A and B are as of other layers."""
 
@@ -246,7 +246,8 @@ class Adapter:
             config["target_modules"] = _modules([target for target in layers if target.group != "mlp"])
             experts |= {f"{_last(t.name, 2)}.weight" for t in layers if t.group == "mlp"}
             config["target_parameters"] = sorted(experts)
-        if renamed := [target.name for target in self.targets if target.name == target.tinker_name]:
+        heads = [target for target in self.targets if target.group == "unembed"]
+        if renamed := [target.name for target in heads if target.name == target.tinker_name]:
             # Stock PEFT leaves out the tensors of a layer that the model does not have, without a word. It does warn of
             # a pattern that fits no layer. The value changes nothing.
             config["alpha_pattern"] = {_last(name, 1): ALPHA for name in renamed}

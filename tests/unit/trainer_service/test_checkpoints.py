@@ -15,9 +15,9 @@ import safetensors.torch
 import torch
 from prometheus_client import CollectorRegistry
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.support.models import make_model
+from tests.support.models import make_model, make_vision_model
 from tests.support.stores import Place
 from tinsmith.errors import (
     CheckpointExists,
@@ -168,6 +168,29 @@ def test_external_weights_name_a_tied_head_as_the_hosted_service_does(
     assert set(imported.weights) == set(adapter.weights)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "tied", dtype=torch.float32)
     with pytest.warns(RuntimeWarning, match=r"alpha_pattern.*unembed_tokens"):
+        peft.PeftModel.from_pretrained(plain, folder)
+
+
+def test_external_weights_name_layers_beside_a_tower_as_the_hosted_service_does(
+    store: CheckpointStore, place: Place, tmp_path: Path
+) -> None:
+    """The cookbook's merge puts `language_model` before `layers` by itself, where the base model's file has it."""
+    base = BaseModel.load(make_vision_model(tmp_path / "seeing"), device=torch.device("cpu"), dtype=torch.float32)
+    config = AdapterConfig(rank=4, seed=3)
+    adapter = Adapter.create(config, base.targets, base.device)
+    adapter.flat.normal_()
+    info = external_info(base)
+    info.lora_config.CopyFrom(config_to_proto(config))
+    store.save(info, CapturedState(config=config, adapter=adapter, step=3, optimizer=None), overwrite=False)
+    layers = [name for name in safetensors.torch.load(content(store, "adapter_model.safetensors")) if "layers" in name]
+    assert layers
+    assert all(name.startswith("base_model.model.model.layers.") for name in layers)
+    folder = place.fetch(store, EXTERNAL, tmp_path / "fetched")
+    imported = import_peft(folder, base.targets, {}, base_model="tiny", max_rank=4).adapter
+    assert torch.equal(imported.flat, adapter.flat)
+    assert set(imported.weights) == set(adapter.weights)
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "seeing", dtype=torch.float32)
+    with pytest.warns(UserWarning, match="missing adapter keys"):
         peft.PeftModel.from_pretrained(plain, folder)
 
 
