@@ -54,15 +54,15 @@ def make_model(folder: Path, **overrides: Any) -> Path:
     return folder
 
 
-def make_sparse_model(folder: Path, *, vocab_size: int = VOCAB_SIZE) -> Path:
+def make_sparse_model(folder: Path, **overrides: Any) -> Path:
     """A Qwen3-MoE of two layers with four experts, of which each token takes two."""
+    settings = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "tie_word_embeddings": False, "initializer_range": 0.1,
+    }  # fmt: skip
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=vocab_size, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=CONTEXT, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
-        tie_word_embeddings=False, initializer_range=0.1,
-    )  # fmt: skip
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**settings, **overrides})).save_pretrained(folder)
     return folder
 
 

@@ -60,7 +60,7 @@ PASS = {
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> PreTrainedModel:
     """Still on the host: transformers loads through the meta device, which the next fixture takes for its own."""
     folder = (
-        make_sparse_model(tmp_path)
+        make_sparse_model(tmp_path, num_hidden_layers=1)
         if request.param == "experts"
         else make_model(tmp_path, head_dim=64, num_hidden_layers=1)
     )
