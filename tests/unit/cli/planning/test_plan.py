@@ -46,7 +46,7 @@ def test_plan(machine: str, model: str, cells: list[str]) -> None:
 def all_plans() -> list[Plan]:
     found = []
     for machine in MACHINES:
-        for model in MODELS:
+        for model in MODELS[:-2]:  # the last two fit nowhere
             try:
                 found.append(planned(machine, model))
             except DoesNotFit:

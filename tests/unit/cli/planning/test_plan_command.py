@@ -129,7 +129,7 @@ def test_a_variable_that_is_no_number_is_refused(
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_command_of_a_plan_gives_this_plan_again(machine: str) -> None:
-    for name in MODELS:
+    for name in MODELS[:-2]:  # the last two fit nowhere
         try:
             first = planned(machine, name)
         except DoesNotFit:
