@@ -19,7 +19,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto proto/tinsmith/v1/*.proto
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup lock proto proto-check proto-breaking format lint typecheck check-files check security audit test test-slow setup-recipes test-recipes setup-vllm test-vllm conformance demo bench up docker-lint clean
+.PHONY: help setup lock proto proto-check proto-breaking format lint typecheck check-files check security audit test test-slow setup-recipes test-recipes setup-vllm test-vllm conformance demo bench up docs docker-lint clean
 
 help: ## Print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -71,6 +71,9 @@ typecheck: setup ## Check the types
 
 check-files: setup ## The docs, the Compose and Kubernetes files and the rules of proto/ against the code
 	$(BIN)/python -m pytest -q $(FILES)
+
+docs: setup ## Build the documentation site into site/; check-files builds it, too, with the same strictness
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 docker-lint: setup ## Lint the Dockerfiles, validate the compose files
 	$(BIN)/hadolint docker/Dockerfile.*
@@ -150,4 +153,4 @@ up: setup ## Start the stack; ARGS are passed on
 	$(BIN)/tinsmith up $(ARGS)
 
 clean: ## Remove what these targets made
-	rm -rf $(VENV) $(COOKBOOK) $(VLLM) .cache .pytest_cache .ruff_cache demo build dist *.egg-info
+	rm -rf $(VENV) $(COOKBOOK) $(VLLM) .cache .pytest_cache .ruff_cache demo build dist site *.egg-info

@@ -39,7 +39,7 @@ def _can_flush() -> bool:
     return True
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tinsmith", description="Post-training on your own hardware: the Tinker API.")
     parser.add_argument("--version", action="version", version=f"tinsmith {tinsmith.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -52,7 +52,11 @@ def _run(argv: Sequence[str] | None) -> int:
     journal.add_parser(commands)
     plan_command.add_parser(commands)
     doctor_command.add_parser(commands)
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    arguments = make_parser().parse_args(argv)
     try:
         return arguments.run(arguments)
     except UsageError as error:
