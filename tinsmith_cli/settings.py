@@ -50,7 +50,8 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _quantization(text: str) -> str:
+def quantization(text: str) -> str:
+    """The type of the argument --quantize."""
     try:
         check_quantization(text)
     except ValueError as error:
@@ -132,7 +133,7 @@ class Settings:
         "float32 on a CPU, bfloat16 on CUDA)",
     )  # fmt: skip
     quantize: str | None = _flag(
-        type=_quantization, choices=QUANTIZATIONS, to=["trainer", "sampler"],
+        type=quantization, choices=QUANTIZATIONS, to=["trainer", "sampler"],
         help="store the weights of the layers that take adapters in 8 bits (int8) or 4 bits (nf4), in trainers and "
         "samplers, as in QLoRA; adapters stay float32. A base model takes about a quarter or an eighth of the memory "
         "of float32, and training and sampling are slower on a CPU. Not with vLLM or --full-training (default: "

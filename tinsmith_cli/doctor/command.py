@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinsmith.cores import usable_cores
+from tinsmith.quantization import QUANTIZATIONS
 from tinsmith_cli.base_models import UsageError, resolve
+from tinsmith_cli.settings import quantization
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -38,6 +40,10 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--dtype", choices=["auto", "float32", "bfloat16"], default="auto",
         help="default: the services' default, float32 on a CPU and bfloat16 on CUDA",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quantize", type=quantization, choices=QUANTIZATIONS,
+        help="examine the model with base weights in 8 or 4 bits, and show the gap to the unquantised model",
     )  # fmt: skip
     parser.add_argument("--rank", type=_positive, default=8, metavar="R", help="rank of the adapters (default 8)")
     parser.add_argument(
@@ -93,6 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 num_tokens=arguments.tokens or (128 if arguments.quick else 512),
                 num_threads=threads,
                 quick=arguments.quick,
+                quantize=arguments.quantize,
             )
             findings = examine(subject, Path(scratch), report=_progress)
     except NoSuchModel as error:

@@ -20,7 +20,9 @@ def examine(subject: Subject, scratch: Path, *, report: Callable[[str], None]) -
     not_there: dict[str, str] = {}
     sampled: list[samplers.SamplerFindings] = []
     for kind in samplers.KINDS:
-        if why := kind.missing():
+        if subject.quantize is not None and kind.name == "vllm":
+            not_there[kind.name] = f"it cannot compute with weights that are quantised to {subject.quantize} here"
+        elif why := kind.missing():
             not_there[kind.name] = why
         else:
             report(f"the {kind.name} sampler: loading, scoring, drawing")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tinsmith.formatting import size_text
+from tinsmith.modeling.adaptation import quantizable
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.pretrained import load_causal_lm
+from tinsmith.modeling.quantized import LoadingConfig, num_weights
 from tinsmith.modeling.reference import adapted
 from tinsmith_cli.doctor.subject import BASE, Example, Logprobs, Subject, free, loading
 from trainer_service.engine.memory import available_bytes
@@ -49,6 +51,8 @@ class OracleFindings:
     why_no_peft: str
     why_no_gradients: str
     num_parameters: int
+    unquantised: Logprobs | None = None
+    """Logprobs of the model whose weights are not quantised; None if the examined one's are not either."""
 
 
 def examine(
@@ -62,7 +66,9 @@ def examine(
     try:
         truth = _truth(model, sequences, placed, with_gradients=with_gradients)
         wide, why_not_wide = None, ""
-        if subject.dtype != torch.float32:
+        if subject.quantize is not None:
+            why_not_wide = "quantised weights are compared in the type in which they are used"
+        elif subject.dtype != torch.float32:
             needed, room = 2 * _num_bytes(model), available_bytes(subject.device)
             if needed <= room:
                 model.to(torch.float32)  # type: ignore[arg-type]  # transformers' decorated signature
@@ -70,14 +76,30 @@ def examine(
                 model.to(subject.dtype)  # type: ignore[arg-type]
             else:
                 why_not_wide = f"float32 weights would take {size_text(needed)}, {size_text(room)} are free"
+        num_parameters = num_weights(model)  # before PEFT adds its own
         peft, why_no_peft = None, "there is no adapter"
-        if saved is not None:
+        if subject.quantize is not None:
+            why_no_peft = "stock PEFT would be compared on other weights, unquantised ones"
+        elif saved is not None:
             peft, why_no_peft = _peft(model, sequences, saved)
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
     finally:
         del model
         free(subject.device)
-    return OracleFindings(truth, wide, why_not_wide, missing, peft, why_no_peft, why_no_gradients, num_parameters)
+    unquantised = _unquantised(subject, sequences)
+    return OracleFindings(
+        truth, wide, why_not_wide, missing, peft, why_no_peft, why_no_gradients, num_parameters, unquantised
+    )
+
+
+def _unquantised(subject: Subject, sequences: Sequence[Example]) -> Logprobs | None:
+    if subject.quantize is None:
+        return None
+    model, _ = _load(replace(subject, quantize=None))
+    try:
+        return _logprobs(model, sequences)
+    finally:
+        del model
+        free(subject.device)
 
 
 def gradient_sequences(sequences: Sequence[Example]) -> list[Example]:
@@ -90,9 +112,13 @@ def gradient_sequences(sequences: Sequence[Example]) -> list[Example]:
 
 
 def _load(subject: Subject) -> tuple[PreTrainedModel, Sequence[str]]:
+    quantize, dtype = subject.quantize, subject.dtype
+    quantization = None if quantize is None else LoadingConfig(quantize, dtype, quantizable)
     model, missing = loading(
         subject.path,
-        lambda: load_causal_lm(subject.path, config=subject.config, dtype=subject.dtype, attn_implementation="eager"),
+        lambda: load_causal_lm(
+            subject.path, config=subject.config, dtype=dtype, quantization=quantization, attn_implementation="eager"
+        ),
     )
     model.to(subject.device)  # type: ignore[arg-type]  # transformers' decorated signature
     return model.eval().requires_grad_(False), missing

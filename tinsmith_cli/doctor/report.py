@@ -9,11 +9,13 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 
 import tinsmith
 from tinsmith.formatting import size_text
 from tinsmith_cli.doctor.limits import Findings
+from tinsmith_cli.doctor.subject import BASE
 from tinsmith_cli.doctor.trainer import Capacity, TrainingSpeed
 from tinsmith_cli.doctor.verdict import Check, Verdict
 
@@ -105,6 +107,10 @@ def _measured(findings: Findings) -> Iterator[str]:
     coverage = findings.trainer.coverage
     for note in () if coverage is None else coverage.notes:
         yield from textwrap.wrap(f"note: {note}", _WIDTH - 2, initial_indent="  ", subsequent_indent=" " * 8)
+    if (gap := _quantisation_gap(findings)) is not None:
+        largest, mean = gap
+        name = f"gap of {findings.subject.quantize} to the unquantised model"
+        yield _line(name, f"{largest:.2g} nats at most, {mean:.2g} in the mean")
     speed, room = findings.trainer.speed, findings.trainer.room
     if speed is not None:
         yield from _training(speed)
@@ -116,6 +122,16 @@ def _measured(findings: Findings) -> Iterator[str]:
     if room is not None:
         where = "all layers" if coverage is None or not coverage.missing else ", ".join(coverage.groups)
         yield from _room(room, where)
+
+
+def _quantisation_gap(findings: Findings) -> tuple[float, float] | None:
+    """Largest and mean gap of logprobs, in nats, between the quantised and the unquantised base model."""
+    whole = findings.oracle.unquantised
+    if whole is None:
+        return None
+    pairs = zip(findings.oracle.truth.logprobs[BASE], whole, strict=True)
+    gaps = np.concatenate([np.abs(ours - theirs) for ours, theirs in pairs])
+    return float(gaps.max()), float(gaps.mean())
 
 
 def _training(speed: TrainingSpeed) -> Iterator[str]:
@@ -166,6 +182,8 @@ def as_json(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         "device_name": torch.cuda.get_device_name() if subject.device.type == "cuda" else "cpu",
         "num_threads": torch.get_num_threads(),
         "dtype": _dtype(findings),
+        "quantize": subject.quantize,
+        "gap_to_unquantised": _quantisation_gap(findings),
         "rank": subject.rank,
         "sequence_lengths": [int(one.tokens_N.size) for one in subject.sequences()],
         "ok": verdict.is_ok,

@@ -102,6 +102,7 @@ async def _examine(found: SamplerFindings, kind: Kind, subject: Subject, sequenc
         base_model=subject.path,
         device="cuda" if subject.device.type == "cuda" else "cpu",
         dtype="float32" if subject.dtype == torch.float32 else "bfloat16",
+        quantize=subject.quantize,
         num_threads=subject.num_threads,
         prefix_cache_bytes=0,  # so that every token is computed
     )

@@ -24,6 +24,7 @@ from tinsmith.modeling.base_model import UnsupportedModel
 from tinsmith.modeling.config import load_config
 from tinsmith.modeling.pretrained import auto_class
 from tinsmith.modeling.self_check import only
+from tinsmith.quantization import Quantization
 
 T = TypeVar("T")
 Ints = npt.NDArray[np.int64]
@@ -72,6 +73,8 @@ class Subject:
     num_threads: int
     """CPU threads; 0 is torch's default."""
     quick: bool
+    quantize: Quantization | None = None
+    """How trainer, sampler and oracle quantise the base weights."""
 
     @property
     def text_config(self) -> PretrainedConfig:

@@ -105,7 +105,7 @@ def examine(
     with the model's files."""
     found = TrainerFindings()
     try:
-        base = loading(subject.path, lambda: BaseModel.load(subject.path, device=subject.device, dtype=subject.dtype))
+        base = loading(subject.path, lambda: load_base(subject))
     except Unfit as error:
         found.failure = str(error)
         return found
@@ -123,6 +123,10 @@ def examine(
         del base
         free(subject.device)
     return found
+
+
+def load_base(subject: Subject) -> BaseModel:
+    return BaseModel.load(subject.path, device=subject.device, dtype=subject.dtype, quantize=subject.quantize)
 
 
 def _compare(

@@ -69,6 +69,25 @@ def test_a_good_model_is_trainable_and_sampleable_and_everything_was_compared(go
             assert check.numbers.get("max", check.numbers.get("relative", 1)) < check.numbers["limit"] / 4
 
 
+def test_a_quantised_model_is_compared_with_itself_and_its_gap_to_the_unquantised_one_is_shown(
+    subject: Subject, good: Findings, tmp_path: Path
+) -> None:
+    findings = examine(replace(subject, quantize="nf4"), tmp_path, report=lambda line: None)
+    verdict = judge(findings)
+    assert verdict.is_ok
+    assert not failed(verdict)
+    assert findings.oracle.num_parameters == good.oracle.num_parameters
+    assert findings.oracle.unquantised is not None
+    for ours, theirs in zip(findings.oracle.unquantised, good.oracle.truth.logprobs[BASE], strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    largest, mean = as_json(findings, verdict)["gap_to_unquantised"]
+    assert 0.01 < mean < largest
+    assert f"gap of nf4 to the unquantised model         {largest:.2g} nats at most, {mean:.2g} in" in as_text(
+        findings, verdict
+    )
+    assert as_json(good, judge(good))["gap_to_unquantised"] is None
+
+
 def test_an_adapter_that_is_lost_is_above_every_limit_of_the_mean(good: Findings) -> None:
     truth = good.oracle.truth.logprobs
     for name in good.trainer.adapters:
