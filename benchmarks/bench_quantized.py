@@ -44,7 +44,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         _make(Path(folder), hidden=arguments.hidden, layers=arguments.layers)
         forms: tuple[Quantization | None, ...] = (None, *QUANTIZATIONS)
-        bases = {form: BaseModel.load(folder, device=CPU, dtype=dtype, quantize=form) for form in forms}
+        bases: dict[Quantization | None, BaseModel] = {}
+        for form in forms:
+            bases[form] = BaseModel.load(folder, device=CPU, dtype=dtype, quantize=form)
     isa = torch.backends.cpu.get_cpu_capability()
     print(f"{isa}, {arguments.threads} threads, {arguments.dtype}, hidden {arguments.hidden}")
     for form in QUANTIZATIONS:
