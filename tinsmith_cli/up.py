@@ -26,10 +26,10 @@ from tinsmith.rpc.paths import check_checkpoint_root
 from tinsmith.rpc.tls import Certificates, check_pair
 from tinsmith_cli.base_models import ServedModel, UsageError, parse
 from tinsmith_cli.keys import has_keys
+from tinsmith_cli.planning.constraints import usable
 from tinsmith_cli.planning.machine import see
 from tinsmith_cli.planning.placement import check, placed
 from tinsmith_cli.planning.report import summary
-from tinsmith_cli.planning.wishes import usable
 from tinsmith_cli.ports import free_ports
 from tinsmith_cli.settings import DEFAULT_MODEL_NAME, Settings
 from tinsmith_cli.stack import ServiceKeys, Stack, Tls

@@ -9,11 +9,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from tinsmith_cli.base_models import UsageError, resolve
+from tinsmith_cli.planning.constraints import FLAGS, constraints_of, usable
 from tinsmith_cli.planning.machine import see
-from tinsmith_cli.planning.plan import DoesNotFit, plan
+from tinsmith_cli.planning.plan import DoesNotFit
+from tinsmith_cli.planning.planner import plan
 from tinsmith_cli.planning.report import as_json, as_text
 from tinsmith_cli.planning.shape import find
-from tinsmith_cli.planning.wishes import FLAGS, usable, wishes_of
 from tinsmith_cli.settings import Settings
 
 if TYPE_CHECKING:
@@ -40,9 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     settings = Settings.of(arguments)
     model = resolve(arguments.model, spec=arguments.model, flag="MODEL")
     machine = usable(see(), settings)
-    wishes = wishes_of(settings, machine, os.environ)
+    constraints = constraints_of(settings, machine, os.environ)
     try:
-        planned = plan(model, find(model, fetch=True), machine, wishes)
+        planned = plan(model, find(model, fetch=True), machine, constraints)
     except DoesNotFit as error:
         if arguments.json:
             print(json.dumps({"fits": False, "model": model, "reason": error.reason, "change": error.change}, indent=2))

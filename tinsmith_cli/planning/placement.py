@@ -6,16 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tinsmith_cli.base_models import ServedModel, UsageError
+from tinsmith_cli.planning.constraints import constraints_of
 from tinsmith_cli.planning.machine import Machine
-from tinsmith_cli.planning.plan import Plan, plan
+from tinsmith_cli.planning.plan import Plan
+from tinsmith_cli.planning.planner import plan
 from tinsmith_cli.planning.shape import Shape, UnknownModel, find
-from tinsmith_cli.planning.wishes import wishes_of
 from tinsmith_cli.settings import Settings
 
 
 def check(settings: Settings, machine: Machine, models: Sequence[ServedModel], env: Mapping[str, str]) -> None:
     """Raises UsageError for flags and variables about GPUs that cannot be used."""
-    wishes_of(settings, machine, env)
+    constraints_of(settings, machine, env)
     named = [name for name in ("trainer_gpus", "sampler_gpus") if getattr(settings, name) is not None]
     if named and len(models) > 1:
         raise UsageError(
@@ -46,8 +47,8 @@ def placed(
         if shape is None:
             plans.append(None)
             continue
-        wishes = wishes_of(settings, part, env)
-        found = plan(model.names[0], shape, part, wishes)
+        constraints = constraints_of(settings, part, env)
+        found = plan(model.names[0], shape, part, constraints)
         if found.device_type == "cpu":
             machine = replace(machine, host_bytes=machine.host_bytes - found.weights_bytes)
             plans.append(None)

@@ -31,7 +31,7 @@ def as_text(plan: Plan) -> str:
         ("", "base weights", f"{size_text(trainer.base_bytes)} in {plan.dtype}{_each(trainer.ranks, 'rank')}"),
         ("", "training", f"{size_text(training.memory_bytes)}{_each(trainer.ranks, 'rank')}"),
     ]
-    if not plan.wishes.full_training:
+    if not plan.constraints.full_training:
         rows += [
             ("", f"adapters of rank {plan.rank}", adapters if gpus else f"{training.adapters}"),
             ("", "longest sequence", f"{training.longest:,} tokens"),
@@ -44,7 +44,7 @@ def as_text(plan: Plan) -> str:
             ("", "keys and values", _kv(sampler)),
             ("", "prefix cache", f"{size_text(sampler.prefix_bytes)}{_each(sampler.tensor_parallel, 'GPU')}"),
         ]
-    what = "all parameters" if plan.wishes.full_training else f"an adapter of rank {plan.rank}"
+    what = "all parameters" if plan.constraints.full_training else f"an adapter of rank {plan.rank}"
     rows.append(("publish", plan.channel, f"{size_text(plan.publish_bytes)} to each sampler for {what}"))
     loading = f"{size_text(plan.loading_bytes)} while the services load, of {size_text(plan.machine.host_bytes)} free"
     rows.append(("host memory", "", loading))
@@ -79,11 +79,11 @@ def command(plan: Plan) -> list[str]:
         words += ["--gpus", "none"] if not plan.machine.note else []
         words += ["--trainer-ranks", str(plan.trainer.ranks)] if plan.trainer.ranks > 1 else []
         words += ["--samplers", str(len(plan.samplers))] if len(plan.samplers) > 1 else []
-    wishes = plan.wishes
-    if wishes.trainer_dtype != "auto" and wishes.trainer_dtype == wishes.sampler_dtype:
-        words += ["--dtype", wishes.trainer_dtype]
-    words += ["--full-training"] if wishes.full_training else []
-    words += ["--quantize", wishes.quantised] if wishes.quantised else []
+    constraints = plan.constraints
+    if constraints.trainer_dtype != "auto" and constraints.trainer_dtype == constraints.sampler_dtype:
+        words += ["--dtype", constraints.trainer_dtype]
+    words += ["--full-training"] if constraints.full_training else []
+    words += ["--quantize", constraints.quantised] if constraints.quantised else []
     return [*lines, shlex.join(words)]
 
 
@@ -103,7 +103,7 @@ def as_json(plan: Plan) -> Mapping[str, Any]:
         "estimate": plan.shape.is_estimate,
         "device": plan.device_type,
         "dtype": plan.dtype,
-        "quantize": plan.wishes.quantised or None,
+        "quantize": plan.constraints.quantised or None,
         "max_lora_rank": plan.rank,
         "notes": list(plan.notes),
         "machine": {

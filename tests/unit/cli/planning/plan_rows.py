@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from tests.support.plans.nvml import machine_of, model_of
-from tinsmith_cli.planning.plan import DoesNotFit, Plan, Wishes, plan
+from tinsmith_cli.planning.constraints import Constraints
+from tinsmith_cli.planning.plan import DoesNotFit, Plan
+from tinsmith_cli.planning.planner import plan
 
 HEAD = ("trainer", "samplers", "adapters", "longest sequence", "KV tokens", "publish")
 
 
-def planned(machine: str, model: str, **wishes: object) -> Plan:
-    return plan(model, model_of(model), machine_of(machine), Wishes(**wishes))  # type: ignore[arg-type]
+def planned(machine: str, model: str, **constraints: object) -> Plan:
+    return plan(model, model_of(model), machine_of(machine), Constraints(**constraints))  # type: ignore[arg-type]
 
 
-def row(machine: str, model: str, **wishes: object) -> list[str]:
+def row(machine: str, model: str, **constraints: object) -> list[str]:
     """The plan's cells, or one cell with what would make it fit."""
     try:
-        found = planned(machine, model, **wishes)
+        found = planned(machine, model, **constraints)
     except DoesNotFit as error:
         return [f"does not fit: {error.change.removeprefix('the smallest change that makes it fit: ')}"]
     trainer, training = found.trainer, found.trainer.training

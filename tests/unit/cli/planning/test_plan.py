@@ -10,13 +10,9 @@ from tests.support.plans.nvml import MACHINES, MODELS, machine_of, model_of
 from tests.unit.cli.planning.plan_rows import planned, row
 from tinsmith.sizing import full_bytes
 from tinsmith_cli.base_models import UsageError
+from tinsmith_cli.planning.fit import SAMPLER_PROCESS_BYTES, TRAINER_PROCESS_BYTES
 from tinsmith_cli.planning.memory import adapter_bytes, slots_bytes
-from tinsmith_cli.planning.plan import (
-    SAMPLER_PROCESS_BYTES,
-    TRAINER_PROCESS_BYTES,
-    DoesNotFit,
-    Plan,
-)
+from tinsmith_cli.planning.plan import DoesNotFit, Plan
 
 PLANS = """
 machine     | model         | trainer        | samplers      | adapters           | longest | KV tokens | publish
@@ -99,12 +95,12 @@ REFUSALS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("machine", "model", "wishes", "change"), REFUSALS)
+@pytest.mark.parametrize(("machine", "model", "constraints", "change"), REFUSALS)
 def test_what_does_not_fit_is_refused_with_the_smallest_change(
-    machine: str, model: str, wishes: dict[str, Any], change: str
+    machine: str, model: str, constraints: dict[str, Any], change: str
 ) -> None:
     with pytest.raises(DoesNotFit) as caught:
-        planned(machine, model, **wishes)
+        planned(machine, model, **constraints)
     assert change in caught.value.change
     assert "GB" in caught.value.reason or "TB" in caught.value.reason or "TRAINER_MEMORY" in caught.value.reason
 
@@ -144,7 +140,7 @@ def test_settings_of_the_environment_are_kept() -> None:
     }  # fmt: skip
 
 
-def test_wishes_that_contradict_each_other_are_refused() -> None:
+def test_constraints_that_contradict_each_other_are_refused() -> None:
     gpus = machine_of("2x-h100").gpus
     with pytest.raises(UsageError, match="GPU 0, 1 is in both"):
         planned("2x-h100", "Qwen3-0.6B", trainer_gpus=gpus, sampler_gpus=gpus)

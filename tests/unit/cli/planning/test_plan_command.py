@@ -18,9 +18,10 @@ from tests.support.plans.nvml import FOLDER, MACHINES, MODELS, machine_of
 from tests.unit.cli.planning.plan_rows import planned
 from tinsmith_cli import main, up
 from tinsmith_cli.planning import command
-from tinsmith_cli.planning.plan import DoesNotFit, plan
+from tinsmith_cli.planning.constraints import constraints_of, usable
+from tinsmith_cli.planning.plan import DoesNotFit
+from tinsmith_cli.planning.planner import plan
 from tinsmith_cli.planning.report import as_json
-from tinsmith_cli.planning.wishes import usable, wishes_of
 from tinsmith_cli.settings import Settings
 from tinsmith_cli.supervisor import Service
 
@@ -138,7 +139,7 @@ def test_the_command_of_a_plan_gives_this_plan_again(machine: str) -> None:
         env = dict(export.removeprefix("export ").split("=", 1) for export in exports)
         settings = parsed(shlex.split(line)[2:])
         here = usable(machine_of(machine), settings)
-        again = plan(name, first.shape, here, wishes_of(settings, here, env))
+        again = plan(name, first.shape, here, constraints_of(settings, here, env))
         assert again.trainer == first.trainer
         assert list(again.samplers) == list(first.samplers)
         assert again.trainer_env() == first.trainer_env()

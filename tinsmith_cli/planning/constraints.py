@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
+from tinsmith.quantization import QUANTIZATIONS
 from tinsmith_cli.base_models import UsageError
-from tinsmith_cli.planning.machine import Machine, chosen
-from tinsmith_cli.planning.plan import Wishes
+from tinsmith_cli.planning.machine import Gpu, Machine, chosen
 from tinsmith_cli.settings import Settings
 
 FLAGS = (
@@ -16,6 +16,36 @@ FLAGS = (
     "engine", "full_training", "quantize",
 )  # fmt: skip
 """Settings of `tinsmith up` that the plan depends on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """What the user has settled by flags and environment. None and 0: the planner decides."""
+
+    trainer_gpus: Sequence[Gpu] | None = None
+    sampler_gpus: Sequence[Gpu] | None = None
+    train_share: float = 0.5
+    ranks: int | None = None
+    samplers: int | None = None
+    max_lora_rank: int | None = None
+    trainer_tensor_parallel: int = 1
+    shard_base: bool | None = None
+    sampler_tensor_parallel: int | None = None
+    engine: str = "vllm"
+    """Engine that samplers on a GPU take, "vllm" or "torch". On a CPU they take torch."""
+    trainer_dtype: str = "auto"
+    sampler_dtype: str = "auto"
+    quantised: str = ""
+    full_training: bool = False
+    memory_bytes: int = 0
+    max_kv_tokens: int = 0
+    prefix_cache_bytes: int | None = None
+    adapter_memory_bytes: int | None = None
+    max_device_versions: int | None = None
+    max_running: int = 64
+    max_models: int = 64
+    quantisations: Sequence[str] = QUANTIZATIONS
+    """Values of --quantize to suggest."""
 
 
 def usable(machine: Machine, settings: Settings) -> Machine:
@@ -27,7 +57,7 @@ def usable(machine: Machine, settings: Settings) -> Machine:
     return replace(machine, gpus=chosen(machine.gpus, settings.gpus, flag="--gpus"))
 
 
-def wishes_of(settings: Settings, machine: Machine, env: Mapping[str, str]) -> Wishes:
+def constraints_of(settings: Settings, machine: Machine, env: Mapping[str, str]) -> Constraints:
     """`machine`: as `usable` leaves it. Raises UsageError for a value that cannot be used."""
     if not 0 < settings.train_share < 1:
         raise UsageError(f"--train-share: {settings.train_share} is not between 0 and 1")
@@ -36,7 +66,7 @@ def wishes_of(settings: Settings, machine: Machine, env: Mapping[str, str]) -> W
         if (text := getattr(settings, name)) is not None:
             named[name] = chosen(machine.gpus, text, flag=f"--{name.replace('_', '-')}")
     shard = env.get("TRAINER_SHARD_BASE", "").lower()
-    return Wishes(
+    return Constraints(
         **named,
         train_share=settings.train_share,
         ranks=settings.trainer_ranks,

@@ -1,0 +1,188 @@
+"""Divides the GPUs and their memory between the trainer and the samplers of one base model.
+
+On one GPU both lie together, each with a fixed part of the memory. With several, the trainer gets the share of them
+that is asked for, or as many as the model needs, and the samplers the others. A trainer divides the memory of the base
+model among its ranks (`shard_base`) if the whole leaves too little of a GPU; a vLLM sampler divides the model among
+the fewest GPUs that hold it. What is left of each GPU goes into caches and training memory, by the services' rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tinsmith.formatting import size_text as gb
+from tinsmith.sizing import (
+    TRAINING_SHARE,
+    VLLM_MAX_LORA_RANK,
+)
+from tinsmith_cli.base_models import UsageError
+from tinsmith_cli.planning.changes import changes
+from tinsmith_cli.planning.constraints import Constraints
+from tinsmith_cli.planning.fit import COMFORTABLE_CONTEXT, dtype_of, engine_of, fill, gpus_text, on_cpu
+from tinsmith_cli.planning.machine import Gpu, Machine
+from tinsmith_cli.planning.plan import DoesNotFit, Plan, whole_bytes
+from tinsmith_cli.planning.shape import Shape
+
+COMFORTABLE_KV_TOKENS = 32768
+_ATTEMPTS = ((32, True), (32, False), (8, False), (1, False))
+"""Least rank, if none is given, and whether trainer and samplers must be comfortable: the first placement that offers
+so much is taken."""
+
+
+def plan(name: str, shape: Shape, machine: Machine, constraints: Constraints) -> Plan:
+    """The plan. Raises DoesNotFit with the smallest change that would make it fit, and UsageError for constraints that
+    contradict each other."""
+    try:
+        return _plan(name, shape, machine, constraints)
+    except DoesNotFit as error:
+        for change, other_machine, other in changes(shape, machine, constraints):
+            try:
+                _plan(name, shape, other_machine, other)
+            except UsageError:
+                continue
+            raise DoesNotFit(error.reason, f"the smallest change that makes it fit: {change}") from None
+        raise DoesNotFit(
+            error.reason, "no change helps, nor do more GPUs of this kind" if machine.gpus else ""
+        ) from None
+
+
+def _plan(name: str, shape: Shape, machine: Machine, constraints: Constraints) -> Plan:
+    if not machine.gpus:
+        return on_cpu(name, shape, machine, constraints)
+    _check_together(shape, machine, constraints)
+    failure: DoesNotFit | None = None
+    for least, comfortable in _ATTEMPTS:
+        for trainer, samplers in _placements(shape, machine, constraints):
+            for rank in _ranks(constraints, least=least):
+                try:
+                    planned = fill(name, shape, machine, constraints, trainer=trainer, samplers=samplers, rank=rank)
+                except DoesNotFit as error:
+                    failure = failure or error
+                    continue
+                if not comfortable or _is_comfortable(planned):
+                    return planned
+                break  # a lower rank is not preferred to another placement
+    raise failure or UsageError(_impossible(shape, machine, constraints))
+
+
+def _is_comfortable(planned: Plan) -> bool:
+    training, context = planned.trainer.training, planned.shape.context
+    return training.longest >= min(context, COMFORTABLE_CONTEXT) and all(
+        sampler.kv_tokens >= min(context, COMFORTABLE_KV_TOKENS) for sampler in planned.samplers
+    )
+
+
+def _check_together(shape: Shape, machine: Machine, constraints: Constraints) -> None:
+    """Raises DoesNotFit if all GPUs together cannot hold the base weights twice."""
+    gpus = set(machine.gpus)
+    if constraints.trainer_gpus is not None and constraints.sampler_gpus is not None:
+        gpus = {*constraints.trainer_gpus, *constraints.sampler_gpus}
+    free = sum(gpu.free_bytes for gpu in gpus)
+    needed = 2 * whole_bytes(shape, constraints, dtype_of(constraints.trainer_dtype, "bfloat16"))
+    if needed > TRAINING_SHARE["cuda"] * free:
+        raise DoesNotFit(
+            f"the base weights take {gb(needed)} in trainer and sampler together, and {gb(free)} are free on "
+            f"{gpus_text(sorted(gpus, key=lambda gpu: gpu.id))}"
+        )
+
+
+def _ranks(constraints: Constraints, *, least: int) -> Iterator[int]:
+    """Largest ranks to try, the largest first."""
+    if constraints.max_lora_rank is not None or constraints.full_training:
+        yield constraints.max_lora_rank or 1
+        return
+    rank = VLLM_MAX_LORA_RANK
+    while rank >= least:
+        yield rank
+        rank //= 2
+
+
+def _placements(
+    shape: Shape, machine: Machine, constraints: Constraints
+) -> Iterator[tuple[Sequence[Gpu], Sequence[Sequence[Gpu]]]]:
+    """GPUs of the trainer's ranks and of each sampler, the preferred placement first: near to the wanted share, few
+    GPUs for each sampler, and no GPU idle."""
+    gpus = sorted(machine.gpus, key=lambda gpu: -round(gpu.free_bytes / 1e9))
+    if constraints.trainer_gpus is not None and constraints.sampler_gpus is not None:
+        yield from _within(
+            shape, constraints, constraints.trainer_gpus, constraints.sampler_gpus, host_bytes=machine.host_bytes
+        )
+        return
+    if constraints.trainer_gpus is not None or constraints.sampler_gpus is not None:
+        named = constraints.trainer_gpus if constraints.trainer_gpus is not None else constraints.sampler_gpus
+        assert named is not None
+        rest = [gpu for gpu in gpus if gpu not in named] or [*named]
+        trains, samples = (named, rest) if constraints.trainer_gpus is not None else (rest, named)
+        yield from _within(shape, constraints, trains, samples, host_bytes=machine.host_bytes)
+        return
+    if len(gpus) == 1:
+        yield from _within(shape, constraints, gpus, gpus, host_bytes=machine.host_bytes)
+        return
+    # Last, trainer and sampler together on the GPU that has most free, if the others have too little.
+    found = [
+        ((float(len(gpus)), 1, 0, 0), *one)
+        for one in _within(shape, constraints, gpus[:1], gpus[:1], host_bytes=machine.host_bytes)
+    ]
+    orders = [gpus] if len({round(gpu.free_bytes / 1e9) for gpu in gpus}) == 1 else [gpus, gpus[::-1]]
+    for order, ordered in enumerate(orders):
+        for count in range(1, len(gpus)):
+            for trains, samplers in _within(
+                shape, constraints, ordered[:count], ordered[count:], host_bytes=machine.host_bytes
+            ):
+                used = len(trains) + sum(map(len, samplers))
+                distance = abs(len(trains) / len(gpus) - constraints.train_share)
+                found.append(((distance, len(samplers[0]), -used, order), trains, samplers))
+    for _, trains, samplers in sorted(found, key=lambda one: one[0]):
+        yield trains, samplers
+
+
+def _within(
+    shape: Shape, constraints: Constraints, trains: Sequence[Gpu], samples: Sequence[Gpu], *, host_bytes: int
+) -> Iterator[tuple[Sequence[Gpu], Sequence[Sequence[Gpu]]]]:
+    """The ways in which the ranks use `trains` and the samplers `samples`."""
+    trains = trains[: constraints.ranks or (1 if trains[0].is_mig else None)]
+    shared = set(trains) & set(samples)
+    if shared and (len(trains) > 1 or list(trains) != list(samples)[:1]):
+        ids = ", ".join(sorted(gpu.id for gpu in shared))
+        raise UsageError(
+            f"--trainer-gpus, --sampler-gpus: GPU {ids} is in both; trainer and sampler can share one GPU if it is the "
+            "only one of both"
+        )
+    if constraints.ranks is not None and len(trains) != constraints.ranks:
+        return
+    if len(trains) % constraints.trainer_tensor_parallel or (len(trains) > 1 and any(gpu.is_mig for gpu in trains)):
+        return
+    # Each service loads the whole model into host memory first.
+    max_samplers = max(
+        1, host_bytes // whole_bytes(shape, constraints, dtype_of(constraints.trainer_dtype, "bfloat16")) - 1
+    )
+    for size in (1, 2, 4, 8, 16):
+        if constraints.sampler_tensor_parallel not in (None, size) or size > len(samples):
+            continue
+        if size > 1 and (engine_of(shape, constraints) == "torch" or not shape.divides(size)):
+            continue
+        groups = [list(samples[n : n + size]) for n in range(0, len(samples) - size + 1, size)]
+        if shared:
+            groups = groups[:1]
+        if size > 1 and any(gpu.is_mig for group in groups for gpu in group):
+            continue
+        if constraints.samplers is None or constraints.samplers <= len(groups):
+            yield trains, groups[: constraints.samplers or max_samplers]
+
+
+def _impossible(shape: Shape, machine: Machine, constraints: Constraints) -> str:
+    """The message about constraints for which these GPUs allow no placement."""
+    count = len(machine.gpus)
+    if constraints.sampler_tensor_parallel is not None and (
+        not shape.divides(constraints.sampler_tensor_parallel) or engine_of(shape, constraints) == "torch"
+    ):
+        return (
+            f"SAMPLER_TENSOR_PARALLEL: {constraints.sampler_tensor_parallel} is not possible: it needs vLLM, and a "
+            f"model whose {shape.heads} heads and {shape.kv_heads} key heads it divides"
+        )
+    wanted = f"--trainer-ranks {constraints.ranks or 'unset'}, --samplers {constraints.samplers or 'unset'}"
+    tp = f"TRAINER_TENSOR_PARALLEL {constraints.trainer_tensor_parallel}"
+    return (
+        f"{wanted}, {tp}: the {count} GPUs here cannot be divided so; each rank takes one, and each sampler one for "
+        "each part of the model. MIG instances cannot be joined"
+    )
