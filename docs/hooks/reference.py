@@ -28,20 +28,20 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def settings(service: type[BaseSettings]) -> str:
-    """A table: environment variable, flag, default, meaning."""
-    rows = ["| variable | flag | default | |", "|---|---|---|---|"]
+    """A table: environment variable, default, meaning."""
+    rows = ["| variable | default | |", "|---|---|---|"]
     prefix = service.model_config.get("env_prefix", "")
     for name, field in service.model_fields.items():
-        variable, flag = prefix + name.upper(), f"--{name.replace('_', '-')}"
+        variable = prefix + name.upper()
         default = "needed" if field.is_required() else _default(field.get_default(call_default_factory=True))
         meaning = _cell(" ".join((field.description or "").split()))
-        rows.append(f'| <span id="{variable}"></span>`{variable}` | `{flag}` | {default} | {meaning} |')
+        rows.append(f'| <span id="{variable}"></span>`{variable}` | {default} | {meaning} |')
     return "\n".join(rows)
 
 
 def _default(value: object) -> str:
     if value is None:
-        return "see right"
+        return "unset"
     shown = str(value).lower() if isinstance(value, bool) else str(value)
     return f"<code>{_cell(shown)}</code>" if shown else "empty"
 

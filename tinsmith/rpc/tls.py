@@ -11,7 +11,7 @@ from typing import Self
 
 import grpc
 from pydantic import model_validator
-from pydantic_settings import BaseSettings
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tinsmith.rpc.auth import is_loopback
 
@@ -69,6 +69,8 @@ def check_pair(cert: Path, key: Path, *, names: tuple[str, str]) -> None:
 
 class GrpcTls(BaseSettings):
     """The settings of every service for mutual TLS."""
+
+    model_config = SettingsConfigDict(use_attribute_docstrings=True)
 
     grpc_ca: Path | None = None
     """Certificate (PEM) of the authority that signs the certificates of all services. It turns on encryption of gRPC,

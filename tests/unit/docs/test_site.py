@@ -35,6 +35,8 @@ def test_every_setting_is_on_the_page(site: Path, service: type[TrainerConfig | 
     prefix = service.model_config.get("env_prefix", "")
     names = {prefix + name.upper() for name in service.model_fields}
     assert names <= set(re.findall(r'id="(\w+)"', page))
+    unexplained = [name for name, field in service.model_fields.items() if not field.description]
+    assert unexplained == []
 
 
 @pytest.mark.parametrize("command", ["tinsmith up", "tinsmith keys create", "tinsmith checkpoints", "tinsmith doctor"])
