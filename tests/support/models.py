@@ -17,6 +17,8 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from tinsmith.modeling.pretrained import auto_class
+
 VOCAB_SIZE = 512
 CONTEXT = 256
 
@@ -120,4 +122,41 @@ def make_vision_model(folder: Path, family: str = "Qwen3VL", *, dtype: torch.dty
     transformers.AutoModelForImageTextToText.from_config(config).to(dtype).save_pretrained(folder)
     size = {"shortest_edge": 2 * 64, "longest_edge": 32 * 64}
     Qwen2VLImageProcessorPil(patch_size=4, size=size).save_pretrained(folder)
+    return folder
+
+
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SPARSE: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {**TINY_CONFIG, **_EXPERTS, "num_experts": 4, "tie_word_embeddings": False},
+    "Qwen3_5Moe": {
+        "text_config": {
+            **TINY_CONFIG, **_DELTA, **_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 40
+        },
+        "vision_config": _TOWER, "tie_word_embeddings": False, **_SEEN,
+    },
+    "DeepseekV3": {
+        **TINY_CONFIG, **_EXPERTS, "head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1,
+        "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "tie_word_embeddings": False,
+    },
+    "GptOss": {
+        **TINY_CONFIG, "num_experts_per_tok": 2, "num_local_experts": 4, "intermediate_size": 48, "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "NemotronH": {
+        **TINY_CONFIG, **_EXPERTS, "layers_block_type": ["moe", "attention"], "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 32, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16,
+        "n_groups": 2, "chunk_size": 16,
+    },
+}  # fmt: skip
+"""Families with fused experts, 48 wide, and the settings that make them tiny. A gate and an input are halves of one
+tensor, in GptOss alternate rows; NemotronH has no gate. Qwen3_5Moe has its encoder of images."""
+
+
+def make_sparse_family(folder: Path, family: str) -> Path:
+    """A tiny model of SPARSE in its published form."""
+    config = getattr(transformers, f"{family}Config")(**SPARSE[family])
+    torch.manual_seed(0)
+    auto_class(config).from_config(config).float().save_pretrained(folder)
     return folder

@@ -53,7 +53,6 @@ def adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple
     groups_of: dict[str, set[Group | None]] = {}
     unknown: set[str] = set()
     foreign: dict[Group, set[str]] = {}
-    has_fused_experts = False
     for name, module in list(model.named_modules()):
         if module not in of_text and module is not output:
             continue
@@ -75,7 +74,6 @@ def adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple
             if replace and group in ("attn", "mlp"):  # logprobs.py computes the output layer, in chunks
                 model.set_submodule(name, LoraLinear(linear, name, active))
         elif is_fused_experts(module):
-            has_fused_experts = True
             if replace:
                 experts = LoraExperts(module, name, active)
                 model.set_submodule(name, experts)
@@ -85,8 +83,7 @@ def adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple
                 foreign.setdefault(group, set()).add(type(module).__name__)
         elif "Expert" in type(module).__name__ and any(True for _ in module.parameters(recurse=False)):
             unknown.add(type(module).__name__)
-    if not has_fused_experts:  # the cookbook's tools do not read files with them
-        targets = [_named_as_hosted(target) for target in targets]
+    targets = [_named_as_hosted(target) for target in targets]
     targets = [with_values(one, ambiguous=len(groups_of.get(_end(one.name), ())) > 1) for one in targets]
     refused: dict[Group, str] = {
         group: f"this base model has {', '.join(sorted(names))} layers there; only nn.Linear and Conv1D can be adapted"
@@ -126,9 +123,10 @@ def quantizable(model: PreTrainedModel) -> set[str]:
 
 def _named_as_hosted(target: Target) -> Target:
     """The target with the name that the hosted service gives to a layer of a language model beside a tower."""
-    if not target.name.startswith(_BESIDE_TOWER):
+    name = target.tinker_name or target.name
+    if not name.startswith(_BESIDE_TOWER):
         return target
-    return with_values(target, tinker_name=_TEXT_ONLY + target.name.removeprefix(_BESIDE_TOWER))
+    return with_values(target, tinker_name=_TEXT_ONLY + name.removeprefix(_BESIDE_TOWER))
 
 
 def _linear(module: nn.Module) -> nn.Linear | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
@@ -68,7 +68,13 @@ class Target:
     """Whether a layer of another group, or of none, has the same last part of its name."""
     tinker_name: str | None = None
     """Name of the module in the hosted service's files, if it is not `name`: of an output layer that shares the
-    embedding's weight, and of layers beside an encoder of images. Tools that merge such files look for this name."""
+    embedding's weight, of layers beside an encoder of images, and of fused experts, for which it is the name of the
+    first projection. Tools that merge such files look for this name."""
+    projections: Sequence[str] = ()
+    """Names of the experts' projections in the hosted service's files. Two, the gate and the input ("w1", "w3"), if
+    this layer's outputs hold both."""
+    interleaved: bool = False
+    """Whether the outputs of two projections alternate. Otherwise the first half belongs to the first one."""
     fan_in_fan_out: bool = False
     """PEFT's name for a layer whose own weight is W transposed, as GPT-2's are. A and B are as of other layers."""
 
@@ -80,32 +86,74 @@ class Target:
         return (a, (self.num_experts, *b)) if self.shared == "A" else ((self.num_experts, *a), b)
 
     def with_tinker_name(self) -> Target:
-        """This target under the name of the hosted service's files."""
-        return self if self.tinker_name is None else replace(self, name=self.tinker_name)
+        """This target under the name of the hosted service's files, in whose form its tensors are then written."""
+        return self if self.tinker_name is None else replace(self, name=self.tinker_name, peft_name=None)
+
+    def named_as_in(self, names: Collection[str]) -> Target:
+        """This target under the name that a file with tensors of these names uses."""
+        hosted = self.with_tinker_name()
+        return hosted if any(name in names for name in hosted.peft_names) else self
 
     @property
-    def peft_names(self) -> tuple[str, str]:
-        """Names of A and B in PEFT's files."""
-        prefix = f"{_PEFT_PREFIX}{self.peft_name or self.name}"
-        return f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
+    def _has_hosted_experts(self) -> bool:
+        return self.num_experts is not None and self.name == self.tinker_name
 
-    def peft_shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of A and B in PEFT's files. Every expert has its own A and B there: A is [E R, I], B is [O, R E]."""
+    @property
+    def peft_modules(self) -> Sequence[str]:
+        """Modules in the names of this target's tensors in a file, each of which has an A and a B."""
+        if not self._has_hosted_experts:
+            return [self.peft_name or self.name]
+        experts = self.name.rpartition(".")[0]
+        return [f"{experts}.{projection}" for projection in self.projections]
+
+    @property
+    def pattern_modules(self) -> Sequence[str]:
+        """Modules to which the patterns of PEFT's configuration apply."""
+        return self.peft_modules if self._has_hosted_experts else [self.name]
+
+    @property
+    def peft_names(self) -> Sequence[str]:
+        """Names of the tensors in a file: A and B of each module."""
+        return [f"{_PEFT_PREFIX}{module}.lora_{side}.weight" for module in self.peft_modules for side in "AB"]
+
+    def peft_shapes(self, rank: int) -> Sequence[tuple[int, ...]]:
+        """Shapes of the tensors in a file, in the order of `peft_names`.
+
+        In PEFT's form, every expert has its own A and B: A is [E R, I], B is [O, R E]. In the hosted service's form, A
+        is [E, R, I] and B [E, O, R], with 1 in place of E for the matrix that all experts share.
+        """
+        if self._has_hosted_experts:
+            assert self.num_experts is not None
+            a_experts, b_experts = (1, self.num_experts) if self.shared == "A" else (self.num_experts, 1)
+            num_outputs = self.out_features // len(self.projections)
+            return [(a_experts, rank, self.in_features), (b_experts, num_outputs, rank)] * len(self.projections)
         rows = rank * (self.num_experts or 1)
         return (rows, self.in_features), (self.out_features, rows)
 
-    def to_peft(self, weights: LoraWeights) -> tuple[Tensor, Tensor]:
-        """A and B in the form of PEFT's files. A matrix that all experts share is repeated for each."""
+    def to_peft(self, weights: LoraWeights) -> Sequence[Tensor]:
+        """The tensors of a file, in the order of `peft_names`. PEFT's form repeats a matrix that all experts share for
+        each of them."""
         if self.num_experts is None:
             return weights.a_R_I, weights.b_O_R
+        if self._has_hosted_experts:
+            a_E_R_I, b_E_O_R = (one if one.ndim == 3 else one[None] for one in (weights.a_R_I, weights.b_O_R))
+            return [tensor for b in self._split(b_E_O_R) for tensor in (a_E_R_I.clone(), b)]
         a_E_R_I = weights.a_R_I.expand(self.num_experts, -1, -1)
         b_E_O_R = weights.b_O_R.expand(self.num_experts, -1, -1)
         return a_E_R_I.flatten(0, 1), b_E_O_R.permute(1, 2, 0).flatten(1)
 
-    def from_peft(self, a: Tensor, b: Tensor) -> LoraWeights:
-        """The inverse of to_peft. Raises InvalidRequest if the experts differ in the matrix that they share here."""
+    def _split(self, b_E_O_R: Tensor) -> Sequence[Tensor]:
+        """B of each projection."""
+        count = len(self.projections)
+        return [b_E_O_R[:, n::count] for n in range(count)] if self.interleaved else b_E_O_R.chunk(count, dim=1)
+
+    def from_peft(self, a: Tensor, b: Tensor, *others: Tensor) -> LoraWeights:
+        """The inverse of to_peft. Raises InvalidRequest if the experts, or two projections of theirs, differ in the
+        matrix that they share here."""
         if self.num_experts is None:
             return LoraWeights(a, b)
+        if self._has_hosted_experts:
+            return self._from_hosted(a, b, *others)
         a_E_R_I = a.unflatten(0, (self.num_experts, -1))
         b_E_O_R = b.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
         shared, name = (a_E_R_I, self.peft_names[0]) if self.shared == "A" else (b_E_O_R, self.peft_names[1])
@@ -116,6 +164,18 @@ class Target:
                 field=name,
             )
         return LoraWeights(a_E_R_I[0], b_E_O_R) if self.shared == "A" else LoraWeights(a_E_R_I, b_E_O_R[0])
+
+    def _from_hosted(self, a: Tensor, b: Tensor, *others: Tensor) -> LoraWeights:
+        for n in range(0, len(others), 2):
+            if not torch.equal(others[n], a):
+                name = self.peft_names[2 + n]
+                raise InvalidRequest(
+                    f"tensor {name!r} differs from {self.peft_names[0]!r}; adapters here have one lora_A for both",
+                    field=name,
+                )
+        parts = [b, *others[1::2]]
+        b = torch.stack(parts, dim=2).flatten(1, 2) if self.interleaved else torch.cat(parts, dim=1)
+        return LoraWeights(a[0], b) if self.shared == "A" else LoraWeights(a, b[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +274,8 @@ class Adapter:
         return Adapter(self.config, [target.with_tinker_name() for target in self.targets], self.flat)
 
     def save_peft(self, folder: Path, *, base_model: str) -> None:
-        """Writes adapter_config.json and adapter_model.safetensors, which stock PEFT loads unchanged."""
+        """Writes adapter_config.json and adapter_model.safetensors. Stock PEFT loads them unchanged, unless the targets
+        have the hosted service's names."""
         tensors = {
             name: tensor.detach().cpu().contiguous()
             for target in self.targets
@@ -224,7 +285,8 @@ class Adapter:
         (folder / "adapter_config.json").write_text(json.dumps(self._peft_config(base_model), indent=2) + "\n")
 
     def _peft_config(self, base_model: str) -> Mapping[str, object]:
-        experts = {_last(target.name, 2) for target in self.targets if target.num_experts is not None}
+        fused = [target for target in self.targets if target.num_experts is not None]
+        experts = {_last(module, 2) for target in fused for module in target.pattern_modules}
         layers = [target for target in self.targets if target.num_experts is None]
         config = {
             "peft_type": "LORA",
@@ -261,9 +323,10 @@ class Adapter:
         """
         stored = load_file(folder / "adapter_model.safetensors")
         adapter = cls(config, targets, torch.empty(num_elements(config, chosen_targets(config, targets))))
+        theirs = [target.named_as_in(stored) for target in adapter.targets]
         shapes = {
             name: shape
-            for target in adapter.targets
+            for target in theirs
             for name, shape in zip(target.peft_names, target.peft_shapes(config.rank), strict=True)
         }
         if set(shapes) != set(stored):
@@ -274,11 +337,10 @@ class Adapter:
                 raise InvalidRequest(
                     f"checkpoint tensor {name!r} has shape {list(stored[name].shape)}, not {list(shape)}"
                 )
-        for target in adapter.targets:
-            a_name, b_name = target.peft_names
-            theirs, ours = target.from_peft(stored[a_name], stored[b_name]), adapter.weights[target.name]
-            ours.a_R_I.copy_(theirs.a_R_I)
-            ours.b_O_R.copy_(theirs.b_O_R)
+        for target, ours in zip(theirs, adapter.weights.values(), strict=True):
+            weights = target.from_peft(*(stored[name] for name in target.peft_names))
+            ours.a_R_I.copy_(weights.a_R_I)
+            ours.b_O_R.copy_(weights.b_O_R)
         return adapter
 
 

@@ -48,10 +48,12 @@ class LoraExperts(nn.Module):
         self.up = Target(
             f"{name}.{self.up_name}", "mlp", up_O_I[2], up_O_I[1],
             num_experts=self.num_experts, shared="A", peft_name=f"{name}.base_layer",
+            tinker_name=f"{name}.w1", projections=("w1", "w3") if base.has_gate else ("w1",),
+            interleaved=not base.is_concatenated,
         )  # fmt: skip
         self.down = Target(
             f"{name}.{down_name}", "mlp", down_O_I[2], down_O_I[1],
-            num_experts=self.num_experts, shared="B", peft_name=name,
+            num_experts=self.num_experts, shared="B", peft_name=name, tinker_name=f"{name}.w2", projections=("w2",),
         )  # fmt: skip
 
     def forward(self, x_T_H: Tensor, expert_T_K: Tensor, weight_T_K: Tensor) -> Tensor:

@@ -57,9 +57,10 @@ def import_peft(
     """
     config = PeftConfig.read(folder / CONFIG)
     with open_tensors(folder) as file:
-        theirs = [target.with_tinker_name() if _speaks_tinker(file, target) else target for target in targets]
-        pairs = _pairs(file, {target.peft_name or target.name: target for target in theirs}, frozen)
-        lows = config.lows([target.name for target in pairs])
+        names = set(file.names)
+        theirs = [target.named_as_in(names) for target in targets]
+        pairs = _pairs(file, theirs, frozen)
+        lows = _lows(config, pairs)
         for target in pairs:
             _check_pair(file, target, lows[target.name].rank)
         rank = max(low.rank for low in lows.values())
@@ -79,17 +80,28 @@ def import_peft(
     return Imported(Adapter(ours, targets, adapter.flat), [*notes, *_notes(adapter, lows, dtypes)])
 
 
-def _speaks_tinker(file: TensorFile, target: Target) -> bool:
-    return target.tinker_name is not None and target.with_tinker_name().peft_names[0] in file.names
+def _lows(config: PeftConfig, targets: Sequence[Target]) -> dict[str, Low]:
+    """Rank and scaling of each target, by its name. Raises InvalidRequest if the modules of a target differ in them."""
+    lows = config.lows([module for target in targets for module in target.pattern_modules])
+    for target in targets:
+        first, *others = target.pattern_modules
+        for other in others:
+            if lows[other] != lows[first]:
+                key = "rank_pattern" if lows[other].rank != lows[first].rank else "alpha_pattern"
+                raise InvalidRequest(
+                    f"{CONFIG}: {key} differs between {first!r} and {other!r}, which are one layer here", field=key
+                )
+    return {target.name: lows[target.pattern_modules[0]] for target in targets}
 
 
-def _pairs(file: TensorFile, targets: Mapping[str, Target], frozen: Mapping[str, Tensor]) -> list[Target]:
-    """The targets whose A and B are in the file."""
+def _pairs(file: TensorFile, targets: Sequence[Target], frozen: Mapping[str, Tensor]) -> list[Target]:
+    """The targets whose tensors are in the file."""
+    modules = {module for target in targets for module in target.peft_modules}
     sides: dict[str, list[str]] = defaultdict(list)
     for name in file.names:
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name)
         if match is not None:
-            if match[1] not in targets:
+            if match[1] not in modules:
                 raise InvalidRequest(
                     f"tensor {name!r}: the base model has no layer {match[1]!r} that can be adapted here", field=name
                 )
@@ -101,7 +113,14 @@ def _pairs(file: TensorFile, targets: Mapping[str, Target], frozen: Mapping[str,
     for names in sides.values():
         if len(names) != 2:
             raise InvalidRequest(f"tensor {names[0]!r} is only one of a lora_A and a lora_B", field=names[0])
-    return [target for name, target in targets.items() if name in sides]
+    for target in targets:
+        found = [module for module in target.peft_modules if module in sides]
+        if found and (missing := [module for module in target.peft_modules if module not in sides]):
+            name = sides[found[0]][0]
+            raise InvalidRequest(
+                f"tensor {name!r}: the file has no adapter of {missing[0]!r}; here both are one layer", field=name
+            )
+    return [target for target in targets if target.peft_modules[0] in sides]
 
 
 def _check_frozen(file: TensorFile, name: str, frozen: Mapping[str, Tensor]) -> None:
@@ -134,8 +153,7 @@ def _check_pair(file: TensorFile, target: Target, rank: int) -> None:
 
 
 def _copy(file: TensorFile, target: Target, low: Low, ours: LoraWeights) -> None:
-    a, b = (_finite(file.read(name).float(), name) for name in target.peft_names)
-    theirs = target.from_peft(a, b)
+    theirs = target.from_peft(*(_finite(file.read(name).float(), name) for name in target.peft_names))
     ours.a_R_I[..., : low.rank, :] = theirs.a_R_I
     ours.b_O_R[..., : low.rank] = theirs.b_O_R * (low.scaling * ours.a_R_I.shape[-2] / ALPHA)
     _finite(ours.b_O_R, target.peft_names[1])

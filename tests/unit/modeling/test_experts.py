@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.support.models import VOCAB_SIZE, make_sparse_model
+from tests.support.models import SPARSE, VOCAB_SIZE, make_sparse_family, make_sparse_model
 from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
@@ -188,3 +188,84 @@ def test_an_adapter_without_experts_names_none(sparse: BaseModel, sparse_folder:
         assert "target_parameters" not in json.loads((tmp_path / "adapter_config.json").read_text())
         theirs = peft_logprobs(sparse_folder, tmp_path)
     torch.testing.assert_close(logprobs(sparse, adapter), theirs, rtol=1e-5, atol=2e-5)
+
+
+def save_hosted(adapter: Adapter, folder: Path) -> dict[str, Tensor]:
+    """The adapter's tensors in the hosted service's form, by their names without PEFT's prefix."""
+    adapter.with_tinker_names().save_peft(folder, base_model="tiny")
+    stored = load_file(folder / SAFE)
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in stored.items()}
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_the_hosted_form_holds_the_gate_and_the_input_apart(family: str, tmp_path: Path) -> None:
+    base = BaseModel.load(make_sparse_family(tmp_path / "base", family), device=CPU, dtype=torch.float32)
+    adapter = Adapter.create(AdapterConfig(rank=4, train_unembed=False, seed=0), base.targets, CPU)
+    adapter.flat.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+    stored = save_hosted(adapter, tmp_path)
+    up, down = [target for target in base.targets if target.num_experts is not None][:2]
+    experts = up.name.rpartition(".")[0].replace("language_model.", "")
+    assert not any("language_model" in name for name in stored)
+    ours, low = adapter.weights[up.name], adapter.weights[down.name]
+    gate, given = ours.b_O_R[:, :48], ours.b_O_R[:, 48:]
+    if family == "GptOss":
+        gate, given = ours.b_O_R[:, ::2], ours.b_O_R[:, 1::2]
+    parts = {"w1": ours.b_O_R} if family == "NemotronH" else {"w1": gate, "w3": given}
+    assert {name for name in stored if name.startswith(f"{experts}.")} == {
+        f"{experts}.{part}.lora_{side}.weight" for part in [*parts, "w2"] for side in "AB"
+    }
+    for part, b in parts.items():
+        assert torch.equal(stored[f"{experts}.{part}.lora_A.weight"], ours.a_R_I[None])
+        assert stored[f"{experts}.{part}.lora_B.weight"].shape == (4, 48, 4)
+        assert torch.equal(stored[f"{experts}.{part}.lora_B.weight"], b)
+    assert torch.equal(stored[f"{experts}.w2.lora_A.weight"], low.a_R_I)
+    assert torch.equal(stored[f"{experts}.w2.lora_B.weight"], low.b_O_R[None])
+    assert torch.equal(imported(base, tmp_path).flat, adapter.flat)
+    assert torch.equal(Adapter.load_peft(tmp_path, adapter.config, base.targets).flat, adapter.flat)
+
+
+def test_stock_peft_says_that_it_does_not_know_the_hosted_form(
+    sparse_folder: Path, adapter: Adapter, tmp_path: Path
+) -> None:
+    save_hosted(adapter, tmp_path)
+    with pytest.warns(RuntimeWarning, match="target_parameters=.*experts.w3.* no parameter was matched"):
+        peft_logprobs(sparse_folder, tmp_path)
+
+
+def test_a_file_of_the_hosted_form_that_cannot_be_said_here_is_refused_by_name(
+    sparse: BaseModel, adapter: Adapter, tmp_path: Path
+) -> None:
+    hosted = save_hosted(adapter, tmp_path)
+    stored = {f"base_model.model.{name}": tensor for name, tensor in hosted.items()}
+    gate, given = (f"base_model.model.{EXPERTS}.{part}.lora_A.weight" for part in ("w1", "w3"))
+    save_file({**stored, given: stored[given] + 1e-3}, tmp_path / SAFE)
+    for read in (imported, lambda base, folder: Adapter.load_peft(folder, adapter.config, base.targets)):
+        with pytest.raises(InvalidRequest, match=r"w3\.lora_A\.weight' differs from .*w1\.lora_A") as caught:
+            read(sparse, tmp_path)
+        assert given in caught.value.message
+    save_file({**stored, gate: stored[gate].repeat(4, 1, 1)}, tmp_path / SAFE)
+    with pytest.raises(InvalidRequest, match=r"w1\.lora_A\.weight' has shape \[4, 4, 64\], not \[1, 4, 64\]"):
+        imported(sparse, tmp_path)
+    save_file({name: tensor for name, tensor in stored.items() if ".0.mlp.experts.w1" not in name}, tmp_path / SAFE)
+    with pytest.raises(InvalidRequest, match=rf"{EXPERTS}\.w3.*no adapter of '{EXPERTS}\.w1'; here both are one layer"):
+        imported(sparse, tmp_path)
+    with pytest.raises(InvalidRequest, match=r"'.*w1\.lora_A\.weight' is on one side only"):
+        Adapter.load_peft(tmp_path, adapter.config, sparse.targets)
+
+
+@pytest.mark.parametrize(("key", "value"), [("rank_pattern", 2), ("alpha_pattern", 3)])
+def test_patterns_apply_to_the_projections_of_the_hosted_form(
+    sparse: BaseModel, adapter: Adapter, tmp_path: Path, key: str, value: int
+) -> None:
+    save_hosted(adapter, tmp_path)
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, key: {"w3": value}}))
+    with pytest.raises(InvalidRequest, match=rf"{key} differs between '{EXPERTS}\.w1' and '{EXPERTS}\.w3'") as caught:
+        imported(sparse, tmp_path)
+    assert caught.value.metadata["field"] == key
+    path.write_text(json.dumps({**config, "alpha_pattern": {"w[13]": 16}}))  # half of what save_peft wrote
+    found = imported(sparse, tmp_path)
+    up, down = (f"{EXPERTS}.{layer}" for layer in ("gate_up_proj", "down_proj"))
+    assert torch.equal(found.weights[up].b_O_R, adapter.weights[up].b_O_R / 2)
+    assert torch.equal(found.weights[down].b_O_R, adapter.weights[down].b_O_R)

@@ -166,6 +166,7 @@ def test_external_weights_name_a_tied_head_as_the_hosted_service_does(
     imported = import_peft(folder, base.targets, {}, base_model="tiny", max_rank=4).adapter
     assert torch.equal(imported.flat, adapter.flat)
     assert set(imported.weights) == set(adapter.weights)
+    assert torch.equal(store.load(EXTERNAL, base, with_optimizer=False)[1].adapter.flat, adapter.flat)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "tied", dtype=torch.float32)
     with pytest.warns(RuntimeWarning, match=r"alpha_pattern.*unembed_tokens"):
         peft.PeftModel.from_pretrained(plain, folder)
@@ -189,6 +190,7 @@ def test_external_weights_name_layers_beside_a_tower_as_the_hosted_service_does(
     imported = import_peft(folder, base.targets, {}, base_model="tiny", max_rank=4).adapter
     assert torch.equal(imported.flat, adapter.flat)
     assert set(imported.weights) == set(adapter.weights)
+    assert torch.equal(store.load(EXTERNAL, base, with_optimizer=False)[1].adapter.flat, adapter.flat)
     plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "seeing", dtype=torch.float32)
     with pytest.warns(UserWarning, match="missing adapter keys"):
         peft.PeftModel.from_pretrained(plain, folder)
