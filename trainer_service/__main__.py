@@ -209,7 +209,7 @@ async def start(
     sequences = canary_of(base)
     unadapted = await in_pool(engine.score, None, sequences)
     publisher = Publisher(sender, sequences, gap_rule(config, base.dtype), metrics, unadapted)
-    snapshots = Snapshots(await _open_snapshots(config), journal, snapshot_policy(config), metrics)
+    snapshots = Snapshots(await _open_snapshots(config), journal, snapshot_policy(config), metrics, executing)
     models = LiveModels(config.public_names, base.weights_sum, allow_other_weights=config.allow_other_base_weights)
     operations = Operations(
         engine,

@@ -40,6 +40,11 @@ RAN = "x-tinsmith-ran"
 """Key of the trailing metadata "<start>:<end>", the time in which the service computed the call, in seconds since
 1970."""
 
+_FEW_BYTES = 64 * 1024
+"""Messages up to this size are handled without counting their parts."""
+_MOST_PARTS = 131_072
+"""Most parts of one message: 32 in each of the 4,096 datums of the largest batch."""
+
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -129,8 +134,30 @@ def _parse(handler: Any, body: bytes, method: str) -> Any:
         message = handler.request_deserializer(body)
     except DecodeError:
         raise InvalidRequest(f"the request of {method} is not its message in protobuf") from None
+    if len(body) > _FEW_BYTES:
+        _check_parts(message)
     logs.model_id.set(_model_of(getattr(message, "request", message)))  # StreamSample wraps a SampleRequest
     return message
+
+
+def _check_parts(message: Any) -> None:
+    """Raises InvalidRequest for a message of more than `_MOST_PARTS` parts: messages and texts in lists, entries of
+    maps. A part may take two bytes, and handlers loop over parts on the event loop."""
+    num_parts, left = 0, [message]
+    while left:
+        for field, value in left.pop().ListFields():
+            if not field.is_repeated:
+                if field.message_type is not None:
+                    left.append(value)
+            elif field.message_type is not None or field.type == field.TYPE_STRING:
+                num_parts += len(value)
+                if num_parts > _MOST_PARTS:
+                    raise InvalidRequest(
+                        f"{field.name}: with its {len(value)} entries the message has more than {_MOST_PARTS} parts",
+                        field=field.name,
+                    )
+                if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+                    left.extend(value)
 
 
 def _model_of(message: Any) -> str:

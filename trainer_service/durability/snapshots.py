@@ -19,6 +19,7 @@ from typing import Any
 from tinsmith.errors import FailedPrecondition, ServiceError
 from tinsmith.threads import in_pool, in_pool_of
 from tinsmith.v1 import types_pb2 as pb
+from trainer_service.durability.executing import Executing, other_work
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.engine.engine import CapturedState
@@ -65,8 +66,11 @@ class Snapshots:
     """The snapshots of all live models. `is_due` and `skip` are called on the compute thread, all else on one event
     loop."""
 
-    def __init__(self, files: SnapshotFiles, journal: Journal, policy: Policy, metrics: Metrics) -> None:
+    def __init__(
+        self, files: SnapshotFiles, journal: Journal, policy: Policy, metrics: Metrics, executing: Executing
+    ) -> None:
         self.files = files
+        self._executing = executing
         self._journal = journal
         self._policy = policy
         self._metrics = metrics
@@ -168,7 +172,7 @@ class Snapshots:
                 if self._models.get(model_id) is not progress:  # deleted or parked meanwhile
                     return
                 num_bytes = await self._store(seq_id, info, state)
-        except OSError as error:
+        except (OSError, ServiceError) as error:
             self._metrics.durability.snapshot_failures.inc()
             logger.warning(
                 "the snapshot %s/%d cannot be written: %s; training goes on, and a restart replays more",
@@ -182,9 +186,15 @@ class Snapshots:
         self._spawn(self._enter(turn, model_id, seq_id, progress, num_bytes))
 
     async def _store(self, seq_id: int, info: pb.CheckpointInfo, state: CapturedState) -> int:
-        """Writes a snapshot. Returns its size in bytes once it is durable. Raises OSError."""
+        """Writes a snapshot. Returns its size in bytes once it is durable.
+
+        Raises OSError, and ServiceError when the process has ended too often while it wrote snapshots of the model.
+        """
         started = time.perf_counter()
-        num_bytes = await self._on_thread(self.files.write, seq_id, info, state)
+        name = other_work(f"snapshot {info.model_id}", b"")
+        await self._executing.suspects_ended(*name)
+        with self._executing.other(name):
+            num_bytes = await self._on_thread(self.files.write, seq_id, info, state)
         self._metrics.durability.snapshot_seconds.observe(time.perf_counter() - started)
         self._metrics.durability.snapshot_bytes.inc(num_bytes)
         return num_bytes

@@ -84,7 +84,7 @@ class Process:
             alone=deterministic,
         )
         files = SnapshotFiles(folder / "snapshots", min_free_bytes=min_free_bytes)
-        snapshots = Snapshots(files, journal, policy, metrics)
+        snapshots = Snapshots(files, journal, policy, metrics, scheduler.executing)
         sequences = canary_of(base)
         rule = GapRule(0.01, 0.01, "refuse", timeout_s=5)
         publisher = Publisher(sender, sequences, rule, metrics, engine.score(None, sequences))

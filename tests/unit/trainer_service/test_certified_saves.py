@@ -148,7 +148,8 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
         sequences = canary_of(base)
         rule = GapRule(0.01, 0.01, "refuse", timeout_s=20)
         publisher = Publisher(sender, sequences, rule, metrics, training.score(None, sequences))
-        snapshots = Snapshots(SnapshotFiles(tmp_path / "snapshots"), journal, Policy(0, 0, 0), metrics)
+        files = SnapshotFiles(tmp_path / "snapshots")
+        snapshots = Snapshots(files, journal, Policy(0, 0, 0), metrics, scheduler.executing)
         exits.push_async_callback(snapshots.close)
         models = LiveModels(["tiny"], base.weights_sum)
         make_room = scheduler.parking.make_room

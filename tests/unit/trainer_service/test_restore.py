@@ -32,6 +32,7 @@ from trainer_service.durability.executing import (
     NAME,
     Deaths,
     Executing,
+    other_work,
 )
 from trainer_service.durability.journal import Body, EntryState, sum_of
 from trainer_service.durability.snapshot_files import SnapshotFiles
@@ -792,6 +793,34 @@ async def test_an_operation_whose_checkpoint_ends_the_trainer_each_time_it_is_re
         assert "ended 5 times while it read or wrote the checkpoint of this" in str(await again.outcome(MODEL, seq_id))
     await run(again, [batch(7), step(8)])
     assert isinstance(await again.outcome(MODEL, 8), Answer)
+
+
+async def test_a_snapshot_that_ends_the_trainer_each_time_it_is_written_is_given_up_and_its_model_goes_on(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, name, written = tmp_path / "0", other_work(f"snapshot {MODEL}", b""), SnapshotFiles.write
+    noted: list[bytes] = []
+
+    def noting(files: SnapshotFiles, *arguments: Any) -> int:
+        noted.append((folder / NAME).read_bytes())
+        return written(files, *arguments)
+
+    monkeypatch.setattr(SnapshotFiles, "write", noting)
+    process = await start(folder, policy=Policy(1, 0, 0))
+    await run(process, [creation(), batch(1), step(2)])
+    await until(lambda: process.count("snapshot_bytes_total") > 0)
+    assert f"storing 0 0 {name[1]} {name[0]}".encode() in noted[0]
+    await until(lambda: name[0].encode() not in (folder / NAME).read_bytes())
+    await process.stop()
+    executing = Executing(folder)
+    executing.deaths[name] = Deaths(storing=MOST_DEATHS_STORING - 1)
+    with executing.storing(*name):
+        again = await start(folder, policy=Policy(1, 0, 0))
+    noted.clear()
+    await run(again, [batch(3), step(4), batch(5), step(6)])
+    assert isinstance(await again.outcome(MODEL, 6), Answer)
+    await until(lambda: again.count("snapshot_failures_total") == 2)
+    assert noted == []
 
 
 async def test_a_request_of_the_journal_that_ends_the_trainer_each_time_it_is_read_fails_unread(

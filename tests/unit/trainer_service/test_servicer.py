@@ -112,7 +112,9 @@ async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
         sequences = canary_of(base)
         rule = GapRule(0.01, 0.01, "refuse", timeout_s=5)
         publisher = Publisher(sender, sequences, rule, metrics, engine.score(None, sequences))
-        snapshots = Snapshots(SnapshotFiles(tmp_path / "snapshots"), journal, Policy(2, 0, 0), metrics)
+        snapshots = Snapshots(
+            SnapshotFiles(tmp_path / "snapshots"), journal, Policy(2, 0, 0), metrics, scheduler.executing
+        )
         models = LiveModels(["tiny", "alias"], base.weights_sum)
         make_room = scheduler.parking.make_room
         run_alone, executing = scheduler.run_alone, scheduler.executing
