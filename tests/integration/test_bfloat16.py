@@ -101,8 +101,8 @@ def test_a_loop_with_rewards_learns_as_in_float32_and_the_sampler_stays_the_trai
                 assert 0 < apart.mean() < MEAN_GAP
                 assert apart.max() < LARGEST_GAP
                 assert np.median(kls) < 1e-4
-                # A policy that is nearly certain has large logits, and rounding moves an unlikely token by a nat: 1.7e-3
-                # was seen in one step, from one token.
+                # A policy that is nearly certain has large logits, so that rounding may move an unlikely token by much:
+                # 1.7e-3 was seen in one step.
                 assert max(kls) < 1e-2
             else:
                 assert max(kls) < 1e-9
