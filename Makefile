@@ -40,7 +40,7 @@ lock: ## Make constraints.txt again, of the newest releases that pyproject.toml 
 	.cache/lock/bin/pip $(INSTALL_TORCH)
 	.cache/lock/bin/pip install --quiet --editable '.[dev]'
 	@# Without "+cpu", so that any build of torch's version will do; what only CUDA builds need is pinned by torch itself.
-	{ echo '# What `make setup` installs and the tests have run with. Made by `make lock`.'; \
+	{ echo '# Releases that `make setup` installs and the tests have run with. Made by `make lock`.'; \
 	  .cache/lock/bin/pip freeze --all --exclude-editable | sed '/^pip==/d; /^nvidia-ml-py==/!{/^nvidia-/d}; /^cuda-/d; /^triton==/d; s/+.*//'; } > constraints.txt
 
 proto: setup ## Generate tinsmith/v1 from proto/

@@ -3,7 +3,7 @@ A sample has the first one's result, under its own id, and is reported as comple
 
     python benchmarks/canned.py http://127.0.0.1:8000
 
-What a client costs against it, the client costs by itself. Shared by sdk_floor.py, which measures that, and by a test,
+A client's costs against it are the client's own. Shared by sdk_floor.py, which measures that, and by a test,
 which holds that the SDK takes what it says for answers.
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.rounds import MIN_ROUNDS
 
 SIZES = ("tiny", "small", "medium")
-"""Of `tinsmith make-base-model`."""
+"""Sizes that `tinsmith make-base-model` knows."""
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:

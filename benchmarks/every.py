@@ -60,7 +60,7 @@ def measured(
         if report is None:
             begin = time.monotonic()
             command = [sys.executable, "-m", "benchmarks", *arguments.split(), "--json", str(file)]
-            # What the part prints is progress, not the result.
+            # The part prints its progress; the result is in its file.
             ended = subprocess.run(command, stdout=sys.stderr, check=False).returncode  # noqa: S603
             print(f"{name}: {time.monotonic() - begin:.0f} s, exit status {ended}", file=sys.stderr, flush=True)
             if ended == 0:

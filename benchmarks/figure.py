@@ -162,7 +162,7 @@ def usable_cores() -> int:
 
 
 def in_words(machine: dict[str, Any]) -> str:
-    """What describe_machine found, in one line."""
+    """The findings of `describe_machine`, in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return (
         f"{machine['cpu']} ({machine['isa']}), {machine['cores']} cores, {machine['memory_gb']} GB; {versions}; "

@@ -107,7 +107,7 @@ WORKLOADS = {
 
 
 async def prefix_cache(folder: Path, arguments: argparse.Namespace) -> AsyncIterator[Figure]:
-    """What the prefix cache saves, and what it costs where prompts share nothing."""
+    """The time that the prefix cache saves, and its cost where prompts share nothing."""
     engines = [await _load(folder, arguments, prefix_cache_bytes=size) for size in (None, 0)]
     for name, workload in WORKLOADS.items():
         work = workload()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Select, and_, delete, exists, func, literal, or_, select, tuple_
 
@@ -29,13 +29,15 @@ FORGET_S = 60.0
 BOUND_S = 600.0
 """Pause between two counts of the rows of each owner, which read whole tables."""
 _ROW_BYTES = 256
-"""What a recorded sequence is counted for beside its prompt, tokens and logprobs: at least its ids and its index."""
+"""Bytes for which a recorded sequence counts beside its prompt, tokens and logprobs, at least for its ids and index."""
 _BATCH_S = 30 * 86400.0
 """How long the row of a ledger's newest batch is kept. No gateway sends a batch again after that long."""
 _PER_QUERY = 500
 """Most ids in one query, because databases limit its parameters."""
 _PER_TIME = 50_000
 """Most rows of a table with many rows that are deleted in one transaction, so that others can write in between."""
+
+Id = TypeVar("Id", str, tuple[str, int])
 
 
 class Forgetting:
@@ -164,8 +166,7 @@ class Forgetting:
         async with self._store.begin() as db:
             query = newest.offset(self._config.max_owner_rows).limit(_PER_TIME)
             found = [(sampling_session_id, clone_id) for sampling_session_id, clone_id in await db.execute(query)]
-            for start in range(0, len(found), _PER_QUERY):
-                some = found[start : start + _PER_QUERY]
+            for some in _parts(found):
                 await db.execute(delete(SampleMark).where(tuple_(*key).in_(some)))
 
     async def _forget_records(self) -> None:
@@ -227,5 +228,5 @@ def _is_of_sampler() -> ColumnElement[bool]:
     return SampleMark.sampling_session_id == SamplingSession.sampling_session_id
 
 
-def _parts(ids: Sequence[str]) -> list[Sequence[str]]:
+def _parts(ids: Sequence[Id]) -> list[Sequence[Id]]:
     return [ids[start : start + _PER_QUERY] for start in range(0, len(ids), _PER_QUERY)]

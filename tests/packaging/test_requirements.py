@@ -1,4 +1,4 @@
-"""What `pip install tinsmith` brings along."""
+"""Packages that `pip install tinsmith` brings along."""
 
 from __future__ import annotations
 

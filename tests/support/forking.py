@@ -1,5 +1,5 @@
 """Processes that are forked from one that has imported the SDK and the gateway, which takes some seconds of a core.
-What differs from a command on its own is what the interpreter reads at its start, as PYTHONUNBUFFERED."""
+A command on its own also obeys variables that the interpreter reads at its start, such as PYTHONUNBUFFERED."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ _UNGATED = ("up_proj", "down_proj")
 
 def is_fused_experts(module: nn.Module) -> bool:
     """Whether LoraExperts can replace this module: it has the form that transformers' experts interface prescribes."""
-    if quantized_parameters(module):  # which has been asked before
+    if quantized_parameters(module):  # `quantizable` has asked for this module before
         return hasattr(module, "has_gate")
     gated = getattr(module, "has_gate", None)
     if (

@@ -164,7 +164,7 @@ def num_weights(module: nn.Module) -> int:
 
 
 class LoadingConfig(QuantizationConfigMixin):
-    """What transformers passes to `LoadingQuantizer`."""
+    """The configuration that transformers passes to `LoadingQuantizer`."""
 
     def __init__(
         self, quantize: Quantization, dtype: torch.dtype, names_in: Callable[[PreTrainedModel], set[str]]

@@ -143,21 +143,23 @@ def _parse(handler: Any, body: bytes, method: str) -> Any:
 def _check_parts(message: Any) -> None:
     """Raises InvalidRequest for a message of more than `_MOST_PARTS` parts: messages and texts in lists, entries of
     maps. A part may take two bytes, and handlers loop over parts on the event loop."""
-    num_parts, left = 0, [message]
+    num_parts, left = 0, [("", message)]
     while left:
-        for field, value in left.pop().ListFields():
+        path, parent = left.pop()
+        for field, value in parent.ListFields():
+            where = f"{path}{field.name}"
             if not field.is_repeated:
                 if field.message_type is not None:
-                    left.append(value)
+                    left.append((f"{where}.", value))
             elif field.message_type is not None or field.type == field.TYPE_STRING:
                 num_parts += len(value)
                 if num_parts > _MOST_PARTS:
                     raise InvalidRequest(
-                        f"{field.name}: with its {len(value)} entries the message has more than {_MOST_PARTS} parts",
-                        field=field.name,
+                        f"{where}: with its {len(value)} entries the message has more than {_MOST_PARTS} parts",
+                        field=where,
                     )
                 if field.message_type is not None and not field.message_type.GetOptions().map_entry:
-                    left.extend(value)
+                    left.extend((f"{where}[{index}].", part) for index, part in enumerate(value))
 
 
 def _model_of(message: Any) -> str:

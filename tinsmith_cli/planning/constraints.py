@@ -1,4 +1,4 @@
-"""What the user has settled, from the settings of `tinsmith up` and the services' variables in the environment."""
+"""The user's own choices, from the settings of `tinsmith up` and the services' variables in the environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLAGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What the user has settled by flags and environment. None and 0: the planner decides."""
+    """Choices of the user, by flags and environment, which bind the planner. None and 0: the planner decides."""
 
     trainer_gpus: Sequence[Gpu] | None = None
     sampler_gpus: Sequence[Gpu] | None = None

@@ -117,7 +117,7 @@ def _layer_bytes(shape: Shape, layer: Layer, itemsize: int, tensor_parallel: int
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What the trainer can do with its memory, by its own rules."""
+    """Adapters and sequence lengths for which the trainer's memory suffices, by its own rules."""
 
     memory_bytes: int
     """Memory for adapters, optimizers and activations of one rank."""

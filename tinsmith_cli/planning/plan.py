@@ -1,4 +1,4 @@
-"""What a plan says: who gets which GPUs, how their memory is used, and the environment that tells the services so."""
+"""A plan: who gets which GPUs, how their memory is used, and the environment that tells the services so."""
 
 from __future__ import annotations
 

@@ -329,10 +329,12 @@ class WeightSender:
         lacked it, and the members that hold the version now. Raises OutOfCapacity when no member has room for it."""
         if not members:
             return "", ()
-        lacking, full = await self._announce(await self._group_of(members), version)
-        if lacking and len(lacking) < len(members):
-            # A broadcast goes to a whole group, and members that hold the version do not take it again.
-            lacking, full_now = await self._announce(await self._group_of(lacking), version)
+        group = await self._group_of(members)
+        lacking, full = await self._announce(group, version)
+        # A broadcast goes to a whole group, so all of its members must lack the version and have room for it.
+        while lacking and len(lacking) < len(group.members):
+            group = await self._group_of(lacking)
+            lacking, full_now = await self._announce(group, version)
             full |= full_now
         holders = [member for member in members if member not in full]
         if not holders:
@@ -342,7 +344,7 @@ class WeightSender:
             member.full_until = time.monotonic() + _FULL_S
         if not lacking:
             return "", holders
-        sent = await self._transfer(await self._group_of(lacking), version)
+        sent = await self._transfer(group, version)
         self._metrics.publishing.publish_bytes.inc(version.sent_bytes)
         return sent, holders
 

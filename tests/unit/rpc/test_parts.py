@@ -45,11 +45,11 @@ NUMBERS = sampler_pb2.SamplingParams(stop=sampler_pb2.StopCondition(token_ids=ra
     ("message", "field"),
     [
         (sampler_pb2.SampleRequest(prompt=[types_pb2.Chunk()] * MANY), "prompt"),
-        (sampler_pb2.SampleRequest(sampling_params=STRINGS), "strings"),
+        (sampler_pb2.SampleRequest(sampling_params=STRINGS), "sampling_params.stop.strings"),
         (trainer_pb2.ForwardBackwardRequest(data=[types_pb2.Datum()] * MANY), "data"),
         (
             trainer_pb2.ForwardBackwardRequest(data=[types_pb2.Datum(model_input=[types_pb2.Chunk()] * MANY)]),
-            "model_input",
+            "data[0].model_input",
         ),
         (trainer_pb2.ForwardBackwardRequest(loss_fn_config={str(n): 0.0 for n in range(MANY)}), "loss_fn_config"),
     ],

@@ -1,4 +1,4 @@
-"""What a trainer says of an adapter that was trained on other base weights."""
+"""A trainer's answers about an adapter that was trained on other base weights."""
 
 import pytest
 

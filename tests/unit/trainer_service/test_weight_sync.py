@@ -59,6 +59,8 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
         self.announced = asyncio.Event()
         """StartWeightUpdate waits for it."""
         self.announced.set()
+        self.on_start: Callable[[], Awaitable[None]] | None = None
+        """StartWeightUpdate calls it."""
         self.faults: list[str] = []
         """Each makes the call of that name fail once."""
         self.backends: list[str] = []
@@ -132,6 +134,8 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
     ) -> pb.StartWeightUpdateResponse:
         self._fault("start")
         await self.announced.wait()
+        if self.on_start is not None:
+            await self.on_start()
         if self._group is None or self._group.epoch != request.epoch:
             raise FailedPrecondition("no such group")
         if request.base_model != "tiny":
@@ -151,6 +155,7 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
         self._fault("update")
         assert announced is not None
         assert group is not None
+        assert announced.epoch == group.epoch, "the version was announced to another group"
         self._flat = flat = torch.empty(sum(torch.Size(spec.shape).numel() for spec in announced.tensors))
         if "middle" in self.faults:
             await asyncio.to_thread(group.receive(flat[: announced.bucket_bytes // 4]))
@@ -484,6 +489,30 @@ async def test_a_full_sampler_is_left_out_and_gets_versions_again_later(
     receivers[2].faults = ["start-full"]
     del receivers[2].versions["m@3"]
     assert (await sender.publish(version)).members == others[:1]
+
+
+async def test_a_sampler_that_becomes_full_when_it_is_asked_again_is_left_out_on_the_same_attempt(
+    connect: Connect, serve: Serve, make_version: MakeVersion, caplog: pytest.LogCaptureFixture
+) -> None:
+    receivers = [Receiver() for _ in range(3)]
+    sender = await connect(*[await serve(receiver) for receiver in receivers])
+    version = make_version("m@1")
+    await sender.publish(version)
+    for receiver in receivers[1:]:
+        del receiver.versions["m@1"]
+    asked = 0
+
+    async def full_the_second_time() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            receivers[1].faults = ["start-full"]
+
+    receivers[1].on_start = full_the_second_time
+    assert len((await sender.publish(version)).members) == 2
+    assert (asked, receivers[1].faults) == (2, [])
+    assert "attempt 1" not in caplog.text
+    assert list(receivers[2].versions) == ["m@1"]
 
 
 async def test_a_version_for_which_no_sampler_has_room_is_refused_as_they_do(

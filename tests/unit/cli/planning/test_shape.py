@@ -1,4 +1,4 @@
-"""What the planner knows of a model from its config.json is what the loaded model has."""
+"""The planner's numbers for a model, from its config.json, are those of the loaded model."""
 
 from __future__ import annotations
 
