@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.trainer.shapes import HYBRID_SHAPES, store_hybrid
+from benchmarks.trainer.shapes import HYBRID_SHAPES, MODEL_SHAPES, store_shape
 
 TINSMITH = [sys.executable, "-m", "tinsmith_cli"]
 _STOP_S = 20.0
@@ -88,9 +88,9 @@ def started(
 
 def model_folder(size: str, models: Path) -> Path:
     """Folder of a model with random weights, which is made if it does not exist. `size`: as of make-base-model, or one
-    of HYBRID_SHAPES."""
-    if size in HYBRID_SHAPES:
-        return store_hybrid(size, models)
+    of HYBRID_SHAPES and MODEL_SHAPES."""
+    if size in HYBRID_SHAPES or size in MODEL_SHAPES:
+        return store_shape(size, models)
     folder = models.expanduser() / size
     command = [*TINSMITH, "make-base-model", "--size", size, "--out", str(folder)]
     subprocess.run(command, check=True)  # noqa: S603

@@ -29,6 +29,7 @@ from benchmarks.service.requests import compute_gaps, first_requests, request_ov
 from benchmarks.service.rl import async_rl_iteration, rl_iteration
 from benchmarks.service.sampling import publishing, sampling
 from benchmarks.service.training import four_adapters, pipelined_step, training_throughput
+from benchmarks.trainer.shapes import MODEL_SHAPES
 
 
 def peak_memory(bench: Bench) -> Iterator[Figure]:
@@ -68,7 +69,7 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
         else:
             target = Target(arguments.base_url, arguments.base_model, arguments.model_folder)
         folder = target.model_folder
-        hf = stack.enter_context(closing(Baseline(folder, rank=RANK))) if folder else None
+        hf = stack.enter_context(closing(Baseline(folder, rank=RANK))) if folder and arguments.baseline else None
         login = {"base_url": target.url, "api_key": arguments.api_key}
         service, rest = tinker.ServiceClient(**login), tinker.RestClient(**login)
         capabilities = rest.get_server_capabilities().result()
@@ -94,7 +95,7 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_mutually_exclusive_group(required=True)
-    server.add_argument("--size", choices=SIZES, help="make such a model and serve it")
+    server.add_argument("--size", choices=(*SIZES, *MODEL_SHAPES), help="make such a model and serve it")
     server.add_argument("--base-url", help="measure this server instead, which serves --base-model")
     add_models(parser)
     parser.add_argument("--base-model", help="name of the model on that server")
@@ -106,6 +107,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loop-threads", type=int, default=usable_cores(), help="threads of the baseline loop (%(default)s)"
     )
+    parser.add_argument(
+        "--baseline", action=argparse.BooleanOptionalAction, default=True,
+        help="compare with a padded PEFT loop, which needs its own memory beside the service's",
+    )  # fmt: skip
     add_rounds(parser, repeats=10, budget_s=60.0)
     add_only(parser, FIGURES)
 

@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from benchmarks.command_line import SIZES, add_models, add_only, add_rounds
 from benchmarks.figure import Figure, Report, usable_cores
@@ -29,7 +29,7 @@ from benchmarks.trainer.bench import Bench
 from benchmarks.trainer.bfloat16 import bfloat16
 from benchmarks.trainer.passes import co_batching, throughput
 from benchmarks.trainer.prefixes import shared_prefixes
-from benchmarks.trainer.shapes import HYBRID_SHAPES, MODEL_SHAPES, parse_shapes
+from benchmarks.trainer.shapes import HYBRID_SHAPES, MODEL_SHAPES, parse_shapes, qwen3_config
 from benchmarks.trainer.state import finite_check, optimizer_step, resident_adapters
 from tinsmith.allocator import keep_freed_memory
 from tinsmith.modeling.base_model import BaseModel
@@ -47,7 +47,7 @@ def load(arguments: argparse.Namespace) -> tuple[BaseModel, Path | None]:
     """The base model, and its folder when there is one."""
     device, dtype = torch.device(arguments.device), DTYPES[arguments.dtype]
     if arguments.model_shape in MODEL_SHAPES:
-        config = Qwen3Config(head_dim=128, max_position_embeddings=40960, **MODEL_SHAPES[arguments.model_shape])
+        config = qwen3_config(arguments.model_shape)
         torch.manual_seed(0)
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")

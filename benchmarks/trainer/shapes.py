@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 MODEL_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": {
@@ -37,7 +37,7 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 4096,
     },
 }
-"""Qwen3 models as published (the tiny one is ours), filled with random weights on the device."""
+"""Qwen3 models as published (the tiny one is ours), with random weights."""
 SMALL = {
     "vocab_size": 8192,
     "hidden_size": 384,
@@ -81,13 +81,23 @@ Gated DeltaNet layers for each of attention, Nemotron-H mostly Mamba2 and feed-f
 the padded loop can load them, too."""
 
 
-def store_hybrid(name: str, folder: Path) -> Path:
-    """Makes the model of this shape, with random weights, unless it is there. Returns its folder."""
+def qwen3_config(name: str) -> Qwen3Config:
+    """The settings of one of MODEL_SHAPES."""
+    return Qwen3Config(head_dim=128, max_position_embeddings=40960, **MODEL_SHAPES[name])
+
+
+def store_shape(name: str, folder: Path) -> Path:
+    """Makes the model of this shape, with random weights, unless it is there: HYBRID_SHAPES in float32, MODEL_SHAPES in
+    bfloat16, as they are published. Returns its folder."""
     folder = folder.expanduser() / name
     if not (folder / "config.json").exists():
-        kind, settings = HYBRID_SHAPES[name]
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).save_pretrained(folder)
+        if name in MODEL_SHAPES:
+            model = AutoModelForCausalLM.from_config(qwen3_config(name), dtype=torch.bfloat16)
+        else:
+            kind, settings = HYBRID_SHAPES[name]
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
+        model.save_pretrained(folder)
     return folder
 
 
