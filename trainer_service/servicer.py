@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import grpc.aio
 from google.protobuf.message import Message
 
-from tinsmith.errors import InvalidRequest, ModelNotFound, NotReady, SequenceConflict, ServiceError
+from tinsmith.errors import InvalidRequest, ModelNotFound, NotReady, OutOfCapacity, SequenceConflict, ServiceError
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.modeling.tower import Tower
 from tinsmith.rpc import tensors
@@ -28,11 +28,11 @@ from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.server import ACCEPTED, RAN
 from tinsmith.rpc.times import check_ttl, duration
 from tinsmith.rpc.words import value_of
-from tinsmith.threads import in_pool, in_pool_of
+from tinsmith.threads import in_pool_of
 from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc, types_pb2
-from trainer_service.durability.executing import arriving, other_work
+from trainer_service.durability.executing import Name, arriving, other_work
 from trainer_service.durability.journal import Body, Journal
 from trainer_service.engine.batch import LOSS_FN_NAMES
 from trainer_service.engine.optimizers import OPTIMIZERS
@@ -53,6 +53,8 @@ _PIECE_BYTES = 1024 * 1024
 """Size of the pieces in which a file is streamed."""
 _CREATION_BYTES = 6
 """Size of the random number that distinguishes creations of the same model_id."""
+_MAX_CHECKS_OF_NO_MODEL = 64
+"""Most calls of CheckCustomLoss that run or wait at once, also those whose client has left."""
 _MANY_DATUMS = 64
 """A batch of more datums counts as large, without adding up its bytes."""
 _LARGE_BYTES = 64 * 1024
@@ -84,8 +86,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._told: dict[str, Told] = {}
         """Failures that callers have been told of, by model_id. It serves callers that send no failure_seen; the
         gateway does."""
+        self._num_checks_of_no_model = 0
+        """Calls of CheckCustomLoss that run or wait."""
         self._check_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """A lock for each model_id, so that at most one custom loss of each model is checked at a time."""
+        """A lock for each model_id, so that at most one custom loss of each model is checked at a time. The lock of the
+        empty model_id is that of losses which are checked before a model uses them."""
 
     @property
     def _ready(self) -> Trainer:
@@ -305,18 +310,25 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.DeleteCheckpointResponse()
 
     async def CheckCustomLoss(self, request: pb.CheckCustomLossRequest, context: Context) -> pb.CheckCustomLossResponse:
+        if self._num_checks_of_no_model >= _MAX_CHECKS_OF_NO_MODEL:
+            raise OutOfCapacity(f"{self._num_checks_of_no_model} custom losses wait to be checked, the most at once")
+        scheduler = self._ready.scheduler
+        name = other_work("check custom-loss", request.SerializeToString(deterministic=True))
+        scheduler.executing.check(*name)
+        self._num_checks_of_no_model += 1
         # A call that is cancelled does not end the check on its thread, so it must not end the record of it either.
-        await asyncio.shield(self._ready.scheduler.spawn(self._check_custom_loss(request)))
+        await asyncio.shield(scheduler.spawn(self._check_custom_loss(request, name)))
         return pb.CheckCustomLossResponse()
 
-    async def _check_custom_loss(self, request: pb.CheckCustomLossRequest) -> None:
+    async def _check_custom_loss(self, request: pb.CheckCustomLossRequest, name: Name) -> None:
         trainer = self._ready
-        name = other_work("check custom-loss", request.SerializeToString(deterministic=True))
-        trainer.scheduler.executing.check(*name)
         try:
-            async with trainer.scheduler.executing.stage(*name):
-                await in_pool(trainer.operations.check_custom_loss, request)
+            # One at a time, so that models' own checks find threads. No model has the empty id.
+            turn = self._check_turns.setdefault("", asyncio.Lock())
+            async with turn, trainer.scheduler.executing.stage(*name):
+                await in_pool_of(trainer.operations.loss_checks, trainer.operations.check_custom_loss, request)
         finally:
+            self._num_checks_of_no_model -= 1
             trainer.scheduler.executing.forget(*name)
 
     async def WaitResult(self, request: pb.WaitResultRequest, context: Context) -> pb.WaitResultResponse:

@@ -37,7 +37,10 @@ class Space:
         self._metrics = metrics
         self.min_free_bytes = least_free_bytes(folder, min_free_bytes)
         self._reserved = 0
+        self._num_released = 0
+        """Number of reservations that have ended."""
         self._lock = threading.Lock()
+        """Guards the two above. The disk is not asked while it is held, because a disk that hangs would stop all."""
         metrics.storage.storage_free_bytes.set_function(lambda: self.free_bytes)
 
     @property
@@ -47,33 +50,40 @@ class Space:
     def check(self, num_bytes: int, *, what: str) -> None:
         """Raises OutOfCapacity when so many bytes do not fit beside the reserved ones. `what`: subject of the
         message."""
-        with self._lock:
-            self._check(num_bytes, what)
-
-    def _check(self, num_bytes: int, what: str) -> None:
-        free = self.free_bytes
-        if num_bytes + self._reserved + self.min_free_bytes > free:
-            self._metrics.storage.refused_saves.inc()
-            others = f", {self._reserved} more are promised to others" if self._reserved else ""
-            raise OutOfCapacity(
-                f"{what} needs {num_bytes} bytes{others}, and {free} are free under {self._folder}, of which "
-                f"{self.min_free_bytes} must stay free (min_free_bytes); delete checkpoints, or make room",
-                needed_bytes=str(num_bytes),
-                free_bytes=str(free),
-                min_free_bytes=str(self.min_free_bytes),
-            )
+        self._take(num_bytes, what, reserves=False)
 
     @contextlib.contextmanager
     def reserve(self, num_bytes: int, *, what: str) -> Iterator[None]:
         """A context in which these bytes are reserved for the caller. Raises OutOfCapacity."""
-        with self._lock:
-            self._check(num_bytes, what)
-            self._reserved += num_bytes
+        self._take(num_bytes, what, reserves=True)
         try:
             yield
         finally:
             with self._lock:
                 self._reserved -= num_bytes
+                self._num_released += 1
+
+    def _take(self, num_bytes: int, what: str, *, reserves: bool) -> None:
+        """Raises OutOfCapacity when the bytes do not fit. Else reserves them if `reserves`."""
+        while True:
+            num_released, free = self._num_released, self.free_bytes
+            with self._lock:
+                if num_released != self._num_released:
+                    continue  # what was written under an ended reservation may be missing in both numbers
+                others = self._reserved
+                if num_bytes + others + self.min_free_bytes <= free:
+                    self._reserved += num_bytes if reserves else 0
+                    return
+            break
+        self._metrics.storage.refused_saves.inc()
+        promised = f", {others} more are promised to others" if others else ""
+        raise OutOfCapacity(
+            f"{what} needs {num_bytes} bytes{promised}, and {free} are free under {self._folder}, of which "
+            f"{self.min_free_bytes} must stay free (min_free_bytes); delete checkpoints, or make room",
+            needed_bytes=str(num_bytes),
+            free_bytes=str(free),
+            min_free_bytes=str(self.min_free_bytes),
+        )
 
     @contextlib.contextmanager
     def full_disk_said(self) -> Iterator[None]:

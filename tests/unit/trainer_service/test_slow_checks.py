@@ -24,12 +24,14 @@ from tests.unit.trainer_service.test_servicer import (  # noqa: F401 - fixtures
     start,
     stub,
 )
-from tinsmith.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest, OutOfCapacity
+from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.objectives import custom_loss as module
 from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.objectives.custom_loss_cost import LossPace
 from trainer_service.requests import loss_of
+from trainer_service.servicer import _MAX_CHECKS_OF_NO_MODEL
 
 AT_ONCE_S = 30.0
 """Far more than anything takes that does not wait for a check, which ends when the test says so."""
@@ -114,6 +116,38 @@ async def test_checks_of_a_deleted_model_do_not_run(
         checks.go_on.set()
         await asyncio.gather(*calls, return_exceptions=True)
     assert len(checks.names) == 1
+
+
+async def test_losses_that_no_model_uses_yet_are_checked_one_at_a_time_and_only_so_many_wait(
+    service: Service,  # noqa: F811
+    stub: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go_on = threading.Semaphore(0), threading.Event()
+    check = service.trainer.operations.check_custom_loss
+
+    def slow(one: pb.CheckCustomLossRequest) -> None:
+        begun.release()
+        assert go_on.wait(10 * AT_ONCE_S)
+        check(one)
+
+    monkeypatch.setattr(service.trainer.operations, "check_custom_loss", slow)
+    losses = [custom(MODEL, 1, name=f"of {number}").custom_loss for number in range(_MAX_CHECKS_OF_NO_MODEL + 1)]
+    calls = [asyncio.ensure_future(stub.CheckCustomLoss(pb.CheckCustomLossRequest(custom_loss=one))) for one in losses]
+    try:
+        assert await asyncio.to_thread(begun.acquire, timeout=AT_ONCE_S)
+        refused, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED, timeout=AT_ONCE_S)
+        (error,) = [from_rpc_error(one.exception()) for one in refused]
+        assert isinstance(error, OutOfCapacity)
+        assert f"{_MAX_CHECKS_OF_NO_MODEL} custom losses wait to be checked" in error.message
+        async with asyncio.timeout(AT_ONCE_S):  # a model's own check finds a thread meanwhile
+            await stub.ForwardBackward(custom(MODEL, 1, name="own"))
+        assert not begun.acquire(blocking=False)
+        calls[0].cancel()
+    finally:
+        go_on.set()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert sum(isinstance(one, pb.CheckCustomLossResponse) for one in outcomes) == _MAX_CHECKS_OF_NO_MODEL - 1
 
 
 def long_loss(name: str) -> CustomLoss:

@@ -6,9 +6,11 @@ import errno
 import os
 import shutil
 import subprocess
+import threading
 from collections import namedtuple
 from collections.abc import AsyncIterator, Iterator
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,36 @@ def test_bytes_that_are_being_written_are_promised(tmp_path: Path, monkeypatch: 
             space.check(1001, what="two")
         space.check(1000, what="three")
     space.check(4000, what="two")
+
+
+def test_a_disk_that_hangs_when_it_is_asked_keeps_no_write_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = make_space(tmp_path, min_free_bytes=1000)
+    asked, goes_on = threading.Event(), threading.Event()
+    usage = [5000, 2000, 2000]
+    has_free(monkeypatch, 5000)
+
+    def hangs(_: Path) -> Usage:
+        free = usage.pop(0)
+        asked.set()
+        assert goes_on.wait(60)
+        return Usage(2**30, 2**30 - free, free)
+
+    writing = ExitStack()
+    writing.enter_context(space.reserve(3000, what="one"))
+    monkeypatch.setattr(shutil, "disk_usage", hangs)
+    with ThreadPoolExecutor(2) as threads:
+        other = threads.submit(space.check, 1001, what="two")
+        try:
+            assert asked.wait(60)
+            threads.submit(writing.close).result(20)
+        finally:
+            goes_on.set()
+        # The disk was asked before the end of the first write, so it is asked again.
+        with pytest.raises(OutOfCapacity, match="two needs 1001 bytes, and 2000 are free"):
+            other.result(60)
+    assert usage == [2000]
 
 
 @pytest.mark.parametrize(("total", "reserve"), [(16 * 2**20, 16 * 2**20 // 20), (2**40, 2**30)])
