@@ -163,3 +163,27 @@ def test_games_of_several_turns_run_to_their_end(game: str, base_url: str, tmp_p
     assert len(turns) == 2
     assert all(1 < each <= 20 for each in turns)
     assert max(map(abs, recipe.metric("optim/kl_sample_train_v2"))) < 1e-6
+
+
+@pytest.mark.parametrize("opponent", ["base_model", "random"])
+def test_two_players_of_one_policy_play_and_a_fixed_opponent_tests_it(
+    opponent: str, base_url: str, tmp_path: Path
+) -> None:
+    """Tic-tac-toe by textarena: both players of a game of the training are the policy, and wait for each other."""
+    settings: dict[str, object] = {
+        "model_name": MODEL,
+        "renderer_name": "qwen3_instruct",
+        "batch_size": 16,
+        "num_train_datapoints": 48,
+        "num_test_datapoints": 16,
+        "test_opponent": opponent,
+        "max_tokens": 16,
+        "eval_every": 2,
+    }
+    name = "multiplayer_rl.text_arena.train"
+    recipe = Recipe(name, settings, tmp_path / "run", base_url, takes_base_url=False)
+    recipe.run(tmp_path / "log")
+    assert len(recipe.metric("env/all/reward/total")) == 3
+    assert max(map(abs, recipe.metric("optim/kl_sample_train_v2"))) < 1e-6
+    tested = [row[reward] for row in recipe.rows("metrics.jsonl") if (reward := "test/env/all/reward/total") in row]
+    assert len(tested) >= 2
