@@ -16,8 +16,8 @@ from tinsmith.toy.model import Recipe, make
 gc.disable()  # until the tests run: little of what imports make becomes garbage
 torch.set_num_threads(1)  # the models are tiny, and several processes of one test share the cores
 # A new client of httpx reads 140 authorities, which takes 14 to 26 ms of a core, and no test calls a server whose
-# certificate needs them. httpx ignores SSL_CERT_DIR where SSL_CERT_FILE is set. From Python 3.12 on the SDK uses pyqwest,
-# which refuses to start without authorities.
+# certificate needs them. httpx ignores SSL_CERT_DIR where SSL_CERT_FILE is set. From Python 3.12 on the SDK uses
+# pyqwest, which refuses to start without authorities.
 if sys.version_info < (3, 12):
     os.environ.pop("SSL_CERT_FILE", None)
     os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
