@@ -29,7 +29,7 @@ NO_STOP = StopCondition()
 
 @asynccontextmanager
 async def serving(folder: Path, **settings: Any) -> AsyncIterator[TorchEngine]:
-    config = SamplerConfig(base_model=str(folder), num_threads=1, device="cpu", **settings)
+    config = SamplerConfig(base_model=str(folder), num_threads=1, **{"device": "cpu", **settings})
     engine = await TorchEngine.load(config, SamplerMetrics(CollectorRegistry()))
     try:
         yield engine
