@@ -32,7 +32,7 @@ from tinsmith.threads import in_pool_of
 from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc, types_pb2
-from trainer_service.durability.executing import Name, arriving, other_work
+from trainer_service.durability.executing import Name, arriving, deletion, other_work
 from trainer_service.durability.journal import Body, Journal
 from trainer_service.engine.batch import LOSS_FN_NAMES
 from trainer_service.engine.optimizers import OPTIMIZERS
@@ -406,7 +406,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         else:
             async with executing.stage(*arrival):
                 body, needed = await self._run(lambda: (pack(), self._batch_bytes(request)), on_thread=on_thread)
-            executing.forget(*arrival)
         held_bytes = needed  # a batch above the limit is refused, and holds only its body
         if needed is not None and needed > scheduler.max_operation_bytes:
             held_bytes = None
@@ -417,6 +416,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if is_new:
             work = await self._work_of(operation, request, held_bytes=needed, on_thread=on_thread)
             await scheduler.begin(operation, work)
+        elif given_up is None:
+            executing.forget(*arrival)  # of a new operation, the scheduler does this once it is in the journal
         return operation
 
     def _batch_bytes(self, request: Request) -> int | None:
@@ -484,7 +485,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def _delete_model(self, trainer: Trainer, model_id: str) -> None:
         self._told.pop(model_id, None)
         await trainer.scheduler.delete(model_id, lambda: trainer.operations.engine.delete_model(model_id))
-        await trainer.operations.delete_files(model_id)
+        with trainer.scheduler.executing.other(deletion(model_id)):
+            await trainer.operations.delete_files(model_id)
 
 
 def _picture_counting(tower: Tower | None) -> pb.PictureCounting | None:

@@ -1,13 +1,14 @@
 """Records which operations are being executed, so that an operation that kills the process is not run for ever.
 
-An operation is being executed while its request becomes a batch, while the compute thread works on it, and while its
-answer becomes a message. During that time its name is in a slot of a file beside the journal. Writing a slot is one
-`pwrite` without a sync, which survives the end of the process. The end of the machine does not count, because no
-operation cuts the power: the file begins with the kernel's boot id, and slots of an earlier boot are ignored.
+An operation is being executed while its request becomes a batch, while the compute thread works on it, while its
+answer becomes a message, and while the journal stores the answer. During that time its name is in a slot of a file
+beside the journal. Writing a slot is one `pwrite` without a sync, which survives the end of the process. The end of the
+machine does not count, because no operation cuts the power: the file begins with the kernel's boot id, and slots of an
+earlier boot are ignored.
 
 Other work has a name of its own, because it is no operation of the journal, or not yet: a request that is being packed
-for the journal, for example. The client sends such a request again after a restart. Its deaths are forgotten when the
-work has ended without one.
+for the journal and appended to it, for example, or a model that is being parked or deleted. The client sends such a
+request again after a restart. Its deaths are forgotten when the work has ended without one.
 
 Each operation that was being executed when the process ended is a suspect. A suspect runs again while nothing else
 runs. Once its answer is stored, it is a suspect no longer. If the process ends again before that, the suspect must be
@@ -325,6 +326,12 @@ def arriving(kind: str, model_id: str) -> str:
 def other_work(what: str, content: bytes) -> Name:
     """Name of work that belongs to no operation. `what`: a word for the work, and a model_id or another word."""
     return what, xxhash.xxh3_64_intdigest(content) >> 1
+
+
+def deletion(model_id: str) -> Name:
+    """Name of a model's deletion. It does not end with the model's id, because all other names of the model are
+    forgotten before the deletion ends."""
+    return other_work("delete model", model_id.encode())
 
 
 def _boot_id() -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from tinsmith.errors import FailedPrecondition, ServiceError
 from tinsmith.threads import in_pool, in_pool_of
 from tinsmith.v1 import types_pb2 as pb
-from trainer_service.durability.executing import Executing, other_work
+from trainer_service.durability.executing import Executing, Name, other_work
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.engine.engine import CapturedState
@@ -191,9 +191,10 @@ class Snapshots:
         Raises OSError, and ServiceError when the process has ended too often while it wrote snapshots of the model.
         """
         started = time.perf_counter()
-        name = other_work(f"snapshot {info.model_id}", b"")
+        name = _work(info.model_id)
         await self._executing.suspects_ended(*name)
-        with self._executing.other(name):
+        self._executing.check(*name)
+        with self._executing.storing(*name):
             num_bytes = await self._on_thread(self.files.write, seq_id, info, state)
         self._metrics.durability.snapshot_seconds.observe(time.perf_counter() - started)
         self._metrics.durability.snapshot_bytes.inc(num_bytes)
@@ -213,7 +214,9 @@ class Snapshots:
 
         Called with the lock `progress.writing`. Raises ServiceError.
         """
-        before = await self._journal.add_snapshot(model_id, seq_id, num_bytes=num_bytes)
+        async with self._executing.stage(*_work(model_id)):
+            before = await self._journal.add_snapshot(model_id, seq_id, num_bytes=num_bytes)
+        self._executing.forget(*_work(model_id))
         if before is not None and self._models.get(model_id) is progress:
             progress.newest = seq_id
             older = [one for one in await self._on_thread(self.files.seq_ids, model_id) if one < before]
@@ -226,3 +229,8 @@ class Snapshots:
         task = asyncio.get_running_loop().create_task(coroutine)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+
+
+def _work(model_id: str) -> Name:
+    """Name of the writing of a model's snapshots, for the record of executions."""
+    return other_work(f"snapshot {model_id}", b"")

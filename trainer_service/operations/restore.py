@@ -28,6 +28,7 @@ from tinsmith.rpc.paths import version_number
 from tinsmith.threads import in_pool, in_pool_of
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
+from trainer_service.durability.executing import Name, other_work
 from trainer_service.durability.journal import Entry, EntryState, Journal, LiveModel
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Snapshots
@@ -89,15 +90,18 @@ class Restorer:
     async def put_away(self, model_id: str, seq_id: int) -> None:
         """See Shelf.put_away."""
         engine, model = self.operations.engine, self.operations.models.get(model_id)
+        name = other_work(f"park {model_id}", b"")
+        self.scheduler.executing.check(*name)
 
         async def capture() -> tuple[types_pb2.CheckpointInfo, CapturedState]:
             state = await self.scheduler.run_alone(
-                lambda: engine.capture(model_id, with_optimizer=True, with_accumulation=True)
+                lambda: engine.capture(model_id, with_optimizer=True, with_accumulation=True), name=name
             )
             return model.snapshot_info(seq_id, state), state
 
         await self.snapshots.complete(model_id, seq_id, capture)
-        await self._forget(model_id)
+        await self._forget(model_id, name=name)
+        self.scheduler.executing.forget(*name)
 
     async def bring_back(self, model_id: str) -> None:
         """See Shelf.bring_back."""
@@ -118,11 +122,11 @@ class Restorer:
                 raise
             self.scheduler.give_up(model.model_id, str(error))
 
-    async def _forget(self, model_id: str) -> None:
-        """Frees a model's memory."""
+    async def _forget(self, model_id: str, *, name: Name) -> None:
+        """Frees a model's memory. `name`: that of the work, for the record of executions."""
         self.operations.models.drop(model_id)
         self.snapshots.drop(model_id)
-        await self.scheduler.run_alone(lambda: self.operations.engine.delete_model(model_id))
+        await self.scheduler.run_alone(lambda: self.operations.engine.delete_model(model_id), name=name)
 
     async def _restore(self, model: LiveModel, *, unparks: bool) -> None:
         model_id = model.model_id
@@ -156,7 +160,7 @@ class Restorer:
             found=found,
             work_of=work_of,
             checked=lambda entry, work: self._checked(model_id, entry, work),
-            forget=lambda: self._forget(model_id),
+            forget=lambda: self._forget(model_id, name=other_work(f"restore {model_id}", b"")),
             unparks=unparks,
         )
 

@@ -28,7 +28,7 @@ from tinsmith.cores import Cores
 from tinsmith.errors import InvalidRequest, ModelNotFound, OutOfCapacity, ResultNotFound, SequenceConflict, ServiceError
 from tinsmith.rpc import logs, tracing
 from tinsmith.threads import in_pool
-from trainer_service.durability.executing import Executing, Name
+from trainer_service.durability.executing import Executing, Name, arriving, deletion
 from trainer_service.durability.journal import Body, Entry, EntryState, Journal
 from trainer_service.durability.journal_writer import Unstorable
 from trainer_service.engine.batch import Batch, Output
@@ -293,8 +293,11 @@ class Scheduler:
         """Deletes a model. Its queued operations fail, and so does a batch that needs more than the current
         micro-batch.
 
-        Waits for its other running operations, then runs `call` on the compute thread.
+        Waits for its other running operations, then runs `call` on the compute thread. Raises ServiceError for a
+        deletion that has ended the process too often.
         """
+        name = deletion(model_id)
+        self.executing.check(*name)
         await self.parking.settled(model_id)
         self._models.unrestored.pop(model_id, None)
         self._models.parked.discard(model_id)
@@ -303,8 +306,9 @@ class Scheduler:
             self.abandon(model, ModelNotFound(f"model_id: {model_id!r} was deleted", model_id=model_id))
             if model.unsettled:
                 await asyncio.wait([operation.outcome for operation in model.unsettled])
-            await self._compute.run_alone(call)
-        await self._journal.delete_model(model_id)
+            await self._compute.run_alone(call, name=name)
+        async with self.executing.stage(*name):
+            await self._journal.delete_model(model_id)
         self.executing.forget_model(model_id)
 
     async def close(self, *, timeout_s: float) -> bool:
@@ -402,8 +406,12 @@ class Scheduler:
     async def _append(self, model: ModelQueue, operation: Operation, body: Body, *, within_share: bool) -> None:
         """Appends a new operation to the journal. After an error nothing of it is left."""
         error: ServiceError | None = None
+        arrival = arriving(operation.kind, model.model_id), operation.seq_id
         try:
-            await self._journal.append(model.model_id, operation.seq_id, body, within_share=within_share)
+            self.executing.check(*arrival)
+            async with self.executing.stage(*arrival):
+                await self._journal.append(model.model_id, operation.seq_id, body, within_share=within_share)
+            self.executing.forget(*arrival)
         except ServiceError as caught:
             error = caught
         except Exception:
@@ -576,7 +584,10 @@ class Scheduler:
         pause_s = _STORE_AGAIN_S
         while model.restoration is None or not model.restoration.has_failed:
             try:
-                await self._journal.finish(model.model_id, operation.seq_id, stored, keep_body=operation.changes_model)
+                async with self.executing.stage(model.model_id, operation.seq_id):
+                    await self._journal.finish(
+                        model.model_id, operation.seq_id, stored, keep_body=operation.changes_model
+                    )
                 self.executing.forget(model.model_id, operation.seq_id)
                 break
             except Unstorable as error:

@@ -11,9 +11,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.waiting import until
 from tests.unit.trainer_service.scheduling import Bench, MakeBench
 from tinsmith.errors import ServiceError
 from trainer_service.durability.executing import (
@@ -385,6 +387,69 @@ async def test_a_crash_suspects_the_operations_of_the_micro_batch_that_ran(bench
     bench.engine.gate.set()
     await running.wait()
     await waiting.wait()
+
+
+@pytest.mark.parametrize(("call", "name"), [("append", (arriving("optim_step", "a"), 1)), ("finish", ("a", 1))])
+async def test_a_crash_while_the_journal_takes_a_request_or_an_answer_suspects_its_operation(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, name: tuple[str, int]
+) -> None:
+    await (await bench.step("a", 0)).stored.wait()
+    plain, found = getattr(bench.journal, call), list[Executing]()
+    (tmp_path / "copy").mkdir()
+
+    async def noting(model_id: str, *arguments: Any, **settings: Any) -> Any:
+        if model_id == "a":
+            shutil.copy(tmp_path / NAME, tmp_path / "copy" / NAME)
+            found.append(died(tmp_path / "copy"))
+        return await plain(model_id, *arguments, **settings)
+
+    monkeypatch.setattr(bench.journal, call, noting)
+    await (await bench.step("a", 1)).stored.wait()
+    assert [list(one.deaths) for one in found] == [[name]]
+    assert not died(tmp_path).deaths
+
+
+async def test_a_request_that_ended_the_trainer_twice_while_it_was_appended_to_the_journal_is_not_appended(
+    bench: Bench,
+) -> None:
+    await bench.create("a", "b")
+    for kind, error in (("optim_step", "ended twice while it ran this"), ("forward_backward", "")):
+        bench.scheduler.executing.deaths[arriving(kind, "a"), 1] = Deaths(executing=2 if error else 1)
+        if error:
+            with pytest.raises(ServiceError, match=error):
+                await bench.step("a", 1)
+            assert await bench.journal.find("a", 1) is None
+        else:
+            await (await bench.batch("a", 1)).stored.wait()
+            assert list(bench.scheduler.executing.deaths) == [(arriving("optim_step", "a"), 1)]
+    await (await bench.step("b", 1)).wait()
+
+
+async def test_an_answer_that_ended_the_trainer_once_while_it_was_stored_is_stored_alone_and_then_forgotten(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.create("a", "b")
+    bench.scheduler.executing.deaths["a", 1] = Deaths(executing=1)
+    plain, order, gate = bench.journal.finish, list[str](), asyncio.Event()
+
+    async def noting(model_id: str, *arguments: Any, **settings: Any) -> Any:
+        order.append(f"{model_id} begins")
+        if model_id == "a":
+            await gate.wait()
+        await plain(model_id, *arguments, **settings)
+        order.append(f"{model_id} ends")
+
+    monkeypatch.setattr(bench.journal, "finish", noting)
+    suspect = await bench.step("a", 1)
+    await suspect.wait()
+    await until(lambda: order)
+    other = asyncio.create_task(bench.step("b", 1))
+    await asyncio.sleep(0.05)
+    gate.set()
+    await suspect.stored.wait()
+    await (await other).stored.wait()
+    assert order == ["a begins", "a ends", "b begins", "b ends"]
+    assert not bench.scheduler.executing.deaths
 
 
 def test_a_mark_costs_little(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tinsmith.lora_config import config_from_proto
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
+from trainer_service.durability.executing import NAME, Deaths, Executing, other_work
 from trainer_service.durability.snapshots import Policy
 from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import CapturedState, TrainingEngine
@@ -457,3 +459,41 @@ async def test_a_second_run_that_trains_all_parameters_parks_the_first(
         assert together.count("parked_models") == 1
     finally:
         await together.stop()
+
+
+async def test_a_run_whose_parking_ends_the_trainer_each_time_stays_in_memory_and_another_is_parked(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, noted = tmp_path / "0", dict[str, dict[tuple[str, int], Deaths]]()
+    name = other_work("park a", b"")
+
+    def noting(call: str) -> None:
+        plain = getattr(TrainingEngine, call)
+
+        def noted_call(engine: TrainingEngine, model_id: str, *arguments: Any, **settings: Any) -> Any:
+            if model_id == "a":
+                (tmp_path / call).mkdir(exist_ok=True)
+                shutil.copy(folder / NAME, tmp_path / call / NAME)
+                noted[call] = Executing(tmp_path / call).deaths  # as the next process finds it after a death
+            return plain(engine, model_id, *arguments, **settings)
+
+        monkeypatch.setattr(TrainingEngine, call, noted_call)
+
+    noting("capture")
+    noting("delete_model")
+    process = await start(folder)
+    await run(process, [creation("a"), creation("b")])
+    process.scheduler.executing.deaths[name] = Deaths(executing=1)
+    await park(process)
+    assert in_memory(process) == set()
+    assert noted == {call: {name: Deaths(executing=2)} for call in ("capture", "delete_model")}
+    assert not process.scheduler.executing.deaths
+
+    await run(process, [batch("a", 1), batch("b", 1)])
+    process.scheduler.executing.deaths[name] = Deaths(executing=2)
+    noted.clear()
+    await park(process)
+    assert in_memory(process) == {"a"}
+    assert noted == {}
+    await run(process, [step("a", 2), step("b", 2)])
+    assert isinstance(await process.outcome("a", 2), Answer)

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import io
 import re
+import shutil
 import tarfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -48,7 +49,9 @@ from trainer_service.durability.executing import (
     MOST_DEATHS_STORING,
     NAME,
     Deaths,
+    Executing,
     arriving,
+    deletion,
     other_work,
 )
 from trainer_service.durability.journal import Journal
@@ -332,6 +335,52 @@ async def test_a_request_that_ended_the_trainer_once_before_it_was_in_the_journa
         service = await die_while_arriving(start, kind, MODEL, seq_id, times=1)
         await getattr(service.stub, type(one).__name__.removesuffix("Request"))(one)
         assert not service.trainer.scheduler.executing.deaths
+
+
+async def test_a_deletion_is_noted_in_each_part_and_refused_after_it_has_ended_the_trainer_twice(
+    start: StartService, service: Service, stub: Any, tmp_path: Path
+) -> None:
+    await stub.CreateModel(creation("other:train:0"))
+    noted: list[Deaths] = []
+    name = deletion(MODEL)
+
+    def noting(owner: Any, call: str) -> Any:
+        plain = getattr(owner, call)
+
+        def noted_call(self: Any, model_id: str, *arguments: Any) -> Any:
+            noted.append(as_found(tmp_path)[name])
+            return plain(self, model_id, *arguments)
+
+        return mock.patch.object(owner, call, noted_call)
+
+    with (
+        noting(TrainingEngine, "delete_model"),
+        noting(Journal, "delete_model"),
+        noting(CheckpointStore, "delete_ephemeral"),
+        noting(SnapshotFiles, "delete_all"),
+    ):
+        await stub.DeleteModel(pb.DeleteModelRequest(model_id=MODEL))
+    assert noted == [*[Deaths(executing=1)] * 2, *[Deaths(storing=1)] * 2]
+    assert as_found(tmp_path) == {}
+
+    await stub.CreateModel(creation())
+    for _ in range(2):
+        await asyncio.to_thread(service.trainer.scheduler.executing.begin, [name])
+        service = await start()
+    await fails(
+        service.stub.DeleteModel(pb.DeleteModelRequest(model_id=MODEL)),
+        errors.ServiceError,
+        "ended twice while it ran this",
+    )
+    await service.stub.DeleteModel(pb.DeleteModelRequest(model_id="other:train:0"))
+    await service.stub.ForwardBackward(batch(1))
+
+
+def as_found(folder: Path) -> dict[tuple[str, int], Deaths]:
+    """The deaths that the next process would find if this one died now."""
+    (folder / "copy").mkdir(exist_ok=True)
+    shutil.copy(folder / NAME, folder / "copy" / NAME)
+    return Executing(folder / "copy").deaths
 
 
 async def test_a_creation_and_the_repeat_of_an_operation_that_ended_the_trainer_twice_are_refused(
