@@ -40,7 +40,7 @@ from tinsmith.modeling.parallel_tensor import CannotDivide, TensorParallel
 from tinsmith.modeling.picture_check import PictureProbe
 from tinsmith.modeling.pretrained import auto_class, listed, load_causal_lm, persistent_buffers
 from tinsmith.modeling.quantized import LoadingConfig, all_quantized, num_weights
-from tinsmith.modeling.recurrent import pack_recurrent
+from tinsmith.modeling.recurrent import call_packages_where_they_work, pack_recurrent
 from tinsmith.modeling.self_check import TOLERANCE, Gaps, Probe
 from tinsmith.modeling.tower import Sights, Tower, tower_of
 from tinsmith.modeling.whole_layers import give_back, take_over
@@ -218,6 +218,7 @@ class BaseModel:
         """
         model = model.eval().requires_grad_(trainable)
         weights_sum = _weights_sum(model, quantization)
+        call_packages_where_they_work(model)
         probe = Probe.run(model)  # with its own attention
         tower, why_no_pictures = None, "it was not loaded from files, which hold the processor of pictures"
         if trainable or division is not None:

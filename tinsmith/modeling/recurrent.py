@@ -31,6 +31,19 @@ from tinsmith.modeling.padded import Apart, carries_state
 _SILU = ("silu", "swish")
 
 
+def call_packages_where_they_work(model: nn.Module) -> None:
+    """Makes the layers that carry a state compute in torch what a package that transformers has found does not take: on
+    a CPU, for example. To be called before the model's first pass."""
+    for layer in model.modules():
+        if not carries_state(layer):
+            continue
+        forward = inspect.unwrap(type(layer).forward)
+        if isinstance(forward, FunctionType) and (called := _of_packages(forward)):
+            scope = forward.__globals__
+            replaced = {name: recurrent_cuda.where_it_works(scope[name]) for name in called}
+            layer.forward = MethodType(with_functions(forward, replaced), layer)
+
+
 def pack_recurrent(decoder: nn.Module, active: ActiveRuns) -> tuple[list[str], bool]:
     """Makes every layer that carries a state compute packed sequences: those of `active.lengths`, or, for layers with
     unknown functions, those of `active.padded`. Returns the names of these layers' classes, and whether any of them
@@ -41,7 +54,7 @@ def pack_recurrent(decoder: nn.Module, active: ActiveRuns) -> tuple[list[str], b
         forward = inspect.unwrap(type(layer).forward)
         if isinstance(forward, FunctionType) and _is_known(forward):
             replaced = {
-                name: partial(ours, active, forward.__globals__[name])
+                name: partial(ours, active, recurrent_cuda.where_it_works(forward.__globals__[name]))
                 for name, ours in _FUNCTIONS.items()
                 if name in forward.__code__.co_names
             }
@@ -55,9 +68,13 @@ def pack_recurrent(decoder: nn.Module, active: ActiveRuns) -> tuple[list[str], b
 def _is_known(forward: FunctionType) -> bool:
     """Whether this is code of transformers whose functions over tokens are all replaced here, or not called in a pass
     over whole sequences."""
-    scope = forward.__globals__
-    called = {name for name in forward.__code__.co_names if hasattr(scope.get(name), "__wrapped__")}
+    called = _of_packages(forward)
     return "causal_conv1d_fn" in called and called <= {*_FUNCTIONS, *_OF_OTHER_PASSES}
+
+
+def _of_packages(forward: FunctionType) -> set[str]:
+    """Names of the functions that call a package if transformers has found it."""
+    return {name for name in forward.__code__.co_names if hasattr(forward.__globals__.get(name), "__wrapped__")}
 
 
 def _conv(

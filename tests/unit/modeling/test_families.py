@@ -1,7 +1,10 @@
 """Any Hugging Face causal LM: each family made tiny from its config, held against its own forward and stock PEFT."""
 
 import re
+import sys
 import warnings
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -473,6 +476,70 @@ def test_packages_for_cuda_get_the_borders_of_sequences(
     torch.testing.assert_close(packed_logprobs(base, tokens, lengths, []), expected, rtol=1e-5, atol=2e-5)
     scan = "chunk_gated_delta_rule" if family == "Qwen3_5Text" else "mamba_chunk_scan_combined"
     assert called == {"causal_conv1d_fn", scan}
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "NemotronH", "KimiLinear"])
+def test_packages_that_are_installed_are_not_called_on_a_cpu(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers calls a package wherever it can be imported. Those for CUDA refuse tensors of a CPU."""
+    plain = load(tmp_path, family)
+    layer = next(layer for layer in plain.decoder.modules() if type(layer).__name__ in plain.recurrent)
+    module = sys.modules[type(layer).__module__]
+    functions = {name: one for name, one in vars(module).items() if hasattr(one, "__wrapped__") and "_" in name}
+    refusing = [name for name in functions if re.search("conv1d|delta|mamba2|kda", name)]
+    assert len(refusing) >= 4
+
+    def of_package(function: Any) -> Any:
+        @wraps(function.__wrapped__)
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+
+        return refuse
+
+    for name in refusing:
+        monkeypatch.setattr(module, name, of_package(functions[name]))
+    base = BaseModel.load(tmp_path, device=CPU, dtype=torch.float32)
+    assert (base.one_by_one, base.why_not_cached) == (plain.one_by_one, plain.why_not_cached) == ("", "")
+    tokens = torch.arange(20)
+    packed = [packed_logprobs(one, tokens, [7, 13], []) for one in (base, plain)]
+    assert torch.equal(*packed)
+
+
+@dataclass
+class OnCuda:
+    """A tensor of CUDA, to those who look no further."""
+
+    dtype: torch.dtype
+    device: torch.device = torch.device("cuda", 0)  # noqa: RUF009
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "tilelang", "differentiable"),
+    [
+        ((9, 0), "3.3.1", False, True),
+        ((9, 0), "3.4.0", False, False),
+        ((9, 0), "3.10.1", False, False),
+        ((9, 0), "3.6.0", True, True),
+        ((8, 0), "3.6.0", False, True),
+        ((10, 0), "3.6.0", False, True),
+    ],
+)
+def test_the_delta_rule_of_a_package_is_not_differentiated_where_its_gradient_is_wrong(
+    capability: tuple[int, int], triton: str, tilelang: bool, differentiable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(recurrent_cuda.metadata, "version", lambda name: {"triton": triton}[name])
+    monkeypatch.setattr(recurrent_cuda, "find_spec", lambda name: {"tilelang": tilelang or None}[name])
+    monkeypatch.setattr(recurrent_cuda, "_imported", lambda name: name)
+    recurrent_cuda._has_gradient.cache_clear()
+    x: Any = OnCuda(torch.bfloat16)
+    assert (recurrent_cuda.function("chunk_gated_delta_rule", x) is not None) == differentiable
+    assert recurrent_cuda.function("mamba_chunk_scan_combined", x) is not None
+    with torch.no_grad():
+        assert recurrent_cuda.function("chunk_gated_delta_rule", x) is not None
+        assert recurrent_cuda.function("chunk_gated_delta_rule", OnCuda(torch.float32)) is None  # type: ignore[arg-type]
+    recurrent_cuda._has_gradient.cache_clear()
 
 
 def test_only_layers_with_functions_that_are_unknown_here_are_padded(tmp_path: Path) -> None:

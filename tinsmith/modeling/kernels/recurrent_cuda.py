@@ -4,14 +4,18 @@ flash-linear-attention computes the gated delta rule, causal-conv1d the convolut
 takes the borders of packed sequences. Without a package, the torch code of this folder runs on CUDA, too. No test here
 has run these packages on a GPU: the calls are held by functions that compute the same with torch.
 
+transformers calls the packages as well, wherever they can be imported, on a CPU and in float32, too (`where_it_works`).
+
 Shapes: T packed tokens, B sequences.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
-from importlib import import_module
+from functools import cache, lru_cache, wraps
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -25,12 +29,52 @@ _MODULES: dict[Name, str] = {
 }
 
 
+_DELTA_RULE = ("chunk_gated_delta_rule", "torch_chunk_gated_delta_rule")
+"""Names of flash-linear-attention's function, here and in transformers."""
+
+
 def function(name: Name, x: Tensor) -> Callable[..., Any] | None:
-    """The package's function, if x is on CUDA and the package can be imported. flash-linear-attention's does not take
+    """The package's function, if it takes x and the package can be imported."""
+    return _imported(name) if _takes(name, x) else None
+
+
+def where_it_works(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of transformers that calls a package, or computes the same in torch where the package cannot."""
+    in_torch: Callable[..., Any] = theirs.__wrapped__  # type: ignore[attr-defined]
+    known = inspect.signature(in_torch).parameters
+
+    @wraps(theirs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        x = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        if _takes(in_torch.__name__, x):
+            return theirs(*args, **kwargs)
+        return in_torch(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+    return call
+
+
+def _takes(name: str, x: Tensor) -> bool:
+    """Whether a package's function takes x. All need CUDA. flash-linear-attention's delta rule does not take
     float32."""
-    if x.device.type != "cuda" or (name == "chunk_gated_delta_rule" and x.dtype == torch.float32):
-        return None
-    return _imported(name)
+    if x.device.type != "cuda":
+        return False
+    if name not in _DELTA_RULE:
+        return True
+    return x.dtype != torch.float32 and (not torch.is_grad_enabled() or _has_gradient(x.device))
+
+
+@cache
+def _has_gradient(device: torch.device) -> bool:
+    """Whether flash-linear-attention's delta rule has a gradient on this device. On Hopper, Triton from 3.4 on compiles
+    it wrongly, so flash-linear-attention refuses it there unless tilelang is installed
+    (https://github.com/fla-org/flash-linear-attention/issues/640)."""
+    if torch.cuda.get_device_capability(device)[0] != 9 or find_spec("tilelang") is not None:
+        return True
+    try:
+        major, minor = metadata.version("triton").split(".")[:2]
+    except metadata.PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) < (3, 4)
 
 
 @cache
