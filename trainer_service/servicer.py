@@ -19,7 +19,15 @@ from weakref import WeakValueDictionary
 import grpc.aio
 from google.protobuf.message import Message
 
-from tinsmith.errors import InvalidRequest, ModelNotFound, NotReady, OutOfCapacity, SequenceConflict, ServiceError
+from tinsmith.errors import (
+    EngineDead,
+    InvalidRequest,
+    ModelNotFound,
+    NotReady,
+    OutOfCapacity,
+    SequenceConflict,
+    ServiceError,
+)
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.modeling.tower import Tower
 from tinsmith.rpc import tensors
@@ -448,7 +456,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 return await in_pool_of(trainer.operations.loss_checks, work_of)
         except ServiceError as error:
             return trainer.operations.refuse(request, error)
-        except Exception:
+        except Exception as caught:
+            if trainer.scheduler.ends_with(caught, (model_id, seq_id)):
+                raise _dead(caught) from caught
             logger.exception("%s of %s, seq_id %d, cannot be read", operation.kind, model_id, seq_id)
             error = ServiceError("internal error; the trainer's log has the cause")
             return trainer.operations.refuse(request, error)
@@ -518,6 +528,11 @@ def _is_large(request: Message) -> bool:
         if num_bytes > _LARGE_BYTES:
             return True
     return False
+
+
+def _dead(error: Exception) -> EngineDead:
+    """The error of a call that has met a fault of the device. Its caller tries again, after the restart."""
+    return EngineDead(f"the trainer ends, because its device has failed, and starts again: {error}")
 
 
 def _check_seq_id(seq_id: int) -> None:

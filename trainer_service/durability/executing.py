@@ -218,6 +218,12 @@ class Executing:
         finally:
             self.forget(*name)
 
+    def blame(self, name: Name) -> None:
+        """Records work as executed until the process ends, so that its end counts as a death in this work."""
+        with self._lock:
+            self._executing[name] += 1
+            self._write(name)
+
     def begin(self, names: Sequence[Name]) -> None:
         """Begins to execute operations on the compute thread. Waits while a suspect is being executed; for a suspect,
         waits until nothing else is."""

@@ -291,6 +291,20 @@ class ComputeThread:
             return False
         return True
 
+    def ends_with(self, error: Exception, name: Name) -> bool:
+        """True for an error, met outside the thread, after which nothing can be computed. Then `engine_died` is set,
+        and the end of the process counts as a death in the work `name`, which met the error."""
+        if not self._engine.is_dead(error):
+            return False
+        logger.critical(
+            "the engine has died in %s, %d, and the trainer ends; its operations run again after a restart",
+            *name,
+            exc_info=error,
+        )
+        self._executing.blame(name)
+        self.engine_died.set()
+        return True
+
     def backlog(self) -> Backlog:
         with self._changed:
             return Backlog(self._running, self._lanes.waiting())

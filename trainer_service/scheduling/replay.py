@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from tinsmith.errors import OutOfCapacity, ServiceError
+from trainer_service.durability.executing import Name
 from trainer_service.durability.journal import Entry, EntryState, lost
 from trainer_service.engine.batch import Batch
 from trainer_service.metrics import Metrics
@@ -28,14 +29,16 @@ class Replay:
         models: ModelQueues,
         advance: Callable[[ModelQueue], None],
         abandon: Callable[[ModelQueue, ServiceError], None],
+        ends_with: Callable[[Exception, Name], bool],
         held: HeldBytes,
         metrics: Metrics,
         spawn: Spawn,
     ) -> None:
-        """`advance`, `abandon`: those of the Scheduler."""
+        """`advance`, `abandon`, `ends_with`: those of the Scheduler."""
         self._models = models
         self._advance = advance
         self._abandon = abandon
+        self._ends_with = ends_with
         self._metrics = metrics
         self._spawn = spawn
         self._started_at = time.monotonic()
@@ -172,6 +175,8 @@ class Replay:
             try:
                 operation.work = await checked(entry, await self._read(operation, entry, work_of))
             except Exception as error:
+                if self._ends_with(error, (model.model_id, entry.seq_id)):
+                    return
                 if not isinstance(error, ServiceError):
                     logger.exception("%s, seq_id %d, cannot be read", model.model_id, entry.seq_id)
                 restoration.feeder = None

@@ -135,13 +135,19 @@ class Scheduler:
         self._metrics = metrics
         self._max_queued_operations = max_queued_operations
         self._compute = ComputeThread(engine, metrics, self.executing, self.cores, alone=alone)
-        self._replay = Replay(self._models, self.advance, self.abandon, self._held, metrics, self.spawn)
+        self._replay = Replay(self._models, self.advance, self.abandon, self.ends_with, self._held, metrics, self.spawn)
         self._closed = False
 
     @property
     def engine_died(self) -> asyncio.Event:
         """Set when nothing can be computed any more. The process must end; a restart runs the journal's operations."""
         return self._compute.engine_died
+
+    def ends_with(self, error: Exception, name: Name) -> bool:
+        """True for an error after which nothing can be computed, and which some work outside the compute thread has
+        met. Then `engine_died` is set, and the work must have no result. `name`: that of the work, to which the end of
+        the process counts as a death."""
+        return self._compute.ends_with(error, name)
 
     @property
     def max_operation_bytes(self) -> int:
@@ -516,7 +522,9 @@ class Scheduler:
                     outcome = await in_pool(_answer, output) if large else _answer(output)
         except ServiceError as error:
             outcome = error
-        except Exception:  # making the answer failed; the compute thread itself raises only ServiceError
+        except Exception as error:  # making the answer failed; the compute thread itself raises only ServiceError
+            if self.ends_with(error, (model.model_id, operation.seq_id)):
+                return
             logger.exception("%s, seq_id %d: no answer can be made", model.model_id, operation.seq_id)
             outcome = internal_error()
         self.settle(model, operation, outcome)
@@ -532,7 +540,9 @@ class Scheduler:
             outcome = await work(_Turn(self, model, operation))
         except ServiceError as error:
             outcome = error
-        except Exception:
+        except Exception as error:
+            if self.ends_with(error, (model.model_id, operation.seq_id)):
+                return
             logger.exception("%s of %s, seq_id %d, failed", operation.kind, model.model_id, operation.seq_id)
             outcome = internal_error()
         if operation.seq_id == 0 and not operation.replayed and isinstance(outcome, ServiceError):

@@ -14,6 +14,7 @@ from tests.unit.trainer_service.engines import batch, create
 from tests.unit.trainer_service.scheduling import Bench
 from tinsmith.errors import OutOfCapacity
 from tinsmith.modeling.base_model import BaseModel
+from trainer_service.durability.executing import Deaths, Executing
 from trainer_service.durability.journal import EntryState
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.passes import Passes
@@ -84,6 +85,24 @@ async def test_a_fault_of_the_device_in_a_step_ends_the_engine_and_fails_no_oper
     await bench.create("a")
     step = await bench.step("a", 1, fault=FAULT)
     await ends(bench, step)
+
+
+@pytest.mark.parametrize("where", ["a coroutine", "an answer"])
+async def test_a_fault_of_the_device_outside_the_compute_thread_ends_the_engine_and_counts_as_a_death(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    await (await bench.step("a", 0)).stored.wait()
+
+    def faults(*_: Any) -> Any:
+        raise FAULT
+
+    if where == "a coroutine":
+        operation = await bench.step("a", 1, error=FAULT)
+    else:
+        monkeypatch.setattr("trainer_service.scheduling.scheduler._answer", faults)
+        operation = await bench.batch("a", 1)
+    await ends(bench, operation)
+    assert Executing(bench.journal.folder).deaths == {("a", 1): Deaths(executing=1)}
 
 
 async def test_a_stop_iteration_fails_its_operation_like_any_other_error(bench: Bench) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy
 from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.operation import Answer
+from trainer_service.operations.operations import Operations
 from trainer_service.operations.restore import check_journal
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.locations import Location
@@ -942,3 +944,22 @@ async def test_a_custom_loss_that_has_run_is_not_checked_again_and_a_slow_check_
     assert isinstance(await after.outcome(MODEL, 2), Answer)
     assert await after.outcome(MODEL, 1) == answer
     assert [one for one in checked if one[0] == "has run"] == [("has run", 1)]
+
+
+async def test_a_fault_of_the_device_while_a_restart_makes_a_models_work_ends_the_process_and_loses_no_model(
+    start: Start, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0")
+    await run(process, [creation(), batch(1), step(2)])
+    await process.stop()
+    fault = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    with mock.patch.object(Operations, "work_of", side_effect=fault):
+        again = await start(tmp_path / "0")
+        async with asyncio.timeout(20):
+            await again.scheduler.engine_died.wait()
+        assert again.count("unrestored_models") == 0
+    assert Executing(tmp_path / "0").deaths == {(MODEL, 1): Deaths(executing=1)}
+    await again.stop()
+    third = await start(tmp_path / "0")
+    await third.scheduler.check_held(MODEL)
+    assert isinstance(await third.outcome(MODEL, 2), Answer)

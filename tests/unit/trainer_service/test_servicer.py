@@ -54,7 +54,7 @@ from trainer_service.durability.executing import (
     deletion,
     other_work,
 )
-from trainer_service.durability.journal import Journal
+from trainer_service.durability.journal import EntryState, Journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import CapturedState, TrainingEngine
@@ -361,7 +361,7 @@ async def test_a_deletion_is_noted_in_each_part_and_refused_after_it_has_ended_t
     ):
         await stub.DeleteModel(pb.DeleteModelRequest(model_id=MODEL))
     assert noted == [*[Deaths(executing=1)] * 2, *[Deaths(storing=1)] * 2]
-    assert as_found(tmp_path) == {}
+    assert name not in as_found(tmp_path)
 
     await stub.CreateModel(creation())
     for _ in range(2):
@@ -373,6 +373,23 @@ async def test_a_deletion_is_noted_in_each_part_and_refused_after_it_has_ended_t
         "ended twice while it ran this",
     )
     await service.stub.DeleteModel(pb.DeleteModelRequest(model_id="other:train:0"))
+    await service.stub.ForwardBackward(batch(1))
+
+
+async def test_a_fault_of_the_device_while_a_request_becomes_work_is_no_answer_and_the_request_runs_after_a_restart(
+    start: StartService, service: Service, stub: Any, tmp_path: Path
+) -> None:
+    fault = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    with mock.patch.object(Operations, "work_of", side_effect=fault):
+        calling = asyncio.ensure_future(stub.ForwardBackward(batch(1)))  # the channel calls again after UNAVAILABLE
+        async with asyncio.timeout(20):
+            await service.trainer.scheduler.engine_died.wait()
+    assert as_found(tmp_path)[MODEL, 1] == Deaths(executing=1)
+    record = await service.trainer.journal.find(MODEL, 1)
+    assert record is not None
+    assert record.state == EntryState.ACCEPTED
+    service = await start()
+    await asyncio.gather(calling, return_exceptions=True)
     await service.stub.ForwardBackward(batch(1))
 
 
