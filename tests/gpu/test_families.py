@@ -113,7 +113,7 @@ def test_a_family_in_bfloat16(family: str, folders: dict[str, Path]) -> None:
     assert gaps.median(1).values.max() < 0.03
     assert gaps.quantile(0.9, dim=1).max() < 0.1
     cosines = {name: cosine(grad, expected[name]) for name, grad in grads.items()}
-    assert torch.tensor(list(cosines.values())).median() > 0.99, cosines
+    assert torch.tensor(list(cosines.values())).median() > 0.98, cosines
     assert min(cosines.values()) > (0.99 if family in SMOOTH else 0.7), cosines
 
 

@@ -64,7 +64,7 @@ async def test_greedy_tokens_are_the_cpus(make: Callable[[Path], Path], tmp_path
         count = ties[0] if len(ties) else len(theirs.tokens)  # after a tie the two may go on differently
         assert count >= 4
         assert ours.tokens[:count] == theirs.tokens[:count]
-        np.testing.assert_allclose(ours.logprobs[:count], theirs.logprobs[:count], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(ours.logprobs[:count], theirs.logprobs[:count], rtol=0, atol=3e-4)
 
 
 def trained(base: BaseModel, drawn: Sequence[tuple[Any, Adapter | None, Result]]) -> tuple[np.ndarray, np.ndarray]:

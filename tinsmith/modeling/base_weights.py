@@ -20,7 +20,9 @@ def sum_of(parameters: Iterable[Tensor], samples: Iterable[Tensor] = ()) -> str:
     numbers by hand may not.
     """
     samples = [*(sample_of(one) for one in parameters), *samples]
-    numbers = torch.cat(samples).cpu().split([len(one) for one in samples])  # one transfer from the device
+    lengths = [len(one) for one in samples]
+    device = samples[0].device  # a quantised layer's samples may be on another one than those of the rest
+    numbers = torch.cat([one.to(device) for one in samples]).cpu().split(lengths)  # one transfer from the device
     digests = sorted(xxhash.xxh3_128_digest(one.numpy().tobytes()) for one in numbers)
     return xxhash.xxh3_128_hexdigest(b"".join(digests))
 

@@ -63,11 +63,13 @@ class PassGradient:
     def gather(self, grads: Sequence[Tensor | None]) -> Tensor:
         """The whole gradient, flat. `grads`: gradients that autograd computed, in the order of the adapter's
         tensors."""
-        buffer = self._need_buffer()
-        for there, grad in zip(buffer.tensors(), grads, strict=True):
+        if self._buffer is None:  # one operation: on CUDA one for each of 500 tensors takes longer than the products
+            parts = zip(self._adapter.tensors(), grads, strict=True)
+            return torch.cat([(torch.zeros_like(own) if grad is None else grad).flatten() for own, grad in parts])
+        for there, grad in zip(self._buffer.tensors(), grads, strict=True):
             if grad is not None:
                 there.add_(grad)
-        return buffer.flat
+        return self._buffer.flat
 
     def _need_buffer(self) -> Adapter:
         """The buffer. It is made at the first gradient, so that it takes no memory during the forward pass."""
@@ -468,17 +470,25 @@ class _GroupedLayer:
     def stack_a(self, parameters: Sequence[Tensor]) -> Tensor:
         """A of all groups, [G, R, I]."""
         a_G_R_I = self._zeros(self.rank, parameters[0].shape[1], parameters[0].device)
-        rows = [a_G_R_I[n, : a.shape[0]] for n, a in zip(self.where, parameters[::2], strict=True)]
-        torch._foreach_copy_(rows, list(parameters[::2]))
+        torch._foreach_copy_(self.parts(a_G_R_I, 0), list(parameters[::2]))
         return a_G_R_I
 
     def stack_b(self, parameters: Sequence[Tensor]) -> Tensor:
         """B of all groups, [G, O, R], multiplied by each adapter's scaling."""
         b_G_O_R = self._zeros(parameters[1].shape[0], self.rank, parameters[1].device)
-        columns = [b_G_O_R[n, :, : b.shape[1]] for n, b in zip(self.where, parameters[1::2], strict=True)]
-        scalings = [adapter.scaling for n in self.where if (adapter := self.groups.adapters[n]) is not None]
-        torch._foreach_copy_(columns, torch._foreach_mul(list(parameters[1::2]), scalings))
+        torch._foreach_copy_(self.parts(b_G_O_R, 1), list(parameters[1::2]))
+        if any(adapter is not None and adapter.scaling != 1.0 for adapter in self.groups.adapters):
+            b_G_O_R *= self.groups.scalings_G[:, None, None]
         return b_G_O_R
+
+    def parts(self, stack_G: Tensor, dimension: int) -> list[Tensor]:
+        """The part of each adapter that has this layer: of its group, as many rows (dimension 0) or columns (1) as its
+        rank."""
+        groups = stack_G.unbind()  # one operation, and most ranks need no other
+        return [
+            groups[n] if rank == self.rank else groups[n].narrow(dimension, 0, rank)
+            for n, rank in zip(self.where, self.ranks, strict=True)
+        ]
 
     def _zeros(self, rows: int, columns: int, device: torch.device) -> Tensor:
         full = len(self.where) == len(self.groups.adapters) and all(rank == self.rank for rank in self.ranks)
@@ -514,7 +524,6 @@ class _GroupedLinear(torch.autograd.Function):
             grad_a_G_R_I = mm(grad_low_T_R.T, x_T_I, ends_G).float()
             grad_b_G_O_R = mm(grad_T_O.T, low_T_R, ends_G).float()
             grad_b_G_O_R *= layer.groups.scalings_G[:, None, None]
-            for n, (group, rank) in enumerate(zip(layer.where, layer.ranks, strict=True)):
-                grads[2 * n] = grad_a_G_R_I[group, :rank]
-                grads[2 * n + 1] = grad_b_G_O_R[group, :, :rank]
+            grads[::2] = layer.parts(grad_a_G_R_I, 0)
+            grads[1::2] = layer.parts(grad_b_G_O_R, 1)
         return grad_x_T_I, None, None, *grads

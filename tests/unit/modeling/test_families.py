@@ -515,21 +515,28 @@ class OnCuda:
 
 
 @pytest.mark.parametrize(
-    ("capability", "triton", "tilelang", "differentiable"),
+    ("capability", "triton", "fla", "tilelang", "differentiable"),
     [
-        ((9, 0), "3.3.1", False, True),
-        ((9, 0), "3.4.0", False, False),
-        ((9, 0), "3.10.1", False, False),
-        ((9, 0), "3.6.0", True, True),
-        ((8, 0), "3.6.0", False, True),
-        ((10, 0), "3.6.0", False, True),
+        ((9, 0), "3.3.1", "0.5.0", False, True),
+        ((9, 0), "3.4.0", "0.6.0", False, False),
+        ((9, 0), "3.7.1", "0.5.0", False, False),
+        ((9, 0), "3.7.1", "0.6.0", False, True),
+        ((9, 0), "3.10.1", "0.6.0", False, True),
+        ((9, 0), "3.6.0", "0.6.0", True, True),
+        ((8, 0), "3.6.0", "0.6.0", False, True),
+        ((10, 0), "3.6.0", "0.6.0", False, True),
     ],
 )
 def test_the_delta_rule_of_a_package_is_not_differentiated_where_its_gradient_is_wrong(
-    capability: tuple[int, int], triton: str, tilelang: bool, differentiable: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int],
+    triton: str,
+    fla: str,
+    tilelang: bool,
+    differentiable: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(recurrent_cuda.metadata, "version", lambda name: {"triton": triton}[name])
+    monkeypatch.setattr(recurrent_cuda.metadata, "version", {"triton": triton, "flash-linear-attention": fla}.get)
     monkeypatch.setattr(recurrent_cuda, "find_spec", lambda name: {"tilelang": tilelang or None}[name])
     monkeypatch.setattr(recurrent_cuda, "_imported", lambda name: name)
     recurrent_cuda._has_gradient.cache_clear()

@@ -1,8 +1,10 @@
 """Functions of other packages for recurrent layers on CUDA, where they are installed.
 
 flash-linear-attention computes the gated delta rule, causal-conv1d the convolution, and mamba-ssm Mamba2's scan. Each
-takes the borders of packed sequences. Without a package, the torch code of this folder runs on CUDA, too. No test here
-has run these packages on a GPU: the calls are held by functions that compute the same with torch.
+takes the borders of packed sequences. Without a package, the torch code of this folder runs on CUDA, too.
+
+flash-linear-attention's forward has run on an H200. No test has run its backward or the other two packages on a GPU:
+their calls are held by functions that compute the same with torch.
 
 transformers calls the packages as well, wherever they can be imported, on a CPU and in float32, too (`where_it_works`).
 
@@ -19,6 +21,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 Name = Literal["causal_conv1d_fn", "chunk_gated_delta_rule", "mamba_chunk_scan_combined"]
@@ -65,16 +68,16 @@ def _takes(name: str, x: Tensor) -> bool:
 
 @cache
 def _has_gradient(device: torch.device) -> bool:
-    """Whether flash-linear-attention's delta rule has a gradient on this device. On Hopper, Triton from 3.4 on compiles
-    it wrongly, so flash-linear-attention refuses it there unless tilelang is installed
-    (https://github.com/fla-org/flash-linear-attention/issues/640)."""
+    """Whether flash-linear-attention's delta rule has a gradient on this device. On Hopper, Triton 3.4 and later ones
+    before 3.7.1 compile it wrongly, so flash-linear-attention refuses it there unless tilelang is installed
+    (https://github.com/fla-org/flash-linear-attention/issues/640). Before 0.6 it refuses Triton 3.7.1, too."""
     if torch.cuda.get_device_capability(device)[0] != 9 or find_spec("tilelang") is not None:
         return True
     try:
-        major, minor = metadata.version("triton").split(".")[:2]
+        triton, fla = (Version(metadata.version(name)) for name in ("triton", "flash-linear-attention"))
     except metadata.PackageNotFoundError:
         return False
-    return (int(major), int(minor)) < (3, 4)
+    return triton < Version("3.4") or (triton >= Version("3.7.1") and fla >= Version("0.6"))
 
 
 @cache
