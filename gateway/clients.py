@@ -79,8 +79,9 @@ class Clients:
         certificates: Certificates | None = None,
         sampler_timeout_s: float = 3.0,
         sampler_load_factor: float = 1.25,
+        has_peers: bool = False,
     ) -> None:
-        """`api_key`: sent to all services, unless it is empty."""
+        """`api_key`: sent to all services, unless it is empty. `has_peers`: other gateways use the samplers, too."""
         self._trainers = [Trainer(address, api_key=api_key, certificates=certificates) for address in trainers]
         self._metrics = metrics
         self._changed = asyncio.Condition()
@@ -92,6 +93,7 @@ class Clients:
             certificates=certificates,
             timeout_s=sampler_timeout_s,
             load_factor=sampler_load_factor,
+            are_shared=has_peers,
         )
         self._watches: list[asyncio.Task[None]] = []
 

@@ -83,6 +83,7 @@ class Core:
             certificates=config.certificates,
             sampler_timeout_s=config.sampler_timeout_s,
             sampler_load_factor=config.sampler_load_factor,
+            has_peers=bool(config.peer_url),
         )
         self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics, ledger=self.ledger)
         self.peers = Peers(self.store, self.futures, url=config.peer_url)

@@ -6,7 +6,7 @@ import bisect
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, contextmanager, nullcontext
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -23,7 +23,7 @@ from tinsmith.lora_config import config_to_proto
 from tinsmith.model_input import has_pictures
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc import logs, tracing
-from tinsmith.rpc.server import RAN
+from tinsmith.rpc.server import ALONE, RAN
 from tinsmith.rpc.words import value_of
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import sampler_pb2_grpc, types_pb2
@@ -73,8 +73,8 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
     async def Sample(self, request: pb.SampleRequest, context: Context) -> pb.SampleResponse:
         arrived_at = time.time()
         with _failure_logged(request):
-            generation = await self._submit(request, stream=False)
-            result = await generation.result()
+            async with self._submitted(request, context, stream=False) as generation:
+                result = await generation.result()
         _record(request, generation, result, arrived_at)
         if generation.started_at is not None:
             context.set_trailing_metadata(((RAN, f"{generation.started_at:.6f}:{time.time():.6f}"),))
@@ -85,11 +85,11 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
     ) -> AsyncIterator[pb.StreamSampleResponse]:
         arrived_at = time.time()
         with within("request"), _failure_logged(request.request):
-            generation = await self._submit(request.request, stream=True)
-            async with aclosing(generation.deltas()) as deltas:
-                async for delta in deltas:
-                    yield pb.StreamSampleResponse(delta=convert.delta_to_proto(delta))
-            result = await generation.result()
+            async with self._submitted(request.request, context, stream=True) as generation:
+                async with aclosing(generation.deltas()) as deltas:
+                    async for delta in deltas:
+                        yield pb.StreamSampleResponse(delta=convert.delta_to_proto(delta))
+                result = await generation.result()
         _record(request.request, generation, result, arrived_at)
         yield pb.StreamSampleResponse(result=await _response(result, request.request))
 
@@ -106,14 +106,15 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> pb.GetTokenizerResponse:
         eos_token_ids = sorted(self.slot.get().eos_token_ids)
-        return await self.tokenizer.run(
-            lambda tokenizer: pb.GetTokenizerResponse(
-                tokenizer_json=tokenizer.to_json(),
-                has_chat_template=tokenizer.has_chat_template,
-                eos_token_ids=eos_token_ids,
-                tool_call_format=value_of(pb.ToolCallFormat, tokenizer.tool_call_format or ""),
+        async with self._turn(context):
+            return await self.tokenizer.run(
+                lambda tokenizer: pb.GetTokenizerResponse(
+                    tokenizer_json=tokenizer.to_json(),
+                    has_chat_template=tokenizer.has_chat_template,
+                    eos_token_ids=eos_token_ids,
+                    tool_call_format=value_of(pb.ToolCallFormat, tokenizer.tool_call_format or ""),
+                )
             )
-        )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         special = request.add_special_tokens
@@ -130,7 +131,8 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
             case _:
                 raise InvalidRequest("input: needs a text or a chat", field="input")
         with within("chat") if request.WhichOneof("input") == "chat" else nullcontext():
-            return convert.tokens_to_proto(await self.tokenizer.run(work))
+            async with self._turn(context):
+                return convert.tokens_to_proto(await self.tokenizer.run(work))
 
     async def ListVersions(self, request: pb.ListVersionsRequest, context: Context) -> pb.ListVersionsResponse:
         if request.page_size < 0:
@@ -156,6 +158,33 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         num_sequences = await self.slot.get().move(request.run_id, request.version_id)
         return pb.MoveGenerationsResponse(num_sequences=num_sequences)
 
+    @asynccontextmanager
+    async def _turn(self, context: Context) -> AsyncIterator[None]:
+        """A context of a call about text, which has the sampler to itself if the caller asks for that."""
+        room = self.slot.get().requests.room
+        if not _is_alone(context):
+            with room.beside_others():
+                yield
+        else:
+            async with room.alone():
+                await context.send_initial_metadata((ALONE,))
+                yield
+
+    @asynccontextmanager
+    async def _submitted(
+        self, request: pb.SampleRequest, context: Context, *, stream: bool
+    ) -> AsyncIterator[Generation]:
+        """A context with the generation, which has the sampler to itself if the caller asks for that."""
+        room = self.slot.get().requests.room
+        if _is_alone(context):
+            async with room.alone():
+                await context.send_initial_metadata((ALONE,))
+                yield await self._submit(request, stream=stream)
+        else:
+            with room.beside_others():
+                generation = await self._submit(request, stream=stream)
+            yield generation  # its reader may be slow; the engine counts it until it has ended
+
     async def _submit(self, request: pb.SampleRequest, *, stream: bool) -> Generation:
         engine = self.slot.get()
         read = partial(
@@ -167,6 +196,10 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         )
         asked = await large.run(read) if _may_be_large(request) else read()
         return await self.slot.get().submit(asked, stream=stream, request_id=logs.request_id.get())
+
+
+def _is_alone(context: Context) -> bool:
+    return ALONE in tuple(context.invocation_metadata() or ())
 
 
 async def _response(result: Result, request: pb.SampleRequest) -> pb.SampleResponse:

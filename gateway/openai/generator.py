@@ -137,7 +137,7 @@ class Generator:
 
         async def call(replica: Replica) -> Any:
             await self.turn(source)
-            return await drawing.call(replica, rpc(replica.stub), request)
+            return await drawing.ask(replica, rpc, request)
 
         return await drawing.run(call)
 

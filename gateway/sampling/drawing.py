@@ -42,6 +42,7 @@ from tinsmith.errors import (
     VersionNotLoaded,
 )
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
+from tinsmith.rpc.server import ALONE
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2
 
@@ -227,14 +228,33 @@ class Drawing:
         wrapped = pb.StreamSampleRequest(request=request)
         async with self._in_work(replica, replica.stub.StreamSample, wrapped, weight=request.num_samples) as work:
             call, begun = work
+            await self._confirmed(call)
             while (piece := await call.read()) is not grpc.aio.EOF:
                 begun()
                 yield piece
+
+    async def ask(self, replica: Replica, rpc: Callable[[Any], Any], request: Any) -> Any:
+        """The reply to an RPC about text, which `rpc` takes from a stub."""
+        if not self._asks_to_be_alone:
+            return await self.call(replica, rpc(replica.stub), request)
+        async with self._in_work(replica, rpc(replica.confirming), request, weight=1) as (call, _):
+            await self._confirmed(call)
+            return await call.read()
 
     async def call(self, replica: Replica, rpc: Any, request: Any, *, weight: int = 1) -> Any:
         """The reply to a unary RPC of the replica's stub."""
         async with self._in_work(replica, rpc, request, weight=weight) as (call, _):
             return await call
+
+    @property
+    def _asks_to_be_alone(self) -> bool:
+        """Whether the sampler must say that the request is alone there, because other gateways use it, too."""
+        return self._suspicion.runs_alone and self._replicas.are_shared
+
+    async def _confirmed(self, call: Any) -> None:
+        """Waits until the sampler has nothing else in work, if that was asked."""
+        if self._asks_to_be_alone:
+            self._suspicion.is_alone_for_sure = ALONE in tuple(await call.initial_metadata() or ())
 
     @asynccontextmanager
     async def _in_work(
@@ -242,11 +262,13 @@ class Drawing:
     ) -> AsyncIterator[tuple[Any, Callable[[], None]]]:
         """Starts a call, which is the replica's work until the block ends. Gives the call, and the function of
         `_watched`."""
-        metadata = ((REQUEST_ID_METADATA, self._request_id),) if self._request_id else None
+        metadata = ((REQUEST_ID_METADATA, self._request_id),) if self._request_id else ()
+        if self._asks_to_be_alone:
+            metadata = (*metadata, ALONE)
         async with self._watched(replica) as begun:
             self.progress.active("the sampler is working on it")
             self._describe = lambda: self._ask(replica)
-            call = rpc(request, metadata=metadata)
+            call = rpc(request, metadata=metadata or None)
             try:
                 with self._replicas.holding(replica, call, weight=weight):
                     yield call, begun

@@ -5,6 +5,10 @@ all of them. A request is condemned by its second death, or a later one, if it h
 request with one death is on trial until its first token: a sampler takes one such request at a time, so that few
 requests share a second death. A request with two deaths has a sampler to itself until it ends, so it is given to no
 more than one sampler after these two.
+
+Requests of other gateways are not known here. Where there are several gateways, a request with two deaths asks the
+sampler to run it while it runs no other (sampler_service/core/room.py), and only a death after the sampler's
+confirmation condemns.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ class Suspicion:
     """Number of samplers that died and may have been killed by the request."""
     came_alone_as: int | None = None
     """Its number among the requests of its sampler, if there were no others when it came."""
+    is_alone_for_sure: bool = False
+    """Whether its sampler has said that it runs no other request, of no gateway."""
 
     @property
     def runs_alone(self) -> bool:
@@ -47,9 +53,13 @@ class Life:
     alone, and for those in work before that.
     """
 
-    def __init__(self, boot_id: str = "", *, take_away: Callable[[], None] = lambda: None) -> None:
-        """`take_away` ends the calls in work, whose requests are then sent again."""
+    def __init__(
+        self, boot_id: str = "", *, is_shared: bool = False, take_away: Callable[[], None] = lambda: None
+    ) -> None:
+        """`is_shared`: other gateways may use the sampler, too. `take_away` ends the calls in work, whose requests are
+        then sent again."""
         self.boot_id = boot_id
+        self.is_shared = is_shared
         self.is_over = False
         self._take_away = take_away
         self._trial = asyncio.Lock()
@@ -107,7 +117,8 @@ class Life:
         self.is_over = True
         self._let_in()
         mine.deaths += 1
-        return mine.deaths >= 2 and mine.came_alone_as == self._num_let_in
+        was_alone = mine.came_alone_as == self._num_let_in and (mine.is_alone_for_sure or not self.is_shared)
+        return mine.deaths >= 2 and was_alone
 
     def _leave(self, mine: Suspicion) -> None:
         self._waiting.pop(mine, None)
@@ -150,6 +161,7 @@ class Life:
         for mine in those:
             self._num_let_in += 1
             mine.came_alone_as = self._num_let_in if not self._in_work and self._is_empty else None
+            mine.is_alone_for_sure = False
             self._in_work.add(mine)
             _begin(self._waiting.pop(mine))
 

@@ -47,15 +47,39 @@ class _Held:
     is_taken_away: bool = False
 
 
+class _Confirming:
+    """The unary RPCs about text, as streams of one reply, with the names of the stub."""
+
+    def __init__(self, channel: Any) -> None:
+        service = sampler_pb2.DESCRIPTOR.services_by_name["SamplerService"].full_name
+        for name, request, reply in (
+            ("GetTokenizer", sampler_pb2.GetTokenizerRequest, sampler_pb2.GetTokenizerResponse),
+            ("Tokenize", sampler_pb2.TokenizeRequest, sampler_pb2.TokenizeResponse),
+        ):
+            rpc = channel.unary_stream(
+                f"/{service}/{name}",
+                request_serializer=request.SerializeToString,
+                response_deserializer=reply.FromString,
+            )
+            setattr(self, name, rpc)
+
+
 class Replica:
     """One sampler, as the gateway knows it."""
 
-    def __init__(self, address: str, *, api_key: str, certificates: Certificates | None) -> None:
+    def __init__(
+        self, address: str, *, api_key: str, certificates: Certificates | None, is_shared: bool = False
+    ) -> None:
         self.address = address
+        self.is_shared = is_shared
+        """Whether other gateways use it, too."""
         # gRPC must not resend a lost call, which may have killed the sampler; drawing.py decides about that.
         self.channel = connect(address, api_key=api_key, certificates=certificates, resends=False)
-        self.life = Life(take_away=self.take_away)
+        self.life = Life(is_shared=is_shared, take_away=self.take_away)
         self.stub: Any = sampler_pb2_grpc.SamplerServiceStub(self.channel)
+        # grpc.aio gives the initial metadata of a unary call only together with the reply, and a stream's at once. On
+        # the wire a unary call is a stream of one message.
+        self.confirming = _Confirming(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
         """The last answer to GetSamplerInfo; kept while the sampler is unreachable."""
@@ -108,10 +132,14 @@ class Replicas:
         certificates: Certificates | None = None,
         timeout_s: float = 3.0,
         load_factor: float = 1.25,
+        are_shared: bool = False,
     ) -> None:
         """`changed` is notified when a replica comes or goes, or its versions were read. `load_factor`: see
-        routing.choose."""
-        self.all = [Replica(address, api_key=api_key, certificates=certificates) for address in addresses]
+        routing.choose. `are_shared`: other gateways use them, too."""
+        self.all = [
+            Replica(address, api_key=api_key, certificates=certificates, is_shared=are_shared) for address in addresses
+        ]
+        self.are_shared = are_shared
         self._changed = changed
         self._metrics = metrics
         self._timeout_s = timeout_s
@@ -184,7 +212,7 @@ class Replicas:
     async def _set_state(self, replica: Replica, state: ReplicaState) -> None:
         boot_id = "" if replica.info is None else replica.info.boot_id
         if state == "serving" and (replica.life.is_over or replica.life.boot_id != boot_id):
-            replica.life = Life(boot_id, take_away=replica.take_away)
+            replica.life = Life(boot_id, is_shared=replica.is_shared, take_away=replica.take_away)
         if state == replica.state:
             return
         before, replica.state = replica.state, state

@@ -20,13 +20,14 @@ from torch import Tensor
 from sampler_service import large
 from sampler_service.config import SamplerConfig
 from sampler_service.core.request import Generation, QueueStatus, Request, RequestLimits, Result
+from sampler_service.core.room import Room
 from sampler_service.core.sampling import stream_keys
 from sampler_service.core.scoring import PromptScorer
 from sampler_service.core.sequence import Sequence, SequenceGroup, StateUnknown, StopRules
 from sampler_service.core.versions import VersionStore
 from sampler_service.grammars import Grammars
 from sampler_service.metrics import Requests
-from tinsmith.errors import EngineDead, NotReady, OutOfCapacity, ServiceError
+from tinsmith.errors import Cancelled, EngineDead, NotReady, OutOfCapacity, ServiceError
 from tinsmith.modeling.adapter import Target
 from tinsmith.modeling.full_weights import FullWeights, Weights
 from tinsmith.modeling.tower import Tower
@@ -151,17 +152,18 @@ class OpenRequests:
         store: VersionStore,
         metrics: Requests,
         *,
-        cancel: Callable[[SequenceGroup], None],
+        cancel: Callable[[SequenceGroup, ServiceError], None],
         release: Callable[[SequenceGroup], None],
     ) -> None:
-        """`cancel` is to end a request whose caller has left. `release` is to let go of what an ended request holds of
-        the engine, its versions among it."""
+        """`cancel` is to end a request before its time, with an error. `release` is to let go of what an ended request
+        holds of the engine, its versions among it."""
         self.limits = limits
         self.stops = stops
         self.died = asyncio.Event()
         """Set when the engine cannot go on."""
         self.on_death: Callable[[], Awaitable[None]] | None = None
         """Awaited before requests hear that the engine has died: the service's health says so first."""
+        self.room = Room(self._take_away)
         self.held_bytes = 0
         """Memory of the requests, in bytes."""
         self._max_waiting = config.max_waiting
@@ -219,9 +221,10 @@ class OpenRequests:
         scorer = PromptScorer(request, seed=seed) if request.wants_scores else None
         version_id = self._store.first_version(request)
         version = self._store.acquire(version_id, on_probation=request.on_probation) if version_id else None
+        left = Cancelled("the caller has left")
         group = SequenceGroup(
             request=request,
-            generation=Generation(stream=stream, on_cancel=lambda: self._cancel(group)),
+            generation=Generation(stream=stream, on_cancel=lambda: self._cancel(group, left)),
             version=version,
             stop=stop,
             keys=stream_keys(seed, SAMPLE_STREAM, request.num_samples),
@@ -242,6 +245,7 @@ class OpenRequests:
             for index in range(request.num_samples)
         ]
         self._open[group] = self._waiting[group] = None
+        self.room.enter()
         self.held_bytes += num_bytes
         self._metrics.waiting.set(len(self._waiting))
         return group
@@ -259,6 +263,7 @@ class OpenRequests:
         if group not in self._open:
             return
         del self._open[group]
+        self.room.leave(cancelled=isinstance(outcome, Cancelled | NotReady))
         self._waiting.pop(group, None)
         self._metrics.waiting.set(len(self._waiting))
         self.held_bytes -= group.request.num_bytes
@@ -341,6 +346,10 @@ class OpenRequests:
                 computing = "no" if group in self._waiting and group not in named else "yes"
                 self.end(group, EngineDead(f"the engine has died: {error}", computing=computing))
             self._end_all(EngineDead(f"the engine has died: {error}"))
+
+    def _take_away(self, error: ServiceError) -> None:
+        for group in list(self._open):
+            self._cancel(group, error)
 
     def _end_all(self, error: ServiceError) -> None:
         for group in list(self._open):

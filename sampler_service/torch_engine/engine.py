@@ -40,7 +40,7 @@ from sampler_service.torch_engine.planner import Job
 from sampler_service.torch_engine.runner import Runner
 from sampler_service.torch_engine.scheduler import Scheduler, StepOutput
 from tinsmith.cores import Cores, yield_to_event_loops
-from tinsmith.errors import Cancelled, ServiceError
+from tinsmith.errors import ServiceError
 from tinsmith.modeling.adapter import AdapterConfig, Target
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
@@ -279,8 +279,8 @@ class TorchEngine:
         self.store.remove("warm-up")
         self._commands.put(ForgetWarmUp())
 
-    def _cancel(self, group: SequenceGroup) -> None:
-        self._commands.put(Cancel(group, Cancelled("the caller has left")))
+    def _cancel(self, group: SequenceGroup, error: ServiceError) -> None:
+        self._commands.put(Cancel(group, error))
 
     def _forget(self, version: Version) -> None:
         self._commands.put(ForgetVersion(version.namespace, version.weights))

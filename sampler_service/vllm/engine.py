@@ -16,7 +16,7 @@ from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import OpenRequests
 from sampler_service.core.queue_status import Progress, Speed, status_of
 from sampler_service.core.request import Generation, QueueStatus, Request, RequestLimits
-from sampler_service.core.sequence import SequenceGroup, StopRules
+from sampler_service.core.sequence import StopRules
 from sampler_service.core.versions import Version, VersionStore
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
@@ -27,7 +27,7 @@ from sampler_service.vllm.self_check import check_engine
 from sampler_service.vllm.shared_memory import SharedTensor
 from sampler_service.vllm.start import VllmProcess, check_installed, start
 from sampler_service.vllm.versions import SharedAdapter, SharedFull, WorkerVersions, no_full_versions
-from tinsmith.errors import Cancelled, EngineDead, ServiceError, Unsupported
+from tinsmith.errors import EngineDead, ServiceError, Unsupported
 from tinsmith.modeling.adapter import Adapter, Group, Target
 from tinsmith.modeling.base_model import UnsupportedModel
 from tinsmith.modeling.full_weights import Weights
@@ -65,7 +65,7 @@ class VllmEngine:
             StopRules(config.base_model, reference.eos_token_ids),
             self.store,
             metrics.requests,
-            cancel=self._cancel,
+            cancel=lambda group, error: self.requests.end(group, error),
             release=lambda group: self._sequences.drop(group),
         )
         self._process = process
@@ -182,9 +182,6 @@ class VllmEngine:
             self._health.cancel()
         self.requests.end_stop()
         await self._process.stop()
-
-    def _cancel(self, group: SequenceGroup) -> None:
-        self.requests.end(group, Cancelled("the caller has left"))
 
     def _forget(self, version: Version) -> None:
         assert isinstance(version.weights, SharedAdapter | SharedFull)

@@ -23,7 +23,7 @@ from sampler_service.torch_engine.runner import Batch, Runner
 from sampler_service.torch_engine.scheduler import Scheduler
 from tests.support.waiting import until
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, request, serving, slow_down
-from tinsmith.errors import EngineDead, OutOfCapacity, ServiceError
+from tinsmith.errors import Cancelled, EngineDead, OutOfCapacity, ServiceError
 
 LIMIT_S = 60.0
 MARK = 77
@@ -131,7 +131,7 @@ async def test_an_error_at_one_request_is_charged_to_it_and_to_those_that_are_co
         await until(lambda: metric(engine, "running_sequences") == 2)
         running += [await engine.submit(request(one, num_samples=2, max_tokens=200)) for one in prompts[1:]]
         if phase == "cancel":
-            engine._cancel(list(engine.requests)[1])
+            engine._cancel(list(engine.requests)[1], Cancelled("the caller has left"))
         async with asyncio.timeout(LIMIT_S):
             found = await asyncio.gather(*(one.result() for one in running), return_exceptions=True)
         assert blamed(found) == ([1] if short else [0, 1])
@@ -223,7 +223,7 @@ async def test_an_order_that_fails_ends_the_engine_and_every_wait(
         raising_once(getattr(Scheduler, name), monkeypatch, Scheduler, name)
         async with asyncio.timeout(LIMIT_S):
             if name == "cancel":
-                engine._cancel(next(iter(engine.requests)))
+                engine._cancel(next(iter(engine.requests)), Cancelled("the caller has left"))
             elif name == "forget_version":
                 await engine.install("r@3", make_adapter(engine.targets, seed=3))
                 engine.store.remove("r@3")

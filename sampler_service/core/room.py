@@ -1,0 +1,98 @@
+"""Lets a request have the sampler to itself, whichever gateway or client sends it.
+
+A gateway knows only its own requests. One that may have killed other samplers is therefore run by the sampler while no
+other request is in work. If the sampler dies then, that request was the cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from tinsmith.errors import NotReady, OutOfCapacity, ServiceError
+
+PATIENCE_S = 30.0
+"""Longest time for which a request that has to run alone waits for those in work, in seconds. They are ended then, and
+their clients send them again."""
+STEP_S = 10.0
+"""Longest time that the engine goes on computing a request that was cancelled, in seconds: a step that has begun."""
+OTHERS_S = 2.5
+"""Time for others after a request that ran alone, in seconds, if any was refused meanwhile. A gateway sends a refused
+request again within 2 s."""
+
+
+class Room:
+    """Counts the requests in work, and lets one of them be alone. Belongs to the event loop."""
+
+    def __init__(self, take_away: Callable[[ServiceError], None]) -> None:
+        """`take_away` ends all requests in work with an error."""
+        self._take_away = take_away
+        self._num_in_work = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._empty_at = 0.0
+        """Time on the event loop's clock from which no cancelled request is computed any more."""
+        self._is_closed = False
+        """Whether a request runs alone, or waits for that."""
+        self._has_refused = False
+        """Whether other requests were refused since one ran alone."""
+        self._others_until = 0.0
+        """Time on the event loop's clock until which no request may close the room."""
+
+    def enter(self) -> None:
+        """A request is in work from now on."""
+        self._num_in_work += 1
+        self._empty.clear()
+
+    def leave(self, *, cancelled: bool = False) -> None:
+        """The request has ended. `cancelled`: the engine may still compute it."""
+        self._num_in_work -= 1
+        if cancelled:
+            self._empty_at = asyncio.get_running_loop().time() + STEP_S
+        if not self._num_in_work:
+            self._empty.set()
+
+    @contextmanager
+    def beside_others(self) -> Iterator[None]:
+        """A context of a request that needs not be alone. Raises OutOfCapacity while another has to be."""
+        if self._is_closed:
+            self._has_refused = True
+            raise OutOfCapacity("the sampler runs a request alone, with which other samplers died; send this one again")
+        self.enter()
+        is_cancelled = False
+        try:
+            yield
+        except asyncio.CancelledError:  # its thread goes on
+            is_cancelled = True
+            raise
+        finally:
+            self.leave(cancelled=is_cancelled)
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """A context of a request that has the sampler to itself. Raises OutOfCapacity while it is another's turn."""
+        loop = asyncio.get_running_loop()
+        if self._is_closed or loop.time() < self._others_until:
+            raise OutOfCapacity("it is the turn of other requests; send this one, which has to run alone, again")
+        self._is_closed = True
+        try:
+            await self._emptied()
+            yield
+        finally:
+            self._is_closed = False
+            if self._has_refused:
+                self._has_refused = False
+                self._others_until = loop.time() + OTHERS_S
+
+    async def _emptied(self) -> None:
+        """Waits until no request is in work. After PATIENCE_S those that are left are taken away."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await self._empty.wait()
+        except TimeoutError:
+            self._take_away(NotReady("the sampler has to run another request alone; send this one again"))
+        loop = asyncio.get_running_loop()
+        while self._num_in_work or loop.time() < self._empty_at:
+            await self._empty.wait()
+            await asyncio.sleep(max(0.0, self._empty_at - loop.time()))
