@@ -291,11 +291,11 @@ class Scheduler:
             sequences = piece.job.sequences
             wanted[piece.job.size].add(len(sequences), piece.start + piece.length, sequences[0].reserved)
         self.kv.fit(wanted)
+        for piece in pieces:
+            if piece.came_from < piece.job.lane:  # a sequence that has outgrown its lane may get the one that it leaves
+                self.kv.caches[piece.job.size].move(piece.came_from, piece.job.lane, piece.start)
         for sequence, computed in moving:
             self.kv.caches[sequence.size].write(sequence.lane, computed)
-        for piece in pieces:
-            if piece.came_from < piece.job.lane:
-                self.kv.caches[piece.job.size].move(piece.came_from, piece.job.lane, piece.start)
         for piece in pieces:
             self.kv.load(piece)
         self.kv.want_states(pieces)

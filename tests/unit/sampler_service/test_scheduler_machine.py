@@ -276,3 +276,14 @@ BatchMachine.TestCase.settings = settings(
     max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 test_every_request_ends_and_no_lane_or_block_leaks = BatchMachine.TestCase
+
+
+@pytest.mark.parametrize("num_steps", range(24, 34))
+def test_a_sequence_that_outgrows_its_lane_leaves_a_half_computed_prompt_alone(num_steps: int) -> None:
+    """It gets the lane of its new size in which the prompt lay. The steps are those around its move."""
+    machine = BatchMachine()
+    machine.begin()
+    machine.submit(length=10, max_tokens=None, num_samples=1, seed=0, on_probation=False, follows=False)
+    machine.compute(num_steps)
+    machine.submit(length=120, max_tokens=4, num_samples=1, seed=1, on_probation=False, follows=False)
+    machine.teardown()
