@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -46,6 +46,7 @@ from trainer_service.engine.batch import LOSS_FN_NAMES
 from trainer_service.engine.optimizers import OPTIMIZERS
 from trainer_service.operation import Answer, Operation, Work
 from trainer_service.operations.operations import Operations, Request
+from trainer_service.operations.publishing import publication
 from trainer_service.requests import batch_bytes
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.storage.checkpoints import CheckpointStore
@@ -150,7 +151,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if (deleting := self._deleting.get(request.model_id)) is not None:
             await asyncio.wait([deleting])  # otherwise the deletion would remove the new model's data
         operations.create_model(request)  # a request with errors of its own makes no operation
-        await operations.check_servable(request)
+        if request.from_location:
+            location = Location.parse(request.from_location, field="from_location")
+            await self._on_checkpoint(_noted("servable", location), lambda: operations.check_servable(request))
+        else:
+            await operations.check_servable(request)
 
         def pack() -> Body:
             body = Body.pack("create_model", request)
@@ -220,19 +225,23 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         location = Location.parse(request.location, field="location")
         if not request.version_id:
             raise InvalidRequest("version_id: is empty; GetCheckpoint says what the location holds", field="version_id")
-        certified = await self._ready.operations.publishing.publish(location, request.version_id)
+        trainer = self._ready
+        try:
+            certified = await trainer.operations.publishing.publish(location, request.version_id)
+        except Exception as error:
+            if trainer.scheduler.ends_with(error, publication(location, request.version_id)):
+                raise _dead(error) from error
+            raise
         return pb.PublishCheckpointResponse(num_samplers=certified.num_samplers, certificate=certified.certificate)
 
     async def GetCertificate(self, request: pb.GetCertificateRequest, context: Context) -> pb.GetCertificateResponse:
         location = Location.parse(request.location, field="location")
-        checkpoints = self._ready.checkpoints
-        certificate = await checkpoints.reads(checkpoints.certificate, location)
+        certificate = await self._reads("certificate", location, self._ready.checkpoints.certificate)
         return pb.GetCertificateResponse(certificate=certificate)
 
     async def GetCheckpoint(self, request: pb.GetCheckpointRequest, context: Context) -> pb.GetCheckpointResponse:
         location = Location.parse(request.location, field="location")
-        checkpoints = self._ready.checkpoints
-        found = await checkpoints.reads(checkpoints.manifest, location)
+        found = await self._reads("manifest", location, self._ready.checkpoints.manifest)
         return pb.GetCheckpointResponse(checkpoint=found.checkpoint, files=list(found.files.values()))
 
     async def ReadCheckpointFile(
@@ -243,13 +252,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             if value < 0:
                 raise InvalidRequest(f"{field}: {value} must not be negative", field=field)
         checkpoints = self._ready.checkpoints
-        file = await checkpoints.reads(checkpoints.open_file, location, request.name)
+        name = _noted("open", location, request.name)
+        file = await self._on_checkpoint(name, lambda: checkpoints.reads(checkpoints.open_file, location, request.name))
         try:
             if request.offset > (size := file.seek(0, os.SEEK_END)):
                 raise InvalidRequest(f"offset: {request.offset} is beyond the file's {size} bytes", field="offset")
             file.seek(request.offset)
             left = request.num_bytes if request.HasField("num_bytes") else sys.maxsize
-            while data := await checkpoints.reads(file.read, min(left, _PIECE_BYTES)):
+            while data := await self._on_checkpoint(
+                _noted("read", location, f"{request.name} {file.tell()}"),
+                partial(checkpoints.reads, file.read, min(left, _PIECE_BYTES)),
+            ):
                 left -= len(data)
                 yield pb.ReadCheckpointFileResponse(data=data)
         finally:
@@ -259,8 +272,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.VerifyCheckpointRequest, context: Context
     ) -> pb.VerifyCheckpointResponse:
         location = Location.parse(request.location, field="location")
-        checkpoints = self._ready.checkpoints
-        files, problems = await checkpoints.reads(checkpoints.verify, location)
+        files, problems = await self._reads("verify", location, self._ready.checkpoints.verify)
         return pb.VerifyCheckpointResponse(files=files, problems=problems)
 
     async def ImportCheckpoint(
@@ -285,14 +297,22 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 yield request.archive
             raise InvalidRequest("complete: missing in the last message; the archive was cut off", field="complete")
 
+        names: list[Name] = []
+
         @contextmanager
         def converting(digest: bytes) -> Iterator[None]:
             executing, name = trainer.scheduler.executing, other_work("import archive", digest)
+            names.append(name)
             executing.suspects_ended_on_thread(*name)
             with executing.other(name):
                 yield
 
-        return await trainer.importer.run(first.header, pieces(), last=last, converting=converting)
+        try:
+            return await trainer.importer.run(first.header, pieces(), last=last, converting=converting)
+        except Exception as error:
+            if names and trainer.scheduler.ends_with(error, names[-1]):
+                raise _dead(error) from error
+            raise
 
     async def CopyCheckpoint(self, request: pb.CopyCheckpointRequest, context: Context) -> pb.CopyCheckpointResponse:
         if request.HasField("ttl"):
@@ -300,12 +320,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         checkpoints = self._ready.checkpoints
         source = Location.parse(request.source, field="source")
         destination = Location.parse(request.destination, field="destination")
-        copied = await checkpoints.writes_to(
-            destination,
-            checkpoints.copy,
-            source,
-            destination,
-            ttl=request.ttl if request.HasField("ttl") else None,
+        ttl = request.ttl if request.HasField("ttl") else None
+        copied = await self._on_checkpoint(
+            _noted("copy", source, str(destination)),
+            lambda: checkpoints.writes_to(destination, checkpoints.copy, source, destination, ttl=ttl),
         )
         return pb.CopyCheckpointResponse(checkpoint=copied)
 
@@ -314,7 +332,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> pb.DeleteCheckpointResponse:
         location = Location.parse(request.location, field="location")
         checkpoints = self._ready.checkpoints
-        await checkpoints.writes_to(location, checkpoints.delete, location, version_id=request.version_id)
+        await self._on_checkpoint(
+            _noted("delete", location, request.version_id),
+            lambda: checkpoints.writes_to(location, checkpoints.delete, location, version_id=request.version_id),
+        )
         return pb.DeleteCheckpointResponse()
 
     async def CheckCustomLoss(self, request: pb.CheckCustomLossRequest, context: Context) -> pb.CheckCustomLossResponse:
@@ -358,6 +379,28 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 reason=status.reason,
             )
         )
+
+    async def _reads(self, what: str, location: Location, call: Callable[[Location], T]) -> T:
+        """Calls a method that reads a checkpoint, on a thread for reading. For `what` see `_noted`."""
+        return await self._on_checkpoint(_noted(what, location), lambda: self._ready.checkpoints.reads(call, location))
+
+    async def _on_checkpoint(self, name: Name, call: Callable[[], Awaitable[T]]) -> T:
+        """Reads or writes a checkpoint for a request that is no operation, with a record of it in case the process ends
+        meanwhile. Raises ServiceError for a request that has ended the process too often."""
+        scheduler = self._ready.scheduler
+
+        async def noted() -> T:
+            await scheduler.executing.suspects_ended(*name)
+            try:
+                with scheduler.executing.other(name):
+                    return await call()
+            except Exception as error:
+                if scheduler.ends_with(error, name):
+                    raise _dead(error) from error
+                raise
+
+        # A call that is cancelled does not end its thread, so it must not end the record of it either.
+        return await asyncio.shield(scheduler.spawn(noted()))
 
     async def _submit(
         self,
@@ -528,6 +571,12 @@ def _is_large(request: Message) -> bool:
         if num_bytes > _LARGE_BYTES:
             return True
     return False
+
+
+def _noted(what: str, location: Location, more: str = "") -> Name:
+    """Name of a request on a checkpoint, for the record of executions. `what`: one word. `more`: what distinguishes
+    requests for the same checkpoint."""
+    return other_work(f"{what} {location.run_id}", f"{location} {more}".encode())
 
 
 def _dead(error: Exception) -> EngineDead:

@@ -215,8 +215,10 @@ class Executing:
         try:
             with self.storing(*name):
                 yield
-        finally:
+        except ServiceError:
             self.forget(*name)
+            raise
+        self.forget(*name)  # not after another error: a fault of the device is a death, too
 
     def blame(self, name: Name) -> None:
         """Records work as executed until the process ends, so that its end counts as a death in this work."""

@@ -158,7 +158,7 @@ class Publishing:
 
     async def _noted(self, location: Location, version_id: str) -> Certified:
         """Publishes a stored version, with a record of it in case the process ends meanwhile."""
-        name = other_work(f"publish {location.run_id}", f"{location} {version_id}".encode())
+        name = publication(location, version_id)
         await self.executing.suspects_ended(*name)
         with self.executing.other(name):
             return await self._publish(location, version_id, name)
@@ -218,6 +218,11 @@ class Publishing:
         except NotFound:
             return False
         return True
+
+
+def publication(location: Location, version_id: str) -> Name:
+    """Name of a publish on demand, for the record of executions."""
+    return other_work(f"publish {location.run_id}", f"{location} {version_id}".encode())
 
 
 def _hidden(location: Location, version_id: str) -> Location | None:

@@ -845,6 +845,107 @@ async def test_a_part_of_a_file_is_that_part_and_damage_elsewhere_is_found(stub:
     assert list(problems) == [name]
 
 
+SAVED = f"{MODEL}/external_weights/one"
+ON_CHECKPOINT = {
+    "GetCheckpoint": ("manifest", pb.GetCheckpointRequest(location=SAVED), ("manifest", f"{SAVED} ")),
+    "GetCertificate": ("certificate", pb.GetCertificateRequest(location=SAVED), ("certificate", f"{SAVED} ")),
+    "VerifyCheckpoint": ("verify", pb.VerifyCheckpointRequest(location=SAVED), ("verify", f"{SAVED} ")),
+    "CopyCheckpoint": (
+        "copy",
+        pb.CopyCheckpointRequest(source=SAVED, destination="t:train:0/external_weights/two"),
+        ("copy", f"{SAVED} t:train:0/external_weights/two"),
+    ),
+    "DeleteCheckpoint": (
+        "delete",
+        pb.DeleteCheckpointRequest(location=SAVED, version_id="1"),
+        ("delete", f"{SAVED} 1"),
+    ),
+    "CreateModel": (
+        "info",
+        pb.CreateModelRequest(model_id="t:train:0", base_model="tiny", from_location=SAVED),
+        ("servable", f"{SAVED} "),
+    ),
+    "ReadCheckpointFile": (
+        "open_file",
+        pb.ReadCheckpointFileRequest(location=SAVED, name="adapter_model.safetensors"),
+        ("open", f"{SAVED} adapter_model.safetensors"),
+    ),
+}
+"""For each call on a checkpoint: the method of the store, the request, and the word and content of its name."""
+
+
+@pytest.mark.parametrize("verb", ON_CHECKPOINT)
+async def test_a_request_on_a_checkpoint_is_noted_and_refused_after_it_has_ended_the_trainer_too_often(
+    service: Service, stub: Any, tmp_path: Path, verb: str
+) -> None:
+    method, request, (what, content) = ON_CHECKPOINT[verb]
+    name = other_work(f"{what} {MODEL}", content.encode())
+    assert (await stub.SaveCheckpoint(save(1, kind=EXTERNAL, name="one"))).checkpoint.location == SAVED
+    noted: list[Deaths] = []
+    plain = getattr(CheckpointStore, method)
+
+    def noting(*arguments: Any, **settings: Any) -> Any:
+        noted.append(as_found(tmp_path).get(name, Deaths()))
+        return plain(*arguments, **settings)
+
+    async def call() -> None:
+        if verb == "ReadCheckpointFile":
+            async for _ in stub.ReadCheckpointFile(request):
+                pass
+        else:
+            await getattr(stub, verb)(request)
+
+    executing = service.trainer.scheduler.executing
+    executing.deaths[name] = Deaths(storing=MOST_DEATHS_STORING - 1)
+    with mock.patch.object(CheckpointStore, method, noting):
+        if verb == "GetCertificate":
+            await fails(call(), errors.NotFound, "never published")
+        else:
+            await call()
+        assert noted[0] == Deaths(storing=MOST_DEATHS_STORING)
+        assert not executing.deaths
+        noted.clear()
+        executing.deaths[name] = Deaths(storing=MOST_DEATHS_STORING)
+        await fails(call(), errors.ServiceError, "while it read or wrote the checkpoint of this")
+    assert noted == []
+    await stub.ForwardBackward(batch(2))
+
+
+async def test_each_piece_of_a_file_is_noted_by_its_offset(service: Service, stub: Any) -> None:
+    location = (await stub.SaveCheckpoint(save(1, kind=EXTERNAL, name="one"))).checkpoint.location
+    name = "adapter_model.safetensors"
+    killing = other_work(f"read {MODEL}", f"{location} {name} 2000".encode())
+    service.trainer.scheduler.executing.deaths[killing] = Deaths(storing=MOST_DEATHS_STORING)
+    got: list[bytes] = []
+
+    async def read(offset: int) -> None:
+        request = pb.ReadCheckpointFileRequest(location=location, name=name, offset=offset)
+        got.extend([piece.data async for piece in stub.ReadCheckpointFile(request)])
+
+    with mock.patch("trainer_service.servicer._PIECE_BYTES", 1000):
+        await fails(read(0), errors.ServiceError, "while it read or wrote the checkpoint of this")
+        assert list(service.trainer.scheduler.executing.deaths) == [killing]
+        await read(2500)
+    assert got
+
+
+@pytest.mark.parametrize("verb", ["VerifyCheckpoint", "CopyCheckpoint"])
+async def test_a_fault_of_the_device_in_a_request_on_a_checkpoint_ends_the_trainer_and_counts_as_a_death(
+    service: Service, stub: Any, tmp_path: Path, verb: str
+) -> None:
+    method, request, (what, content) = ON_CHECKPOINT[verb]
+    name = other_work(f"{what} {MODEL}", content.encode())
+    await stub.SaveCheckpoint(save(1, kind=EXTERNAL, name="one"))
+    service.trainer.scheduler.executing.deaths[name] = Deaths(executing=1)
+    fault = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    with mock.patch.object(CheckpointStore, method, side_effect=fault):
+        calling = asyncio.ensure_future(getattr(stub, verb)(request))
+        async with asyncio.timeout(20):
+            await service.trainer.scheduler.engine_died.wait()
+    assert as_found(tmp_path)[name] == Deaths(executing=2)
+    calling.cancel()
+
+
 async def test_a_copy_stays_when_its_source_goes(stub: Any) -> None:
     saved = (await stub.SaveCheckpoint(save(1))).checkpoint
     request = pb.CopyCheckpointRequest(source=saved.location, destination="t:train:0/weights/two", ttl=duration(7200))
