@@ -89,13 +89,13 @@ def test_a_run_learns_and_its_sampler_agrees(stack: Stack, service: tinker.Servi
 
 
 def test_sixteen_runs_at_once_learn_as_each_alone(service: tinker.ServiceClient) -> None:
-    runs = [new_model(service, rank=8 + 4 * n, seed=n) for n in range(16)]
+    runs = [new_model(service, rank=4 + 4 * n, seed=n) for n in range(16)]
     pending = [(run.forward_backward(batch(n), "cross_entropy"), run.optim_step(ADAM)) for n, run in enumerate(runs)]
     together = [losses.result().metrics["loss:sum"] for losses, step in pending if step.result()]
-    alone = [train(new_model(service, rank=8 + 4 * n, seed=n), batch(n), steps=1, adam=ADAM)[0] for n in range(16)]
+    alone = [train(new_model(service, rank=4 + 4 * n, seed=n), batch(n), steps=1, adam=ADAM)[0] for n in range(16)]
     np.testing.assert_allclose(together, alone, rtol=1e-2)
     for n in (0, 15):
-        again = new_model(service, rank=8 + 4 * n, seed=n)
+        again = new_model(service, rank=4 + 4 * n, seed=n)
         train(again, batch(n), steps=1, adam=ADAM)
         ours, theirs = forward(runs[n], random_tokens(40, n))[0], forward(again, random_tokens(40, n))[0]
         assert np.abs(ours - theirs).mean() < 0.02

@@ -52,30 +52,35 @@ class PassGradient:
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
-        self._buffer: Adapter | None = None
+        self._flat: Tensor | None = None
         self.anchor = torch.zeros((), requires_grad=True)
         """Input of such layers in place of A and B, so that autograd runs their backward. It gets no gradient."""
 
     def of(self, name: str) -> LoraWeights:
         """The gradient of A and B of the layer `name`, to be added to."""
-        return self._need_buffer().weights[name]
+        adapter, flat = self._adapter, self._need_flat()
+        first = adapter.flat.storage_offset()
+        own = adapter.weights[name]
+        return LoraWeights(
+            *(flat[one.storage_offset() - first :][: one.numel()].view_as(one) for one in (own.a_R_I, own.b_O_R))
+        )
 
     def gather(self, grads: Sequence[Tensor | None]) -> Tensor:
         """The whole gradient, flat. `grads`: gradients that autograd computed, in the order of the adapter's
         tensors."""
-        if self._buffer is None:  # one operation: on CUDA one for each of 500 tensors takes longer than the products
-            parts = zip(self._adapter.tensors(), grads, strict=True)
-            return torch.cat([(torch.zeros_like(own) if grad is None else grad).flatten() for own, grad in parts])
-        for there, grad in zip(self._buffer.tensors(), grads, strict=True):
-            if grad is not None:
-                there.add_(grad)
-        return self._buffer.flat
+        tensors = self._adapter.tensors()
+        if any(grad is not None for grad in grads):
+            # One operation: on CUDA an operation for each of 500 tensors takes longer than the products.
+            parts = zip(tensors, grads, strict=True)
+            whole = torch.cat([(torch.zeros_like(own) if grad is None else grad).flatten() for own, grad in parts])
+            self._flat = whole if self._flat is None else self._flat.add_(whole)
+        return self._need_flat()
 
-    def _need_buffer(self) -> Adapter:
+    def _need_flat(self) -> Tensor:
         """The buffer. It is made at the first gradient, so that it takes no memory during the forward pass."""
-        if self._buffer is None:
-            self._buffer = self._adapter.like(torch.zeros_like(self._adapter.flat))
-        return self._buffer
+        if self._flat is None:
+            self._flat = torch.zeros_like(self._adapter.flat)
+        return self._flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,17 +474,28 @@ class _GroupedLayer:
 
     def stack_a(self, parameters: Sequence[Tensor]) -> Tensor:
         """A of all groups, [G, R, I]."""
+        if self.is_full:
+            return torch.stack(list(parameters[::2])).to(self.dtype)
         a_G_R_I = self._zeros(self.rank, parameters[0].shape[1], parameters[0].device)
         torch._foreach_copy_(self.parts(a_G_R_I, 0), list(parameters[::2]))
         return a_G_R_I
 
     def stack_b(self, parameters: Sequence[Tensor]) -> Tensor:
         """B of all groups, [G, O, R], multiplied by each adapter's scaling."""
+        scalings = [adapter.scaling for n in self.where if (adapter := self.groups.adapters[n]) is not None]
+        if self.is_full:
+            b_G_O_R = torch.stack(list(parameters[1::2]))
+            if set(scalings) != {1.0}:
+                b_G_O_R *= self.groups.scalings_G[:, None, None]
+            return b_G_O_R.to(self.dtype)
         b_G_O_R = self._zeros(parameters[1].shape[0], self.rank, parameters[1].device)
-        torch._foreach_copy_(self.parts(b_G_O_R, 1), list(parameters[1::2]))
-        if any(adapter is not None and adapter.scaling != 1.0 for adapter in self.groups.adapters):
-            b_G_O_R *= self.groups.scalings_G[:, None, None]
+        torch._foreach_copy_(self.parts(b_G_O_R, 1), torch._foreach_mul(list(parameters[1::2]), scalings))
         return b_G_O_R
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every group has an adapter with this layer, of the common rank: the stacks then need no padding."""
+        return len(self.where) == len(self.groups.adapters) and all(rank == self.rank for rank in self.ranks)
 
     def parts(self, stack_G: Tensor, dimension: int) -> list[Tensor]:
         """The part of each adapter that has this layer: of its group, as many rows (dimension 0) or columns (1) as its
@@ -491,9 +507,7 @@ class _GroupedLayer:
         ]
 
     def _zeros(self, rows: int, columns: int, device: torch.device) -> Tensor:
-        full = len(self.where) == len(self.groups.adapters) and all(rank == self.rank for rank in self.ranks)
-        make = torch.empty if full else torch.zeros
-        return make(len(self.groups.adapters), rows, columns, dtype=self.dtype, device=device)
+        return torch.zeros(len(self.groups.adapters), rows, columns, dtype=self.dtype, device=device)
 
 
 class _GroupedLinear(torch.autograd.Function):
