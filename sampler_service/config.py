@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from tinsmith.quantization import Setting as Quantize
 from tinsmith.rpc.auth import AnyKey, ServiceKey, accepted, admins, host_of, require_keys
 from tinsmith.rpc.tls import GrpcTls
+from tinsmith.sizing import MAX_LORA_RANK
 
 
 class SamplerConfig(GrpcTls, BaseSettings):
@@ -73,7 +74,7 @@ class SamplerConfig(GrpcTls, BaseSettings):
     quantize: Quantize = None
     """Torch engine only: store the weights of the layers that take adapters in 8 bits (int8) or 4 bits (nf4). Must be
     the trainer's setting, because its versions are for these weights."""
-    max_lora_rank: int = Field(default=256, ge=1)
+    max_lora_rank: int = Field(default=MAX_LORA_RANK, ge=1)
     """Largest rank of a version; set it to the trainer's. Default: 256 with the torch engine, where a version takes the
     memory of its own rank, and 64 with vLLM, where each slot on the device takes the memory of the largest rank."""
     adapter_memory_bytes: int = Field(default=2 * 1024**3, ge=1)

@@ -23,6 +23,8 @@ KV_SHARE, PREFIX_SHARE, STATES_SHARE = 4, 8, 8
 """One part in so many of the sampler's free memory is for keys and values, the prefix cache, and recurrent states."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM knows; a smaller adapter is padded with zeros."""
+MAX_LORA_RANK = 256
+"""Default of max_lora_rank."""
 VLLM_MAX_LORA_RANK = 64
 """Default of max_lora_rank with vLLM, when the sampler is not told its trainer's. A slot of the device is as large as
 the largest rank makes it, whatever lies in it: four slots take 1.4 GB with this rank and 5.6 GB with 256, for a model

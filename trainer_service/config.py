@@ -12,6 +12,7 @@ from tinsmith.quantization import Setting as Quantize
 from tinsmith.rpc.auth import AnyKey, ServiceKey, accepted, admins, host_of, require_keys
 from tinsmith.rpc.paths import check_checkpoint_root
 from tinsmith.rpc.tls import GrpcTls
+from tinsmith.sizing import MAX_LORA_RANK
 
 
 class TrainerConfig(GrpcTls, BaseSettings):
@@ -79,7 +80,7 @@ class TrainerConfig(GrpcTls, BaseSettings):
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """Longest time that one rank waits for another within a common computation, in seconds; then all ranks end. It must
     be well above the slowest rank's time for a micro-batch or a step. Waiting for work has no limit."""
-    max_lora_rank: int = Field(default=256, ge=1)
+    max_lora_rank: int = Field(default=MAX_LORA_RANK, ge=1)
     """Largest rank that a model may ask for. A sampler that serves less, in rank or in bytes, lowers it for new models
     once the trainer has seen it."""
     full_training: bool = False

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from tinsmith.formatting import size_text as gb
 from tinsmith.sizing import (
+    MAX_LORA_RANK,
     TRAINING_SHARE,
     full_bytes,
     kv_tokens,
@@ -319,7 +320,11 @@ def on_cpu(name: str, shape: Shape, machine: Machine, constraints: Constraints) 
         )
 
     # The trainer accepts larger ranks, too, and then refuses runs for which there is no memory.
-    tried = [constraints.max_lora_rank] if constraints.max_lora_rank else [256, 128, 64, 32, 16, 8, 4, 2, 1]
+    tried = (
+        [constraints.max_lora_rank]
+        if constraints.max_lora_rank
+        else [MAX_LORA_RANK >> halvings for halvings in range(9)]
+    )
     rank = next((rank for rank in tried if with_rank(rank).adapters), tried[-1])
     training = with_rank(rank)
     per_token = memory.kv_bytes_per_token(shape, sampler_dtype)

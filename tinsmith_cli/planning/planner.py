@@ -11,10 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tinsmith.formatting import size_text as gb
-from tinsmith.sizing import (
-    TRAINING_SHARE,
-    VLLM_MAX_LORA_RANK,
-)
+from tinsmith.sizing import MAX_LORA_RANK, TRAINING_SHARE, VLLM_MAX_LORA_RANK
 from tinsmith_cli.base_models import UsageError
 from tinsmith_cli.planning.changes import changes
 from tinsmith_cli.planning.constraints import Constraints
@@ -53,7 +50,7 @@ def _plan(name: str, shape: Shape, machine: Machine, constraints: Constraints) -
     failure: DoesNotFit | None = None
     for least, comfortable in _ATTEMPTS:
         for trainer, samplers in _placements(shape, machine, constraints):
-            for rank in _ranks(constraints, least=least):
+            for rank in _ranks(shape, constraints, least=least):
                 try:
                     planned = fill(name, shape, machine, constraints, trainer=trainer, samplers=samplers, rank=rank)
                 except DoesNotFit as error:
@@ -86,12 +83,12 @@ def _check_together(shape: Shape, machine: Machine, constraints: Constraints) ->
         )
 
 
-def _ranks(constraints: Constraints, *, least: int) -> Iterator[int]:
-    """Largest ranks to try, the largest first."""
+def _ranks(shape: Shape, constraints: Constraints, *, least: int) -> Iterator[int]:
+    """Largest ranks to try, the largest first: the services' default, and less."""
     if constraints.max_lora_rank is not None or constraints.full_training:
         yield constraints.max_lora_rank or 1
         return
-    rank = VLLM_MAX_LORA_RANK
+    rank = VLLM_MAX_LORA_RANK if engine_of(shape, constraints) == "vllm" else MAX_LORA_RANK
     while rank >= least:
         yield rank
         rank //= 2
