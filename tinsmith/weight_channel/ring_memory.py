@@ -1,7 +1,8 @@
 """The memory of a ring, made by the trainer and mapped by the receivers. Host memory is a memfd; GPU memory is a CUDA
 IPC handle.
 
-The CUDA half has not yet run on a GPU. Its tests replace the two torch calls.
+tests/gpu/test_weight_channel.py runs the CUDA half on a GPU. The tests for machines without one replace the two torch
+calls.
 """
 
 from __future__ import annotations
