@@ -105,7 +105,8 @@ class GatewayConfig(GrpcTls, BaseSettings):
     and the host of public_url are always allowed. This keeps pages in a browser from reaching the gateway under a host
     name of their own."""
     max_connections: int = Field(default=4096, ge=16)
-    """Most open HTTP connections; a further one is closed at once."""
+    """Most open HTTP connections. A further one is closed at once; if another address has more of them, one of that
+    address is closed instead."""
     max_idle_connections: int = Field(default=256, ge=0)
     """Most HTTP connections that are kept open between two requests. Above it, those idle for longest are closed, after
     at least 15 s without a request. The SDK leaves connections of ended sessions open, and uses none after 5 s idle."""

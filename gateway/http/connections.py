@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 from operator import itemgetter
@@ -108,9 +109,11 @@ class _Transport:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection with bounds. `bounded` makes a subclass with `limits` as a class attribute."""
+    """One connection with bounds. `bounded` makes a subclass with `limits` and `by_address` as class attributes."""
 
     limits: ConnectionLimits
+    by_address: Counter[str]
+    """Open connections of each address."""
 
     def __init__(
         self,
@@ -120,6 +123,9 @@ class BoundedProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self._address = ""
+        self._is_counted = False
+        """Whether `by_address` has this connection."""
         self._headers_since: float | None = None
         self._header_bytes = 0
         self._receiving: _Waiting | None = None
@@ -134,9 +140,40 @@ class BoundedProtocol(HttpToolsProtocol):
         self._counting = _Transport(transport, self.loop, partial(self._close, transport))
         super().connection_made(self._counting)  # type: ignore[arg-type]
         self._headers_since = time.monotonic()
+        self._address = self.client[0] if self.client else ""
+        self.by_address[self._address] += 1
+        self._is_counted = True
         if len(self.connections) > self.limits.max_connections:
-            logger.warning("max_connections: %d are open, the next one is closed", self.limits.max_connections)
-            transport.abort()
+            self._close_one()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def _close_one(self) -> None:
+        """Closes this connection, or one of the address that has most, so that no address can keep all others out."""
+        address, most = max(self.by_address.items(), key=itemgetter(1))
+        closed = self
+        if self.by_address[self._address] < most:
+            ours = (one for one in self.connections if isinstance(one, BoundedProtocol))
+            closed = min((one for one in ours if one._address == address), key=BoundedProtocol._is_working)
+        logger.warning(
+            "max_connections: %d are open; one of %s is closed", self.limits.max_connections, closed._address
+        )
+        closed._forget()  # the transport reports its end later
+        closed._counting.abort()
+
+    def _is_working(self) -> bool:
+        """Whether a request has come that is not answered yet."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _forget(self) -> None:
+        self.connections.discard(self)
+        if self._is_counted:
+            self._is_counted = False
+            self.by_address[self._address] -= 1
+            if not self.by_address[self._address]:
+                del self.by_address[self._address]
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -248,7 +285,7 @@ async def _refuse_headers(scope: object, receive: object, send: Send) -> None:
 
 def bounded(limits: ConnectionLimits) -> type[BoundedProtocol]:
     """A protocol class with these limits, for uvicorn.Config(http=...)."""
-    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits})
+    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits, "by_address": Counter()})
 
 
 async def watch(connections: set[Any], limits: ConnectionLimits) -> None:

@@ -7,7 +7,7 @@ import itertools
 import resource
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 
 import pytest
 import zstandard
@@ -188,6 +188,39 @@ async def test_connections_above_the_limit_are_closed_and_those_below_live(stack
     finally:
         for _, writer in opened:
             writer.transport.abort()
+
+
+@pytest.mark.gateway(max_connections=16)
+@pytest.mark.parametrize("doing", ["nothing", "headers", "requests"])
+async def test_one_address_cannot_keep_others_out(stack: Stack, doing: str) -> None:
+    """Nor does it keep them out when each of its connections has a request in work."""
+    assert stack.server is not None
+    connected = stack.server.server_state.connections
+    with ExitStack() as opened:
+
+        def hog() -> socket.socket:
+            return opened.enter_context(
+                socket.create_connection(("127.0.0.1", stack.port), source_address=("127.0.0.2", 0))
+            )
+
+        for _ in range(20):
+            one = hog()
+            if doing != "nothing":
+                one.send(b"POST /api/v1/heartbeat HTTP/1.1\r\nHost: localhost\r\n")
+            if doing == "requests":
+                one.send(b"content-length: 1000\r\n\r\n")
+        await until(lambda: len(connected) == 16)
+        async with connection(stack) as mine, connection(stack) as other:
+            for reader, writer in (mine, other):
+                writer.write(HEALTH)
+                async with asyncio.timeout(LIMIT_S):
+                    assert b" 200 " in await reader.readuntil(b"\r\n")
+            late = hog()
+            late.setblocking(False)
+            async with asyncio.timeout(LIMIT_S):
+                with suppress(ConnectionResetError):
+                    assert await asyncio.get_running_loop().sock_recv(late, 1) == b""
+            assert len(connected) == 16
 
 
 async def test_idle_connections_above_the_limit_are_closed_the_longest_idle_first(
