@@ -303,7 +303,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         def converting(digest: bytes) -> Iterator[None]:
             executing, name = trainer.scheduler.executing, other_work("import archive", digest)
             names.append(name)
-            executing.suspects_ended_on_thread(*name)
+            executing.turn_to_store_on_thread(*name)
             with executing.other(name):
                 yield
 
@@ -390,7 +390,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         scheduler = self._ready.scheduler
 
         async def noted() -> T:
-            await scheduler.executing.suspects_ended(*name)
+            await scheduler.executing.turn_to_store(*name)
             try:
                 with scheduler.executing.other(name):
                     return await call()
@@ -538,7 +538,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def _delete_model(self, trainer: Trainer, model_id: str) -> None:
         self._told.pop(model_id, None)
         await trainer.scheduler.delete(model_id, lambda: trainer.operations.engine.delete_model(model_id))
-        with trainer.scheduler.executing.other(deletion(model_id)):
+        name = deletion(model_id)
+        await trainer.scheduler.executing.turn_to_store(*name)
+        with trainer.scheduler.executing.other(name):
             await trainer.operations.delete_files(model_id)
 
 

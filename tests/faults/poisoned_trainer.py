@@ -2,6 +2,9 @@
 
 POISON="SIGKILL" (as for want of memory) or "fault" (as an illegal memory access) of POISON_RANK, which is 0 by default.
 POISON="arrival": the process is killed while it packs the request for the journal.
+POISON="append", "finish", "park", "delete", "copy" or "verify": the process is killed while the journal takes the third
+operation of the run POISON_RUN or a result of it, while it parks or deletes that run, or while it copies or verifies
+one of that run's checkpoints.
 POISON_TIMES=file holds how often it still does so; without the file it always does.
 POISON_SAVE_S: how long the writing of each checkpoint takes in addition.
 """
@@ -20,8 +23,11 @@ import torch
 
 from trainer_service import servicer
 from trainer_service.__main__ import main
+from trainer_service.durability.journal import Journal
 from trainer_service.engine.batch import Example
+from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.passes import Passes
+from trainer_service.operation import Answer
 from trainer_service.requests import batch_bytes
 from trainer_service.storage.checkpoints import CheckpointStore
 
@@ -64,6 +70,25 @@ def install() -> None:
     Passes._compute = poisoned  # type: ignore[method-assign]
 
 
+def install_for_run(run: str) -> None:
+    owner, method, is_poisoned = {
+        "append": (Journal, "append", lambda _, *of, **__: of[:2] == (run, 3) and of[2].kind == "forward_backward"),
+        "finish": (Journal, "finish", lambda _, *of, **__: of[:2] == (run, 3) and isinstance(of[2], Answer)),
+        "park": (TrainingEngine, "capture", lambda _, model_id, **how: model_id == run and "with_accumulation" in how),
+        "delete": (TrainingEngine, "delete_model", lambda _, model_id: model_id == run),
+        "copy": (CheckpointStore, "copy", lambda _, source, *__, **___: source.run_id == run),
+        "verify": (CheckpointStore, "verify", lambda _, location: location.run_id == run),
+    }[HOW]
+    plain: Any = getattr(owner, method)
+
+    def poisoned(*arguments: Any, **options: Any) -> Any:
+        if is_poisoned(*arguments, **options):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*arguments, **options)
+
+    setattr(owner, method, poisoned)
+
+
 def install_slow_saves() -> None:
     save: Any = CheckpointStore.save
 
@@ -78,5 +103,8 @@ if __name__ == "__main__":
     if SAVE_S:
         install_slow_saves()
     if HOW and os.environ.get("RANK", "0") == os.environ.get("POISON_RANK", "0"):
-        (install_at_arrival if HOW == "arrival" else install)()
+        if "POISON_RUN" in os.environ:
+            install_for_run(os.environ["POISON_RUN"])
+        else:
+            (install_at_arrival if HOW == "arrival" else install)()
     main()

@@ -155,6 +155,39 @@ def test_a_request_that_kills_the_trainer_before_it_is_in_the_journal_is_not_rea
     assert weights(trainer, other)
 
 
+@pytest.mark.parametrize("how", ["append", "finish", "park", "delete", "copy", "verify"])
+def test_work_of_any_kind_that_kills_the_trainer_is_given_up_after_two_deaths_and_another_model_is_unharmed(
+    model: Path, tmp_path: Path, trainers: ExitStack, how: str
+) -> None:
+    park = ("--park-after-s", "0.5") if how == "park" else ()
+    flags = (*TOGETHER, *park)
+    trainer = make(trainers, tmp_path / "run", model, flags=flags, POISON=how, POISON_RUN=POISONED)
+    saved = f"{POISONED}/weights/last"
+    last = {
+        "delete": pb.DeleteModelRequest(model_id=POISONED),
+        "copy": pb.CopyCheckpointRequest(source=saved, destination="t:train:0/weights/last"),
+        "verify": pb.VerifyCheckpointRequest(location=saved),
+    }.get(how)
+    sent = [*requests(POISONED), *([last] if last else [])]
+    (poisoned, other), num_ends = supervised(trainer, [sent, requests(OTHERS[0])], most_ends=4)
+    if how == "park":  # it dies when the runs are idle
+        while num_ends < 2:
+            wait_until(lambda: not trainer.is_running, what="parking kills it", limit_s=120)
+            num_ends += 1
+            trainer.start()
+        trainer.wait_serving()
+        wait_until(lambda: "is not parked: the trainer ended twice" in trainer.log.read_text(), what="it gives up")
+    assert num_ends == 2
+    failed = {n: str(one) for n, one in enumerate(poisoned) if isinstance(one, errors.ServiceError)}
+    if how in ("append", "finish"):
+        assert failed.keys() == {3, 4}
+    else:
+        assert failed.keys() == ({len(sent) - 1} if last else set())
+    assert all("the trainer ended twice while it" in one for one in failed.values()), failed
+    assert weights(trainer, other)
+    assert trainer.is_running
+
+
 def test_three_requests_that_kill_the_trainer_fail_no_save_beside_them(
     model: Path, tmp_path: Path, trainers: ExitStack
 ) -> None:

@@ -10,16 +10,17 @@ Other work has a name of its own, because it is no operation of the journal, or 
 for the journal and appended to it, for example, or a model that is being parked or deleted. The client sends such a
 request again after a restart. Its deaths are forgotten when the work has ended without one.
 
-Each operation that was being executed when the process ended is a suspect. A suspect runs again while nothing else
-runs. Once its answer is stored, it is a suspect no longer. If the process ends again before that, the suspect must be
-the cause, and does not run a third time. An operation that has an answer runs again after a restart only to change its
-model. It has succeeded once, and the model is lost without it, so it is given up only after more deaths.
+All work that was in progress when the process ended is a suspect. A suspect runs again while nothing else runs. Once
+its answer is stored, or the work has ended, it is a suspect no longer. If the process ends again before that, the
+suspect must be the cause, and does not run a third time. Work that a model depends on is given up only after more
+deaths: an operation that has an answer and runs again after a restart to change its model, and the reading and writing
+of the model's snapshots.
 
-Reading or writing a checkpoint may take minutes, and a storage that hangs must not delay all other operations. So a
-death in that time makes no suspect. Such deaths are counted separately, and more of them are needed to give up.
-An operation with such a death reads and writes only when the suspects of other models have ended, so that none of them
-is blamed in its place. A death while a suspect is executed is the suspect's alone. It also explains the suspect's first
-death, so it takes one death back from all operations that read or wrote a checkpoint then.
+Reading or writing a checkpoint may take minutes, and a storage that hangs must not delay all other operations. So such
+work has deaths of another kind, and its suspects make only other work on checkpoints wait, for a limited time. They
+themselves wait until the suspects that compute have ended, so that none of them is blamed in their place. A death while
+a suspect is executed is the suspect's alone. It also explains the suspect's first death, so it takes one death back
+from all work that read or wrote a checkpoint then.
 """
 
 from __future__ import annotations
@@ -43,18 +44,17 @@ logger = logging.getLogger(__name__)
 
 NAME = "executing"
 MOST_DEATHS = 2
-"""Deaths of the process in an operation after which it does not run again."""
-MOST_DEATHS_ANSWERED = 5
-"""The limit for an operation that has an answer."""
-MOST_DEATHS_STORING = 5
-"""The limit for deaths while an operation reads or writes a checkpoint."""
+"""Deaths of the process in some work after which it does not run again."""
+MOST_DEATHS_OF_MODEL = 5
+"""The limit for work without which a model is lost."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SLOT_BYTES = 256
 """Size of a slot. It fits any operation: a model id has at most 200 bytes."""
 _POLL_S = 0.005
 """Pause between two attempts to begin, of an operation that waits for a suspect, or of a suspect that waits for all."""
 _PATIENCE_S = 30.0
-"""Longest wait for suspects before a checkpoint is read or written. The suspect's model may never come back."""
+"""Longest wait for suspects, or of a suspect for others, before a checkpoint is read or written. The suspect's model
+may never come back, and a storage may hang."""
 
 _MOST_OTHERS = 1000
 """Names of other work than operations that are kept over a restart. Without a limit, requests that nobody sends again
@@ -92,7 +92,7 @@ class Executing:
         """Deaths of the process during each operation; operations without deaths are absent."""
         self._executing: Counter[Name] = Counter()
         """Executions in progress. A request that is sent twice may be packed twice at a time."""
-        self._storing: set[Name] = set()
+        self._storing: Counter[Name] = Counter()
         """Operations that read or write a checkpoint. A save may also be in `_executing`: its version is scored while
         its files are written."""
         self._slots: dict[Name, int] = {}
@@ -103,6 +103,8 @@ class Executing:
         """Number of executions in progress."""
         self._alone: Name | None = None
         """The suspect that is being executed, or that waits until nothing else is being executed."""
+        self._storing_alone: Name | None = None
+        """The suspect that reads or writes a checkpoint, or that waits until no other model's work does."""
         self._file: int | None = None
         self._has_failed = False
         try:
@@ -132,22 +134,19 @@ class Executing:
         """True for an operation that must be executed while nothing else is."""
         return self.deaths.get((model_id, seq_id), Deaths()).executing > 0
 
-    def check(self, model_id: str, seq_id: int, *, answered: bool = False) -> None:
-        """Raises ServiceError for an operation that has been given up. `answered`: the operation has an answer."""
-        deaths = self.deaths.get((model_id, seq_id), Deaths())
-        if deaths.executing >= (MOST_DEATHS_ANSWERED if answered else MOST_DEATHS):
-            times, what = deaths.executing, "ran this"
-        elif deaths.storing >= MOST_DEATHS_STORING:
-            times, what = deaths.storing, "read or wrote the checkpoint of this"
-        else:
-            return
-        often = "twice" if times == 2 else f"{times} times"
-        raise ServiceError(
-            f"the trainer ended {often} while it {what}; the log of the trainer, before it was started again, has "
-            "the cause",
-            model_id=model_id.rpartition(" ")[2],
-            seq_id=seq_id,
-        )
+    def check(self, model_id: str, seq_id: int, *, of_model: bool = False) -> None:
+        """Raises ServiceError for work that has been given up, because the process has ended while it was executed.
+        `of_model`: without the work its model is lost."""
+        times = self.deaths.get((model_id, seq_id), Deaths()).executing
+        if times >= _most(of_model):
+            raise _given_up(model_id, seq_id, times, "ran this")
+
+    def check_storing(self, model_id: str, seq_id: int, *, of_model: bool = False) -> None:
+        """As `check`, for work that reads or writes a checkpoint. Before it runs, call `turn_to_store` instead: the
+        work may lose a death while it waits there."""
+        times = self.deaths.get((model_id, seq_id), Deaths()).storing
+        if times >= _most(of_model):
+            raise _given_up(model_id, seq_id, times, "read or wrote the checkpoint of this")
 
     def forget(self, model_id: str, seq_id: int) -> None:
         """Forgets an operation's deaths: its answer is stored, or it has run again after a restart."""
@@ -155,7 +154,7 @@ class Executing:
 
     def forget_model(self, model_id: str) -> None:
         """Forgets the deaths of a model's operations, and of other work for the model."""
-        self._forget(lambda name: name[0].rpartition(" ")[2] == model_id)
+        self._forget(lambda name: _model_of(name) == model_id)
 
     def keep_models(self, model_ids: Collection[str]) -> None:
         """Forgets the deaths of operations of all other models. Deaths in other work are kept: the model of a request
@@ -180,38 +179,55 @@ class Executing:
         finally:
             self.end(names)
 
-    async def suspects_ended(self, model_id: str, seq_id: int) -> None:
-        """Waits before an operation reads or writes a checkpoint, if the process has died while it did: until the
-        suspects of other models have ended, and at most _PATIENCE_S."""
+    async def turn_to_store(self, model_id: str, seq_id: int, *, of_model: bool = False) -> None:
+        """Waits before work reads or writes a checkpoint, at most _PATIENCE_S: while a suspect of another model does,
+        and a suspect also until the suspects of other models have been executed and no other model's work reads or
+        writes one. Then raises ServiceError for work that has been given up. Call `storing` or `other` at once
+        afterwards."""
+        name = model_id, seq_id
         until = time.monotonic() + _PATIENCE_S
-        while self._stands_back((model_id, seq_id)) and time.monotonic() < until:  # noqa: ASYNC110 - as in `stage`
-            await asyncio.sleep(_POLL_S)
+        try:
+            while not self._may_store(name) and time.monotonic() < until:  # noqa: ASYNC110 - as in `stage`
+                await asyncio.sleep(_POLL_S)
+            self.check(*name, of_model=of_model)
+            self.check_storing(*name, of_model=of_model)
+        except BaseException:
+            self._stand_back([name])
+            raise
 
-    def suspects_ended_on_thread(self, model_id: str, seq_id: int) -> None:
-        """As `suspects_ended`, and blocks its thread."""
+    def turn_to_store_on_thread(self, model_id: str, seq_id: int) -> None:
+        """As `turn_to_store`, and blocks its thread."""
+        name = model_id, seq_id
         until = time.monotonic() + _PATIENCE_S
-        while self._stands_back((model_id, seq_id)) and time.monotonic() < until:
+        while not self._may_store(name) and time.monotonic() < until:
             time.sleep(_POLL_S)
+        try:
+            self.check(*name)
+            self.check_storing(*name)
+        except ServiceError:
+            self._stand_back([name])
+            raise
 
     @contextmanager
     def storing(self, model_id: str, seq_id: int) -> Iterator[None]:
-        """A context in which an operation reads or writes a checkpoint. It neither waits nor makes others wait."""
+        """A context in which work reads or writes a checkpoint, after `turn_to_store`."""
         name = (model_id, seq_id)
         with self._lock:
-            self._storing.add(name)
+            self._storing[name] += 1
             self._write(name)
         try:
             yield
         finally:
             with self._lock:
-                self._storing.discard(name)
+                self._storing -= Counter([name])  # drops what is 0
+                if self._storing_alone == name:
+                    self._storing_alone = None
                 self._write(name)
 
     @contextmanager
     def other(self, name: Name) -> Iterator[None]:
-        """A context for work on a checkpoint that belongs to no operation. It counts as `storing`. Raises ServiceError
-        for work that has been given up."""
-        self.check(*name)
+        """A context for work on a checkpoint that belongs to no operation, as `storing`. At its end, the deaths in this
+        work are forgotten."""
         try:
             with self.storing(*name):
                 yield
@@ -257,20 +273,29 @@ class Executing:
                 self._write(name)
             return True
 
-    def _stands_back(self, name: Name) -> bool:
-        """Whether the operation may be the cause of a death, and another model's operation may be, too."""
-        own = name[0].rpartition(" ")[2]
+    def _may_store(self, name: Name) -> bool:
+        """Whether the work may read or write its checkpoint now; see `turn_to_store`."""
+        own = _model_of(name)
         with self._lock:
-            return self.deaths.get(name, Deaths()).storing > 0 and any(
+            if self._storing_alone is not None and _model_of(self._storing_alone) != own:
+                return False
+            if not self.deaths.get(name, Deaths()).storing:
+                return True
+            if any(
                 deaths.executing > 0 and " " not in model_id and model_id != own
                 for (model_id, _), deaths in self.deaths.items()
-            )
+            ):
+                return False
+            self._storing_alone = name  # from here on no other model's work begins
+            return all(_model_of(other) == own for other in self._storing)
 
     def _stand_back(self, names: Sequence[Name]) -> None:
         """Gives up waiting: a suspect among the operations no longer makes others wait."""
         with self._lock:
             if self._alone in names:
                 self._alone = None
+            if self._storing_alone in names:
+                self._storing_alone = None
 
     def _forget(self, which: Callable[[Name], bool]) -> None:
         if not self.deaths:  # nearly always; saves the lock
@@ -280,6 +305,8 @@ class Executing:
                 del self.deaths[name]
                 if self._alone == name:
                     self._alone = None
+                if self._storing_alone == name:
+                    self._storing_alone = None
                 self._write(name)
 
     # The file
@@ -323,6 +350,25 @@ class Executing:
                 *(self._path, error),
             )
         self._has_failed = True
+
+
+def _model_of(name: Name) -> str:
+    """The model_id in a name, or its last word."""
+    return name[0].rpartition(" ")[2]
+
+
+def _most(of_model: bool) -> int:
+    return MOST_DEATHS_OF_MODEL if of_model else MOST_DEATHS
+
+
+def _given_up(model_id: str, seq_id: int, times: int, what: str) -> ServiceError:
+    often = "twice" if times == 2 else f"{times} times"
+    return ServiceError(
+        f"the trainer ended {often} while it {what}; the log of the trainer, before it was started again, has "
+        "the cause",
+        model_id=_model_of((model_id, seq_id)),
+        seq_id=seq_id,
+    )
 
 
 def arriving(kind: str, model_id: str) -> str:

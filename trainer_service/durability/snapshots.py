@@ -192,8 +192,7 @@ class Snapshots:
         """
         started = time.perf_counter()
         name = _work(info.model_id)
-        await self._executing.suspects_ended(*name)
-        self._executing.check(*name)
+        await self._executing.turn_to_store(*name, of_model=True)
         with self._executing.storing(*name):
             num_bytes = await self._on_thread(self.files.write, seq_id, info, state)
         self._metrics.durability.snapshot_seconds.observe(time.perf_counter() - started)

@@ -159,7 +159,7 @@ class Publishing:
     async def _noted(self, location: Location, version_id: str) -> Certified:
         """Publishes a stored version, with a record of it in case the process ends meanwhile."""
         name = publication(location, version_id)
-        await self.executing.suspects_ended(*name)
+        await self.executing.turn_to_store(*name)
         with self.executing.other(name):
             return await self._publish(location, version_id, name)
 

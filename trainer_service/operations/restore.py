@@ -130,19 +130,23 @@ class Restorer:
 
     async def _restore(self, model: LiveModel, *, unparks: bool) -> None:
         model_id = model.model_id
-        history = await self.journal.history(model_id)
-        info = await self._newest_snapshot(model, history)
+        executing, reading = self.scheduler.executing, other_work(f"restore {model_id}", b"")
+        await executing.turn_to_store(*reading, of_model=True)
+        with executing.storing(*reading):
+            history = await self.journal.history(model_id)
+            info = await self._newest_snapshot(model, history)
+        executing.forget(*reading)
         if info is None:
             start, found, base_model = 0, *await self._creation(model, history)
         else:
             start, base_model = _seq_id(info), info.base_model
-            self.scheduler.executing.check(model_id, start, answered=True)  # its operation's row may be gone
+            self._check(model_id, start)  # its operation's row may be gone
             found = self._from_snapshot(info, history)
             self.operations.models.check_base_weights(info.base_weights, field="base_weights")
         self.operations.models.check_base_model(base_model, field="base_model")
         for entry in history:
             if entry.seq_id >= start and entry.state == EntryState.DONE:
-                self.scheduler.executing.check(model_id, entry.seq_id, answered=True)
+                self._check(model_id, entry.seq_id)
         following = [entry for entry in history if entry.seq_id > start]
         logger.info("restoring %s: from seq_id %d, and %d operations after it", model_id, start, len(following))
 
@@ -163,6 +167,11 @@ class Restorer:
             forget=lambda: self._forget(model_id, name=other_work(f"restore {model_id}", b"")),
             unparks=unparks,
         )
+
+    def _check(self, model_id: str, seq_id: int) -> None:
+        """Raises ServiceError when an operation without which the model is lost has ended the process too often."""
+        self.scheduler.executing.check(model_id, seq_id, of_model=True)
+        self.scheduler.executing.check_storing(model_id, seq_id, of_model=True)
 
     async def _newest_snapshot(self, model: LiveModel, history: Sequence[Entry]) -> types_pb2.CheckpointInfo | None:
         """The newest intact snapshot that the model can begin with; None means its creation.
@@ -252,7 +261,7 @@ class Restorer:
         executing = self.scheduler.executing
         reading = f"replay {model_id}", entry.seq_id  # counted apart: one that must not run again can still be read
         try:
-            executing.check(*reading, answered=entry.state != EntryState.ACCEPTED)
+            executing.check(*reading, of_model=entry.state != EntryState.ACCEPTED)
         except ServiceError as error:
             if entry.state != EntryState.ACCEPTED:
                 raise

@@ -96,10 +96,11 @@ class Saves:
         model = self.models.get(request.model_id)
         with_optimizer = request.kind == types_pb2.CHECKPOINT_KIND_TRAINING
         version_id = model.version(request.seq_id)
-        written = await self.checkpoints.reads(self._written, location, version_id) if again else None
-        if written is not None:
+        if again:
             async with turn.storing():
-                return await self._finish(written, location)
+                written = await self.checkpoints.reads(self._written, location, version_id)
+                if written is not None:
+                    return await self._finish(written, location)
         scores: asyncio.Future[Scores] | None = None
         if self.publishing.sends(request.kind):
             state, scores = await self.publishing.capture_and_score(turn, request.model_id)
@@ -120,7 +121,8 @@ class Saves:
             user_metadata=request.user_metadata,
         )
         if request.overwrite:
-            await self.checkpoints.writes(self.publishing.keep_replaced, location)
+            async with turn.storing():
+                await self.checkpoints.writes(self.publishing.keep_replaced, location)
 
         async def save() -> types_pb2.CheckpointInfo:
             async with turn.storing():

@@ -86,7 +86,7 @@ class _Turn:
     @asynccontextmanager
     async def storing(self) -> AsyncIterator[None]:
         executing, name = self._scheduler.executing, (self._model.model_id, self._operation.seq_id)
-        await executing.suspects_ended(*name)
+        await executing.turn_to_store(*name, of_model=self._operation.replayed)
         with executing.storing(*name):
             yield
 

@@ -19,8 +19,8 @@ from tests.support.waiting import until
 from tests.unit.trainer_service.scheduling import Bench, MakeBench
 from tinsmith.errors import ServiceError
 from trainer_service.durability.executing import (
-    MOST_DEATHS_ANSWERED,
-    MOST_DEATHS_STORING,
+    MOST_DEATHS,
+    MOST_DEATHS_OF_MODEL,
     NAME,
     Deaths,
     Executing,
@@ -35,9 +35,10 @@ def died(folder: Path) -> Executing:
     return Executing(folder)
 
 
-def is_condemned(executing: Executing, name: tuple[str, int], *, answered: bool = False) -> bool:
+def is_condemned(executing: Executing, name: tuple[str, int], *, of_model: bool = False) -> bool:
     try:
-        executing.check(*name, answered=answered)
+        executing.check(*name, of_model=of_model)
+        executing.check_storing(*name, of_model=of_model)
     except ServiceError:
         return True
     return False
@@ -97,11 +98,11 @@ def test_a_graceful_end_in_the_middle_of_an_operation_is_no_death_and_keeps_the_
 
 def test_an_operation_that_has_its_answer_is_condemned_after_more_deaths(tmp_path: Path) -> None:
     Executing(tmp_path).begin([A])
-    for _ in range(MOST_DEATHS_ANSWERED - 1):
+    for _ in range(MOST_DEATHS_OF_MODEL - 1):
         again = died(tmp_path)
-        assert not is_condemned(again, A, answered=True)
+        assert not is_condemned(again, A, of_model=True)
         again.begin([A])
-    assert is_condemned(died(tmp_path), A, answered=True)
+    assert is_condemned(died(tmp_path), A, of_model=True)
 
 
 def test_operations_of_models_that_are_gone_are_forgotten(tmp_path: Path) -> None:
@@ -214,9 +215,9 @@ def test_the_end_of_the_machine_counts_for_nobody_and_takes_nothing_back(
     assert is_condemned(died(tmp_path), A)
 
 
-def test_an_operation_on_a_checkpoint_is_condemned_by_more_deaths_and_is_never_alone(tmp_path: Path) -> None:
+def test_an_operation_on_a_checkpoint_is_condemned_by_two_deaths_and_makes_no_execution_wait(tmp_path: Path) -> None:
     executing = Executing(tmp_path)
-    for _ in range(MOST_DEATHS_STORING):
+    for _ in range(MOST_DEATHS):
         assert not is_condemned(executing, A)
         assert not executing.is_suspect(*A)
         with executing.storing(*B):
@@ -226,9 +227,9 @@ def test_an_operation_on_a_checkpoint_is_condemned_by_more_deaths_and_is_never_a
             executing.end([B])
             executing = died(tmp_path)
     assert is_condemned(executing, A)
-    assert is_condemned(executing, A, answered=True)
-    with pytest.raises(ServiceError, match="ended 5 times while it read or wrote the checkpoint of this"):
-        executing.check(*A)
+    assert not is_condemned(executing, A, of_model=True)
+    with pytest.raises(ServiceError, match="ended twice while it read or wrote the checkpoint of this"):
+        executing.check_storing(*A)
     assert not is_condemned(executing, B)
     executing.forget(*A)
     assert not died(tmp_path).deaths
@@ -237,7 +238,7 @@ def test_an_operation_on_a_checkpoint_is_condemned_by_more_deaths_and_is_never_a
 def test_requests_that_kill_one_after_the_other_do_not_condemn_a_save_beside_them(tmp_path: Path) -> None:
     """Each first death finds the save at its files; so does each second one, if the save has waited in vain."""
     executing = Executing(tmp_path)
-    guilty = [(f"guilty{n}:train:0", 1) for n in range(2 * MOST_DEATHS_STORING)]
+    guilty = [(f"guilty{n}:train:0", 1) for n in range(2 * MOST_DEATHS)]
     for name in guilty:
         for _ in range(2):
             assert not is_condemned(executing, B)
@@ -251,20 +252,24 @@ def test_requests_that_kill_one_after_the_other_do_not_condemn_a_save_beside_the
 
 async def test_what_kills_while_it_reads_a_checkpoint_condemns_no_other_model_and_is_given_up(tmp_path: Path) -> None:
     executing = Executing(tmp_path)
-    for n in range(MOST_DEATHS_STORING):
+    for n in range(MOST_DEATHS):
         innocent = f"innocent{n}:train:0", 1
         assert not is_condemned(executing, A)
         with executing.storing(*A):
             executing.begin([innocent])
             executing = died(tmp_path)
-        waiting = asyncio.create_task(executing.suspects_ended(*A))
+        waiting = asyncio.create_task(executing.turn_to_store(*A))
         await asyncio.sleep(0.02)
         assert not waiting.done()
         async with executing.stage(*innocent):  # the suspect, which nothing disturbs
             await asyncio.sleep(0.02)
             assert not waiting.done()
         executing.forget(*innocent)
-        await asyncio.wait_for(waiting, 20)
+        if n < MOST_DEATHS - 1:
+            await asyncio.wait_for(waiting, 20)
+        else:
+            with pytest.raises(ServiceError, match="ended twice"):
+                await asyncio.wait_for(waiting, 20)
         assert not is_condemned(executing, innocent)
     assert is_condemned(executing, A)
 
@@ -278,9 +283,9 @@ async def test_an_operation_without_deaths_or_of_the_suspects_own_model_reads_it
     with executing.storing(A[0], 8):
         executing = died(tmp_path)
     assert executing.is_suspect(*A)
-    await asyncio.wait_for(executing.suspects_ended(*B), 20)
-    await asyncio.wait_for(executing.suspects_ended(A[0], 8), 20)  # it is behind the suspect, or the other way round
-    executing.suspects_ended_on_thread(A[0], 8)
+    await asyncio.wait_for(executing.turn_to_store(*B), 20)
+    await asyncio.wait_for(executing.turn_to_store(A[0], 8), 20)  # it is behind the suspect, or the other way round
+    executing.turn_to_store_on_thread(A[0], 8)
 
 
 async def test_a_suspect_that_never_comes_back_delays_a_checkpoint_for_a_while_only(
@@ -291,15 +296,66 @@ async def test_a_suspect_that_never_comes_back_delays_a_checkpoint_for_a_while_o
     executing.begin([A])
     with executing.storing(*B):
         executing = died(tmp_path)
-    await asyncio.wait_for(executing.suspects_ended(*B), 20)
-    executing.suspects_ended_on_thread(*B)
+    await asyncio.wait_for(executing.turn_to_store(*B), 20)
+    executing.turn_to_store_on_thread(*B)
     assert executing.is_suspect(*A)
+
+
+async def test_a_suspect_reads_its_checkpoint_while_no_other_models_work_does_and_the_innocent_beside_it_survive(
+    tmp_path: Path,
+) -> None:
+    """A and B read at the first death, and the third request begins later."""
+    executing, later = Executing(tmp_path), ("later:train:0", 1)
+    with executing.storing(*A), executing.storing(*B):
+        executing = died(tmp_path)
+    with executing.storing(*later):  # it had begun before the suspects came back
+        first = asyncio.create_task(executing.turn_to_store(*A))
+        await asyncio.sleep(0.02)
+        assert not first.done()
+    await asyncio.wait_for(first, 20)
+    with executing.storing(*A):
+        waiting = [asyncio.create_task(executing.turn_to_store(*name)) for name in (B, later)]
+        await asyncio.to_thread(executing.turn_to_store_on_thread, A[0], 8)  # of the same model
+        await asyncio.sleep(0.02)
+        assert not any(one.done() for one in waiting)
+        executing.begin([later])  # what is only computed does not wait
+        executing.end([later])
+        again = died(tmp_path)
+        for one in waiting:
+            one.cancel()
+        await asyncio.wait(waiting)
+    assert is_condemned(again, A)
+    with pytest.raises(ServiceError):
+        await again.turn_to_store(*A)
+    await asyncio.wait_for(again.turn_to_store(*later), 20)  # the condemned one holds up nobody
+    for name in (B, later):
+        assert not is_condemned(again, name)
+    with again.storing(*later):
+        leaving = asyncio.create_task(again.turn_to_store(*B))
+        await asyncio.sleep(0.02)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+    await asyncio.wait_for(again.turn_to_store(*later), 20)  # nor does a suspect whose caller has left
+
+
+async def test_a_storage_that_hangs_delays_a_suspect_and_others_for_a_while_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_service.durability.executing._PATIENCE_S", 0.05)
+    executing = Executing(tmp_path)
+    with executing.storing(*A):
+        executing = died(tmp_path)
+    with executing.storing(*B):
+        await asyncio.wait_for(executing.turn_to_store(*A), 20)
+        with executing.storing(*A):
+            await asyncio.wait_for(executing.turn_to_store("later:train:0", 1), 20)
+            await asyncio.to_thread(executing.turn_to_store_on_thread, "later:train:0", 2)
 
 
 def test_an_operation_may_write_its_checkpoint_while_it_is_executed(tmp_path: Path) -> None:
     """As a save does that scores its version meanwhile."""
     executing = Executing(tmp_path)
-    for _ in range(MOST_DEATHS_STORING):
+    for _ in range(MOST_DEATHS):
         executing.begin([A])
         with executing.storing(*A):
             executing.end([A])

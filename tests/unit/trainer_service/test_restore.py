@@ -28,8 +28,7 @@ from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.executing import (
     MOST_DEATHS,
-    MOST_DEATHS_ANSWERED,
-    MOST_DEATHS_STORING,
+    MOST_DEATHS_OF_MODEL,
     NAME,
     Deaths,
     Executing,
@@ -741,7 +740,7 @@ async def test_an_operation_with_an_answer_that_was_executed_at_five_deaths_leav
     answer = await process.outcome(MODEL, 1)
     await process.stop()
     executing = Executing(tmp_path / "0")
-    executing.deaths[MODEL, 1] = Deaths(executing=MOST_DEATHS_ANSWERED - 1)
+    executing.deaths[MODEL, 1] = Deaths(executing=MOST_DEATHS_OF_MODEL - 1)
     executing.begin([(MODEL, 1)])
 
     again = await start(tmp_path / "0")
@@ -788,11 +787,11 @@ async def test_an_operation_whose_checkpoint_ends_the_trainer_each_time_it_is_re
     await process.stop()
     executing = Executing(folder)
     for seq_id in (5, 6):
-        executing.deaths[MODEL, seq_id] = Deaths(storing=MOST_DEATHS_STORING - 1)
+        executing.deaths[MODEL, seq_id] = Deaths(storing=MOST_DEATHS - 1)
     with executing.storing(MODEL, 5), executing.storing(MODEL, 6):
         again = await start(folder)
     for seq_id in (5, 6):
-        assert "ended 5 times while it read or wrote the checkpoint of this" in str(await again.outcome(MODEL, seq_id))
+        assert "ended twice while it read or wrote the checkpoint of this" in str(await again.outcome(MODEL, seq_id))
     await run(again, [batch(7), step(8)])
     assert isinstance(await again.outcome(MODEL, 8), Answer)
 
@@ -815,7 +814,7 @@ async def test_a_snapshot_that_ends_the_trainer_each_time_it_is_written_is_given
     await until(lambda: name[0].encode() not in (folder / NAME).read_bytes())
     await process.stop()
     executing = Executing(folder)
-    executing.deaths[name] = Deaths(storing=MOST_DEATHS_STORING - 1)
+    executing.deaths[name] = Deaths(storing=MOST_DEATHS_OF_MODEL - 1)
     with executing.storing(*name):
         again = await start(folder, policy=Policy(1, 0, 0))
     noted.clear()
@@ -886,7 +885,7 @@ async def test_a_snapshot_that_ends_the_trainer_each_time_it_is_read_leaves_its_
     await run(process, [batch(3)])
     await process.stop()
     executing = Executing(tmp_path / "0")
-    executing.deaths[MODEL, 2] = Deaths(storing=MOST_DEATHS_STORING - 2)
+    executing.deaths[MODEL, 2] = Deaths(storing=MOST_DEATHS_OF_MODEL - 2)
     with executing.storing(MODEL, 2):
         again = await start(tmp_path / "0", policy=policy)
     await again.scheduler.check_held(MODEL)
@@ -894,7 +893,7 @@ async def test_a_snapshot_that_ends_the_trainer_each_time_it_is_read_leaves_its_
     assert not again.scheduler.executing.deaths
     await again.stop()
     executing = Executing(tmp_path / "0")
-    executing.deaths[MODEL, 2] = Deaths(storing=MOST_DEATHS_STORING - 1)
+    executing.deaths[MODEL, 2] = Deaths(storing=MOST_DEATHS_OF_MODEL - 1)
     with executing.storing(MODEL, 2):
         third = await start(tmp_path / "0", policy=policy)
     with pytest.raises(ModelLost, match="ended 5 times while it read or wrote the checkpoint of this"):
@@ -963,3 +962,35 @@ async def test_a_fault_of_the_device_while_a_restart_makes_a_models_work_ends_th
     third = await start(tmp_path / "0")
     await third.scheduler.check_held(MODEL)
     assert isinstance(await third.outcome(MODEL, 2), Answer)
+
+
+async def test_a_restart_that_a_models_snapshots_end_each_time_leaves_the_model_for_another_try(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify, noted, name = SnapshotFiles.verify, list[bytes](), other_work(f"restore {MODEL}", b"")
+
+    def noting(*arguments: Any) -> Any:
+        noted.append((tmp_path / "0" / NAME).read_bytes())
+        return verify(*arguments)
+
+    monkeypatch.setattr(SnapshotFiles, "verify", noting)
+    process = await start(tmp_path / "0", policy=EVERY_STEP)
+    await run(process, [creation(), batch(1), step(2)])
+    await process.snapshots.close()
+    await run(process, [batch(3)])
+    await process.stop()
+    for deaths, is_lost in ((MOST_DEATHS_OF_MODEL - 1, False), (MOST_DEATHS_OF_MODEL, True)):
+        executing = Executing(tmp_path / "0")
+        executing.deaths[name] = Deaths(storing=deaths - 1)
+        noted.clear()
+        with executing.storing(*name):
+            again = await start(tmp_path / "0")
+        if is_lost:
+            with pytest.raises(ModelLost, match="ended 5 times while it read or wrote the checkpoint of this"):
+                await again.scheduler.check_held(MODEL)
+            assert noted == []
+        else:
+            await again.scheduler.check_held(MODEL)
+            assert f"storing 0 {deaths} {name[1]} {name[0]}".encode() in noted[0]
+            assert not again.scheduler.executing.deaths
+        await again.stop()

@@ -46,7 +46,6 @@ from trainer_service.admin_servicer import TrainerAdminServicer
 from trainer_service.config import TrainerConfig
 from trainer_service.durability.executing import (
     MOST_DEATHS,
-    MOST_DEATHS_STORING,
     NAME,
     Deaths,
     Executing,
@@ -896,16 +895,16 @@ async def test_a_request_on_a_checkpoint_is_noted_and_refused_after_it_has_ended
             await getattr(stub, verb)(request)
 
     executing = service.trainer.scheduler.executing
-    executing.deaths[name] = Deaths(storing=MOST_DEATHS_STORING - 1)
+    executing.deaths[name] = Deaths(storing=MOST_DEATHS - 1)
     with mock.patch.object(CheckpointStore, method, noting):
         if verb == "GetCertificate":
             await fails(call(), errors.NotFound, "never published")
         else:
             await call()
-        assert noted[0] == Deaths(storing=MOST_DEATHS_STORING)
+        assert noted[0] == Deaths(storing=MOST_DEATHS)
         assert not executing.deaths
         noted.clear()
-        executing.deaths[name] = Deaths(storing=MOST_DEATHS_STORING)
+        executing.deaths[name] = Deaths(storing=MOST_DEATHS)
         await fails(call(), errors.ServiceError, "while it read or wrote the checkpoint of this")
     assert noted == []
     await stub.ForwardBackward(batch(2))
@@ -915,7 +914,7 @@ async def test_each_piece_of_a_file_is_noted_by_its_offset(service: Service, stu
     location = (await stub.SaveCheckpoint(save(1, kind=EXTERNAL, name="one"))).checkpoint.location
     name = "adapter_model.safetensors"
     killing = other_work(f"read {MODEL}", f"{location} {name} 2000".encode())
-    service.trainer.scheduler.executing.deaths[killing] = Deaths(storing=MOST_DEATHS_STORING)
+    service.trainer.scheduler.executing.deaths[killing] = Deaths(storing=MOST_DEATHS)
     got: list[bytes] = []
 
     async def read(offset: int) -> None:
@@ -1100,10 +1099,10 @@ async def test_an_archive_that_ends_the_trainer_each_time_is_refused_in_the_end(
 ) -> None:
     executing = service.trainer.scheduler.executing
     name = other_work("import archive", xxhash.xxh3_128_digest(peft_archive))
-    executing.deaths[name] = Deaths(storing=MOST_DEATHS_STORING)
+    executing.deaths[name] = Deaths(storing=MOST_DEATHS)
     refused = import_pieces(service.stub, HEADER, peft_archive[:100], peft_archive[100:])
-    await fails(refused, errors.ServiceError, "ended 5 times while it read or wrote the checkpoint of this")
-    executing.deaths[name] = Deaths(storing=MOST_DEATHS_STORING - 1)
+    await fails(refused, errors.ServiceError, "ended twice while it read or wrote the checkpoint of this")
+    executing.deaths[name] = Deaths(storing=MOST_DEATHS - 1)
     noted = []
 
     def noting(*arguments: Any, **settings: Any) -> Any:
@@ -1112,7 +1111,7 @@ async def test_an_archive_that_ends_the_trainer_each_time_is_refused_in_the_end(
 
     with mock.patch("trainer_service.storage.imports.import_peft", noting):
         await import_pieces(service.stub, HEADER, peft_archive)
-    assert f"storing 0 4 {name[1]} import archive".encode() in noted[0]
+    assert f"storing 0 1 {name[1]} import archive".encode() in noted[0]
     assert not executing.deaths
 
 
