@@ -5,12 +5,15 @@ waits for a step, and a request may be finished before the event loop hears of i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from sampler_service.core.request import QueueStatus
 from sampler_service.core.sequence import Sequence, SequenceGroup
 
+_KEPT = 20
+"""How much longer sums over the queue are kept than they took to make."""
 _SHARE = 0.1
 """Weight of the newest step."""
 
@@ -99,8 +102,65 @@ class Progress:
         return cls(sum(counts.values()), requests, replace(speed))
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Sums over the requests before another one."""
+
+    num_requests: int = 0
+    num_waiting: int = 0
+    prompts: int = 0
+    """Prompt tokens that are still to be computed."""
+    outputs: int = 0
+    """Most tokens that may still be drawn."""
+
+
+class Queue:
+    """What is before each request. It is added up for all in one pass, and kept for _KEPT times as long as that took:
+    each of thousands of waiting requests is asked about, and these questions belong to the event loop."""
+
+    def __init__(self) -> None:
+        self._by_order: dict[int, Ahead] = {}
+        """By the place in the order of arrival."""
+        self._all = Ahead()
+        self._kept_until = 0.0
+
+    def ahead_of(
+        self,
+        group: SequenceGroup,
+        groups: Iterable[SequenceGroup],
+        waiting: Collection[SequenceGroup],
+        progress: Progress,
+    ) -> Ahead:
+        """Parameters as of `status_of`. A request that has come since the sums were made is behind all others."""
+        if (began := time.perf_counter()) >= self._kept_until:
+            self._add_up(groups, waiting, progress)
+            ended = time.perf_counter()
+            self._kept_until = ended + _KEPT * (ended - began)
+        return self._by_order.get(_order(group), self._all)
+
+    def _add_up(self, groups: Iterable[SequenceGroup], waiting: Collection[SequenceGroup], progress: Progress) -> None:
+        self._by_order.clear()
+        num_requests = num_waiting = prompts = outputs = 0
+        for group in groups:
+            self._by_order[_order(group)] = Ahead(num_requests, num_waiting, prompts, outputs)
+            done = _progress_of(group, progress)
+            num_requests += 1
+            num_waiting += group in waiting
+            prompts += _prompt_left(group, done)
+            outputs += done.left
+        self._all = Ahead(num_requests, num_waiting, prompts, outputs)
+
+
+def _order(group: SequenceGroup) -> int:
+    return group.sequences[0].order
+
+
 def status_of(
-    request_id: str, groups: Iterable[SequenceGroup], waiting: Collection[SequenceGroup], progress: Progress
+    request_id: str,
+    groups: Iterable[SequenceGroup],
+    waiting: Collection[SequenceGroup],
+    progress: Progress,
+    queue: Queue,
 ) -> QueueStatus | None:
     """Progress of the youngest request with this id; None when there is none.
 
@@ -108,28 +168,25 @@ def status_of(
     computed anything of.
     """
     groups = list(groups)
-    place = max((n for n, group in enumerate(groups) if group.request_id == request_id), default=None)
-    if place is None:
+    group = next((one for one in reversed(groups) if one.request_id == request_id), None)
+    if group is None:
         return None
-    group, ahead = groups[place], [(one, _progress_of(one, progress)) for one in groups[:place]]
     own = _progress_of(group, progress)
     beside = progress.num_running - own.num_running
     if group not in waiting:
         expected = progress.speed.seconds(prompt_tokens=_prompt_left(group, own), steps=own.longest_left)
         return QueueStatus(True, 0, 0, expected, f"{_in_words(group, own)}, {beside} sequences run beside it")
-    prompts = sum(_prompt_left(one, done) for one, done in ahead)
-    outputs = sum(done.left for _, done in ahead)
+    ahead = queue.ahead_of(group, groups, waiting, progress)
     expected = progress.speed.seconds(
-        prompt_tokens=prompts + _prompt_left(group, own),
+        prompt_tokens=ahead.prompts + _prompt_left(group, own),
         # A step gives a token to each running sequence; when it waits, as many run as can.
-        steps=outputs / max(1, progress.num_running) + own.longest_left,
+        steps=ahead.outputs / max(1, progress.num_running) + own.longest_left,
     )
-    num_waiting = sum(one in waiting for one, _ in ahead)
     reason = (
-        f"waits for a place: {len(ahead)} requests are before it, {num_waiting} of them wait too; "
+        f"waits for a place: {ahead.num_requests} requests are before it, {ahead.num_waiting} of them wait too; "
         f"{progress.num_running} sequences run"
     )
-    return QueueStatus(False, len(ahead), prompts + outputs, expected, reason)
+    return QueueStatus(False, ahead.num_requests, ahead.prompts + ahead.outputs, expected, reason)
 
 
 def _progress_of(group: SequenceGroup, progress: Progress) -> RequestProgress:

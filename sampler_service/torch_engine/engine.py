@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import OpenRequests
-from sampler_service.core.queue_status import Progress, status_of
+from sampler_service.core.queue_status import Progress, Queue, status_of
 from sampler_service.core.request import Generation, Params, QueueStatus, Request, RequestLimits, StopCondition
 from sampler_service.core.self_check import Comparison
 from sampler_service.core.sequence import SequenceGroup, StateUnknown, StopRules
@@ -136,6 +136,7 @@ class TorchEngine:
             cancel=self._cancel,
             release=self._release,
         )
+        self._queue = Queue()
         self._progress = Progress()
         """The compute thread's progress, as it has told it."""
         self.scheduler = Scheduler(sizes, metrics=metrics)
@@ -211,7 +212,7 @@ class TorchEngine:
         return group.generation
 
     def describe(self, request_id: str) -> QueueStatus | None:
-        return status_of(request_id, self.requests, self.requests.waiting, self._progress)
+        return status_of(request_id, self.requests, self.requests.waiting, self._progress, self._queue)
 
     def full_weights(self, flat: Tensor) -> FullWeights:
         return FullWeights(self.base, flat)

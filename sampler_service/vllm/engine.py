@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import OpenRequests
-from sampler_service.core.queue_status import Progress, Speed, status_of
+from sampler_service.core.queue_status import Progress, Queue, Speed, status_of
 from sampler_service.core.request import Generation, QueueStatus, Request, RequestLimits
 from sampler_service.core.sequence import StopRules
 from sampler_service.core.versions import Version, VersionStore
@@ -68,6 +68,7 @@ class VllmEngine:
             cancel=lambda group, error: self.requests.end(group, error),
             release=lambda group: self._sequences.drop(group),
         )
+        self._queue = Queue()
         self._process = process
         self._sequences = VllmSequences(process, self.requests, self.store, metrics, max_running=config.max_running)
         self.device = reference.device
@@ -121,7 +122,8 @@ class VllmEngine:
     def describe(self, request_id: str) -> QueueStatus | None:
         waiting = self.requests.waiting
         begun = [group for group in self.requests if group not in waiting]
-        return status_of(request_id, self.requests, waiting, Progress.of(begun, self._sequences.running, self._speed))
+        progress = Progress.of(begun, self._sequences.running, self._speed)
+        return status_of(request_id, self.requests, waiting, progress, self._queue)
 
     def full_weights(self, flat: Tensor) -> FullVersion:
         if self._refuses_full:

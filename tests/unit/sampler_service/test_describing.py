@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from sampler_service import convert
-from sampler_service.core.queue_status import Progress, status_of
+from sampler_service.core.queue_status import Progress, Queue, status_of
 from sampler_service.core.sequence import HEADROOM, Sequence
 from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.torch_engine.scheduler import StepOutput
@@ -96,10 +96,42 @@ def test_a_waiting_request_is_counted_without_a_look_at_each_of_its_samples() ->
         max_length = 5 + left if bounded else 9999
         group.sequences = _Counted(Sequence(group, n, 5, max_length, bounded=bounded, order=order) for n in range(128))
         groups.append(group)
-    status = status_of("2", groups, groups, Progress())
+    status = status_of("2", groups, groups, Progress(), Queue())
     assert status is not None
     assert status.tokens_ahead == 2 * 5 + 128 * (10 + HEADROOM)
     assert _Counted.num_iterations == 0
+
+
+def test_thousands_of_questions_do_not_each_add_up_thousands_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4,096 requests that wait were 17 million additions for one question about each, for seconds on the event loop."""
+    clock = [0.0]
+
+    def now() -> float:
+        clock[0] += 0.001
+        return clock[0]
+
+    monkeypatch.setattr("sampler_service.core.queue_status.time.perf_counter", now)
+    added = 0
+
+    class Prompt(list[int]):
+        def __len__(self) -> int:
+            nonlocal added
+            added += 1
+            return 5
+
+    groups: list[Any] = [
+        SimpleGroup(request_id=str(order), request=SimpleNamespace(prompt=Prompt()), version=None)
+        for order in range(60)
+    ]
+    for order, group in enumerate(groups):
+        group.sequences = [Sequence(group, 0, 5, 15, bounded=True, order=order)]
+    queue = Queue()
+    told = [status_of(group.request_id, groups[:50], groups[:50], Progress(), queue) for group in groups[:50]]
+    assert [one and (one.position, one.tokens_ahead) for one in told] == [(n, 15 * n) for n in range(50)]
+    assert added <= 50 * (50 // 20 + 2)  # once for each question itself, and few times for all
+    late = status_of("55", groups, groups, Progress(), queue)
+    assert late is not None
+    assert late.position in (50, 55)
 
 
 async def test_a_request_that_has_ended_before_its_admission_is_heard_of_is_described(
