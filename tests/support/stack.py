@@ -49,15 +49,16 @@ class Stack:
         env: Mapping[str, str] | None = None,
         startup_timeout_s: float = 180.0,
         python: str = sys.executable,
+        module: str = "tinsmith_cli",
         threads: int | None = 1,
     ) -> None:
         """`env` is added to the environment: GATEWAY_*, TRAINER_* and SAMPLER_* settings that `up` has no flag for.
-        `python` runs it; the default is this one. `threads`: the most of each service, because other tests share the
-        cores; None leaves them to `up`."""
+        `python` runs it; the default is this one. `module` stands in for the command. `threads`: the most of each
+        service, because other tests share the cores; None leaves them to `up`."""
         self.state_dir = state_dir
         if threads is not None:
             flags = ["--trainer-threads", str(threads), "--sampler-threads", str(threads), *flags]
-        self._argv = [python, "-m", "tinsmith_cli", "up", "--port", "0", "--state-dir", str(state_dir), *flags]
+        self._argv = [python, "-m", module, "up", "--port", "0", "--state-dir", str(state_dir), *flags]
         self._argv += [part for model in base_models for part in ("--base-model", model)]
         self._env = {**os.environ, **(env or {})}
         self._startup_timeout_s = startup_timeout_s
