@@ -31,16 +31,16 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
     trainer.kill()
 
 
-def create(stub: Any, name: str) -> None:
-    lora = types_pb2.LoraConfig(rank=4, seed=1, train_attn=True, train_mlp=True, train_unembed=True)
+def create(stub: Any, name: str, *, seed: int = 1) -> None:
+    lora = types_pb2.LoraConfig(rank=4, seed=seed, train_attn=True, train_mlp=True, train_unembed=True)
     stub.CreateModel(pb.CreateModelRequest(model_id=name, base_model="m", lora_config=lora))
 
 
-def train(stub: Any, name: str, seq_id: int) -> dict[str, float]:
-    data = [random_datum(length, length, vocab_size=VOCAB_SIZE) for length in (9, 17)]
+def train(stub: Any, name: str, seq_id: int, *, seed: int = 0) -> dict[str, float]:
+    data = [random_datum(length, seed + length, vocab_size=VOCAB_SIZE) for length in (9, 17)]
     answer = stub.ForwardBackward(request(data, model_id=name, seq_id=seq_id))
-    stub.OptimStep(pb.OptimStepRequest(model_id=name, seq_id=seq_id + 1, adam_params=ADAM))
-    return dict(answer.metrics)
+    step = stub.OptimStep(pb.OptimStepRequest(model_id=name, seq_id=seq_id + 1, adam_params=ADAM))
+    return {**answer.metrics, **step.metrics}
 
 
 def figure(trainer: Trainer, name: str) -> float:
@@ -53,13 +53,13 @@ def test_a_trainer_that_knows_500_runs_takes_no_more_memory_than_with_16(trainer
     names = [f"run-{n}" for n in range(KNOWN)]
     with trainer.stub() as stub, ThreadPoolExecutor(PLACES) as pool:
 
-        def live(name: str) -> dict[str, float]:
-            create(stub, name)
-            return train(stub, name, 1)
+        def live(n: int) -> dict[str, float]:
+            create(stub, names[n], seed=n)
+            return train(stub, names[n], 1, seed=n)
 
-        first = [*pool.map(live, names[:PLACES])]
+        first = [*pool.map(live, range(PLACES))]
         with_16 = psutil.Process(trainer.pid).memory_info().rss
-        list(pool.map(live, names[PLACES:]))
+        first += pool.map(live, range(PLACES, KNOWN))
         with_500 = psutil.Process(trainer.pid).memory_info().rss
         assert figure(trainer, "trainer_models") == PLACES
         assert figure(trainer, "trainer_parked_models") == KNOWN - PLACES
@@ -68,9 +68,13 @@ def test_a_trainer_that_knows_500_runs_takes_no_more_memory_than_with_16(trainer
         trainer.kill()
     with trainer.stub() as stub:
         assert figure(trainer, "trainer_parked_models") >= KNOWN - PLACES
-        second = train(stub, names[0], 3)
-        assert second == train(stub, names[-1], 3)  # equal runs, and another than the first batch
-        assert second != first[0]
+        for n in range(0, KNOWN, 10):
+            later = [train(stub, names[n], seq_id, seed=n + seq_id) for seq_id in (3, 5)]
+            create(stub, "alone", seed=n)
+            alone = train(stub, "alone", 1, seed=n)
+            assert first[n] == alone
+            assert later == [train(stub, "alone", seq_id, seed=n + seq_id) for seq_id in (3, 5)]
+            stub.DeleteModel(pb.DeleteModelRequest(model_id="alone"))
 
 
 def test_runs_of_several_ranks_are_parked_with_the_gradients_of_all(tmp_path: Path) -> None:
