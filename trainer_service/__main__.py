@@ -270,6 +270,7 @@ def new_scheduler(
         max_known_models=config.max_known_models,
         max_queued_bytes=config.max_queued_bytes or host_bytes() // _QUEUED_SHARE,
         metrics=metrics,
+        device_type=engine.base.device.type,
         alone=config.deterministic,
         executing=executing,
         cores=cores,
@@ -297,7 +298,7 @@ def follow(config: TrainerConfig, group: RankGroup, cores: Cores) -> None:
 def engine_settings(config: TrainerConfig) -> dict[str, Any]:
     """Settings of the engine, which are the same on every rank."""
     return {
-        "max_tokens_per_microbatch": config.max_tokens_per_microbatch,
+        "max_tokens_per_microbatch": config.most_tokens(device_of(config).type),
         "max_targets_per_token": config.max_targets_per_token,
         "activation_checkpointing": config.effective_checkpointing,
         "deterministic": config.deterministic,
@@ -312,10 +313,11 @@ def snapshot_policy(config: TrainerConfig) -> Policy:
 def plan(engine: TrainingEngine, config: TrainerConfig) -> Plan:
     """The memory plan of this machine. Raises ValueError when memory does not suffice for the token budget of a
     deterministic trainer."""
-    measured = measure(engine, bounds(config))
-    if config.deterministic and measured.token_budget < config.fixed_token_budget:
+    limits = bounds(config)
+    measured = measure(engine, limits)
+    if config.deterministic and measured.token_budget < limits.token_budget:
         raise ValueError(
-            f"deterministic: {config.fixed_token_budget} tokens at once do not fit into memory, which has room for "
+            f"deterministic: {limits.token_budget} tokens at once do not fit into memory, which has room for "
             f"{measured.token_budget}; set token_budget to that or less, and keep it"
         )
     return measured
@@ -323,7 +325,7 @@ def plan(engine: TrainingEngine, config: TrainerConfig) -> Plan:
 
 def bounds(config: TrainerConfig) -> Bounds:
     return Bounds(
-        max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+        max_tokens_per_microbatch=config.most_tokens(device_of(config).type),
         max_lora_rank=config.max_lora_rank,
         token_budget=config.fixed_token_budget,
         memory_bytes=config.memory_bytes,

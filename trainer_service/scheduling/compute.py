@@ -32,13 +32,15 @@ _LONE_AFTER_S = 30.0
 """A model has the trainer for itself when no other model's operation has come for this long, in seconds."""
 _LONE_MICRO_BATCH_S = 2.0
 """Time that a micro-batch should take while one model has the trainer for itself, in seconds."""
-_SHARED_MICRO_BATCH_S = 0.1
-"""Time that a micro-batch should take otherwise, in seconds. Operations that arrive meanwhile wait for its end."""
+_SHARED_MICRO_BATCH_S = {"cpu": 0.1, "cuda": 0.5}
+"""Time that a micro-batch should take otherwise, in seconds. Operations that arrive meanwhile wait for its end. On CUDA
+a micro-batch takes 0.2 to 0.5 s however few its tokens are, while the host starts its operations
+(benchmarks/README.md, "On one GPU")."""
 _LATE = 2.0
 """A micro-batch that takes more than this many times _SHARED_MICRO_BATCH_S makes the next short ones smaller."""
 _KEPT = 0.9
 """Weight of the earlier measurements in a moving average when a new one is added."""
-_MIN_TOKENS = 256
+_MIN_TOKENS = {"cpu": 256, "cuda": 2048}
 """Smallest token limit of a micro-batch. Matrix products of fewer rows take longer per row."""
 _LARGE_KEPT = 5
 """Number of large micro-batches whose median is the speed."""
@@ -124,6 +126,8 @@ class Speed:
     Micro-batches are weighted by their tokens, so that many small ones do not hide how fast a large one is.
     """
 
+    device_type: str = "cpu"
+    """cpu or cuda."""
     _tokens: float = 0.0
     _token_seconds: float = 0.0
     _loss_seconds: float = 0.0
@@ -145,7 +149,7 @@ class Speed:
 
     def tokens_of(self, seconds: float) -> int:
         """Expected number of tokens of a micro-batch that takes `seconds`; at least _MIN_TOKENS."""
-        return max(_MIN_TOKENS, round(self.large_tokens_per_s * seconds))
+        return max(_MIN_TOKENS[self.device_type], round(self.large_tokens_per_s * seconds))
 
     @property
     def short_tokens(self) -> int:
@@ -154,7 +158,7 @@ class Speed:
         When other processes take the cores, the median notices it after three large micro-batches. Other models would
         wait for each of them. So a late micro-batch lowers the limit at once, and each one in time doubles it.
         """
-        return int(min(self.tokens_of(_SHARED_MICRO_BATCH_S), self._most_short))
+        return int(min(self.tokens_of(_SHARED_MICRO_BATCH_S[self.device_type]), self._most_short))
 
     def observe(
         self, seconds: float, *, num_tokens: int, loss_seconds: float = 0.0, expected_loss_seconds: float = 0.0
@@ -182,8 +186,9 @@ class Speed:
     def _note_late(self, num_tokens: int, seconds: float) -> None:
         """Lowers the limit of short micro-batches after a late one, and raises it after one in time that used at least
         half of it."""
-        if seconds > _LATE * _SHARED_MICRO_BATCH_S:
-            self._most_short = max(_MIN_TOKENS, num_tokens * _SHARED_MICRO_BATCH_S / seconds)
+        wanted_s = _SHARED_MICRO_BATCH_S[self.device_type]
+        if seconds > _LATE * wanted_s:
+            self._most_short = max(_MIN_TOKENS[self.device_type], num_tokens * wanted_s / seconds)
         elif num_tokens >= self._most_short / 2:
             self._most_short *= 2
 
@@ -211,7 +216,14 @@ class ComputeThread:
     """Owns the compute thread. All public methods run on the event loop on which it was made."""
 
     def __init__(
-        self, engine: BatchEngine, metrics: Metrics, executing: Executing, cores: Cores, *, alone: bool = False
+        self,
+        engine: BatchEngine,
+        metrics: Metrics,
+        executing: Executing,
+        cores: Cores,
+        *,
+        device_type: str = "cpu",
+        alone: bool = False,
     ) -> None:
         self._engine = engine
         self._cores = cores
@@ -229,7 +241,7 @@ class ComputeThread:
         self.engine_died = asyncio.Event()
         """Set when nothing can be computed any more. Running and waiting operations get no result, because the fault is
         not theirs."""
-        self.speed = Speed()
+        self.speed = Speed(device_type)
         self._newest_model = ""
         """The model whose operation came last; empty before the first one."""
         self._shared_at: float | None = None

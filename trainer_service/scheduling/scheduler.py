@@ -119,12 +119,14 @@ class Scheduler:
         max_known_models: int = 10_000,
         max_queued_bytes: int = 1024**3,
         metrics: Metrics,
+        device_type: str = "cpu",
         alone: bool = False,
         executing: Executing | None = None,
         cores: Cores | None = None,
     ) -> None:
-        """`alone`: no two batches share a micro-batch. `executing`: the Executing of the journal's folder; made here if
-        it is None. `cores`: None leaves the number of threads unchanged."""
+        """`device_type`: the engine's, cpu or cuda. `alone`: no two batches share a micro-batch. `executing`: the
+        Executing of the journal's folder; made here if it is None. `cores`: None leaves the number of threads
+        unchanged."""
         self._journal = journal
         self.tasks: set[asyncio.Task[Any]] = set()
         self._models = ModelQueues(metrics, max_models=max_models, max_known_models=max_known_models)
@@ -134,7 +136,7 @@ class Scheduler:
         self.cores = cores or Cores("", most=0, set_threads=lambda _: None)
         self._metrics = metrics
         self._max_queued_operations = max_queued_operations
-        self._compute = ComputeThread(engine, metrics, self.executing, self.cores, alone=alone)
+        self._compute = ComputeThread(engine, metrics, self.executing, self.cores, device_type=device_type, alone=alone)
         self._replay = Replay(self._models, self.advance, self.abandon, self.ends_with, self._held, metrics, self.spawn)
         self._closed = False
 

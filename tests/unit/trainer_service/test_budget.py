@@ -123,4 +123,15 @@ def test_memory_for_not_even_one_token_is_an_error_at_start(engine: TrainingEngi
 
 def test_a_budget_above_the_largest_micro_batch_is_refused_by_name() -> None:
     with pytest.raises(ValidationError, match="token_budget: 5000 is above max_tokens_per_microbatch 4096"):
-        TrainerConfig(base_model="m", token_budget=5000)
+        TrainerConfig(base_model="m", token_budget=5000, max_tokens_per_microbatch=4096)
+
+
+def test_the_largest_micro_batch_is_larger_where_the_memory_of_activations_is_measured() -> None:
+    def most(device: str, **settings: Any) -> int:
+        return TrainerConfig(base_model="m", **settings).most_tokens(device)
+
+    assert (most("cpu"), most("cuda")) == (4096, 16_384)
+    assert most("cuda", full_training=True) == most("cuda", deterministic=True) == 4096
+    assert most("cuda", max_tokens_per_microbatch=512) == 512
+    assert most("cpu", token_budget=5000) == 5000
+    assert TrainerConfig(base_model="m", deterministic=True).fixed_token_budget == 4096
