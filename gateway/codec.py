@@ -38,6 +38,7 @@ from tinsmith.errors import (
     OutOfCapacity,
     ServiceError,
 )
+from tinsmith.rpc.parts import varint
 from tinsmith.threads import in_pool_of
 
 if TYPE_CHECKING:
@@ -343,10 +344,10 @@ def protobuf_values(body: bytes, kind: Descriptor, *, limit: int) -> int:
             inside = _inside(kind)
             while at < end and count <= limit:
                 count += 1
-                tag, at = _varint(body, at) if body[at] >= 0x80 else (body[at], at + 1)
+                tag, at = varint(body, at) if body[at] >= 0x80 else (body[at], at + 1)
                 wire = tag & 7
                 if wire == _SIZED:
-                    size, at = _varint(body, at) if body[at] >= 0x80 else (body[at], at + 1)
+                    size, at = varint(body, at) if body[at] >= 0x80 else (body[at], at + 1)
                     if (number := tag >> 3) in inside:
                         if (found := inside[number]) is None:
                             count += size
@@ -354,24 +355,12 @@ def protobuf_values(body: bytes, kind: Descriptor, *, limit: int) -> int:
                             messages.append((found, at, min(at + size, end)))
                     at += size
                 elif wire == _VARINT:
-                    _, at = _varint(body, at)
+                    _, at = varint(body, at)
                 else:
                     at += 8 if wire == _FIXED64 else 4 if wire == _FIXED32 else 0
     except IndexError:
         pass  # the message is broken, which the parser will report
     return count
-
-
-def _varint(body: bytes, at: int) -> tuple[int, int]:
-    """The varint at this place, and the place after it. Raises IndexError when it is cut off."""
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = body[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise IndexError
 
 
 # Large bodies

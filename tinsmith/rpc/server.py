@@ -21,9 +21,11 @@ from tinsmith.errors import InvalidRequest, ServiceError
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.auth import KeyInterceptor, host_of
 from tinsmith.rpc.errors import to_status
+from tinsmith.rpc.parts import check_parts
 from tinsmith.rpc.paths import run_of
 from tinsmith.rpc.reflection import add_reflection
 from tinsmith.rpc.tls import Certificates, warn_of_clear_text
+from tinsmith.threads import in_pool
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +48,7 @@ RAN = "x-tinsmith-ran"
 1970."""
 
 _FEW_BYTES = 64 * 1024
-"""Messages up to this size are handled without counting their parts."""
-_MOST_PARTS = 131_072
-"""Most parts of one message: 32 in each of the 4,096 datums of the largest batch."""
+"""Messages up to this size are decoded without counting their parts."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -76,7 +76,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             async def call(body: bytes, context: _Context) -> Any:
                 logs.request_id.set(request_id)
                 async with _errors_reported(context, method, metadata):
-                    return await handler.unary_unary(_parse(handler, body, method), context)
+                    return await handler.unary_unary(await _parse(handler, body, method), context)
 
             # Without a deserializer: a body that it cannot parse would raise outside of this handler.
             return grpc.unary_unary_rpc_method_handler(call, None, handler.response_serializer)
@@ -88,7 +88,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             async def stream(body: bytes, context: _Context) -> AsyncIterator[Any]:
                 logs.request_id.set(request_id)
                 async with _errors_reported(context, method, metadata):
-                    async for response in handler.unary_stream(_parse(handler, body, method), context):
+                    async for response in handler.unary_stream(await _parse(handler, body, method), context):
                         yield response
 
             return grpc.unary_stream_rpc_method_handler(stream, None, handler.response_serializer)
@@ -131,40 +131,19 @@ async def _abort(context: _Context, error: ServiceError) -> None:
 
 async def _parse_all(handler: Any, bodies: AsyncIterator[bytes], method: str) -> AsyncIterator[Any]:
     async for body in bodies:
-        yield _parse(handler, body, method)
+        yield await _parse(handler, body, method)
 
 
-def _parse(handler: Any, body: bytes, method: str) -> Any:
+async def _parse(handler: Any, body: bytes, method: str) -> Any:
+    decode = handler.request_deserializer
+    if len(body) > _FEW_BYTES:
+        await in_pool(check_parts, body, decode.__self__.DESCRIPTOR)  # a message type's FromString
     try:
-        message = handler.request_deserializer(body)
+        message = decode(body)
     except DecodeError:
         raise InvalidRequest(f"the request of {method} is not its message in protobuf") from None
-    if len(body) > _FEW_BYTES:
-        _check_parts(message)
     logs.model_id.set(_model_of(getattr(message, "request", message)))  # StreamSample wraps a SampleRequest
     return message
-
-
-def _check_parts(message: Any) -> None:
-    """Raises InvalidRequest for a message of more than `_MOST_PARTS` parts: messages and texts in lists, entries of
-    maps. A part may take two bytes, and handlers loop over parts on the event loop."""
-    num_parts, left = 0, [("", message)]
-    while left:
-        path, parent = left.pop()
-        for field, value in parent.ListFields():
-            where = f"{path}{field.name}"
-            if not field.is_repeated:
-                if field.message_type is not None:
-                    left.append((f"{where}.", value))
-            elif field.message_type is not None or field.type == field.TYPE_STRING:
-                num_parts += len(value)
-                if num_parts > _MOST_PARTS:
-                    raise InvalidRequest(
-                        f"{where}: with its {len(value)} entries the message has more than {_MOST_PARTS} parts",
-                        field=where,
-                    )
-                if field.message_type is not None and not field.message_type.GetOptions().map_entry:
-                    left.extend((f"{where}[{index}].", part) for index, part in enumerate(value))
 
 
 def _model_of(message: Any) -> str:

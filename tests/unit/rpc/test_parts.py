@@ -10,6 +10,7 @@ import pytest
 from tinsmith.errors import InvalidRequest
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import from_rpc_error
+from tinsmith.rpc.parts import check_parts
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
 
@@ -65,6 +66,41 @@ async def test_a_message_of_very_many_parts_is_refused_by_the_field(
     meant = from_rpc_error(raised.value)  # type: ignore[arg-type]
     assert isinstance(meant, InvalidRequest)
     assert (meant.metadata["field"], "more than 131072 parts" in meant.message) == (field, True)
+
+
+def field(number: int, value: bytes) -> bytes:
+    """A field of a few bytes on the wire."""
+    return bytes([number << 3 | 2, len(value)]) + value
+
+
+BATCH: Any = trainer_pb2.ForwardBackwardRequest.DESCRIPTOR
+DATA = BATCH.fields_by_name["data"].number
+
+
+@pytest.mark.parametrize("field_bytes", [b"\x18\x00", b"\xf8\x0f\x00", b"\xfd\x0f\0\0\0\0", b"\xf9\x0f" + bytes(8)])
+def test_very_many_numbers_that_are_not_packed_are_refused_known_or_not(field_bytes: bytes) -> None:
+    check_parts(field_bytes * 1_048_576, BATCH)
+    with pytest.raises(InvalidRequest, match="ForwardBackwardRequest: the message has more than 1048576 fields"):
+        check_parts(field_bytes * 1_048_577, BATCH)
+    with pytest.raises(InvalidRequest, match="more than 1048576 fields"):
+        check_parts(field(DATA, b"") * 131_072 + field_bytes * 1_000_000, BATCH)
+
+
+@pytest.mark.parametrize(
+    "end", [b"\x80", bytes([DATA << 3 | 2]), bytes([DATA << 3 | 2, 0x7F]), b"\xff" * 11, b"\x07", b""]
+)
+def test_a_broken_message_is_left_to_the_decoder(end: bytes) -> None:
+    check_parts(field(DATA, field(1, b"")) * 8 + end, BATCH)
+
+
+def test_parts_are_counted_on_the_wire_as_in_the_decoded_message() -> None:
+    """At the limit it passes, and one part more is refused, wherever the parts are."""
+    chunks = [types_pb2.Datum(model_input=[types_pb2.Chunk()] * 31) for _ in range(4096)]
+    at_limit = trainer_pb2.ForwardBackwardRequest(data=chunks)
+    check_parts(at_limit.SerializeToString(), BATCH)
+    at_limit.loss_fn_config["beta"] = 1.0
+    with pytest.raises(InvalidRequest, match="more than 131072 parts"):
+        check_parts(at_limit.SerializeToString(), BATCH)
 
 
 async def test_large_batches_and_long_lists_of_numbers_pass(stubs: tuple[Any, Any]) -> None:

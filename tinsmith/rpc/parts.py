@@ -1,0 +1,81 @@
+"""Counts the parts of a protobuf message before it is decoded. A part may take two bytes on the wire, and some 50 once
+it is decoded. Handlers loop over parts on the event loop."""
+
+from __future__ import annotations
+
+import functools
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from tinsmith.errors import InvalidRequest
+
+MOST_PARTS = 131_072
+"""Most parts of one message: 32 in each of the 4,096 datums of the largest batch."""
+_MOST_FIELDS = 8 * MOST_PARTS
+"""Most fields on the wire, of the message and of all messages in it."""
+_VARINT, _FIXED64, _SIZED, _FIXED32 = 0, 1, 2, 5
+
+
+def check_parts(body: bytes, kind: Descriptor) -> None:
+    """Raises InvalidRequest for a message of more than MOST_PARTS parts (messages and texts in lists, entries of maps),
+    or of many more fields. Packed numbers are one field.
+
+    Of a broken message only the part before the break is checked: the decoder will report it.
+    """
+    num_parts = num_fields = 0
+    messages = [(kind, 0, len(body), "")]
+    try:
+        while messages:
+            kind, at, end, path = messages.pop()
+            known = _sized_fields(kind)
+            entries: dict[int, int] = {}
+            while at < end:
+                num_fields += 1
+                if num_fields > _MOST_FIELDS:
+                    where = path.removesuffix(".") or kind.name
+                    raise InvalidRequest(f"{where}: the message has more than {_MOST_FIELDS} fields", field=where)
+                tag, at = varint(body, at)
+                wire = tag & 7
+                if wire != _SIZED:
+                    at = varint(body, at)[1] if wire == _VARINT else at + {_FIXED64: 8, _FIXED32: 4}.get(wire, 0)
+                    continue
+                size, at = varint(body, at)
+                if (field := known.get(tag >> 3)) is not None:
+                    where = f"{path}{field.name}"
+                    if field.is_repeated:
+                        entry = entries[field.number] = entries.get(field.number, 0) + 1
+                        num_parts += 1
+                        if num_parts > MOST_PARTS:
+                            raise InvalidRequest(
+                                f"{where}: the message has more than {MOST_PARTS} parts by entry {entry - 1}",
+                                field=where,
+                            )
+                        where = f"{where}[{entry - 1}]"
+                    if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+                        messages.append((field.message_type, at, min(at + size, end), f"{where}."))
+                at += size
+    except IndexError:
+        pass
+
+
+@functools.cache
+def _sized_fields(kind: Descriptor) -> dict[int, FieldDescriptor]:
+    """By number, the fields that hold messages, and the lists of texts."""
+    texts = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
+    return {
+        field.number: field
+        for field in kind.fields
+        if field.message_type is not None or (field.is_repeated and field.type in texts)
+    }
+
+
+def varint(body: bytes, at: int) -> tuple[int, int]:
+    """The varint at this place, and the place after it. Raises IndexError when it is cut off."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = body[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise IndexError
