@@ -957,7 +957,9 @@ async def test_a_fault_of_the_device_while_a_restart_makes_a_models_work_ends_th
         async with asyncio.timeout(20):
             await again.scheduler.engine_died.wait()
         assert again.count("unrestored_models") == 0
-    assert Executing(tmp_path / "0").deaths == {(MODEL, 1): Deaths(executing=1)}
+    deaths = Executing(tmp_path / "0").deaths
+    assert deaths.pop((MODEL, 1)) == Deaths(executing=1)
+    assert set(deaths) <= {(MODEL, 0)}  # the creation may not have ended when the next work is made
     await again.stop()
     third = await start(tmp_path / "0")
     await third.scheduler.check_held(MODEL)
