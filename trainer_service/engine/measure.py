@@ -10,6 +10,7 @@ import torch
 
 from tinsmith.memory import host_bytes
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
+from tinsmith.modeling.logprobs import Head
 from tinsmith.sizing import (
     ACTIVATIONS_SHARE,
     PROBE_RANK,
@@ -30,7 +31,10 @@ logger = logging.getLogger(__name__)
 _PROBE = ""
 """Id of the probe's model; no client can choose it."""
 _MEMORY_TOKENS = {"cpu": 32, "cuda": 512}
-"""Tokens of the shorter probe. Counting on the CPU is exact to the byte; CUDA's allocator rounds, so it needs more."""
+"""Least tokens of the shorter probe. Counting on the CPU is exact to the byte; CUDA's allocator rounds, so it needs
+more."""
+_MOST_PROBE_TOKENS = 2048
+"""Most tokens of the shorter probe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,14 @@ def _sharing(device: torch.device, bounds: Bounds) -> int:
     return bounds.ranks_per_machine if device.type == "cpu" else 1
 
 
+def probe_tokens(head: Head) -> int:
+    """Tokens of the shorter probe. On CUDA they fill a chunk of logits where that does not take too many tokens. With
+    fewer, the chunk would grow with the probe, and its memory would count as activations of each token."""
+    device_type = head.weight_V_H.device.type
+    least = _MEMORY_TOKENS[device_type]
+    return least if device_type == "cpu" else max(least, min(head.max_rows, _MOST_PROBE_TOKENS))
+
+
 class _Probe:
     """A model with adapters on every layer, which runs through the engine's own forward and backward."""
 
@@ -149,7 +161,7 @@ class _Probe:
         Either is None when the settings or the model exclude it. The second is also None when the model's whole context
         fits without checkpointing. Raises a memory error when not even 8 tokens fit.
         """
-        num_tokens = min(_MEMORY_TOKENS[self._engine.base.device.type], max(2, self._max_length // 2))
+        num_tokens = min(probe_tokens(self._engine.base.head), max(2, self._max_length // 2))
         while True:
             try:
                 return self._footprints(num_tokens, room_bytes)
