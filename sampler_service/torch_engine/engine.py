@@ -41,7 +41,7 @@ from sampler_service.torch_engine.runner import Runner
 from sampler_service.torch_engine.scheduler import Scheduler, StepOutput
 from tinsmith.cores import Cores, yield_to_event_loops
 from tinsmith.errors import ServiceError
-from tinsmith.modeling.adapter import AdapterConfig, Target
+from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
 from tinsmith.modeling.self_check import TOLERANCE, random_adapter
@@ -229,6 +229,8 @@ class TorchEngine:
         if weights.flat.device != self.base.device:
             flat = await in_thread(lambda: weights.flat.to(self.base.device))
             weights = weights.like(flat)
+        if isinstance(weights, Adapter) and self.base.dtype != weights.flat.dtype:
+            weights = await in_thread(lambda: weights.rounded(self.base.dtype))
         self.store.install(version_id, weights, on_probation=on_probation, checksum=checksum)
 
     async def move(self, run_id: str, version_id: str) -> int:

@@ -197,6 +197,8 @@ class Adapter:
         self.config = config
         self.targets = chosen_targets(config, targets)
         self.flat = flat
+        self._bytes_beside = 0
+        """Bytes of weights that are no views of `flat`; see `rounded`."""
         self.weights: dict[str, LoraWeights] = {}
         parts = iter(flat.split([prod(shape) for _, shape in self._layout()]))
         for target in self.targets:
@@ -229,7 +231,7 @@ class Adapter:
 
     @property
     def num_bytes(self) -> int:
-        return self.flat.nbytes
+        return self.flat.nbytes + self._bytes_beside
 
     @property
     def sent_dtype(self) -> torch.dtype:
@@ -245,6 +247,18 @@ class Adapter:
         other.flat = flat
         parts = iter(_unflatten_dense_tensors(flat, self.tensors()))  # one call for all views
         other.weights = {name: LoraWeights(next(parts), next(parts)) for name in self.weights}
+        return other
+
+    def rounded(self, dtype: torch.dtype) -> Adapter:
+        """This adapter for many passes that do not change it: A and B in `dtype`, to which each pass over a base model
+        of that type would round them. Those of the output layer stay as they are, because its product is float32."""
+        other = self.like(self.flat.to(dtype))
+        for target in self.targets:
+            if target.group == "unembed":
+                own = self.weights[target.name]
+                kept = LoraWeights(own.a_R_I.clone(), own.b_O_R.clone())
+                other.weights[target.name] = kept
+                other._bytes_beside += kept.a_R_I.nbytes + kept.b_O_R.nbytes
         return other
 
     def tensors(self) -> list[Tensor]:
