@@ -145,7 +145,8 @@ class SessionSearch:
 
 def _comes_after(created_at: float, session_id: str) -> ColumnElement[bool]:
     """True for sessions that come later in the order newest first."""
-    return or_(Session.created_at < created_at, and_(Session.created_at == created_at, Session.session_id < session_id))
+    later = or_(Session.created_at < created_at, Session.session_id < session_id)
+    return and_(Session.created_at <= created_at, later)  # in this form an index finds the first of them
 
 
 def _has_status(status: schemas.StatusQuery) -> ColumnElement[bool]:

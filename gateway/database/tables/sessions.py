@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, ForeignKey, UniqueConstraint, text
+from sqlalchemy import JSON, ForeignKey, Index, UniqueConstraint, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from gateway.database.tables.base import Base
@@ -31,7 +31,10 @@ class Session(Base):
     tags: Mapped[list[str]] = mapped_column(JSON)
     user_metadata: Mapped[dict[str, Any]] = mapped_column(JSON)
 
-    __table_args__ = (UniqueConstraint("owner", "idempotency_key"),)
+    __table_args__ = (
+        UniqueConstraint("owner", "idempotency_key"),
+        Index("ix_sessions_owner_created_at", "owner", "created_at", "session_id"),
+    )
 
 
 class Model(Base):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from gateway.database.outages import is_outage
 from gateway.database.store import Store
 from gateway.database.tables.sessions import SamplingSession
 from gateway.metrics import Metrics
+from gateway.schemas import SearchCursor, SearchSessions
+from gateway.session_search import SessionSearch
+from gateway.tenants.access import Caller
 from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.unit.gateway.commits import Statements
 
@@ -75,6 +79,32 @@ async def test_ends_at_another_gateway_are_noticed_by_the_index_however_many_ses
     assert "ix_sessions_ended_at" in plan, plan
     for store in (here, there):
         await store.close()
+
+
+async def test_a_search_of_an_owners_sessions_sorts_none(tmp_path: Path) -> None:
+    """Each page of a search would sort all of the owner's sessions again: 8.6 s for 200,000."""
+    store = Store(f"sqlite+aiosqlite:///{tmp_path / 'gateway.db'}", Metrics())
+    await store.migrate()
+    caller = Caller(owner="o")
+    created = [
+        await store.sessions.create(owner="o", idempotency_key=None, tags=[], user_metadata={}) for _ in range(3)
+    ]
+    statements = Statements(store)
+    asked = SearchSessions.model_validate({"limit": 2})
+    found, last = await SessionSearch(store).search(asked, caller=caller)
+    assert last is not None
+    cursor = SearchCursor(
+        last_session_id=last.session_id, last_created_at=datetime.fromtimestamp(last.created_at, tz=UTC)
+    )
+    rest, _ = await SessionSearch(store).search(asked.model_copy(update={"cursor": cursor}), caller=caller)
+    listed = [one.session.session_id for one in (*found, *rest)]
+    assert sorted(listed) == sorted(one.session_id for one in created)
+    async with store.begin() as db:
+        for query in [each for each in statements.of_all if "ORDER BY sessions.created_at" in each]:
+            plan = str(list(await db.execute(text(f"EXPLAIN QUERY PLAN {query.replace('?', '0')}"))))
+            assert "ix_sessions_owner_created_at" in plan, plan
+            assert "TEMP B-TREE" not in plan, plan
+    await store.close()
 
 
 @pytest.mark.slow
