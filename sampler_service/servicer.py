@@ -23,7 +23,8 @@ from tinsmith.lora_config import config_to_proto
 from tinsmith.model_input import has_pictures
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc import logs, tracing
-from tinsmith.rpc.server import ALONE, RAN
+from tinsmith.rpc.auth import ALONE
+from tinsmith.rpc.server import RAN
 from tinsmith.rpc.words import value_of
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import sampler_pb2_grpc, types_pb2

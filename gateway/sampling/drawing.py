@@ -41,8 +41,8 @@ from tinsmith.errors import (
     VersionGone,
     VersionNotLoaded,
 )
+from tinsmith.rpc.auth import ALONE
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
-from tinsmith.rpc.server import ALONE
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2
 

@@ -25,6 +25,10 @@ _OPEN_METHODS = f"/{health.SERVICE_NAME}/"
 has no key."""
 
 
+ALONE = ("x-tinsmith-alone", "1")
+"""Metadata with which a gateway asks that the sampler runs a call while it has no other in work, and initial metadata
+with which the sampler says that it now does. Callers need the service key, or a key with `admin`: others wait
+meanwhile, and after a while lose what they have in work."""
 ADMIN_SERVICES = frozenset({"tinsmith.v1.TrainerAdminService", "tinsmith.v1.WeightSyncService"})
 """Services whose calls concern all callers. They accept only the service key and keys with `admin`."""
 
@@ -164,7 +168,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         metadata: Any = handler_call_details.invocation_metadata or ()
         given = given_key({name: value for name, value in metadata if isinstance(value, str)})
-        error = self._error(handler_call_details.method, given)
+        error = self._error(handler_call_details.method, given, wants_alone=ALONE in tuple(metadata))
         if error is None:
             return await continuation(handler_call_details)
 
@@ -174,7 +178,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         # A unary call is a stream of one message on the wire, so this handler refuses calls of every kind.
         return grpc.stream_stream_rpc_method_handler(refuse)
 
-    def _error(self, method: str, given: str) -> ServiceError | None:
+    def _error(self, method: str, given: str, *, wants_alone: bool) -> ServiceError | None:
         if method.startswith(_OPEN_METHODS):
             return None
         header = f"the metadata {KEY_HEADER} (or authorization: Bearer KEY)"
@@ -184,5 +188,9 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         if service in ADMIN_SERVICES and self._admins.find(given) is None:
             return PermissionDenied(
                 f"{header} holds an ordinary key; {service} takes the service key, or one with admin"
+            )
+        if wants_alone and self._admins.find(given) is None:
+            return PermissionDenied(
+                f"{header} holds an ordinary key; the metadata {ALONE[0]} takes the service key, or one with admin"
             )
         return None

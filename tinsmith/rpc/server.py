@@ -38,11 +38,6 @@ ACCEPTED = ("x-tinsmith-accepted", "1")
 outcome."""
 
 
-ALONE = ("x-tinsmith-alone", "1")
-"""Metadata with which a gateway asks that the sampler runs a call while it has no other in work, and initial metadata
-with which the sampler says that it now does."""
-
-
 RAN = "x-tinsmith-ran"
 """Key of the trailing metadata "<start>:<end>", the time in which the service computed the call, in seconds since
 1970."""

@@ -16,7 +16,7 @@ from tests.unit.gateway.several import Several
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.talking import TalkingSampler
 from tinsmith.errors import EngineDead
-from tinsmith.rpc.server import ALONE
+from tinsmith.rpc.auth import ALONE
 from tinsmith.v1 import sampler_pb2
 
 GUILTY = [1] * 40

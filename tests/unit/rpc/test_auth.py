@@ -17,6 +17,7 @@ from sampler_service.config import SamplerConfig
 from tinsmith import errors
 from tinsmith.rpc.auth import (
     ADMIN_SERVICES,
+    ALONE,
     ApiKey,
     KeyRing,
     accepted,
@@ -123,6 +124,16 @@ async def test_calls_of_every_kind_are_refused_without_one(address: str, key: st
             assert error.message == f"the metadata x-api-key (or authorization: Bearer KEY) {what}"
 
 
+async def test_an_ordinary_key_cannot_have_a_sampler_to_itself(address: str) -> None:
+    """Others would wait, and after a while lose what they have in work."""
+    async with connect(address, api_key=KEYS[0]) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await info(channel, metadata=(ALONE,))
+    error = from_rpc_error(refused.value)
+    assert type(error) is errors.PermissionDenied
+    assert "the metadata x-tinsmith-alone takes the service key, or one with admin" in error.message
+
+
 @pytest.mark.parametrize("service", sorted(ADMIN_SERVICES))
 async def test_an_ordinary_key_cannot_call_an_admin_service(service: str) -> None:
     keys: list[Any] = [KEYS[0], {"key": "tml-admin", "admin": True}]
@@ -136,6 +147,8 @@ async def test_an_ordinary_key_cannot_call_an_admin_service(service: str) -> Non
     for key in (KEYS[0], "tml-admin", "tml-service"):
         async with connect(f"127.0.0.1:{server.port}", api_key=key) as channel:
             assert await info(channel) == "fake"
+            if key != KEYS[0]:
+                assert await info(channel, metadata=(ALONE,)) == "fake"
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await channel.unary_unary(f"/{service}/Any")(b"", timeout=5)
         found[key] = refused.value.code()

@@ -15,8 +15,8 @@ from tests.support.waiting import until
 from tests.unit.sampler_service.conftest import Service
 from tests.unit.sampler_service.serving import prompt, sample, slow_down
 from tinsmith.errors import NotReady, OutOfCapacity, ServiceError
+from tinsmith.rpc.auth import ALONE
 from tinsmith.rpc.errors import from_rpc_error
-from tinsmith.rpc.server import ALONE
 from tinsmith.v1 import sampler_pb2 as pb
 
 
