@@ -154,6 +154,12 @@ CASES: dict[str, tuple[Callable[[Client], str], tuple[str, ...]]] = {
         ),
         ("weights", "[9]", "4"),
     ),
+    "more dimensions than a tensor has": (
+        lambda c: c.forward_backward(
+            with_tensor("weights", pb.Tensor(dense=b"\0" * 4, dtype=pb.DTYPE_FLOAT32, shape=[1] * 70))
+        ),
+        ("weights", "70 dimensions"),
+    ),
     "half a number": (
         lambda c: c.forward_backward(with_tensor("weights", pb.Tensor(dense=b"\0" * 15, dtype=pb.DTYPE_FLOAT32))),
         ("weights", "15 bytes"),

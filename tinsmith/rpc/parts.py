@@ -13,6 +13,8 @@ MOST_PARTS = 131_072
 """Most parts of one message: 32 in each of the 4,096 datums of the largest batch."""
 _MOST_FIELDS = 8 * MOST_PARTS
 """Most fields on the wire, of the message and of all messages in it."""
+_SHAPE, _MOST_SHAPE_BYTES = "shape", 80
+"""The field of Tensor with its dimensions, and its most bytes: 8 numbers. A byte of it becomes 8 once it is decoded."""
 _VARINT, _FIXED64, _SIZED, _FIXED32 = 0, 1, 2, 5
 
 
@@ -42,7 +44,10 @@ def check_parts(body: bytes, kind: Descriptor) -> None:
                 size, at = varint(body, at)
                 if (field := known.get(tag >> 3)) is not None:
                     where = f"{path}{field.name}"
-                    if field.is_repeated:
+                    if field.name == _SHAPE:
+                        if size > _MOST_SHAPE_BYTES:
+                            raise InvalidRequest(f"{where}: the tensor has too many dimensions", field=where)
+                    elif field.is_repeated:
                         entry = entries[field.number] = entries.get(field.number, 0) + 1
                         num_parts += 1
                         if num_parts > MOST_PARTS:
@@ -51,7 +56,7 @@ def check_parts(body: bytes, kind: Descriptor) -> None:
                                 field=where,
                             )
                         where = f"{where}[{entry - 1}]"
-                    if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+                    if field.message_type is not None:
                         messages.append((field.message_type, at, min(at + size, end), f"{where}."))
                 at += size
     except IndexError:
@@ -60,12 +65,12 @@ def check_parts(body: bytes, kind: Descriptor) -> None:
 
 @functools.cache
 def _sized_fields(kind: Descriptor) -> dict[int, FieldDescriptor]:
-    """By number, the fields that hold messages, and the lists of texts."""
+    """By number, the fields that hold messages, the lists of texts, and the shape of a tensor."""
     texts = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
     return {
         field.number: field
         for field in kind.fields
-        if field.message_type is not None or (field.is_repeated and field.type in texts)
+        if field.message_type is not None or (field.is_repeated and field.type in texts) or field.name == _SHAPE
     }
 
 

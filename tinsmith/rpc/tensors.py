@@ -23,6 +23,8 @@ _NUMPY = {
 _PROTO = {dtype: number for number, dtype in _NUMPY.items()}
 _INT64 = np.dtype("<i8")
 
+MAX_DIMENSIONS = 8
+"""Most dimensions of a tensor."""
 MAX_ELEMENTS = 64 * 1024 * 1024
 """Largest tensor that a request may describe, in elements. A sparse tensor is small on the wire and large in memory."""
 
@@ -37,6 +39,8 @@ def to_numpy(tensor: pb.Tensor, *, field: str) -> Array:
         return _from_csr(tensor, field=field)
     values = _values(tensor.dense, tensor.dtype, field=field)
     shape = tuple(tensor.shape) or values.shape
+    if len(shape) > MAX_DIMENSIONS:
+        raise InvalidRequest(f"{field}.shape: {len(shape)} dimensions, above {MAX_DIMENSIONS}", field=f"{field}.shape")
     if shape == values.shape:
         return values
     if any(n < 0 for n in shape) or prod(shape) != values.size:

@@ -86,6 +86,16 @@ def test_very_many_numbers_that_are_not_packed_are_refused_known_or_not(field_by
         check_parts(field(DATA, b"") * 131_072 + field_bytes * 1_000_000, BATCH)
 
 
+def test_a_tensor_of_very_many_dimensions_is_refused_before_it_is_decoded() -> None:
+    def body(num_dimensions: int) -> bytes:
+        inputs = {"target_tokens": types_pb2.Tensor(shape=[1] * num_dimensions)}
+        return trainer_pb2.ForwardBackwardRequest(data=[types_pb2.Datum(loss_fn_inputs=inputs)]).SerializeToString()
+
+    check_parts(body(8), BATCH)
+    with pytest.raises(InvalidRequest, match="shape: the tensor has too many dimensions"):
+        check_parts(body(MANY), BATCH)
+
+
 @pytest.mark.parametrize(
     "end", [b"\x80", bytes([DATA << 3 | 2]), bytes([DATA << 3 | 2, 0x7F]), b"\xff" * 11, b"\x07", b""]
 )
