@@ -18,6 +18,7 @@ from collections import abc
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 
 import numpy as np
@@ -230,7 +231,7 @@ class TorchEngine:
             flat = await in_thread(lambda: weights.flat.to(self.base.device))
             weights = weights.like(flat)
         if isinstance(weights, Adapter) and self.base.dtype != weights.flat.dtype:
-            weights = await in_thread(lambda: weights.rounded(self.base.dtype))
+            weights = await in_thread(partial(weights.rounded, self.base.dtype))
         self.store.install(version_id, weights, on_probation=on_probation, checksum=checksum)
 
     async def move(self, run_id: str, version_id: str) -> int:
