@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What Tinsmith does on one GPU, in parts, each well under 10 minutes, without a network:
+# Tests and measures Tinsmith on one GPU, in parts, each well under 10 minutes, without a network:
 #
 #   tests    tests/gpu: CUDA against the CPU, and the whole stack with a random model of the shape of Qwen3-0.6B
 #   engine   the trainer alone with a model of the shape of Qwen3-8B: random weights, bfloat16, rank 32; 8x2048, 64x512,

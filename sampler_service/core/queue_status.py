@@ -115,7 +115,7 @@ class Ahead:
 
 
 class Queue:
-    """What is before each request. It is added up for all in one pass, and kept for _KEPT times as long as that took:
+    """The work before each request. It is added up for all in one pass, and kept for _KEPT times as long as that took:
     each of thousands of waiting requests is asked about, and these questions belong to the event loop."""
 
     def __init__(self) -> None:

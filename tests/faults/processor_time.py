@@ -19,7 +19,7 @@ Clocks = dict[str, float]
 
 
 def clocks(pids: Sequence[int]) -> Clocks:
-    """Of all threads of these processes, as far as they are there."""
+    """Processor time of all threads of these processes, as far as they are there."""
     found: Clocks = {}
     for pid in pids:
         with suppress(OSError):  # the process, or one of its threads, has ended

@@ -468,7 +468,7 @@ def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
 
 
 def pids(stack: Stack, service: str = "") -> list[int]:
-    """Of the processes of a service; without one, of all."""
+    """Process ids of a service, or of all services if none is named."""
     found = []
     for process in stack.processes():
         with suppress(psutil.NoSuchProcess):  # it has just ended

@@ -28,7 +28,7 @@ def datum() -> tinker.Datum:
 
 
 def logprobs(folder: str | Path) -> list[float]:
-    """Of each token but the first, by transformers in float32."""
+    """Logprobs of each token but the first, by transformers in float32."""
     sees = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
     auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32)

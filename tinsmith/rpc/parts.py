@@ -22,7 +22,7 @@ def check_parts(body: bytes, kind: Descriptor) -> None:
     """Raises InvalidRequest for a message of more than MOST_PARTS parts (messages and texts in lists, entries of maps),
     or of many more fields. Packed numbers are one field.
 
-    Of a broken message only the part before the break is checked: the decoder will report it.
+    The part of a broken message before the break is checked. The decoder will report the break.
     """
     num_parts = num_fields = 0
     messages = [(kind, 0, len(body), "")]
