@@ -15,7 +15,7 @@ from tinsmith.rpc.tls import GrpcTls
 from tinsmith.sizing import MAX_LORA_RANK
 
 _MOST_TOKENS = 4096
-"""Default of max_tokens_per_microbatch: larger ones do not make a CPU faster."""
+"""Default of max_tokens_per_microbatch."""
 _MOST_MEASURED_TOKENS = 16_384
 """Its default on CUDA, where the trainer has measured the memory of activations."""
 

@@ -16,3 +16,5 @@ MARKS = [
     pytest.mark.filterwarnings("default"),  # torch says what could be faster, such as TF32, which is no error
     pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
+ONLY_CUDA = pytest.mark.skipif(DEVICE.type != "cuda", reason="this has no form for a CPU")
+"""For tests of what exists on CUDA alone; MARKS skips them where there is no CUDA device."""

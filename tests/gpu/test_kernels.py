@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.device import CPU, DEVICE, MARKS, ONLY_CUDA
 from tests.support.models import VOCAB_SIZE, make_model
 from tinsmith.modeling import logprobs
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
@@ -30,14 +31,8 @@ from tinsmith.modeling.kernels.varlen import Kernel, TorchVarlen
 from tinsmith.modeling.logprobs import Head, target_logprobs
 from tinsmith.modeling.lora import ActiveRuns, Groups, LoraLinear, Run, torch_grouped_mm
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("default"),  # torch says what could be faster, such as TF32, which is no error
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
+pytestmark = [*MARKS, ONLY_CUDA]
 
-CPU = torch.device("cpu")
-DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 TOLERANCE = 0.01
 """Largest ||ours - expected|| / ||expected||. bfloat16 rounds by 0.004 at most, and in the norm of many by 0.002."""

@@ -18,17 +18,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.trainer.shapes import store_shape
+from tests.gpu.device import MARKS, ONLY_CUDA
 from tests.support.examples import BASE_MODEL as NAME
 from tests.support.examples import batch, forward, new_model, random_tokens, sample, score, train
 from tests.support.stack import Stack
 from tests.support.wire import Wire
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("default"),  # the SDK leaves its sockets to the end of the process
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
+pytestmark = [*MARKS, ONLY_CUDA, pytest.mark.timeout(600)]
 
 ADAM = tinker.AdamParams(learning_rate=1e-3)
 PROMPTS = [random_tokens(length, length) for length in (9, 70, 200)]

@@ -11,17 +11,14 @@ from multiprocessing.queues import Queue
 import pytest
 import torch
 
+from tests.gpu.device import MARKS, ONLY_CUDA
 from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.weight_channel.buckets import receive, send
 from tinsmith.weight_channel.group import WeightGroup, join_store, open_store
 from tinsmith.weight_channel.ring import RingInlet, RingListener, RingOutlet, connect_ring
 from tinsmith.weight_channel.ring_memory import cuda_handle, make_cuda_ring, map_cuda_ring
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("default"),  # torch says what could be faster, such as TF32, which is no error
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
+pytestmark = [*MARKS, ONLY_CUDA]
 
 NUMEL = 3_000_001
 BUCKET_BYTES = 1 << 20

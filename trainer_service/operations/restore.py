@@ -164,7 +164,7 @@ class Restorer:
             found=found,
             work_of=work_of,
             checked=lambda entry, work: self._checked(model_id, entry, work),
-            forget=lambda: self._forget(model_id, name=other_work(f"restore {model_id}", b"")),
+            forget=lambda: self._forget(model_id, name=reading),
             unparks=unparks,
         )
 
