@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -20,6 +22,7 @@ from gateway.metrics import Metrics
 from gateway.sampling.replicas import Replica, Replicas
 from tinsmith.errors import FailedPrecondition, InvalidRequest, NotReady, ServiceError
 from tinsmith.pictures.counting import Counting
+from tinsmith.rpc.addresses import Addresses, address_changes
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
@@ -72,21 +75,27 @@ class Clients:
     def __init__(
         self,
         *,
-        trainers: Sequence[str],
-        samplers: Sequence[str],
+        services: Addresses,
         metrics: Metrics,
         api_key: str = "",
         certificates: Certificates | None = None,
         sampler_timeout_s: float = 3.0,
         sampler_load_factor: float = 1.25,
         has_peers: bool = False,
+        services_file: Path | None = None,
     ) -> None:
-        """`api_key`: sent to all services, unless it is empty. `has_peers`: other gateways use the samplers, too."""
-        self._trainers = [Trainer(address, api_key=api_key, certificates=certificates) for address in trainers]
+        """`services`: the addresses at the start. `api_key`: sent to all services, unless it is empty. `has_peers`:
+        other gateways use the samplers, too. `services_file`: where the addresses may change."""
+        self._services = services
+        self._services_file = services_file
+        self._connect = partial(Trainer, api_key=api_key, certificates=certificates)
+        self._known: dict[str, Trainer] = {}
+        """All trainers that were ever listed, by address. One that is listed no more keeps its connection, on which
+        calls may still be in work, until the gateway stops."""
+        self._trainers: list[Trainer] = []
         self._metrics = metrics
         self._changed = asyncio.Condition()
         self.samplers = Replicas(
-            samplers,
             changed=self._changed,
             metrics=metrics,
             api_key=api_key,
@@ -94,20 +103,45 @@ class Clients:
             timeout_s=sampler_timeout_s,
             load_factor=sampler_load_factor,
             are_shared=has_peers,
+            may_join=services_file is not None,
         )
-        self._watches: list[asyncio.Task[None]] = []
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        """By address of the trainer."""
+        self._following: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        self._watches = [asyncio.create_task(self._watch(trainer)) for trainer in self._trainers]
-        self.samplers.start()
+    async def start(self) -> None:
+        await self._use(self._services)
+        if self._services_file is not None:
+            self._following = asyncio.create_task(self._follow(self._services_file))
 
     async def close(self) -> None:
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
-        for trainer in self._trainers:
+        tasks = [*self._watches.values(), *([self._following] if self._following else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for trainer in self._known.values():
             await trainer.channel.close()
         await self.samplers.close()
+
+    async def _follow(self, services_file: Path) -> None:
+        async for services in address_changes(services_file, self._services):
+            await self._use(services)
+
+    async def _use(self, services: Addresses) -> None:
+        """Takes up the services that are new in the list, and leaves those that are no longer in it."""
+        for address in self._watches.keys() - services.trainers:
+            self._watches.pop(address).cancel()
+            self._known[address].info = None
+            self._metrics.services.trainer_up.remove(address)
+        for address in services.trainers:
+            if address not in self._known:
+                self._known[address] = self._connect(address)
+            if address not in self._watches:
+                self._watches[address] = asyncio.create_task(self._watch(self._known[address]))
+        self._trainers = [self._known[address] for address in services.trainers]
+        await self.samplers.use(services.samplers)
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _watch(self, trainer: Trainer) -> None:
         boot_id, is_quiet = "", False
@@ -157,6 +191,9 @@ class Clients:
         Empty when all trainers have said so, and each of their base models has a sampler: the others are not needed.
         """
         trainers = [trainer.address for trainer in self._trainers if trainer.info is None]
+        if self._services_file is not None:
+            trainers += [] if self._trainers else ["a trainer, which has not joined yet"]
+            trainers += [] if self.samplers.all else ["a sampler, which has not joined yet"]
         samplers = [sampler.address for sampler in self.samplers.all if sampler.info is None]
         sampled = {name for info in self.samplers.infos() for name in info.base_models}
         if not trainers and sampled and all(sampled.issuperset(info.base_models) for info in self.trainer_infos()):
@@ -198,6 +235,8 @@ class Clients:
             )
         if serving:
             return serving[0]
+        if not self._trainers and self._services_file is not None:
+            raise NotReady("no trainer has joined yet")
         if any(trainer.info is None for trainer in self._trainers):
             raise NotReady(f"no trainer that serves {base_model!r} has been reached yet")
         served = sorted({name for info in self.trainer_infos() for name in info.base_models})

@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from gateway.database import urls
 from gateway.schemas import Policy
 from tinsmith.memory import total_bytes
+from tinsmith.rpc.addresses import Addresses, read_addresses
 from tinsmith.rpc.auth import AnyKey, ServiceKey
 from tinsmith.rpc.tls import GrpcTls, check_pair
 
@@ -72,6 +73,10 @@ class GatewayConfig(GrpcTls, BaseSettings):
     one trainer: requests for one that two trainers serve are refused."""
     samplers: list[str] = ["127.0.0.1:8002"]
     """gRPC addresses of the samplers, HOST:PORT. Samplers of one base model share its requests."""
+    services_file: Path | None = None
+    """JSON file with the addresses, {"trainers": [...], "samplers": [...]}, instead of trainers and samplers. It may
+    change while the gateway runs: within a second the gateway takes up services that came, and asks nothing of those
+    that went. `tinsmith up` writes it."""
     sampler_timeout_s: float = Field(default=3.0, gt=0, le=60)
     """A sampler that has not answered a health check for this long gets no requests, and other samplers take its
     work."""
@@ -271,6 +276,15 @@ class GatewayConfig(GrpcTls, BaseSettings):
         return secret
 
     @model_validator(mode="after")
+    def _one_list_of_services(self) -> GatewayConfig:
+        if self.services_file is not None:
+            for name in ("trainers", "samplers"):
+                if name in self.model_fields_set:
+                    raise ValueError(f"{name} and services_file exclude each other: give one of them")
+            _ = self.services
+        return self
+
+    @model_validator(mode="after")
     def _room_for_a_body(self) -> GatewayConfig:
         if self.max_held_body_bytes < self.max_body_bytes:
             raise ValueError(
@@ -286,6 +300,13 @@ class GatewayConfig(GrpcTls, BaseSettings):
         if self.tls_cert is not None and self.tls_key is not None:
             check_pair(self.tls_cert, self.tls_key, names=("tls_cert", "tls_key"))
         return self
+
+    @property
+    def services(self) -> Addresses:
+        """The addresses at the start. Raises ValueError for a services_file that cannot be read."""
+        if self.services_file is None:
+            return Addresses(tuple(self.trainers), tuple(self.samplers))
+        return read_addresses(self.services_file)
 
     @property
     def own_hosts(self) -> list[str]:

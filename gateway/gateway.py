@@ -76,8 +76,8 @@ class Core:
         self.store.is_shared = bool(config.peer_url)
         self.ledger = Ledger(self.store)
         self.clients = Clients(
-            trainers=config.trainers,
-            samplers=config.samplers,
+            services=config.services,
+            services_file=config.services_file,
             metrics=self.metrics,
             api_key=config.service_key.get_secret_value(),
             certificates=config.certificates,
@@ -245,7 +245,7 @@ class Gateway(Core):
             )
         except ValueError as error:
             raise StartError(f"{error}, or make one with `tinsmith keys create`") from None
-        self.clients.start()
+        await self.clients.start()
         self._tasks = [
             asyncio.create_task(self.peers.run()),
             asyncio.create_task(self.reaper.run()),

@@ -234,7 +234,8 @@ async def start(
 def new_sender(config: TrainerConfig, metrics: Metrics, *, port: int) -> WeightSender:
     """The sender of weights to the samplers, not started yet. `port`: the trainer's own, which is part of its id."""
     return WeightSender(
-        config.samplers,
+        config.services,
+        services_file=config.services_file,
         api_key=config.service_key.get_secret_value(),
         certificates=config.certificates,
         trainer_id=f"{socket.gethostname()}:{port}",

@@ -9,6 +9,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tinsmith.quantization import Setting as Quantize
+from tinsmith.rpc.addresses import Addresses, read_addresses
 from tinsmith.rpc.auth import AnyKey, ServiceKey, accepted, admins, host_of, require_keys
 from tinsmith.rpc.paths import check_checkpoint_root
 from tinsmith.rpc.tls import GrpcTls
@@ -48,6 +49,10 @@ class TrainerConfig(GrpcTls, BaseSettings):
     """Key of Tinsmith's own services: accepted from the gateway, and sent to the samplers."""
     samplers: list[str] = []
     """Addresses of the sampler services that get published weights, as a JSON list."""
+    services_file: Path | None = None
+    """JSON file with the addresses, {"samplers": [...]}, instead of samplers. It may change while the trainer runs:
+    samplers that came get the versions that are published from then on, and earlier ones when they are asked for.
+    `tinsmith up` writes it."""
     checkpoint_dir: str = ".tinsmith/checkpoints"
     """Root of the checkpoints: a folder, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX. The latter two need the extra s3 or
     gcs, and find their credentials as s3fs (AWS_*) and gcsfs do."""
@@ -194,6 +199,13 @@ class TrainerConfig(GrpcTls, BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _one_list_of_samplers(self) -> TrainerConfig:
+        if self.services_file is not None and self.samplers:
+            raise ValueError("samplers and services_file exclude each other: give one of them")
+        _ = self.services
+        return self
+
+    @model_validator(mode="after")
     def _within_bounds(self) -> TrainerConfig:
         if 0 < self.max_tokens_per_microbatch < self.token_budget:
             raise ValueError(
@@ -219,6 +231,13 @@ class TrainerConfig(GrpcTls, BaseSettings):
     def _keys_off_loopback(self) -> TrainerConfig:
         require_keys(host_of(self.listen), self.accepted_keys, setting="listen", env="TRAINER_API_KEYS")
         return self
+
+    @property
+    def services(self) -> Addresses:
+        """The samplers' addresses at the start. Raises ValueError for a services_file that cannot be read."""
+        if self.services_file is None:
+            return Addresses(samplers=tuple(self.samplers))
+        return read_addresses(self.services_file)
 
     @property
     def accepted_keys(self) -> list[str]:

@@ -15,6 +15,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import grpc
@@ -124,7 +125,6 @@ class Replica:
 class Replicas:
     def __init__(
         self,
-        addresses: Sequence[str],
         *,
         changed: asyncio.Condition,
         metrics: Metrics,
@@ -133,13 +133,18 @@ class Replicas:
         timeout_s: float = 3.0,
         load_factor: float = 1.25,
         are_shared: bool = False,
+        may_join: bool = False,
     ) -> None:
         """`changed` is notified when a replica comes or goes, or its versions were read. `load_factor`: see
-        routing.choose. `are_shared`: other gateways use them, too."""
-        self.all = [
-            Replica(address, api_key=api_key, certificates=certificates, is_shared=are_shared) for address in addresses
-        ]
+        routing.choose. `are_shared`: other gateways use them, too. `may_join`: there may be samplers later, even if
+        there are none now."""
+        self.all: list[Replica] = []
+        self._known: dict[str, Replica] = {}
+        """All samplers that were ever listed, by address. One that is listed no more keeps its connection, on which
+        calls may still be ending, until the gateway stops."""
+        self._connect = partial(Replica, api_key=api_key, certificates=certificates, is_shared=are_shared)
         self.are_shared = are_shared
+        self._may_join = may_join
         self._changed = changed
         self._metrics = metrics
         self._timeout_s = timeout_s
@@ -147,27 +152,45 @@ class Replicas:
         self._conversations = Conversations()
         self._listing: dict[str, asyncio.Task[None]] = {}
         """Base model -> the `list_versions` in progress."""
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watches: dict[Replica, tuple[asyncio.Task[None], asyncio.Task[None]]] = {}
         self.on_serving: Callable[[Replica], None] | None = None
         """Called with each replica that begins to serve, or serves again."""
 
-    def start(self) -> None:
+    async def use(self, addresses: Sequence[str]) -> None:
+        """Takes up the samplers that are new in the list, and leaves those that are no longer in it: other samplers do
+        the work that these have."""
+        gone = [replica for replica in self.all if replica.address not in addresses]
+        for address in addresses:
+            if address not in self._known:
+                self._known[address] = self._connect(address)
+        self.all = [self._known[address] for address in addresses]
         for replica in self.all:
-            self._metrics.services.sampler_state.labels(replica.address).state(replica.state)
-            self._metrics.services.sampler_sequences.labels(replica.address).set_function(
-                lambda replica=replica: replica.load
-            )
-            self._metrics.services.resubmissions.labels(replica.address)
-            self._tasks += [
-                asyncio.create_task(self._watch(replica)),
-                asyncio.create_task(self._watch_connection(replica)),
-            ]
+            if replica not in self._watches:
+                self._declare_metrics(replica)
+                self._watches[replica] = (
+                    asyncio.create_task(self._watch(replica)),
+                    asyncio.create_task(self._watch_connection(replica)),
+                )
+        for replica in gone:
+            for task in self._watches.pop(replica):
+                task.cancel()
+            await self._set_state(replica, "gone")
+            replica.info = None
+            replica.take_away()
+            self._metrics.services.sampler_state.remove(replica.address)
+            self._metrics.services.sampler_sequences.remove(replica.address)
+
+    def _declare_metrics(self, replica: Replica) -> None:
+        self._metrics.services.sampler_state.labels(replica.address).state(replica.state)
+        self._metrics.services.sampler_sequences.labels(replica.address).set_function(lambda: replica.load)
+        self._metrics.services.resubmissions.labels(replica.address)
 
     async def close(self) -> None:
-        for task in (*self._tasks, *self._listing.values()):
+        tasks = [*(task for watches in self._watches.values() for task in watches), *self._listing.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._listing.values(), return_exceptions=True)
-        for replica in self.all:
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for replica in self._known.values():
             await replica.channel.close()
 
     # Health
@@ -287,7 +310,7 @@ class Replicas:
         """Raises InvalidRequest when no sampler serves the base model, and NotReady while that is not known."""
         if any(base_model in info.base_models for info in self.infos()):
             return
-        if any(replica.info is None for replica in self.all):
+        if any(replica.info is None for replica in self.all) or (self._may_join and not self.all):
             raise NotReady(f"no sampler that serves {base_model!r} has been reached yet")
         served = sorted({name for info in self.infos() for name in info.base_models})
         raise InvalidRequest(

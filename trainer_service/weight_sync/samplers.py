@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -78,7 +79,11 @@ class Samplers:
         """`silence_s`: while weights are sent, a sampler that leaves a health check unanswered for this long counts as
         lost, in seconds; sooner where others have answered. `on_change`: called when a sampler begins or ceases to
         serve."""
-        self.all = [Sampler(address, api_key=api_key, certificates=certificates) for address in addresses]
+        self._connect = partial(Sampler, api_key=api_key, certificates=certificates)
+        self.known = {address: self._connect(address) for address in addresses}
+        """All samplers that were ever listed, by address. One that is listed no more keeps its connection, on which a
+        publish may still be waiting, until the trainer stops."""
+        self.all = list(self.known.values())
         self._silence_s = silence_s
         self._on_change = on_change
 
@@ -114,12 +119,29 @@ class Samplers:
         for sampler in self.all:
             sampler.watching = asyncio.create_task(self._watch(sampler))
 
+    def use(self, addresses: Sequence[str]) -> None:
+        """Takes up the samplers that are new in the list, and leaves those that are no longer in it."""
+        gone = [sampler for sampler in self.all if sampler.address not in addresses]
+        for address in addresses:
+            if address not in self.known:
+                self.known[address] = self._connect(address)
+        self.all = [self.known[address] for address in addresses]
+        for sampler in gone:
+            if sampler.watching is not None:
+                sampler.watching.cancel()
+                sampler.watching = None
+            sampler.info = None
+            self._set_serving(sampler, False)
+        for sampler in self.all:
+            if sampler.watching is None:
+                sampler.watching = asyncio.create_task(self._watch(sampler))
+
     async def close(self) -> None:
         watches = [sampler.watching for sampler in self.all if sampler.watching is not None]
         for watch in watches:
             watch.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
-        await asyncio.gather(*(sampler.channel.close() for sampler in self.all))
+        await asyncio.gather(*(sampler.channel.close() for sampler in self.known.values()))
 
     async def check(self, samplers: Sequence[Sampler]) -> None:
         """Checks the health of samplers, and updates `serving`."""

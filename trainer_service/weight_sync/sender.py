@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc.aio
 import torch
@@ -20,6 +21,7 @@ from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.quantization import Quantization
 from tinsmith.rpc import tracing
+from tinsmith.rpc.addresses import Addresses, address_changes
 from tinsmith.rpc.tls import Certificates
 from tinsmith.threads import in_pool
 from tinsmith.v1 import sampler_pb2, types_pb2
@@ -86,7 +88,7 @@ class WeightSender:
 
     def __init__(
         self,
-        samplers: Sequence[str],
+        services: Addresses,
         *,
         trainer_id: str,
         host: str,
@@ -99,17 +101,24 @@ class WeightSender:
         api_key: str = "",
         certificates: Certificates | None = None,
         quantize: Quantization | None = None,
+        services_file: Path | None = None,
     ) -> None:
-        """`timeout_s`: limit on each call and on forming a group, in seconds. `silence_s`: while weights are sent, a
-        sampler that leaves a health check unanswered for this long is left out, in seconds. `api_key`: sent to the
-        samplers, unless empty. `quantize`: how the trainer's base weights are quantised, for the samplers to compare.
-        """
+        """`services`: the samplers' addresses at the start. `services_file`: where they may change. `timeout_s`: limit
+        on each call and on forming a group, in seconds. `silence_s`: while weights are sent, a sampler that leaves a
+        health check unanswered for this long is left out, in seconds. `api_key`: sent to the samplers, unless empty.
+        `quantize`: how the trainer's base weights are quantised, for the samplers to compare."""
         self._trainer_id = trainer_id
         self._quantize = quantize
         self._timeout_s = timeout_s
         self._metrics = metrics
+        self._services = services
+        self._services_file = services_file
         self._samplers = Samplers(
-            samplers, api_key=api_key, certificates=certificates, silence_s=silence_s, on_change=self._on_change
+            services.samplers,
+            api_key=api_key,
+            certificates=certificates,
+            silence_s=silence_s,
+            on_change=self._on_change,
         )
         self._former = Former(
             trainer_id=trainer_id,
@@ -122,7 +131,7 @@ class WeightSender:
         self._group: Group | None = None
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
-        self._keeping: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
         self._removing: set[asyncio.Future[None]] = set()
         self.withdrawing: dict[tuple[str, str], asyncio.Task[None]] = {}
         """Withdrawals that a sampler has not answered yet, by (address of the sampler, version)."""
@@ -130,16 +139,15 @@ class WeightSender:
     def start(self) -> None:
         """Begins to watch the samplers and to form groups, in the background."""
         self._samplers.start()
-        self._keeping = asyncio.create_task(self._keep_formed())
+        self._background.append(asyncio.create_task(self._keep_formed()))
+        if self._services_file is not None:
+            self._background.append(asyncio.create_task(self._follow(self._services_file)))
 
     async def close(self) -> None:
-        ending = [*self._removing, *self.withdrawing.values()]
-        for one in ending:
-            one.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+        for tasks in ([*self._removing, *self.withdrawing.values()], self._background):
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         if self._group is not None:
             await asyncio.wait([in_thread(self._group.close)], timeout=_CLOSE_S)
         self._group = None
@@ -198,7 +206,7 @@ class WeightSender:
 
     def sampler(self, address: str) -> Sampler:
         """The sampler at an address, one of `Published.members`."""
-        return next(sampler for sampler in self._samplers.all if sampler.address == address)
+        return self._samplers.known[address]
 
     async def confirm(self, version_id: str, addresses: Collection[str]) -> Sequence[str]:
         """Makes a version visible on these samplers, all at the same time. Returns the addresses that have
@@ -295,6 +303,10 @@ class WeightSender:
             self._drop_group()  # a sampler that comes back no longer knows its group
         self._metrics.publishing.samplers.set(len(self._samplers.serving()))
         self._changed.set()
+
+    async def _follow(self, services_file: Path) -> None:
+        async for services in address_changes(services_file, self._services):
+            self._samplers.use(services.samplers)
 
     def _drop_group(self) -> None:
         group, self._group = self._group, None

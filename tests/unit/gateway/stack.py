@@ -550,13 +550,13 @@ class Stack:
         self.settings |= settings
         if not self.settings.get("database_url"):
             await lay_migrated_database(self.state_dir)
-        config = GatewayConfig(
-            port=self.port,
-            trainers=[f"127.0.0.1:{self.trainer_backend.port}"],
-            samplers=[f"127.0.0.1:{port}" for port in self.sampler_ports or [self.sampler_backend.port]],
-            state_dir=self.state_dir,
-            **self.settings,
-        )
+        services: dict[str, Any] = {
+            "trainers": [f"127.0.0.1:{self.trainer_backend.port}"],
+            "samplers": [f"127.0.0.1:{port}" for port in self.sampler_ports or [self.sampler_backend.port]],
+        }
+        if "services_file" in self.settings:
+            services = {}
+        config = GatewayConfig(port=self.port, state_dir=self.state_dir, **services, **self.settings)
         self.server = GatewayServer(config)
         await self.gateway.start()
         self._serving = asyncio.create_task(self.server.serve())

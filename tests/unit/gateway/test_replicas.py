@@ -22,6 +22,7 @@ from tests.unit.gateway.talking import TalkingSampler
 from tests.unit.gateway.test_inflight import save
 from tests.unit.gateway.test_sampling import sampler_of_a_save
 from tinsmith.errors import EngineDead, NotReady, OutOfCapacity, VersionNotLoaded
+from tinsmith.rpc.addresses import Addresses, write_addresses
 from tinsmith.v1 import sampler_pb2
 
 
@@ -212,6 +213,68 @@ async def test_requests_of_a_lost_sampler_are_sent_again_and_answered_once(
     for n in range(20, 30):
         await answered(client, await client.call("asample", body(sampler_id, n, [n] * 40)))
     assert pair.asked()[0] > held
+
+
+async def test_services_come_and_go_by_the_file_while_the_gateway_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinsmith.rpc.addresses._INTERVAL_S", 0.02)
+    pair = Pair(Stack(tmp_path), [FakeSampler(), FakeSampler()])
+    listed = tmp_path / "services.json"
+    write_addresses(listed, Addresses())
+    pair.stack.settings["services_file"] = listed
+    pair.stack.sampler_backend.server = None  # the start waits for no service
+    await pair.stack.start_gateway(sampler_timeout_s=0.3, long_poll_s=1.0)
+    samplers = []
+    try:
+        await pair.stack.trainer_backend.start()
+        for backend, proxy in zip(pair.backends, pair.proxies, strict=True):
+            await backend.start()
+            await proxy.start(backend.port)
+            samplers.append(f"127.0.0.1:{proxy.port}")
+        trainers = [f"127.0.0.1:{pair.stack.trainer_backend.port}"]
+        async with Client(base_url=pair.stack.url, timeout=20, headers={"x-api-key": "tml-test"}) as client:
+            waiting = (await client.get("/api/v1/healthz")).json()
+            assert waiting["waiting_for"] == [
+                "a trainer, which has not joined yet",
+                "a sampler, which has not joined yet",
+            ]
+            session = asyncio.create_task(client.session())
+            write_addresses(listed, Addresses(trainers, samplers[:1]))
+            sampler_id = await client.sampling_session(await session)
+            await answered(client, await client.call("asample", body(sampler_id, 0, [0] * 40)))
+            assert (await client.get("/api/v1/healthz")).json() == {"status": "ok"}
+
+            write_addresses(listed, Addresses(trainers, samplers))  # another one comes
+            await until(lambda: len(pair.replicas.usable(BASE_MODEL)) == 2)
+            for sampler in pair.samplers:
+                sampler.go.clear()
+            receipts = [await client.call("asample", body(sampler_id, n, [n] * 40)) for n in range(1, 9)]
+            await until(lambda: sum(pair.asked()) == 9)
+            held = pair.asked()[1]
+            assert held
+            assert await pair.metric(client, "gateway_sampler_sequences", 1) == 2 * held
+
+            write_addresses(listed, Addresses(trainers, samplers[:1]))  # and goes, with work
+            await until(lambda: len(pair.replicas.all) == 1)
+            pair.samplers[0].go.set()
+            for receipt in receipts:
+                await answered(client, receipt)
+            with pytest.raises(AssertionError, match="no gateway_sampler_state"):
+                await pair.metric(client, "gateway_sampler_state", 1)
+            pair.samplers[1].go.set()
+
+            write_addresses(listed, Addresses(trainers, samplers[::-1]))  # it is there again
+            await until(lambda: len(pair.replicas.usable(BASE_MODEL)) == 2)
+
+            write_addresses(listed, Addresses((), samplers))  # no trainer: requests wait for one
+            await until(lambda: not pair.stack.gateway.clients.trainers)
+            model = asyncio.create_task(client.model(await client.session()))
+            write_addresses(listed, Addresses(trainers, samplers))
+            await model
+    finally:
+        await pair.stop()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_a_silent_sampler_keeps_its_work_where_no_other_is(pair: Pair, client: Client) -> None:

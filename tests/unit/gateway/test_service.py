@@ -21,6 +21,7 @@ from gateway.tenants.keys import Keys, id_of
 from tests.support.waiting import until
 from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Backend, Client, FakeTrainer, Stack
 from tinsmith.errors import FailedPrecondition
+from tinsmith.rpc.addresses import Addresses
 from tinsmith.v1 import trainer_pb2, types_pb2
 
 
@@ -233,8 +234,8 @@ async def test_a_base_model_that_two_trainers_serve_is_refused_by_their_names(
     other = Backend(FakeTrainer(), "trainer")
     await other.start()
     addresses = [f"127.0.0.1:{backend.port}" for backend in (stack.trainer_backend, other)]
-    clients = Clients(trainers=addresses, samplers=[], metrics=Metrics())
-    clients.start()
+    clients = Clients(services=Addresses(addresses), metrics=Metrics())
+    await clients.start()
     try:
         await clients.settle(clients.all_trainers)
         with pytest.raises(FailedPrecondition, match=f"'{BASE_MODEL}' is served by {' and '.join(addresses)}"):

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -12,6 +13,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
+from tests.support.waiting import until
 from tinsmith.errors import (
     AlreadyExists,
     DataCorrupted,
@@ -25,6 +27,7 @@ from tinsmith.errors import (
 )
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.addresses import Addresses, write_addresses
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc
 from tinsmith.v1 import weight_sync_pb2 as pb
@@ -242,7 +245,7 @@ async def connect(serve: Serve, channel: Channel) -> AsyncIterator[Connect]:
         *samplers: Server | str, started: bool = True, channel: Channel = channel, silence_s: float = 20
     ) -> WeightSender:
         sender = WeightSender(
-            [sampler if isinstance(sampler, str) else f"127.0.0.1:{sampler.port}" for sampler in samplers],
+            Addresses(samplers=[each if isinstance(each, str) else f"127.0.0.1:{each.port}" for each in samplers]),
             trainer_id="test",
             host="127.0.0.1",
             channel=channel,
@@ -301,6 +304,26 @@ async def test_publishes_at_the_same_time_go_one_after_the_other(
     published = await asyncio.gather(*(sender.publish(make_version(f"m@{n}")) for n in range(5)))
     assert [len(each.members) for each in published] == [1] * 5
     assert len(receiver.versions) == 5
+
+
+async def test_samplers_come_and_go_by_the_file_while_the_trainer_runs(
+    connect: Connect, serve: Serve, make_version: MakeVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinsmith.rpc.addresses._INTERVAL_S", 0.02)
+    listed, receivers = tmp_path / "services.json", [Receiver(), Receiver()]
+    addresses = [f"127.0.0.1:{(await serve(receiver)).port}" for receiver in receivers]
+    write_addresses(listed, Addresses())
+    sender = await connect(started=False)
+    sender._services_file = listed
+    sender.start()
+    assert not sender.has_samplers
+    for count, version_id in ((1, "m@1"), (2, "m@2"), (1, "m@3"), (2, "m@4")):
+        write_addresses(listed, Addresses(samplers=addresses[:count]))
+        await until(lambda count=count: len(sender._samplers.serving()) == count)
+        published = await sender.publish(make_version(version_id))
+        assert list(published.members) == addresses[:count]
+    assert [*receivers[0].versions] == ["m@1", "m@2", "m@3", "m@4"]
+    assert [*receivers[1].versions] == ["m@2", "m@4"]
 
 
 async def test_no_sampler_is_no_error_but_counts_zero(connect: Connect, make_version: MakeVersion) -> None:
