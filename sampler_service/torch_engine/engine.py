@@ -338,7 +338,7 @@ class TorchEngine:
                     scheduler.move(command.groups, command.version, command.future)
             case ForgetVersion():
                 scheduler.forget_version(command.namespace)
-                self._runner.parameters.forget(command.weights)
+                self._runner.forget(command.weights)
             case ForgetWarmUp():
                 scheduler.forget_warm_up()
 
@@ -352,6 +352,7 @@ class TorchEngine:
         except (torch.OutOfMemoryError, MemoryError) as error:
             logger.warning("a step found no memory; it is tried again with fewer sequences", exc_info=error)
             found = error.with_traceback(None)  # its frames hold tensors
+        self._runner.clear()
         self.scheduler.retreat(found)
         self._runner.check_alive()
 

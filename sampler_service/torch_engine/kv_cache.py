@@ -244,8 +244,8 @@ class KVCacheManager:
         for size, want in wanted.items():
             cache = self.caches[size]
             if want.lanes > cache.num_lanes or want.tokens > cache.capacity:
-                more_lanes = max(cache.num_lanes, min(_power_of_two(want.lanes), self._max_lanes))
-                grown[size] = more_lanes, max(cache.capacity, _power_of_two(want.tokens))
+                more_lanes = max(cache.num_lanes, min(power_of_two(want.lanes), self._max_lanes))
+                grown[size] = more_lanes, max(cache.capacity, power_of_two(want.tokens))
         if not grown:
             return
         others = sum(cache.num_lanes * cache.capacity for size, cache in self.caches.items() if size not in grown)
@@ -344,7 +344,7 @@ class KVCacheManager:
             self.prefixes.put(sequence.namespace, _digests(sequence), cache, lane, states)
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 

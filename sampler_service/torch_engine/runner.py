@@ -20,6 +20,7 @@ from sampler_service.core.sampling import Rules, UInt64s, scaled_logprobs, unifo
 from sampler_service.core.sequence import Sequence
 from sampler_service.grammars import Bools
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.torch_engine.graphs import CudaCapture, DecodeGraphs, DecodeStep, why_no_graphs
 from sampler_service.torch_engine.planner import Piece
 from tinsmith.cores import Cores
 from tinsmith.errors import ServiceError
@@ -228,6 +229,10 @@ class Runner:
         self.caches = caches
         self.metrics = metrics
         self.cores = cores or Cores("", most=0, set_threads=lambda _: None)
+        self.graphs: DecodeGraphs | None = None
+        """None where steps are not captured."""
+        if not why_no_graphs(base):
+            self.graphs = DecodeGraphs(base, CudaCapture(base.device))
         self._decoding: Decoding | None = None
         """The running sequences as tensors; None when none run."""
 
@@ -262,12 +267,43 @@ class Runner:
         running, decoding = batch.running, self._decoding
         passes = passes_of(running, batch.pieces) if batch.pieces or decoding is None else decoding.passes
         if len(passes) == 1:
-            return self._run_pass(batch, passes[0])
+            by_graph = self._by_graph(running, decoding) if decoding is not None and not batch.pieces else None
+            return self._run_pass(batch, passes[0]) if by_graph is None else by_graph
         logits_R_V = torch.empty(len(running) + len(batch.ending), self.base.vocab_size, device=self.base.device)
         for one in passes:
             rows = one.rows + [len(running) + n for n, piece in enumerate(batch.ending) if piece in one.pieces]
             logits_R_V[torch.tensor(rows, dtype=torch.int64, device=self.base.device)] = self._run_pass(batch, one)
         return logits_R_V
+
+    def _by_graph(self, running: list[Sequence], decoding: Decoding) -> Tensor | None:
+        """Logits of a step that only decodes, in one pass; None if no graph computes it."""
+        if self.graphs is None or len(decoding.shared) > 1:
+            return None
+        (size,) = decoding.shared
+        (only,) = decoding.passes
+        self.parameters.use(only.parameters)
+        return self.graphs.logits(
+            DecodeStep(
+                cache=self.caches[size],
+                tokens_B=decoding.tokens_B,
+                positions_B=decoding.positions_B,
+                rotated_B=decoding.rotated_B,
+                num_keys=max(sequence.length for sequence in running),
+                runs=decoding.runs,
+                parameters=only.parameters,
+            )
+        )
+
+    def forget(self, weights: object) -> None:
+        """Drops the references to a version that was unloaded."""
+        self.parameters.forget(weights)
+        if self.graphs is not None:
+            self.graphs.forget(weights)
+
+    def clear(self) -> None:
+        """Gives memory back, after a step that found none."""
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def _run_pass(self, batch: Batch, one: Pass) -> Tensor:
         """float32 [r, V]: for its sequences, then for its prompts that end here."""

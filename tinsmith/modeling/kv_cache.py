@@ -43,6 +43,8 @@ class KVCache:
     """States of the recurrent layers, in the same lanes. They stand for all tokens of a lane that are computed."""
     whole: dict[int, Cache] = field(default_factory=dict)
     """transformers' caches by lane, in place of all else, for a model that runs one sequence at a time."""
+    generation: int = 0
+    """Changes when the tensors are replaced by others."""
 
     def reserve(self, num_lanes: int, capacity: int) -> None:
         """Grows to at least `num_lanes` lanes of `capacity` tokens. Stored values stay."""
@@ -53,6 +55,7 @@ class KVCache:
     def resize(self, num_lanes: int, capacity: int) -> None:
         """Grows or shrinks to exactly this size. Stored values within both sizes stay."""
         self.num_lanes, self.capacity = num_lanes, capacity
+        self.generation += 1
         self.states.resize(num_lanes)
         self.whole = {lane: one for lane, one in self.whole.items() if lane < num_lanes}
         for store in (self.keys, self.values):
@@ -68,6 +71,7 @@ class KVCache:
     def clear(self) -> None:
         """Frees the memory. To be called while no generation runs."""
         self.num_lanes = self.capacity = 0
+        self.generation += 1
         self.keys.clear()
         self.values.clear()
         self.states.clear()
@@ -253,6 +257,9 @@ class Cached:
 
     `positions_B`: position of each decoding lane's new token, int64 [B]. `lanes_B`: other lanes than the first B, int64
     [B]; their keys and values are gathered. `shared`: prompts that the first B lanes share; ignored with `lanes_B`.
+    `num_keys`: a bound on the number of keys, with which the host need not read `positions_B`. `written_B`: for
+    each row the row in whose stead it stores that one's new keys and values, int64 [B], so that rows after the last
+    sequence change nothing.
     """
 
     def __init__(
@@ -263,16 +270,23 @@ class Cached:
         *,
         lanes_B: Tensor | None = None,
         shared: SharedPrompts | None = None,
+        num_keys: int | None = None,
+        written_B: Tensor | None = None,
     ) -> None:
         self.cache = cache
         self.positions_B = positions_B
         self.prefills = prefills
         self.num_decoding = positions_B.shape[0]
-        lengths = [position + 1 for position in positions_B.tolist()]
-        self.num_keys = max(lengths, default=0)
+        if num_keys is None:
+            lengths = [position + 1 for position in positions_B.tolist()]
+            self.num_keys = max(lengths, default=0)
+            self._stretches = _stretches_of(lengths, positions_B.device)
+        else:
+            self.num_keys = num_keys
+            self._stretches = [_Stretch(0, self.num_decoding, num_keys, equal=False)]
         self._lanes_B = torch.arange(self.num_decoding, device=positions_B.device) if lanes_B is None else lanes_B
+        self._written_B = written_B
         self._gathers = lanes_B is not None
-        self._stretches = _stretches_of(lengths, positions_B.device)
         self._places_by_shape: dict[tuple[int, int], Tensor] = {}
         keys = torch.arange(self.num_keys, device=positions_B.device)
         self._mask_B_1_1_L = (keys <= positions_B[:, None])[:, None, None]
@@ -301,6 +315,8 @@ class Cached:
         written = ((stores[0], k_B_K_D), (stores[1], v_B_K_D))
         for store_S_K_C_D, new_B_K_D in written[:1] if heads.values_in_keys else written:
             places = self._places(store_S_K_C_D)
+            if self._written_B is not None:
+                new_B_K_D = new_B_K_D[self._written_B]
             store_S_K_C_D.view(-1, store_S_K_C_D.shape[3])[places] = new_B_K_D.flatten(0, 1)
         return self._decode(layer, q_B_N_D, *stores, heads)
 
@@ -323,7 +339,8 @@ class Cached:
         num_heads, capacity = store_S_K_C_D.shape[1:3]
         if (places := self._places_by_shape.get((num_heads, capacity))) is None:
             heads_K = torch.arange(num_heads, device=self.positions_B.device)
-            places = ((self._lanes_B[:, None] * num_heads + heads_K) * capacity + self.positions_B[:, None]).flatten()
+            lanes_B = self._lanes_B if self._written_B is None else self._written_B
+            places = ((lanes_B[:, None] * num_heads + heads_K) * capacity + self.positions_B[:, None]).flatten()
             self._places_by_shape[num_heads, capacity] = places
         return places
 
