@@ -14,19 +14,22 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from prometheus_client import CollectorRegistry
 
-from benchmarks.command_line import add_models, add_only, add_rounds, add_size
+from benchmarks.command_line import SIZES, add_models, add_only, add_rounds, add_size
 from benchmarks.figure import Aim, Figure, Report
 from benchmarks.model_work import multiplies_bfloat16
 from benchmarks.processes import model_folder
 from benchmarks.rounds import MIN_ROUNDS
+from benchmarks.trainer.shapes import MODEL_SHAPES
 from sampler_service.config import SamplerConfig
 from sampler_service.core.request import Params, Request, Result, StopCondition
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.torch_engine import runner
 from sampler_service.torch_engine.engine import TorchEngine
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
@@ -52,9 +55,11 @@ def tokens(count: int) -> np.ndarray:
     return random.integers(1000, size=count).astype(np.int32)
 
 
-async def generate(engine: TorchEngine, prompt: np.ndarray, *, max_tokens: int, num_samples: int = 1) -> Result:
+async def generate(
+    engine: TorchEngine, prompt: np.ndarray, *, max_tokens: int, num_samples: int = 1, version_id: str = ""
+) -> Result:
     params = Params(max_tokens=max_tokens, seed=0, stop=StopCondition())
-    return await (await engine.submit(Request(prompt, num_samples=num_samples, params=params))).result()
+    return await (await engine.submit(Request(prompt, version_id, num_samples=num_samples, params=params))).result()
 
 
 def same_prompt() -> Work:
@@ -125,18 +130,8 @@ async def bfloat16(folder: Path, arguments: argparse.Namespace) -> AsyncIterator
     aims = [Aim(1.8, model="medium")] if multiplies_bfloat16() else []
     for num_prompts in (1, 8):
 
-        async def rate(engine: TorchEngine, num_prompts: int = num_prompts) -> float:
-            """Tokens of all sequences per second of decode steps: the work of DECODED + 1 steps less that of one."""
-            prompts = [tokens(64) for _ in range(num_prompts)]
-
-            def work(steps: int) -> Work:
-                return lambda engine: asyncio.gather(
-                    *(generate(engine, prompt, max_tokens=steps, num_samples=8) for prompt in prompts)
-                )
-
-            await work(1)(engine)  # now the prompts are in the prefix cache
-            first, all_steps = await _seconds(work(1), engine), await _seconds(work(DECODED + 1), engine)
-            return 8 * num_prompts * DECODED / (all_steps - first)
+        def rate(engine: TorchEngine, num_prompts: int = num_prompts) -> Awaitable[float]:
+            return _decode_rate(engine, num_prompts=num_prompts, num_samples=8)
 
         narrow, wide = await _alternate([lambda engine=engine: rate(engine) for engine in engines], arguments)
         name = f"decode steps of {8 * num_prompts} in bfloat16"
@@ -148,6 +143,47 @@ async def bfloat16(folder: Path, arguments: argparse.Namespace) -> AsyncIterator
     for figure in (mean, Figure("largest gap in bfloat16", "nats", [float(gaps.max())])):
         yield figure
     await engines[0].stop()
+
+
+async def cuda_graphs(folder: Path, arguments: argparse.Namespace) -> AsyncIterator[Figure]:
+    """Decode steps of an adapter that are captured in CUDA graphs, against steps that the host starts one operation at
+    a time. None on a CPU."""
+    if not torch.cuda.is_available():
+        return
+    engines = [await _load(folder, arguments)]
+    with patch.object(runner, "why_no_graphs", lambda _: "to be compared"):
+        engines.append(await _load(folder, arguments))
+    for engine in engines:
+        await engine.install("v1", random_adapter(AdapterConfig(rank=32, seed=0), engine.targets, engine.base.device))
+    for num_prompts, num_samples in ((1, 1), (1, 8), (8, 8)):
+
+        def rate(
+            engine: TorchEngine, num_prompts: int = num_prompts, num_samples: int = num_samples
+        ) -> Awaitable[float]:
+            return _decode_rate(engine, num_prompts=num_prompts, num_samples=num_samples, version_id="v1")
+
+        captured, started = await _alternate([lambda engine=engine: rate(engine) for engine in engines], arguments)
+        name = f"decode steps of {num_prompts * num_samples} as CUDA graphs"
+        yield Figure(name, "tokens/s", captured, "started one by one", started)
+    for engine in engines:
+        await engine.stop()
+
+
+async def _decode_rate(engine: TorchEngine, *, num_prompts: int, num_samples: int, version_id: str = "") -> float:
+    """Tokens of all sequences per second of decode steps: the work of DECODED + 1 steps less that of one."""
+    prompts = [tokens(64) for _ in range(num_prompts)]
+
+    def work(steps: int) -> Work:
+        return lambda engine: asyncio.gather(
+            *(
+                generate(engine, prompt, max_tokens=steps, num_samples=num_samples, version_id=version_id)
+                for prompt in prompts
+            )
+        )
+
+    await work(1)(engine)  # now the prompts are in the prefix cache
+    first, all_steps = await _seconds(work(1), engine), await _seconds(work(DECODED + 1), engine)
+    return num_samples * num_prompts * DECODED / (all_steps - first)
 
 
 def _gap_aim() -> Aim:
@@ -171,6 +207,7 @@ async def _gaps(folder: Path, engine: TorchEngine) -> np.ndarray:
 FIGURES: dict[str, Callable[[Path, argparse.Namespace], AsyncIterator[Figure]]] = {
     "prefix_cache": prefix_cache,
     "bfloat16": bfloat16,
+    "cuda_graphs": cuda_graphs,
 }
 
 
@@ -200,7 +237,7 @@ async def _alternate(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_size(parser, default="small")
+    add_size(parser, default="small", sizes=(*SIZES, *MODEL_SHAPES))
     add_models(parser)
     parser.add_argument("--threads", type=int, default=1, help="threads of each engine (%(default)s)")
     add_rounds(parser, repeats=9, budget_s=60.0)

@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from sampler_service.core.request import Result
+from sampler_service.torch_engine import runner
 from sampler_service.torch_engine.engine import TorchEngine
-from tests.gpu.device import DEVICE, MARKS
-from tests.support.models import make_model, make_recurrent_model
+from sampler_service.torch_engine.graphs import CudaCapture, Replay
+from tests.gpu.device import DEVICE, MARKS, ONLY_CUDA
+from tests.support.models import make_model, make_recurrent_model, make_sparse_model
 from tests.unit.sampler_service.serving import generate, make_adapter, prompt, serving
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.attention import Packed
@@ -65,6 +67,50 @@ async def test_greedy_tokens_are_the_cpus(make: Callable[[Path], Path], tmp_path
         assert count >= 4
         assert ours.tokens[:count] == theirs.tokens[:count]
         np.testing.assert_allclose(ours.logprobs[:count], theirs.logprobs[:count], rtol=0, atol=3e-4)
+
+
+@ONLY_CUDA
+@pytest.mark.parametrize("make", [make_model, make_sparse_model])
+async def test_captured_steps_draw_what_others_draw(
+    make: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples of the base model and of an adapter, some of which end long before the others."""
+    folder = make(tmp_path)
+    replayed = 0
+
+    async def drawn() -> list[Result]:
+        async with serving(folder, device=DEVICE.type, dtype="float32") as engine:
+            await install(engine)
+            asked = [(version, tokens_of(5 + n, n), n) for n in range(4) for version in ("", "v1")]
+            return await asyncio.gather(
+                *(
+                    generate(engine, tokens, version_id=version, seed=n, num_samples=3, max_tokens=20 + 20 * n)
+                    for version, tokens, n in asked
+                )
+            )
+
+    def counted(capture: CudaCapture, compute: Callable[[], None]) -> Replay:
+        replay = own(capture, compute)
+
+        def replaying() -> None:
+            nonlocal replayed
+            replayed += 1
+            replay()
+
+        return replaying
+
+    own = CudaCapture.__call__
+    monkeypatch.setattr(CudaCapture, "__call__", counted)
+    captured = await drawn()
+    assert replayed > 40
+    monkeypatch.setattr(runner, "why_no_graphs", lambda _: "to be compared")
+    before = replayed
+    plain = await drawn()
+    assert replayed == before
+    for ours, theirs in zip(captured, plain, strict=True):
+        for mine, other in zip(ours.sequences, theirs.sequences, strict=True):
+            assert mine.tokens == other.tokens
+            np.testing.assert_allclose(mine.logprobs, other.logprobs, rtol=0, atol=1e-4)
 
 
 def trained(base: BaseModel, drawn: Sequence[tuple[Any, Adapter | None, Result]]) -> tuple[np.ndarray, np.ndarray]:
