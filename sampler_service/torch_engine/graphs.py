@@ -219,7 +219,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._keeper: torch.cuda.CUDAGraph | None = None
-        """An empty graph. The pool exists as long as some graph uses it."""
+        """A graph that does next to nothing. The pool exists as long as some graph uses it."""
 
     def __call__(self, compute: Callable[[], None]) -> Replay:
         current = torch.cuda.current_stream()
@@ -227,12 +227,13 @@ class CudaCapture:
         with torch.cuda.stream(self._stream):
             if self._keeper is None:
                 compute()  # libraries allocate the memory that they keep for a stream at their first use
-                self._keeper = self._captured(lambda: None)
+                kept = torch.zeros(1, device=current.device)
+                self._keeper = self._captured(lambda: kept.zero_())
             graph = self._captured(compute)
         current.wait_stream(self._stream)
         return graph.replay
 
-    def _captured(self, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _captured(self, compute: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         # Other threads, which receive weights, may allocate memory meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

@@ -537,6 +537,9 @@ class BaseModel:
         self.active.every_row = "past_key_values" in options
         if not self.active.every_row:
             self.active.groups = self.kernels.groups(runs, tokens_T.shape[0], self.device)
+        if self.active.groups is None and self.tensor_parallel is None and self.device.type == "cuda":
+            # One operation for all layers: the host takes longer to start two for each than the device to compute them.
+            self.active.runs = [run.rounded_for(self.dtype) for run in runs]
         try:
             output = self.decoder(**inputs, **options)
         finally:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,35 +52,31 @@ class PassGradient:
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
-        self._flat: Tensor | None = None
+        self._sum: Adapter | None = None
+        """Made at the first gradient, so that it takes no memory during the forward pass."""
         self.anchor = torch.zeros((), requires_grad=True)
         """Input of such layers in place of A and B, so that autograd runs their backward. It gets no gradient."""
 
     def of(self, name: str) -> LoraWeights:
         """The gradient of A and B of the layer `name`, to be added to."""
-        adapter, flat = self._adapter, self._need_flat()
-        first = adapter.flat.storage_offset()
-        own = adapter.weights[name]
-        return LoraWeights(
-            *(flat[one.storage_offset() - first :][: one.numel()].view_as(one) for one in (own.a_R_I, own.b_O_R))
-        )
+        return self._need_sum().weights[name]
 
     def gather(self, grads: Sequence[Tensor | None]) -> Tensor:
         """The whole gradient, flat. `grads`: gradients that autograd computed, in the order of the adapter's
         tensors."""
-        tensors = self._adapter.tensors()
-        if any(grad is not None for grad in grads):
+        found = [grad for grad in grads if grad is not None]
+        if len(found) == len(grads) and self._sum is None:
             # One operation: on CUDA an operation for each of 500 tensors takes longer than the products.
-            parts = zip(tensors, grads, strict=True)
-            whole = torch.cat([(torch.zeros_like(own) if grad is None else grad).flatten() for own, grad in parts])
-            self._flat = whole if self._flat is None else self._flat.add_(whole)
-        return self._need_flat()
+            self._sum = self._adapter.like(torch.cat([grad.flatten() for grad in found]))
+        elif found:
+            own = [one for one, grad in zip(self._need_sum().tensors(), grads, strict=True) if grad is not None]
+            torch._foreach_add_(own, found)
+        return self._need_sum().flat
 
-    def _need_flat(self) -> Tensor:
-        """The buffer. It is made at the first gradient, so that it takes no memory during the forward pass."""
-        if self._flat is None:
-            self._flat = torch.zeros_like(self._adapter.flat)
-        return self._flat
+    def _need_sum(self) -> Adapter:
+        if self._sum is None:
+            self._sum = self._adapter.like(torch.zeros_like(self._adapter.flat))
+        return self._sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +88,20 @@ class Run:
     """A slice, or int64 [n] row numbers."""
     gradient: PassGradient | None = None
     """Receives the adapter's gradient from layers that support it. If None, autograd returns the gradients."""
+    rounded: Adapter | None = None
+    """The adapter in the type of the layers, if it was rounded for the whole pass. If None, each layer rounds its A
+    and B."""
+
+    def weights(self, name: str) -> LoraWeights | None:
+        """A and B of the layer `name` for its product; None if the adapter does not change the layer."""
+        return (self.rounded or self.adapter).weights.get(name)
+
+    def rounded_for(self, dtype: torch.dtype) -> Run:
+        """This run, with the adapter in `dtype`."""
+        if self.adapter.flat.dtype == dtype:
+            return self
+        with torch.no_grad():
+            return replace(self, rounded=self.adapter.rounded(dtype))
 
 
 @dataclass(slots=True)
@@ -188,7 +198,7 @@ class LoraLinear(nn.Module):
         else:
             y = nn.functional.linear(x, self.dense(), self.bias)
         for run in self.active.runs:
-            weights = run.adapter.weights.get(self.name)
+            weights = run.weights(self.name)
             if weights is not None:
                 rows = slice(None) if self.active.every_row else run.rows
                 low_n_R = x.reshape(-1, x.shape[-1])[rows] @ weights.a_R_I.to(x.dtype).T
@@ -303,7 +313,7 @@ def _shares(layer: LoraLinear, runs: Sequence[Run], x_T_I: Tensor) -> list[tuple
     dtype = x_T_I.dtype
     found = []
     for run in runs:
-        weights = run.adapter.weights.get(layer.name)
+        weights = run.weights(layer.name)
         if weights is None:
             continue
         rows, is_merged = run.rows, False

@@ -125,6 +125,21 @@ def test_gradients_are_added_to_the_buffer_of_the_pass(count: int, rows: int, dt
         assert _gap(more, wanted) <= tolerance
 
 
+def test_an_adapter_that_is_rounded_once_computes_the_same() -> None:
+    one, x = adapter(0, dtype=torch.float32), torch.randn(20, INPUTS).to(torch.bfloat16)
+    by_layer = Run(one, slice(0, 20))
+    at_once = by_layer.rounded_for(torch.bfloat16)
+    assert at_once.rounded is not None
+    assert by_layer.rounded_for(torch.float32) is by_layer
+    results = []
+    for run in (by_layer, at_once):
+        outputs = [layer(x) for layer in layers_of([run], dtype=torch.bfloat16)]
+        total = torch.stack([y.float().square().sum() for y in outputs]).sum()
+        results.append([*outputs, *torch.autograd.grad(total, one.tensors())])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def _gap(ours: Tensor, theirs: list[Tensor]) -> float:
     expected = torch.cat([grad.flatten() for grad in theirs])
     return float((ours - expected).norm() / expected.norm())
