@@ -56,6 +56,7 @@ def make_server(config: SamplerConfig, slot: EngineSlot, metrics: SamplerMetrics
             model_names=config.model_names,
             max_lora_rank=config.max_lora_rank,
             max_version_bytes=config.adapter_memory_bytes,
+            admin_keys=config.admin_keys if config.accepted_keys else None,
         ),
         server.grpc,
     )

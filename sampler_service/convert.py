@@ -39,8 +39,10 @@ def request_from_proto(
     why_no_pictures: str = "it sees text only",
     max_tokens: int = 0,
     on_probation: bool = False,
+    owner: str | None = None,
 ) -> Request:
-    """Raises InvalidRequest for what is malformed. `tower`: the base model's; None, with the reason, if the engine
+    """Raises InvalidRequest for what is malformed. `owner`: of the caller's key; None if the caller sends others'
+    requests, and cache_salt says whose. `tower`: the base model's; None, with the reason, if the engine
     takes no pictures. `max_tokens`: most tokens of a prompt with pictures."""
     prompt, pictures = model_input(
         message.prompt, tower=tower, why_no_pictures=why_no_pictures, max_tokens=max_tokens, field="prompt"
@@ -60,7 +62,8 @@ def request_from_proto(
         prompt_alt_tokens_k=message.prompt_alt_tokens_k,
         follow_run=message.follow_run,
         on_probation=on_probation,
-        cache_salt=message.cache_salt,
+        cache_salt=message.cache_salt if owner is None else f"{owner} {message.cache_salt}",
+        owner=message.cache_salt if owner is None else owner,
         pictures=pictures,
         grammar=_grammar(message.grammar) if message.HasField("grammar") else None,
     )

@@ -40,7 +40,9 @@ class Steps:
         )
         self.sampled_tokens = declare.counter("sampled_tokens", "Tokens generated.")
         self.preemptions = declare.counter(
-            "preemptions", "Sequences without max_tokens that gave their place back for a while."
+            "preemptions",
+            "Sequences that gave their place back for a while: those without max_tokens, for want of memory, and those "
+            "of an owner who held more than a share.",
         )
         self.moved = declare.counter(
             "moved_sequences", "Sequences that went on with a newer version of the run they follow."

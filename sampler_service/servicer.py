@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -23,7 +24,7 @@ from tinsmith.lora_config import config_to_proto
 from tinsmith.model_input import has_pictures
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc import logs, tracing
-from tinsmith.rpc.auth import ALONE
+from tinsmith.rpc.auth import ALONE, KeyRing, given_key
 from tinsmith.rpc.server import RAN
 from tinsmith.rpc.words import value_of
 from tinsmith.v1 import sampler_pb2 as pb
@@ -45,13 +46,16 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         model_names: Sequence[str],
         max_lora_rank: int,
         max_version_bytes: int,
+        admin_keys: Sequence[str] | None = None,
     ) -> None:
+        """`admin_keys`: keys of callers who send others' requests, as gateways do; None if nobody needs a key."""
         self.slot = slot
         self.tokenizer = tokenizer
         self.model_names = model_names
         self.max_lora_rank = max_lora_rank
         self.max_version_bytes = max_version_bytes
         self.boot_id = uuid4().hex
+        self._admins = None if admin_keys is None else KeyRing(admin_keys)
 
     async def GetSamplerInfo(self, request: pb.GetSamplerInfoRequest, context: Context) -> pb.GetSamplerInfoResponse:
         engine = self.slot.get()
@@ -180,13 +184,13 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         if _is_alone(context):
             async with room.alone():
                 await context.send_initial_metadata((ALONE,))
-                yield await self._submit(request, stream=stream)
+                yield await self._submit(request, context, stream=stream)
         else:
             with room.beside_others():
-                generation = await self._submit(request, stream=stream)
+                generation = await self._submit(request, context, stream=stream)
             yield generation  # its reader may be slow; the engine counts it until it has ended
 
-    async def _submit(self, request: pb.SampleRequest, *, stream: bool) -> Generation:
+    async def _submit(self, request: pb.SampleRequest, context: Context, *, stream: bool) -> Generation:
         engine = self.slot.get()
         read = partial(
             convert.request_from_proto,
@@ -194,9 +198,18 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
             tower=engine.tower,
             why_no_pictures=engine.why_no_pictures,
             max_tokens=engine.limits.max_length,
+            owner=self._owner(context),
         )
         asked = await large.run(read) if _may_be_large(request) else read()
         return await self.slot.get().submit(asked, stream=stream, request_id=logs.request_id.get())
+
+    def _owner(self, context: Context) -> str | None:
+        """A name for the caller's key; None for a caller who sends others' requests."""
+        metadata = tuple(context.invocation_metadata() or ())
+        key = given_key({name: value for name, value in metadata if isinstance(value, str)})
+        if self._admins is None or self._admins.find(key) is not None:
+            return None
+        return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 def _is_alone(context: Context) -> bool:

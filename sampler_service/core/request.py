@@ -114,6 +114,8 @@ class Request:
     """The version may be on probation, and a full queue is no reason to refuse the request."""
     cache_salt: str = ""
     """It reuses what requests with the same one have computed, and nothing else."""
+    owner: str = ""
+    """Whoever sent it. Owners take turns, and have equal shares of what runs."""
     pictures: tuple[Placed, ...] = ()
     """Pictures in the prompt, each with the number of its first token, in rising order."""
     grammar: Grammar | None = None

@@ -257,7 +257,7 @@ class TorchEngine:
         together = min(planner.max_running, planner.max_kv_tokens // sequences[0].need)
         parts = [sequences[n : n + together] for n in range(0, len(sequences), together)]
         length, request = len(group.request.prompt), group.request
-        run = f"{run_of(request.version_id)} {request.cache_salt}"
+        run = f"{run_of(request.version_id)} {request.owner}"
         return [Job(group, length, part, scored=n == 0, run=run) for n, part in enumerate(parts)]
 
     async def _warm_up(self) -> None:

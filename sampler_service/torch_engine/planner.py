@@ -1,11 +1,13 @@
 """Plans a step: which sequences and prompts compute, and in which lane of the cache. Knows no tensors.
 
 Its promises: requests of one training run get their room in the order in which they came, and runs take turns by tokens
-(`Waiting`). The owners who share a run, or the base model, take turns, too. An admitted sequence has its tokens
-reserved in the cache, so one with max_tokens is never interrupted; a prompt is computed in pieces, beside the running
-sequences. A quarter of each step's prompt tokens is for short prompts that have room: they do not wait until long ones
-before them are computed, which lose that share of a step and nothing else. A short prompt that is only scored, or draws
-one token, needs its lane for one step: it does not wait for the running sequences to end.
+(`Waiting`). The owners who share a run, or the base model, take turns, too. An owner who holds less than a share of
+lanes and cache is the next, and sequences of those who hold more are interrupted for that (`give_way`); they go on
+later, from the tokens that they have. Otherwise a sequence with max_tokens is never interrupted, for an admitted one
+has its tokens reserved in the cache. A prompt is computed in pieces, beside the running sequences. A quarter of each
+step's prompt tokens is for short prompts that have room: they do not wait until long ones before them are computed,
+which lose that share of a step and nothing else. A short prompt that is only scored, or draws one token, needs its lane
+for one step: it does not wait for the running sequences to end.
 
 A sequence without max_tokens may reach the context's end, and mostly stops long before. It starts with a modest
 reservation that grows as it goes; when there is no room to grow, the youngest such sequence gives its place back and
@@ -22,11 +24,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from itertools import chain, count
 
 from sampler_service.core.sequence import PASSING, Sequence, SequenceGroup, StateUnknown
+from sampler_service.torch_engine.shares import Shares, owner_of
 from tinsmith.modeling.recurrent_cache import RecurrentCache
 
 SHORT_TOKENS = 1024
@@ -37,6 +41,9 @@ SHORT_SHARE = 4
 
 RESTING_TOKENS = 16
 """Tokens of long prompts in a step that is for the running sequences. They are few, but a step keeps one form."""
+
+MOST_FIRST = 4
+"""Most owners in a step whose job goes before those of others, because they hold less than a share."""
 
 _GROUP = 32
 """Tokens by which the lengths of jobs in one group differ at most."""
@@ -67,8 +74,7 @@ class Job:
     states: dict[int, RecurrentCache] = field(default_factory=dict)
     """These states by number of tokens, filled by the passes, until the prefix cache gets them."""
     run: str = ""
-    """The training run whose version computes it, none for the base model, and the group, by the request's cache_salt.
-    They take turns."""
+    """The training run whose version computes it, none for the base model, and the owner. They take turns."""
     place: tuple[int, int] = (0, 0)
     """Its start, in tokens, and its number among those that start there, while it waits."""
 
@@ -76,6 +82,10 @@ class Job:
     def cost(self) -> int:
         """Tokens of its prompt, and those that are promised to its sequences."""
         return self.length + sum(sequence.need - sequence.length for sequence in self.sequences)
+
+    @property
+    def owner(self) -> str:
+        return owner_of(self.sequences[0])
 
     @property
     def size(self) -> int:
@@ -155,6 +165,8 @@ class Waiting:
         self._ends: dict[str, int] = {}
         """Where the last job of each run ends, in tokens; forgotten when nobody waits."""
         self._of: dict[SequenceGroup, list[Job]] = {}
+        self._by_owner: dict[str, list[Job]] = {}
+        """The jobs of each owner, by their places."""
         self._short: list[list[Job]] = [[] for _ in range(0, short_tokens + 1, _GROUP)]
         """Jobs that may pass others, by their places, in groups of nearly the same length."""
 
@@ -167,6 +179,14 @@ class Waiting:
     @property
     def first(self) -> Job:
         return self._jobs[0]
+
+    @property
+    def owners(self) -> Collection[str]:
+        """Owners of the jobs."""
+        return self._by_owner.keys()
+
+    def first_of(self, owner: str) -> Job:
+        return self._by_owner[owner][0]
 
     def append(self, job: Job) -> None:
         """Behind those of its run."""
@@ -185,6 +205,16 @@ class Waiting:
         self._start = max(self._start, self.first.place[0])  # one that passes others moves nobody's start
         self._remove(job)
 
+    def put_first(self, job: Job, num_sequences: int) -> None:
+        """Lets so many sequences of a job go before all others. The rest keep its place."""
+        first, rest, place = job, job.sequences[num_sequences:], job.place
+        self._remove(job)
+        if rest:
+            first = Job(job.group, job.length, job.sequences[:num_sequences], job.scored, run=job.run)
+            job.sequences, job.scored = rest, False
+            self._add(job, place)
+        self.appendleft(first)
+
     def drop(self, group: SequenceGroup) -> None:
         """Removes the jobs of a request, for which its run pays nothing."""
         for job in reversed(list(self._of.get(group, ()))):
@@ -200,13 +230,17 @@ class Waiting:
     def _add(self, job: Job, place: tuple[int, int]) -> None:
         job.place = place
         insort(self._jobs, job, key=_place)
-        if self._may_pass(job):
+        if self.may_pass(job):
             insort(self._group(job), job, key=_place)
+        insort(self._by_owner.setdefault(job.owner, []), job, key=_place)
         self._of.setdefault(job.group, []).append(job)
 
     def _remove(self, job: Job) -> None:
         _delete(self._jobs, job)
-        if self._may_pass(job):
+        _delete(self._by_owner[job.owner], job)
+        if not self._by_owner[job.owner]:
+            del self._by_owner[job.owner]
+        if self.may_pass(job):
             _delete(self._group(job), job)
         self._of[job.group].remove(job)
         if not self._of[job.group]:
@@ -214,7 +248,7 @@ class Waiting:
         if not self._jobs:
             self._ends.clear()
 
-    def _may_pass(self, job: Job) -> bool:
+    def may_pass(self, job: Job) -> bool:
         return len(job.sequences) == 1 and job.sequences[0].passes and job.length <= self._short_tokens
 
     def _group(self, job: Job) -> list[Job]:
@@ -347,14 +381,16 @@ class Planner:
         return job
 
     def _has_room(self, job: Job, room: Reservations, *, more_lanes: int = 0) -> bool:
-        """Beside what is promised."""
-        lanes = len(job.sequences)
+        return self._fits(len(job.sequences), job.sequences[0].need, room, more_lanes=more_lanes)
+
+    def _fits(self, lanes: int, tokens: int, room: Reservations, *, more_lanes: int = 0) -> bool:
+        """Whether there is room for so many lanes of `tokens` tokens each beside what is promised."""
         if self.most_together is not None:
             if room.lanes and room.lanes + lanes > self.most_together:
                 return False
         elif room.lanes + lanes > self.max_running + more_lanes:
             return False
-        return room.with_more(lanes, job.sequences[0].need) <= self.max_kv_tokens
+        return room.with_more(lanes, tokens) <= self.max_kv_tokens
 
     def put_back(self, sequences: list[Sequence]) -> None:
         """These sequences, which have no place any more, wait before all others: prompts first, as many of a prompt's
@@ -398,9 +434,7 @@ class Planner:
                 else:
                     staying = (one for one in self.running if not one.bounded and one not in leaving)
                     leaving.append(max(staying, key=lambda one: one.order))
-        for sequence in sorted(leaving, key=lambda sequence: sequence.order, reverse=True):
-            sequence.reserved = 0
-            self.waiting.appendleft(Job(sequence.group, sequence.length, [sequence], scored=False))
+        self._requeue(sorted(leaving, key=lambda sequence: sequence.order, reverse=True))
         return leaving
 
     def _more_for(self, sequence: Sequence, leaving: list[Sequence]) -> int:
@@ -411,6 +445,68 @@ class Planner:
         if room.with_more(1, wanted) <= self.max_kv_tokens:
             return wanted
         return min(wanted, room.longest(size_of(sequence.length), max_tokens=self.max_kv_tokens))
+
+    def give_way(self) -> list[Sequence]:
+        """Lets owners who hold less than a share of lanes and cache be the next, as far as the share goes. Returns the
+        running sequences, of owners who hold more, that have to leave for that; they are queued."""
+        partial = self.partial.sequences if self.partial is not None else []
+        held = [*self.running, *partial]
+        owners = {*self.waiting.owners, *map(owner_of, held)}
+        if not self.waiting or len(owners) < 2:
+            return []
+        shares = Shares(owners, max_lanes=self.most_together or self.max_running, max_tokens=self.max_kv_tokens)
+        for sequence in held:
+            shares.hold(owner_of(sequence), lanes=1, tokens=sequence.promised)
+        first: list[tuple[Job, int]] = []
+        given: list[Sequence] = []
+        for job in nsmallest(MOST_FIRST, self._with_less_than_a_share(shares), key=_place):
+            need = job.sequences[0].need
+            count = min(len(job.sequences), shares.lanes_left(job.owner, tokens=need))
+            if self.waiting.may_pass(job) and not self._fits(count, need, Reservations(held)):
+                continue  # it needs no place
+            giving = self._giving(count, need, held, shares)
+            if giving is None:
+                break  # one sequence that needs more than a share; the next room is for it
+            given += giving
+            held = [*(one for one in held if one not in giving), *job.sequences[:count]]
+            shares.hold(job.owner, lanes=count, tokens=need)
+            first.append((job, count))
+        self._requeue(given)
+        for job, count in reversed(first):
+            self.waiting.put_first(job, count)
+        return [one for one in given if one in self.running]
+
+    def _with_less_than_a_share(self, shares: Shares) -> Iterator[Job]:
+        for owner in self.waiting.owners:
+            job = self.waiting.first_of(owner)
+            if shares.lanes_left(owner, tokens=job.sequences[0].need) > 0:
+                yield job
+
+    def _giving(self, lanes: int, tokens: int, held: list[Sequence], shares: Shares) -> list[Sequence] | None:
+        """Sequences of those who hold more than a share, without which there is room for so many lanes of so many
+        tokens: those that are cheapest to compute anew. None if there is no room without them either."""
+        stay, giving = list(held), list[Sequence]()
+        half_computed = self.partial.sequences if self.partial is not None else []
+        while not self._fits(lanes, tokens, Reservations(stay)):
+            owner = shares.greediest()
+            if owner is None:
+                return None
+            theirs = (one for one in stay if owner_of(one) == owner and one not in half_computed[:1])
+            leaving = min(theirs, key=lambda one: 0 if one in half_computed else one.length)
+            shares.hold(owner, lanes=-1, tokens=leaving.promised)
+            stay.remove(leaving)
+            giving.append(leaving)
+        return giving
+
+    def _requeue(self, sequences: list[Sequence]) -> None:
+        """They go on before all others that wait. Running ones keep their lanes until they leave."""
+        for sequence in sequences:
+            sequence.reserved = 0
+            if sequence in self.running:
+                self.waiting.appendleft(Job(sequence.group, sequence.length, [sequence], scored=False))
+        if self.partial is not None and (back := [one for one in self.partial.sequences if one in sequences]):
+            self.partial.sequences = [one for one in self.partial.sequences if one not in back]
+            self.waiting.appendleft(Job(self.partial.group, self.partial.length, back, scored=False))
 
     def outgrown(self) -> list[Sequence]:
         """Running sequences whose lanes are too short for what is reserved for them."""

@@ -25,6 +25,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.kv_cache import KVCacheManager, Wanted
 from sampler_service.torch_engine.planner import Job, Piece, Planner, size_of
 from sampler_service.torch_engine.runner import Batch, Drawn
+from sampler_service.torch_engine.shares import owner_of
 from tinsmith.errors import ServiceError
 from tinsmith.modeling.kv_cache import KVCache
 
@@ -87,7 +88,7 @@ class Scheduler:
         """Whether running sequences, lanes or versions have changed since the last batch."""
         self._output = StepOutput()
         self._prefilling: set[str] = set()
-        """Owners, by cache_salt, whose prompts were in the last step in which prompts did not rest."""
+        """Owners whose prompts were in the last step in which prompts did not rest."""
         self._num_good = 1
         """Steps since the last one that found no memory."""
         self._owed_s = 0.0
@@ -246,7 +247,7 @@ class Scheduler:
         others get tokens, if they have sequences that run. Prompts of those who run alone never wait."""
         if self._owed_s <= 0:
             return False
-        return any(sequence.group.request.cache_salt not in self._prefilling for sequence in self.planner.running)
+        return any(owner_of(sequence) not in self._prefilling for sequence in self.planner.running)
 
     def _note(self, seconds: float, pieces: list[Piece], *, rests: bool) -> None:
         """The time of a step."""
@@ -254,7 +255,7 @@ class Scheduler:
             self._owed_s -= seconds
         else:
             self._owed_s = seconds if pieces else 0.0
-            self._prefilling = {piece.job.group.request.cache_salt for piece in pieces}
+            self._prefilling = {piece.job.owner for piece in pieces}
 
     def _reuse(self, job: Job) -> int:
         try:
@@ -264,12 +265,8 @@ class Scheduler:
             return 0
 
     def _plan(self, *, rests: bool) -> list[Piece]:
-        if leaving := self.planner.grow():
-            self.metrics.steps.preemptions.inc(len(leaving))
-            for sequence in leaving:
-                self.kv.remember(sequence, sequence.lane)
-                sequence.mixed = False  # all of it will be computed anew
-            self._leave(leaving)
+        self._interrupt(self.planner.grow())
+        self._interrupt(self.planner.give_way())
         moving = self._move_out(self.planner.outgrown())
         pieces = self.planner.plan(rests=rests)
         for piece in pieces:
@@ -300,6 +297,16 @@ class Scheduler:
             self.kv.load(piece)
         self.kv.want_states(pieces)
         return pieces
+
+    def _interrupt(self, leaving: list[Sequence]) -> None:
+        """Takes sequences out that go on later."""
+        if not leaving:
+            return
+        self.metrics.steps.preemptions.inc(len(leaving))
+        for sequence in leaving:
+            self.kv.remember(sequence, sequence.lane)
+            sequence.mixed = False  # all of it will be computed anew
+        self._leave(leaving)
 
     def _move_out(self, outgrown: list[Sequence]) -> list[tuple[Sequence, KVCache]]:
         """Gives sequences a lane of the size that they have by now, and what is to be written there."""

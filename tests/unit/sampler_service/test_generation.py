@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sampler_service.core.request import Result, SampledSequence, StopCondition
+from sampler_service.core.request import Generation, Result, SampledSequence, StopCondition
 from sampler_service.torch_engine import scheduler
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.support.models import make_model
@@ -188,10 +188,8 @@ async def test_prompts_of_one_owner_rest_while_another_ones_tokens_are_due(
             return plan(**resting)
 
         monkeypatch.setattr(engine.scheduler.planner, "plan", noted)
-        running = await engine.submit(request(prompt(5), max_tokens=40, cache_salt=owners[0]))
-        others = [
-            await engine.submit(request(prompt(200, seed=n), max_tokens=1, cache_salt=owners[1])) for n in range(3)
-        ]
+        running = await engine.submit(request(prompt(5), max_tokens=40, owner=owners[0]))
+        others = [await engine.submit(request(prompt(200, seed=n), max_tokens=1, owner=owners[1])) for n in range(3)]
         await asyncio.gather(*(generation.result() for generation in (running, *others)))
     assert any(rests) == rested
 
@@ -355,6 +353,40 @@ async def test_unlimited_sequences_give_way_and_end_the_same(
     for one, other in zip(roomy, tight, strict=True):
         assert one.sequences[0].tokens == other.sequences[0].tokens
         assert len(one.sequences[0].tokens) == 236
+
+
+@pytest.mark.parametrize("prefix_cache_bytes", [0, None])
+async def test_sequences_that_another_owner_interrupts_end_as_alone(
+    model_folder: Path, prefix_cache_bytes: int | None
+) -> None:
+    """The other owner's request does not wait for the end of any of them."""
+
+    async def run(engine: TorchEngine) -> tuple[list[Generation], Result]:
+        asked = [
+            request(prompt(6, seed=n), max_tokens=200, num_samples=2, seed=n, owner="a", topk_sample_logprobs=2)
+            for n in range(2)
+        ]
+        generations = [await engine.submit(one) for one in asked]
+        await until(lambda: metric(engine, "running_sequences") == 4)
+        ended = metric(engine, "requests_total", outcome="ok")
+        other = await generate(engine, prompt(20), max_tokens=4, seed=9, owner="b")
+        assert metric(engine, "requests_total", outcome="ok") == ended + 1
+        return generations, other
+
+    async with serving(model_folder) as engine:
+        generations, other = await run(engine)
+        alone = [other, *await asyncio.gather(*(one.result() for one in generations))]
+        assert metric(engine, "preemptions_total") == 0
+    async with serving(model_folder, max_running=4, prefix_cache_bytes=prefix_cache_bytes) as engine:
+        generations, other = await run(engine)
+        beside = [other, *await asyncio.gather(*(one.result() for one in generations))]
+        assert metric(engine, "preemptions_total") == 1
+    for one, interrupted in zip(alone, beside, strict=True):
+        for mine, its in zip(one.sequences, interrupted.sequences, strict=True):
+            assert mine.tokens == its.tokens
+            np.testing.assert_allclose(mine.logprobs, its.logprobs, atol=1e-4)
+            if mine.topk is not None and its.topk is not None:
+                np.testing.assert_array_equal(mine.topk.token_ids, its.topk.token_ids)
 
 
 async def test_sequences_of_different_sizes_are_each_as_alone(
@@ -523,7 +555,7 @@ async def test_owners_of_the_base_model_take_turns(model_folder: Path) -> None:
         ends: list[str] = []
 
         async def sample(owner: str) -> None:
-            generation = await engine.submit(request(prompt(8), max_tokens=8, cache_salt=owner))
+            generation = await engine.submit(request(prompt(8), max_tokens=8, owner=owner))
             await generation.result()
             ends.append(owner)
 

@@ -4,8 +4,10 @@ from collections import Counter
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
+from sampler_service.core.request import Request
 from sampler_service.core.sequence import HEADROOM, Sequence
 from sampler_service.torch_engine.planner import RESTING_TOKENS, Job, Planner
 
@@ -14,17 +16,27 @@ class Named(str):
     """As much of a request as the planner needs."""
 
     version = None
+    request: Request
 
 
 @cache
-def named(name: str) -> Any:
-    return Named(name)
+def named(name: str, owner: str) -> Any:
+    group = Named(name)
+    group.request = Request(np.zeros(1, np.int32), owner=owner)
+    return group
 
 
 def job(
-    owner: str, length: int, *, samples: int = 1, max_tokens: int | None = 10, order: int = 0, run: str = ""
+    name: str,
+    length: int,
+    *,
+    samples: int = 1,
+    max_tokens: int | None = 10,
+    order: int = 0,
+    run: str = "",
+    owner: str = "",
 ) -> Job:
-    group = named(owner)
+    group = named(name, owner)
     sequences = [
         Sequence(group, n, length, length + (max_tokens or 1000), bounded=max_tokens is not None, order=order)
         for n in range(samples)
@@ -181,8 +193,8 @@ def test_the_youngest_unlimited_sequence_gives_way_and_comes_back_first() -> Non
 def test_dropping_a_request_names_its_lanes() -> None:
     s = scheduler(job("a", 10), job("b", 10, samples=2), job("c", 300), job("b", 10))
     begin(s)
-    assert s.drop(named("b")) == s.running[1:3]
-    assert s.drop(named("c")) == []
+    assert s.drop(named("b", "")) == s.running[1:3]
+    assert s.drop(named("c", "")) == []
     assert s.partial is None
     assert not s.waiting
 
@@ -316,7 +328,7 @@ def test_a_run_pays_for_nothing_that_it_took_back_or_had_when_nobody_else_waited
     s = scheduler(*(job("gone", 100, run="a") for _ in range(50)), max_running=1)
     begin(s)
     queue(s, job("first", 10, run="b"), job("second", 10, run="b"))
-    s.drop(named("gone"))
+    s.drop(named("gone", ""))
     queue(s, job("a again", 10, run="a"), job("third", 10, run="b"))
     assert owners(s) == ["first", "a again", "second", "third"]
 
@@ -375,3 +387,121 @@ def test_a_sequence_without_max_tokens_outgrows_its_lane() -> None:
     assert s.leave(one) is other
     s.join(one, size=1)
     assert [(each.size, each.lane) for each in s.running] == [(0, 0), (1, 0)]
+
+
+def step(s: Planner) -> list[str]:
+    """A step as the scheduler makes it. Returns the names of those that had to leave."""
+    leaving = s.give_way()
+    for sequence in leaving:
+        s.leave(sequence)
+    begin(s)
+    return [str(one.group) for one in leaving]
+
+
+def end(s: Planner, name: str) -> None:
+    """The sequences of this name have drawn all their tokens."""
+    s.running = [one for one in s.running if one.group != name]
+    for lane, one in enumerate(s.running):
+        one.lane = lane
+
+
+def running(s: Planner) -> Counter[str]:
+    """How many sequences of each owner run."""
+    return Counter(one.group.request.owner for one in s.running)
+
+
+def many(owner: str, number: int, *, samples: int = 1, max_tokens: int = 400) -> list[Job]:
+    return [
+        job(f"{owner} {n}", 10, samples=samples, max_tokens=max_tokens, run=owner, owner=owner) for n in range(number)
+    ]
+
+
+def test_an_owner_who_has_nothing_is_in_the_next_step_although_another_one_has_all() -> None:
+    s = scheduler(*many("a", 40, samples=8))
+    assert step(s) == []
+    assert running(s) == {"a": 8}
+    queue(s, *many("b", 1))
+    assert step(s) == ["a 0"]
+    assert running(s) == {"a": 7, "b": 1}
+    end(s, "b 0")
+    assert step(s) == []
+    assert running(s) == {"a": 8}, "the one that had to leave is before all others"
+    assert {str(one.group) for one in s.running} == {"a 0"}
+
+
+def test_each_owner_gets_a_share_and_keeps_it() -> None:
+    s = scheduler(*many("a", 40, samples=8))
+    step(s)
+    queue(s, *many("b", 20), *many("c", 20))
+    for _ in range(10):
+        step(s)
+    assert running(s) == {"a": 4, "b": 2, "c": 2}
+    for n in range(10):
+        for name in "bc":
+            end(s, f"{name} {n}")
+        assert [step(s) for _ in range(3)] == [[], [], []], "nobody has to leave again"
+        assert running(s) == {"a": 4, "b": 2, "c": 2}
+
+
+def test_samples_of_one_request_beyond_the_share_wait() -> None:
+    s = scheduler(*many("a", 40, samples=8))
+    step(s)
+    queue(s, *many("b", 1, samples=8))
+    step(s)
+    assert running(s) == {"a": 4, "b": 4}
+    assert sum(len(one.sequences) for one in s.waiting if one.owner == "b") == 4
+    assert [one.scored for one in s.waiting if one.owner == "b"] == [False]
+    end(s, "a 0")
+    step(s)
+    assert running(s) == {"a": 4, "b": 4}, "those of a that had to leave"
+
+
+def test_a_share_of_the_cache_counts_as_one_of_the_lanes() -> None:
+    s = scheduler(*many("a", 40, max_tokens=900), max_running=100, max_kv_tokens=9200)
+    for _ in range(3):
+        step(s)
+    assert running(s) == {"a": 10}
+    queue(s, *many("b", 3, max_tokens=900))
+    assert sum(len(step(s)) for _ in range(5)) == 3
+    assert running(s) == {"a": 7, "b": 3}
+
+
+def test_a_prompt_that_is_half_computed_gives_its_other_lanes() -> None:
+    s = scheduler(job("long", 900, samples=8, owner="a"))
+    step(s)
+    queue(s, *many("b", 1))
+    assert step(s) == []
+    assert running(s) == {"b": 1}
+    assert s.partial is not None
+    assert len(s.partial.sequences) == 7
+    assert [(str(one.group), len(one.sequences), one.scored) for one in s.waiting] == [("long", 1, False)]
+
+
+def test_a_sequence_that_needs_more_than_a_share_interrupts_nobody_and_gets_the_next_room() -> None:
+    s = scheduler(*many("a", 40, max_tokens=900), max_running=100, max_kv_tokens=9200)
+    for _ in range(3):
+        step(s)
+    queue(s, job("long", 20, max_tokens=8500, run="b", owner="b"), *many("c", 10, max_tokens=900))
+    for n in range(12):
+        assert step(s) == []
+        assert not running(s)["c"], "it came later"
+        end(s, f"a {n}")
+    step(s)
+    assert running(s) == {"b": 1}
+
+
+def test_one_owner_alone_is_not_interrupted() -> None:
+    s = scheduler(*many("a", 40, samples=8), job("other run", 10, run="other", owner="a"))
+    assert [step(s) for _ in range(5)] == [[]] * 5
+
+
+@pytest.mark.parametrize("num_owners", [8, 500])
+def test_more_owners_than_lanes_interrupt_nobody(num_owners: int) -> None:
+    s = scheduler(*many("a", 40, samples=8))
+    step(s)
+    for n in range(num_owners):
+        queue(s, *many(f"owner {n}", 2))
+    for _ in range(20):
+        step(s)
+    assert len(running(s)) == 8
+    assert step(s) == []

@@ -145,9 +145,17 @@ class BatchMachine(RuleBasedStateMachine):
         seed=st.integers(0, 2),
         on_probation=st.booleans(),
         follows=st.booleans(),
+        owner=st.sampled_from(["", "a", "b"]),
     )
     def submit(
-        self, length: int, max_tokens: int | None, num_samples: int, seed: int, on_probation: bool, follows: bool
+        self,
+        length: int,
+        max_tokens: int | None,
+        num_samples: int,
+        seed: int,
+        on_probation: bool,
+        follows: bool,
+        owner: str = "",
     ) -> None:
         prompt = np.random.default_rng(seed).integers(VOCAB, size=length).astype(np.int32)
         request = Request(
@@ -156,6 +164,7 @@ class BatchMachine(RuleBasedStateMachine):
             params=Params(max_tokens=max_tokens, stop=StopCondition()),
             on_probation=on_probation,
             follow_run="run" if follows else "",
+            owner=owner,
         )
         group = SequenceGroup(
             request=request,

@@ -15,12 +15,14 @@ import grpc.aio
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
+from pydantic import SecretStr
 
 from sampler_service import convert
 from sampler_service.__main__ import make_server, serve
 from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import EngineSlot
-from sampler_service.core.request import RequestLimits, Targets
+from sampler_service.core.request import Request, RequestLimits, Targets
+from sampler_service.core.sequence import SequenceGroup
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.engine import ForgetWarmUp
 from tests.support.models import make_model
@@ -401,3 +403,39 @@ async def test_the_process_serves_and_stops_on_sigterm_with_a_generation_running
         log = (await process.stderr.read()).decode()
         await process.wait()
     assert "Traceback" not in log, log
+
+
+async def test_a_caller_with_an_ordinary_key_is_one_owner_whatever_its_salts(model_folder: Path) -> None:
+    """And finds nothing of others in the prefix cache. With the service key the salt says who the owner is."""
+    config = SamplerConfig(
+        base_model=str(model_folder),
+        listen="127.0.0.1:0",
+        api_keys=[SecretStr("tml-one"), SecretStr("tml-two")],
+        service_key=SecretStr("tml-service"),
+    )
+    owners: list[str] = []
+    async with serving(model_folder) as engine:
+        accept = engine.requests.accept
+
+        async def noting(asked: Request, **how: Any) -> SequenceGroup:
+            owners.append(asked.owner)
+            return await accept(asked, **how)
+
+        engine.requests.accept = noting  # pyright: ignore[reportAttributeAccessIssue]
+        server = make_server(config, EngineSlot(engine), engine.metrics)
+        await server.start()
+
+        async def hits(key: str, salt: str) -> int:
+            async with connect(f"127.0.0.1:{server.port}", api_key=key) as channel:
+                stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+                reply = await stub.Sample(sample(prompt(40), max_tokens=1, cache_salt=salt))
+            return reply.prompt_cache_hit_tokens
+
+        found = [await hits("tml-service", salt) for salt in ("ada", "ada", "bob")]
+        assert found == [0, 32, 0]
+        assert owners == ["ada", "ada", "bob"]
+        found = [await hits(key, salt) for key in ("tml-one", "tml-two") for salt in ("ada", "ada", "bob")]
+        assert found == [0, 32, 0] * 2
+        assert len(set(owners)) == 4
+        assert [owner == owners[3] for owner in owners[3:]] == [True] * 3 + [False] * 3
+        await server.stop(0)
