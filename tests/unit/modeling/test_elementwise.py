@@ -85,7 +85,7 @@ def test_the_weight_is_where_it_was_in_half_precision_too(gemma: bool) -> None:
     assert model(torch.arange(5)[None]).logits.dtype == torch.bfloat16
 
 
-def test_liger_gets_frozen_weights_gemma_s_offset_and_nothing_in_place() -> None:
+def test_liger_computes_gemma_s_norms_not_in_place_and_torch_the_plain_ones() -> None:
     calls: list[tuple[Any, ...]] = []
 
     class Recorded:
@@ -97,9 +97,10 @@ def test_liger_gets_frozen_weights_gemma_s_offset_and_nothing_in_place() -> None
         LigerRMSNormFunction = LigerSiLUMulFunction = LigerRopeFunction = Recorded()
 
     backend = liger(Ops)
-    x, w = torch.ones(1, 2, 4), torch.ones(4)
-    backend.rms_norm(x, w, 1e-6, gemma=False)
+    x, w = torch.randn(1, 2, 4), torch.randn(4)
+    torch.testing.assert_close(backend.rms_norm(x, w, 1e-6, gemma=False), elementwise.rms_norm(x, w, 1e-6, gemma=False))
+    assert not calls
     backend.rms_norm(x, w, 1e-6, gemma=True)
-    assert [call[2:] for call in calls] == [(1e-6, 0.0, "llama", False), (1e-6, 1.0, "gemma", False)]
+    assert [call[2:] for call in calls] == [(1e-6, 1.0, "gemma", False)]
     with pytest.raises(ImportError, match="LigerRMSNormFunction"):
         liger(object())
