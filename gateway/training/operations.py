@@ -120,6 +120,13 @@ class Submission(Pending):
         ).SerializeToString()
 
 
+class TooFarAhead(InvalidRequest):
+    """The trainer's refusal of a seq_id that is too far ahead.
+
+    The number stays free, so nothing of the request is kept.
+    """
+
+
 class TrainerCalls:
     """Starts operations on the trainer, and waits for their replies."""
 
@@ -131,8 +138,8 @@ class TrainerCalls:
     async def accept(self, rpc: str, body: bytes, *, base_model: str, request_id: str) -> Any:
         """The call, once the trainer has acknowledged it, or it has failed in a way that a repeat would not change.
 
-        Raises NotReady when there is no acknowledgement in time, OutOfCapacity when the trainer's queue is full, and
-        SequenceConflict when the trainer has another body under this number.
+        Raises NotReady when there is no acknowledgement in time, OutOfCapacity when the trainer's queue is full,
+        TooFarAhead, and SequenceConflict when the trainer has another body under this number.
         """
         lost = NotReady("the trainer did not acknowledge the operation in time; send it again")
         try:
@@ -150,8 +157,11 @@ class TrainerCalls:
                     error = await _error(call)
                     if isinstance(error, SequenceConflict):
                         raise error
-                    if isinstance(error, OutOfCapacity) and ACCEPTED not in tuple(metadata):
-                        raise error  # the trainer's queue is full: the client has to send the operation again
+                    if ACCEPTED not in tuple(metadata):
+                        if isinstance(error, OutOfCapacity):
+                            raise error  # the trainer's queue is full: the client has to send the operation again
+                        if isinstance(error, InvalidRequest) and error.metadata.get("field") == "seq_id":
+                            raise TooFarAhead(error.message, field="seq_id")
                     if not isinstance(error, NotReady):
                         return call
                     lost = error
@@ -255,8 +265,9 @@ class Operations:
     async def submit(self, submission: Submission) -> None:
         """Returns once the trainer has the operation in its journal, or has refused it for good: time for a receipt.
 
-        Raises, and the client gets no receipt: NotReady when the trainer cannot be reached, OutOfCapacity when the
-        model has too much in work, SequenceConflict when another request has taken the number.
+        Raises, and the client gets no receipt for the number: NotReady when the trainer cannot be reached,
+        OutOfCapacity when the model has too much in work, TooFarAhead, SequenceConflict when another request has taken
+        the number.
         """
         model_id, seq_id = submission.model_id, submission.seq_id
         if submission.rpc == "OptimStep":
@@ -347,7 +358,7 @@ class Operations:
     async def _submit_and_wait(self, submission: Submission, accepted: asyncio.Future[None]) -> Answer:
         try:
             call = await self._accept(submission)
-        except (NotReady, OutOfCapacity, SequenceConflict) as error:
+        except (NotReady, OutOfCapacity, TooFarAhead, SequenceConflict) as error:
             accepted.set_exception(error)
             raise Gone from error
         except asyncio.CancelledError:
@@ -383,8 +394,8 @@ class Operations:
         """The call, once the trainer has the operation in its journal.
 
         None for a repeat that the trainer has with another body, because what the gateway adds to the body has changed.
-        Raises NotReady, OutOfCapacity and SequenceConflict as `submit` does; for the repeat of an operation that was
-        refused, the refusal.
+        Raises NotReady, OutOfCapacity, TooFarAhead and SequenceConflict as `submit` does; for the repeat of an
+        operation that was refused, the refusal.
         """
         known: Operation | None = None
         try:
@@ -393,6 +404,10 @@ class Operations:
                 if known is not None and known.error is not None and known.fingerprint != submission.fingerprint:
                     raise SequenceConflict(known.error)  # the gateway refused it, without the trainer
             call = await self._call(submission)
+        except TooFarAhead:
+            if known is None:
+                await self._store.operations.delete(submission.request_id)
+            raise
         except SequenceConflict as error:
             if known is None:
                 await self._store.operations.delete(submission.request_id)

@@ -46,7 +46,7 @@ from gateway.load import Share
 from gateway.tenants.access import Caller, refused_id
 from gateway.tenants.limits import Hold, Size
 from gateway.training import provenance
-from gateway.training.operations import Submission
+from gateway.training.operations import Submission, TooFarAhead
 from tinsmith.errors import (
     BudgetExceeded,
     InvalidRequest,
@@ -511,6 +511,8 @@ async def submit(gateway: Gateway, caller: Caller, submission: Submission) -> an
         gateway.tenants.limits.operation(caller, request_id, owner=caller.owner, tokens=0).release()
     try:
         await gateway.training.operations.submit(submission)
+    except TooFarAhead as error:
+        return receipt(refused_id(caller, error), model_id)
     finally:
         if submission.hold is not None and gateway.futures.pending(request_id) is not submission:
             submission.hold.release()

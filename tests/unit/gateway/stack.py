@@ -108,6 +108,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """Names of the custom losses that were checked; one of the name "bad" is refused."""
         self.is_loading = False
         self.is_full = False
+        self.max_queued_operations = 1024
         self.forgotten: set[int] = set()
         """seq_ids whose results have expired."""
         self.trainable_groups = types_pb2.AdapterGroup.values()[1:]
@@ -138,6 +139,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             raise ModelNotFound(f"no model {request.model_id}")
         if seq_id in self.forgotten:
             raise ResultNotFound(f"seq_id {seq_id} was executed long ago; its result has expired")
+        ahead = seq_id - len(model.results)
+        if ahead > self.max_queued_operations:
+            raise InvalidRequest(f"seq_id: {seq_id} is {ahead} ahead", field="seq_id")
         body = request.SerializeToString(deterministic=True)
         if self.is_full and seq_id not in model.requests:
             raise OutOfCapacity("256 operations are queued")

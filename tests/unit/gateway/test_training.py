@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -264,6 +265,26 @@ async def test_a_full_trainer_gives_429_and_takes_the_same_request_later(stack: 
     assert (reply.status_code, "256" in reply.json()["detail"]) == (429, True)
     stack.trainer.is_full = False
     assert b"loss:sum" in await client.result((await client.forward_backward(model_id, 1)).json())
+
+
+async def test_a_number_that_was_too_far_ahead_can_be_sent_once_it_is_not(stack: Stack, client: Client) -> None:
+    stack.trainer.max_queued_operations = 2
+    model_id = await client.model(await client.session())
+
+    async def refused(endpoint: str, seq_id: int, **fields: Any) -> None:
+        receipt = await client.call(endpoint, {"model_id": model_id, "seq_id": seq_id, **fields})
+        answer = await client.result(receipt)
+        assert answer["category"] == "user"
+        assert f"seq_id: {seq_id} is" in answer["error"]
+
+    await refused("optim_step", 5, adam_params={"learning_rate": 1e-3})
+    await refused("save_weights", 6, path="late")
+    for seq_id in (1, 2, 3, 4):
+        await client.result((await client.forward_backward(model_id, seq_id)).json())
+    step = await client.call("optim_step", {"model_id": model_id, "seq_id": 5, "adam_params": {"learning_rate": 1e-4}})
+    assert "metrics" in await client.result(step)
+    save = await client.call("save_weights", {"model_id": model_id, "seq_id": 6, "path": "other"})
+    assert (await client.result(save))["path"].endswith("/weights/other")
 
 
 async def test_a_bug_before_the_trainer_has_it_is_an_error_at_once_and_not_remembered(
