@@ -10,7 +10,7 @@ right, and whether the real kernels take what they are given.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,9 @@ from sampler_service.config import SamplerConfig
 from sampler_service.core.request import Params, Request, RequestLimits, StopCondition
 from sampler_service.core.sizing import Sizes
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.torch_engine import runner
 from sampler_service.torch_engine.engine import Add, TorchEngine
+from sampler_service.torch_engine.graphs import Replay
 from tests.support.hollow_cuda import DEVICE, HollowCuda, hollow_cuda
 from tests.support.models import make_model, make_sparse_model
 from tinsmith.cores import Cores
@@ -145,8 +147,18 @@ def test_training_waits_for_the_device_only_where_it_must(engine: TrainingEngine
 
 
 async def test_sampling_waits_for_the_device_once_in_a_step_that_only_decodes(
-    base: BaseModel, cuda: HollowCuda
+    base: BaseModel, cuda: HollowCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    captured: list[Replay] = []
+
+    def capture(compute: Callable[[], None]) -> Replay:
+        before = cuda.waits.copy()
+        compute()
+        assert cuda.waits == before  # a graph cannot make the host wait
+        captured.append(compute)
+        return compute
+
+    monkeypatch.setattr(runner, "CudaCapture", lambda device: capture)
     config = SamplerConfig(
         base_model=base.path, max_lora_rank=16, max_kv_tokens=2048, prefix_cache_bytes=1 << 20, max_running=8
     )
@@ -162,23 +174,24 @@ async def test_sampling_waits_for_the_device_once_in_a_step_that_only_decodes(
     prompt = np.arange(length, dtype=np.int32)
     stop = StopCondition()
     for request in (
-        Request(prompt, "", num_samples=2, params=Params(max_tokens=4, top_p=0.9, stop=stop), prompt_logprobs=True),
-        Request(prompt, "run/1", num_samples=4, params=Params(max_tokens=4, top_k=5, temperature=0.7, stop=stop)),
-        Request(prompt, "run/1", params=Params(max_tokens=4, temperature=0.0, stop=stop), prompt_alt_tokens_k=2),
+        Request(prompt, "", num_samples=2, params=Params(max_tokens=6, top_p=0.9, stop=stop), prompt_logprobs=True),
+        Request(prompt, "run/1", num_samples=4, params=Params(max_tokens=6, top_k=5, temperature=0.7, stop=stop)),
+        Request(prompt, "run/1", params=Params(max_tokens=6, temperature=0.0, stop=stop), prompt_alt_tokens_k=2),
     ):
         await engine.submit(request)
     while not engine._commands.empty():
         command = engine._commands.get()
         assert isinstance(command, Add)
         engine.scheduler.add(command.jobs)
-    for step in range(4):
+    draws, positions = "sampler_service/torch_engine/runner.py: draw", "tinsmith/modeling/kv_cache.py: __init__"
+    waits = []
+    for step in range(6):
         cuda.integer = length + step - 1  # the positions, which a step asks the device for
         cuda.waits.clear()
         engine._step()
-    assert set(cuda.waits) == {
-        "tinsmith/modeling/kv_cache.py: __init__",
-        "sampler_service/torch_engine/runner.py: draw",
-    }
+        waits.append(set(cuda.waits))
+    assert waits[2:] == [{draws, positions}, {draws}, {draws}, {draws}]  # the last three are captured
+    assert len(captured) == 1
     assert engine.scheduler.idle
     ended = engine.scheduler.take_output().ended
     assert [type(outcome).__name__ for _, outcome in ended] == ["Result"] * 3

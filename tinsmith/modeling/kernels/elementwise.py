@@ -14,8 +14,8 @@ from torch import Tensor
 
 class RMSNorm(Protocol):
     def __call__(self, x: Tensor, weight_F: Tensor, eps: float, *, gemma: bool) -> Tensor:
-        """x / rms(x) over the last dimension, computed in float32, rounded to x's dtype, times the weight. A backend may
-        multiply before it rounds.
+        """x / rms(x) over the last dimension, computed in float32, rounded to x's dtype, times the weight. A backend
+        may multiply before it rounds.
 
         `gemma`: times 1 + weight, in float32, before it is rounded. The result has x's shape and dtype.
         """
