@@ -55,6 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def need_cryptography(what: str) -> None:
+    """Raises UsageError if the package is not installed."""
+    try:
+        import cryptography  # noqa: F401
+    except ImportError:
+        raise UsageError(f"{what} needs the package cryptography: pip install 'tinsmith[tls]'") from None
+
+
 @dataclass(frozen=True, slots=True)
 class _Authority:
     cert: x509.Certificate
@@ -65,10 +73,7 @@ def make_certificates(
     folder: Path, *, hosts: list[str], days: int = 397, now: datetime | None = None, samplers: tuple[str, ...] = ()
 ) -> list[str]:
     """Writes the certificates and returns their names. `samplers`: further names of samplers. Raises UsageError."""
-    try:
-        import cryptography  # noqa: F401
-    except ImportError:
-        raise UsageError("make-certificates needs the package cryptography: pip install 'tinsmith[tls]'") from None
+    need_cryptography("make-certificates")
     now = now or datetime.now(UTC)
     common = ["localhost", "127.0.0.1", "::1", socket.gethostname(), *hosts]
     try:
@@ -82,6 +87,62 @@ def make_certificates(
     except OSError as error:
         raise UsageError(f"{folder}: {error}") from None
     return [*([CA] if is_new else []), *SERVICES, CLIENT]
+
+
+def make_self_signed(folder: Path, name: str, *, host: str) -> None:
+    """Writes NAME.pem and NAME-key.pem for a server whose callers know its certificate itself. Keeps files that name
+    `host` already."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    path = folder / f"{name}.pem"
+    alternatives = x509.SubjectAlternativeName([_host(host)])
+    if path.exists():
+        known = x509.load_pem_x509_certificate(path.read_bytes())
+        if known.extensions.get_extension_for_class(x509.SubjectAlternativeName).value == alternatives:
+            return
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = _name(f"Tinsmith {name}")
+    builder = (
+        _builder(subject, subject, key.public_key(), datetime.now(UTC), timedelta(days=_CA_DAYS))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(alternatives, critical=False)
+    )
+    _write(folder, name, _sign(builder, key), key)
+
+
+def make_request(name: str) -> tuple[bytes, bytes]:
+    """A new private key, and the request to sign its certificate, in PEM. The one who signs decides about the hosts."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    request = x509.CertificateSigningRequestBuilder().subject_name(_name(name)).sign(key, hashes.SHA256())
+    return _key_text(key), request.public_bytes(Encoding.PEM)
+
+
+def sign_request(folder: Path, request: bytes, *, hosts: list[str], days: int = 397) -> bytes:
+    """The certificate of the requested key for these hosts, signed by the authority in `folder`, in PEM. Raises
+    UsageError for a request that is none."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    try:
+        wanted = x509.load_pem_x509_csr(request)
+    except ValueError as error:
+        raise UsageError(f"signing_request: is no PKCS #10 request in PEM ({error})") from None
+    key = wanted.public_key()
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not wanted.is_signature_valid:
+        raise UsageError("signing_request: is not signed by an elliptic-curve key of its own")
+    authority = _read_authority(folder)
+    common = ["localhost", "127.0.0.1", "::1", *hosts]
+    cert = _issue("machine", authority, key, hosts=common, now=datetime.now(UTC), days=days)
+    return cert.public_bytes(Encoding.PEM)
 
 
 def _make_authority(folder: Path, now: datetime) -> _Authority:
@@ -117,16 +178,30 @@ def _read_authority(folder: Path) -> _Authority:
 
 
 def _make(folder: Path, name: str, authority: _Authority, *, hosts: list[str], now: datetime, days: int) -> None:
-    """Writes a certificate and its key. A certificate without hosts is a client's, with which no service can run."""
-    from cryptography import x509
+    """Writes a certificate and its key."""
     from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import ExtendedKeyUsageOID
 
     key = ec.generate_private_key(ec.SECP256R1())
+    _write(folder, name, _issue(name, authority, key.public_key(), hosts=hosts, now=now, days=days), key)
+
+
+def _issue(
+    name: str,
+    authority: _Authority,
+    key: ec.EllipticCurvePublicKey,
+    *,
+    hosts: list[str],
+    now: datetime,
+    days: int,
+) -> x509.Certificate:
+    """A certificate without hosts is a client's, with which no service can run."""
+    from cryptography import x509
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])]
     issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
     builder = (
-        _builder(_name(name), authority.cert.subject, key.public_key(), now, timedelta(days=days))
+        _builder(_name(name), authority.cert.subject, key, now, timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_key_usage(signs=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
@@ -135,7 +210,7 @@ def _make(folder: Path, name: str, authority: _Authority, *, hosts: list[str], n
     if hosts:
         alternatives = x509.SubjectAlternativeName([_host(host) for host in dict.fromkeys(hosts)])
         builder = builder.add_extension(alternatives, critical=False)
-    _write(folder, name, _sign(builder, authority.key), key)
+    return _sign(builder, authority.key)
 
 
 def _builder(
@@ -196,14 +271,21 @@ def _host(host: str) -> x509.GeneralName:
         raise UsageError(f"--host: {host!r} is neither a host name nor an address ({error})") from None
 
 
-def _write(folder: Path, name: str, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+def _key_text(key: ec.EllipticCurvePrivateKey) -> bytes:
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-    text = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    for path, content, mode in (
-        (folder / f"{name}-key.pem", text, 0o600),
-        (folder / f"{name}.pem", cert.public_bytes(Encoding.PEM), 0o644),
-    ):
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _write(folder: Path, name: str, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    write_pair(folder, name, cert.public_bytes(Encoding.PEM), _key_text(key))
+
+
+def write_pair(folder: Path, name: str, cert: bytes, key: bytes) -> None:
+    """Writes NAME.pem and NAME-key.pem, which only this user can read."""
+    for path, content, mode in ((folder / f"{name}-key.pem", key, 0o600), (folder / f"{name}.pem", cert, 0o644)):
         new = path.with_suffix(".new")
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
             file.write(content)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,15 @@ from tinsmith_cli.base_models import UsageError
 
 DEFAULT_MODEL_NAME = "tinsmith/small-qwen3"
 _ALL = ("trainer", "sampler", "gateway")
+_SHARED = ("dtype", "quantize", "max_lora_rank", "full_training")
+"""Settings that must be alike on all machines."""
+_OF_FIRST = ("host", "port", "api_key", "certificates", "tls_cert", "tls_key")
+"""Settings of the first machine only."""
+
+
+SERVICE_PORTS = {"trainer": 8101, "sampler": 8201, "ranks": 8301}
+"""Where there are several machines: first ports of trainers, of samplers, and of the rendezvous of trainers' ranks.
+They are fixed, so that a machine that was restarted has its addresses again."""
 
 
 def _flag(
@@ -62,7 +71,8 @@ def quantization(text: str) -> str:
 def _service_port(service: str) -> Any:
     return _flag(
         0, type=_port, metavar="PORT",
-        help=f"gRPC port of the first {service}; further ones get the ports after it (default: any free ports)",
+        help=f"gRPC port of the first {service}; further ones get the ports after it (default: any free ports; where "
+        f"there are several machines, {SERVICE_PORTS[service]})",
     )  # fmt: skip
 
 
@@ -169,6 +179,34 @@ class Settings:
         help="send OpenTelemetry traces, configured by OTEL_EXPORTER_OTLP_ENDPOINT and OpenTelemetry's other "
         "variables; needs the extra otel",
     )  # fmt: skip
+    role: str = _flag(
+        "", metavar="LIST",
+        help="services of this machine where there are several machines: gateway, trainer, sampler, separated by "
+        "commas. The first machine runs the gateway (default: all there; a machine with --join must say it)",
+    )  # fmt: skip
+    address: str = _flag(
+        "", metavar="HOST",
+        help="address or name under which other machines reach this one. Without --join it makes this the first of "
+        "several machines, which admits others. With --join the default is this machine's address on the way to the "
+        "first one",
+    )  # fmt: skip
+    join: str = _flag(
+        _environment("TINSMITH_JOIN"), metavar="TOKEN",
+        help="join the first machine, which prints the token, and run the services of --role for it. The token holds "
+        "the service key: TINSMITH_JOIN in the environment keeps it out of `ps`",
+    )  # fmt: skip
+    join_port: int = _flag(
+        8100, type=_port, metavar="PORT", help="port at which the first machine admits others (default %(default)s)"
+    )
+    trainer_nodes: int = _flag(
+        1, type=int, metavar="N", least=1,
+        help="number of machines that one trainer runs on, by torchrun, with one rank for each GPU of each machine. "
+        "All of them give the same number, and the first one to join serves (default %(default)s)",
+    )  # fmt: skip
+    replace: bool = _flag(
+        False,
+        help="take the place of a trainer whose machine is gone for good. Its runs go on from their checkpoints only",
+    )  # fmt: skip
     trainer_ranks: int | None = _flag(
         type=int, metavar="N", least=1,
         help="processes of each trainer, which divide the data and the trainer's threads (default: 1 on a CPU, and one "
@@ -232,7 +270,65 @@ class Settings:
         if settings.quantize is not None and (settings.full_training or settings.engine == "vllm"):
             other = "--full-training" if settings.full_training else "--engine vllm"
             raise UsageError(f"--quantize: {settings.quantize} is not possible together with {other}; leave one out")
+        settings.check_machines()
         return settings
+
+    @property
+    def roles(self) -> Sequence[str]:
+        """The services of this machine."""
+        return tuple(name for name in _ALL if not self.role or name in self.role.split(","))
+
+    def check_machines(self) -> None:
+        """Raises UsageError for settings about several machines that do not go together."""
+        named = self.role.split(",") if self.role else []
+        if unknown := [name for name in named if name not in _ALL]:
+            raise UsageError(f"--role: {unknown[0]!r} is no service; give some of gateway,trainer,sampler")
+        if self.trainer_nodes > 1 and "trainer" not in self.roles:
+            raise UsageError(f"--trainer-nodes: {self.trainer_nodes} is for machines whose --role has trainer")
+        if self.address in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+            raise UsageError(f"--address: {self.address} is no address under which other machines reach this one")
+        if self.join:
+            if not named:
+                raise UsageError("--join: say with --role what this machine runs: trainer, sampler, or trainer,sampler")
+            if "gateway" in named:
+                raise UsageError(
+                    "--role: a further gateway needs the first one's database, PostgreSQL, and is started with `python "
+                    "-m gateway` (docs/operations.md); machines with --join run trainer and sampler"
+                )
+            unset = Settings()
+            for name in _OF_FIRST:
+                if getattr(self, name) != getattr(unset, name):
+                    raise UsageError(f"{_name(name)}: is for the first machine; leave it out on one with --join")
+        elif self.address and "gateway" not in self.roles:
+            raise UsageError(f"--role: {self.role} leaves out gateway, which the first machine runs")
+
+    def check_up(self) -> None:
+        """Raises UsageError for settings about several machines without which `tinsmith up` cannot start."""
+        if self.join:
+            return
+        if self.address:
+            if not self.base_model and self.models_file is None:
+                raise UsageError("--address: name the base model that all machines serve with --base-model")
+            return
+        for name in ("role", "trainer_nodes", "replace"):
+            if getattr(self, name) != getattr(Settings(), name):
+                raise UsageError(
+                    f"{_name(name)}: is for several machines; give --address on the first one, and --join on the others"
+                )
+
+    def shared(self) -> dict[str, str]:
+        """Values of the settings that must be alike on all machines, by the names of their flags; those that the user
+        gave."""
+        values = {name: getattr(self, name) for name in _SHARED}
+        return {name.replace("_", "-"): str(value) for name, value in values.items() if value not in (None, False)}
+
+    def with_shared(self, values: Mapping[str, str]) -> Settings:
+        """The settings with the values of `shared` on another machine."""
+        known = {name.replace("_", "-"): name for name in _SHARED}
+        types = {"max_lora_rank": int, "full_training": bool}
+        return replace(
+            self, **{known[flag]: types.get(known[flag], str)(value) for flag, value in values.items() if flag in known}
+        )
 
     def passed_to(self, service: str) -> dict[str, str]:
         """Values of the service's flags, by their names. A setting without a value is left out, because the service's

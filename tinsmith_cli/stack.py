@@ -16,23 +16,27 @@ import os
 import re
 import ssl
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
 
+import psutil
+
 from tinsmith.cores import SPINS, make_page, usable_cores
-from tinsmith.rpc.auth import is_loopback
+from tinsmith.rpc.addresses import Addresses, read_addresses
+from tinsmith.rpc.auth import host_of, is_loopback
 from tinsmith.rpc.channel import connect, wait_serving
 from tinsmith.rpc.tls import Certificates, pinned
 from tinsmith_cli.base_models import ServedModel
 from tinsmith_cli.planning.plan import Plan
 from tinsmith_cli.ports import free_ports
-from tinsmith_cli.settings import Settings
+from tinsmith_cli.settings import SERVICE_PORTS, Settings
 from tinsmith_cli.supervisor import Service
 
 _HEALTH_TIMEOUT_S = 2.0
+_LOCAL = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +47,12 @@ class Threads:
     sampler: int
 
 
-def divide_cores(cores: int, *, groups: int, samplers: int, most: Threads) -> Threads:
+def divide_cores(cores: int, *, groups: int, samplers: int, most: Threads, trainers: int = 1) -> Threads:
     """Threads of each trainer and each sampler while all services compute. `groups`: number of base models, each with
-    one trainer and `samplers` samplers. `most`: largest allowed numbers; 0 means all cores."""
-    trainers = max(1, cores // 2)
-    trainer = max(1, trainers // groups)
-    sampler = max(1, (cores - trainers) // (groups * samplers))
+    `trainers` trainers, 1 or 0, and `samplers` samplers. `most`: largest allowed numbers; 0 means all cores."""
+    training = max(1, cores // 2) if trainers and samplers else cores * trainers
+    trainer = max(1, training // groups)
+    sampler = max(1, (cores - training) // max(1, groups * samplers))
     return Threads(min(trainer, most.trainer or trainer), min(sampler, most.sampler or sampler))
 
 
@@ -65,14 +69,48 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
+class Node:
+    """This machine's place among those of one trainer."""
+
+    rank: int
+    """0 for the machine that serves."""
+    count: int
+    """Number of machines."""
+    host: str
+    """Where the ranks meet: the machine that serves."""
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The part of a deployment on several machines that runs on this one."""
+
+    roles: Collection[str]
+    """Services that run here."""
+    host: str
+    """Address under which other machines reach this one."""
+    services_file: Path
+    """The addresses of all trainers and samplers, which change as machines join and leave."""
+    nodes: Sequence[Node] = ()
+    """The place in the trainer of each base model."""
+
+    @property
+    def interface(self) -> str:
+        """Name of the network interface that has `host`; empty if none has, as for a name."""
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(address.address == self.host for address in addresses):
+                return name
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelGroup:
-    """The trainer and the samplers of one base model."""
+    """The trainer and the samplers of one base model, those on this machine."""
 
     model: ServedModel
-    trainer: Instance
+    trainer: Instance | None
     samplers: Sequence[Instance]
-    ranks_port: int
-    """Port of the rendezvous of the trainer's ranks, if there are several."""
+    node: Node
     plan: Plan | None = None
     """GPUs and memory; None if the services find their own, as on a CPU."""
 
@@ -124,7 +162,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The trainers, the samplers and the gateway that `tinsmith up` runs on this machine."""
+    """The services that `tinsmith up` runs on this machine: trainers, samplers and the gateway, or some of them."""
 
     settings: Settings
     models: Sequence[ServedModel]
@@ -132,6 +170,8 @@ class Stack:
     tls: Tls = Tls()
     plans: Sequence[Plan | None] = ()
     """The plan of each model; empty: none has one."""
+    site: Site | None = None
+    """None when this is the only machine."""
 
     @property
     def url(self) -> str:
@@ -148,31 +188,60 @@ class Stack:
         return self.settings.state_dir / "logs"
 
     def groups(self) -> list[ModelGroup]:
-        """Trainer and samplers of each base model. Ports without a setting are free ones (ports.py)."""
+        """Trainer and samplers of each base model. Ports without a setting are free ones (ports.py), and fixed ones
+        where other machines know them."""
         counts = self._num_samplers()
         free = iter(free_ports(sum(1 + 2 * (1 + count) for count in counts)))
-        trainer_ports = count(self.settings.trainer_port) if self.settings.trainer_port else free
-        sampler_ports = count(self.settings.sampler_port) if self.settings.sampler_port else free
+        trainer_port = self._first_port("trainer", self.settings.trainer_port)
+        sampler_port = self._first_port("sampler", self.settings.sampler_port)
+        trainer_ports = count(trainer_port) if trainer_port else free
+        sampler_ports = count(sampler_port) if sampler_port else free
         places = count()
         groups = []
         for number, model in enumerate(self.models, start=1):
             suffix = f"-{number}" if len(self.models) > 1 else ""
             num_samplers = counts[number - 1]
-            trainer = Instance(suffix, next(trainer_ports), next(free), next(places))
+            trainer = None
+            if self.runs("trainer"):
+                trainer = Instance(suffix, next(trainer_ports), next(free), next(places))
             samplers = [
                 Instance(
                     f"{suffix}-{replica}" if num_samplers > 1 else suffix, next(sampler_ports), next(free), next(places)
                 )
                 for replica in range(1, num_samplers + 1)
             ]
-            groups.append(ModelGroup(model, trainer, samplers, next(free), self._plans()[number - 1]))
+            node = self.site.nodes[number - 1] if self.site and self.site.nodes else Node(0, 1, _LOCAL, next(free))
+            groups.append(ModelGroup(model, trainer, samplers, node, self._plans()[number - 1]))
         return groups
+
+    def _first_port(self, service: str, wanted: int) -> int:
+        """0 for any free ports."""
+        return wanted or (SERVICE_PORTS[service] if self.site else 0)
+
+    def runs(self, service: str) -> bool:
+        """Whether the service runs on this machine."""
+        return self.site is None or service in self.site.roles
+
+    def address(self, port: int) -> str:
+        """Address of a service of this machine."""
+        host = self.site.host if self.site else _LOCAL
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def trainers(self, groups: Sequence[ModelGroup]) -> list[str]:
+        """Addresses of the trainers that serve here."""
+        return [self.address(group.trainer.port) for group in groups if group.trainer and group.node.rank == 0]
+
+    def samplers(self, groups: Sequence[ModelGroup]) -> list[str]:
+        """Addresses of the samplers here."""
+        return [self.address(sampler.port) for group in groups for sampler in group.samplers]
 
     def _plans(self) -> Sequence[Plan | None]:
         return self.plans or [None] * len(self.models)
 
     def _num_samplers(self) -> list[int]:
         """Samplers of each model."""
+        if not self.runs("sampler"):
+            return [0] * len(self.models)
         return [self.settings.samplers or 1 if plan is None else len(plan.samplers) for plan in self._plans()]
 
     def trainer_folder(self, group: ModelGroup) -> Path:
@@ -182,21 +251,21 @@ class Stack:
     def services(self, groups: Sequence[ModelGroup]) -> list[Service]:
         """All services: trainers, samplers, then the gateway. The last one is the first to be stopped."""
         return [
-            *(self._trainer(group) for group in groups),
+            *(self._trainer(group, group.trainer) for group in groups if group.trainer),
             *(self._sampler(group, sampler) for group in groups for sampler in group.samplers),
-            self._gateway(groups),
+            *([self._gateway(groups)] if self.runs("gateway") else []),
         ]
 
-    def summary(self, groups: Sequence[ModelGroup]) -> str:
+    def summary(self, groups: Sequence[ModelGroup], elsewhere: Addresses | None = None) -> str:
+        """One line about the services. `elsewhere`: the addresses of the services of all machines."""
+        services = elsewhere or Addresses(self.trainers(groups), self.samplers(groups))
         models = ", ".join(name for group in groups for name in group.model.names)
-        trainers = ", ".join(_local(group.trainer.port) for group in groups)
-        samplers = ", ".join(_local(sampler.port) for group in groups for sampler in group.samplers)
-        instances = [instance for group in groups for instance in (group.trainer, *group.samplers)]
+        trainers = ", ".join(services.trainers) or "elsewhere"
+        samplers = ", ".join(services.samplers) or "elsewhere"
+        instances = [each for group in groups for each in (group.trainer, *group.samplers) if each is not None]
         ports = ", ".join(str(instance.metrics_port) for instance in instances)
-        return (
-            f"models: {models}; trainer: {trainers}; sampler: {samplers}; metrics: /metrics, and on ports {ports}; "
-            f"logs: {self.logs}"
-        )
+        metrics = "/metrics" + (f", and on ports {ports}" if ports else "")
+        return f"models: {models}; trainer: {trainers}; sampler: {samplers}; metrics: {metrics}; logs: {self.logs}"
 
     def make_cores_page(self) -> None:
         """Writes the page of cores, which must exist before a service starts."""
@@ -205,7 +274,8 @@ class Stack:
     def _places(self) -> list[int]:
         """Threads of each service while all compute. The last entry is the gateway, which never computes."""
         shares = self._shares()
-        groups = ([shares.trainer, *[shares.sampler] * count] for count in self._num_samplers())
+        trainers = [shares.trainer] if self.runs("trainer") else []
+        groups = ([*trainers, *[shares.sampler] * count] for count in self._num_samplers())
         return [*chain.from_iterable(groups), 0]
 
     @property
@@ -214,35 +284,60 @@ class Stack:
 
     def _shares(self) -> Threads:
         return divide_cores(
-            usable_cores(), groups=len(self.models), samplers=max(self._num_samplers()), most=self.most_threads
+            usable_cores(),
+            groups=len(self.models),
+            trainers=int(self.runs("trainer")),
+            samplers=max(self._num_samplers()),
+            most=self.most_threads,
         )
 
     def _cores(self, instance: Instance, *, most: int) -> dict[str, str]:
         flags = {"cores-page": f"{self._cores_page}:{instance.place}"}
         return flags | {"num-threads": str(most)} if most else flags
 
-    def _trainer(self, group: ModelGroup) -> Service:
+    def _trainer(self, group: ModelGroup, trainer: Instance) -> Service:
         threads = self._shares().trainer
         flags = {
             "base-model": group.model.source,
             "model-names": json.dumps(group.model.names),
-            "listen": _local(group.trainer.port),
-            "samplers": json.dumps([_local(sampler.port) for sampler in group.samplers]),
+            "listen": self.address(trainer.port),
+            **self._known_services(samplers=group.samplers),
+            **self._channel_host(),
             "checkpoint-dir": self.settings.checkpoint_dir or str(self.settings.state_dir / "checkpoints"),
             "state-dir": str(self.trainer_folder(group)),
-            "metrics-port": str(group.trainer.metrics_port),
-            **self._cores(group.trainer, most=self.most_threads.trainer),
+            "metrics-port": str(trainer.metrics_port),
+            **self._cores(trainer, most=self.most_threads.trainer),
             **self.settings.passed_to("trainer"),
         }
         ranks = self.settings.trainer_ranks or 1 if group.plan is None else group.plan.trainer.ranks
-        return self._grpc_service(
+        service = self._grpc_service(
             "trainer",
-            group.trainer,
+            trainer,
             flags,
             threads=max(1, threads // ranks),
-            launcher=torchrun(ranks, group.ranks_port) if ranks > 1 else [],
+            launcher=self._torchrun(ranks, group.node),
             placement=group.plan.trainer_env() if group.plan else {},
         )
+        if self.site is None or group.node.rank == 0:
+            return service
+        ready = partial(_wait_node, self.site.services_file, group.node.host, self.tls.grpc("gateway"))
+        return replace(service, wait_ready=ready)
+
+    def _torchrun(self, ranks: int, node: Node) -> list[str]:
+        if ranks == node.count == 1:
+            return []
+        return torchrun(
+            ranks, node.port, nodes=node.count, node=node.rank, host=node.host, timeout_s=self.settings.startup_timeout
+        )
+
+    def _known_services(self, **services: Sequence[Instance]) -> dict[str, str]:
+        """Flags with the addresses of other services."""
+        if self.site is not None:
+            return {"services-file": str(self.site.services_file)}
+        return {name: json.dumps([self.address(each.port) for each in found]) for name, found in services.items()}
+
+    def _channel_host(self) -> dict[str, str]:
+        return {"channel-host": self.site.host} if self.site else {}
 
     def _sampler(self, group: ModelGroup, sampler: Instance) -> Service:
         # vLLM cannot serve full-parameter versions of every model, so only --engine vllm selects it for them.
@@ -252,7 +347,8 @@ class Stack:
         flags = {
             "base-model": group.model.source,
             "model-names": json.dumps(group.model.names),
-            "listen": _local(sampler.port),
+            "listen": self.address(sampler.port),
+            **self._channel_host(),
             "metrics-port": str(sampler.metrics_port),
             **self._cores(sampler, most=self.most_threads.sampler),
             **({} if engine == "auto" else {"engine": engine}),  # for auto, SAMPLER_ENGINE may name one
@@ -280,7 +376,7 @@ class Stack:
             name=f"{kind}{instance.suffix}",
             argv=_command(f"{kind}_service", {**flags, **self.tls.flags(kind)}, launcher=launcher),
             log=self.logs / f"{kind}{instance.suffix}.log",
-            wait_ready=partial(_wait_grpc, _local(instance.port), self.tls.grpc("gateway")),
+            wait_ready=partial(_wait_grpc, self.address(instance.port), self.tls.grpc("gateway")),
             restarts=self.settings.supervise,
             env={
                 "OMP_NUM_THREADS": str(threads),
@@ -290,17 +386,26 @@ class Stack:
                 # torch's store looks up the name of every peer; a lost DNS packet would stall a group for 5 seconds.
                 "RES_OPTIONS": "timeout:1 attempts:2",
                 "PYTHONSAFEPATH": "1",  # -P, also for the ranks
+                **self._interfaces(),
                 **placement,
                 **self._keys(kind),
             },
         )
 
+    def _interfaces(self) -> dict[str, str]:
+        """Variables without which gloo takes the interface of this machine's name, and NCCL any."""
+        interface = self.site.interface if self.site else ""
+        names = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ]
+        return dict.fromkeys(names, interface) if interface else {}
+
     def _gateway(self, groups: Sequence[ModelGroup]) -> Service:
         flags = {
             "host": self.settings.host,
             "port": str(self.settings.port),
-            "trainers": json.dumps([_local(group.trainer.port) for group in groups]),
-            "samplers": json.dumps([_local(sampler.port) for group in groups for sampler in group.samplers]),
+            **self._known_services(
+                trainers=[group.trainer for group in groups if group.trainer],
+                samplers=[sampler for group in groups for sampler in group.samplers],
+            ),
             "state-dir": str(self.settings.state_dir / "gateway"),
             "cores-page": f"{self._cores_page}:{len(self._places()) - 1}",
             **self.tls.flags("gateway"),
@@ -313,10 +418,14 @@ class Stack:
             name="gateway",
             argv=_command("gateway", flags),
             log=self.logs / "gateway.log",
-            wait_ready=partial(_wait_http, self.settings.host, self.settings.port, self.tls.cert),
+            wait_ready=partial(self.wait_gateway, alone=self.site is not None),
             restarts=self.settings.supervise,
             env=self._keys("gateway"),
         )
+
+    async def wait_gateway(self, *, alone: bool = False) -> None:
+        """Returns once the gateway knows a trainer and a sampler; `alone`: once it answers at all."""
+        await _wait_http(self.settings.host, self.settings.port, self.tls.cert, alone=alone)
 
     def _keys(self, service: str) -> dict[str, str]:
         return self.keys.env(service) if self.keys else {}
@@ -339,11 +448,19 @@ def _tokenizers(models: Sequence[ServedModel]) -> dict[str, str]:
     }
 
 
-def torchrun(ranks: int, port: int) -> list[str]:
+def torchrun(
+    ranks: int, port: int, *, nodes: int = 1, node: int = 0, host: str = _LOCAL, timeout_s: float | None = None
+) -> list[str]:
     """Arguments of `python -m` before the module, which run it in several ranks. torchrun ends all ranks if one ends.
-    --standalone is not used, because it reads pickles from a store that listens on all addresses."""
-    place = ["--rdzv-backend", "static", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    return ["torch.distributed.run", "--nnodes", "1", *place, "--nproc-per-node", str(ranks), "-m"]
+    --standalone is not used, because it reads pickles from a store that listens on all addresses.
+
+    `ranks`: number on this machine, which is number `node` of `nodes`. `host`, `port`: where they meet. `timeout_s`:
+    longest wait for the other machines, in seconds.
+    """
+    place = ["--rdzv-backend", "static", "--master-addr", host, "--master-port", str(port)]
+    if nodes > 1:
+        place += ["--node-rank", str(node), *(["--rdzv-conf", f"timeout={timeout_s:.0f}"] if timeout_s else [])]
+    return ["torch.distributed.run", "--nnodes", str(nodes), *place, "--nproc-per-node", str(ranks), "-m"]
 
 
 def _command(module: str, flags: dict[str, str], *, launcher: Sequence[str] = ()) -> list[str]:
@@ -358,10 +475,6 @@ def _command(module: str, flags: dict[str, str], *, launcher: Sequence[str] = ()
     ]
 
 
-def _local(port: int) -> str:
-    return f"127.0.0.1:{port}"
-
-
 def _folder_name(model: ServedModel) -> str:
     """Name of the folder of these weights' journal. It depends on nothing else, so every start finds it again."""
     readable = re.sub(r"[^\w.-]+", "-", Path(model.source).name)
@@ -373,10 +486,23 @@ async def _wait_grpc(address: str, certificates: Certificates | None = None) -> 
         await wait_serving(channel, timeout_s=float("inf"))  # the supervisor sets the limit
 
 
-async def _wait_http(host: str, port: int, tls_cert: Path | None = None) -> None:
-    context = None if tls_cert is None else pinned(tls_cert)
+async def _wait_node(services_file: Path, host: str, certificates: Certificates | None = None) -> None:
+    """Waits for the trainers on the machine where the ranks of this one meet others."""
     while True:
-        if await _is_healthy(_reachable(host), port, context):
+        trainers = read_addresses(services_file).trainers
+        if found := [address for address in trainers if host_of(address).strip("[]") == host]:
+            break
+        await asyncio.sleep(0.5)
+    for address in found:
+        await _wait_grpc(address, certificates)
+
+
+async def _wait_http(host: str, port: int, tls_cert: Path | None = None, *, alone: bool = False) -> None:
+    """`alone`: an answer suffices that says that the gateway waits for other services."""
+    context = None if tls_cert is None else pinned(tls_cert)
+    statuses = (b" 200 ", b" 503 ") if alone else (b" 200 ",)
+    while True:
+        if await _is_healthy(_reachable(host), port, context, statuses):
             return
         await asyncio.sleep(0.05)
 
@@ -385,7 +511,7 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
 
 
-async def _is_healthy(host: str, port: int, context: ssl.SSLContext | None) -> bool:
+async def _is_healthy(host: str, port: int, context: ssl.SSLContext | None, statuses: Sequence[bytes]) -> bool:
     try:
         async with asyncio.timeout(_HEALTH_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port, ssl=context)
@@ -396,4 +522,4 @@ async def _is_healthy(host: str, port: int, context: ssl.SSLContext | None) -> b
                 writer.close()
     except OSError:  # includes TimeoutError
         return False
-    return b" 200 " in status_line
+    return any(status in status_line for status in statuses)

@@ -1,4 +1,5 @@
-"""`tinsmith up`: runs trainer, samplers and gateway as separate processes on this machine, in the foreground.
+"""`tinsmith up`: runs trainer, samplers and gateway as separate processes on this machine, in the foreground; with
+--address or --join, this machine's part of them.
 
 This process only starts, watches and stops the others. It does not load torch.
 """
@@ -14,6 +15,7 @@ import secrets
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,24 +23,33 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from tinsmith.child import die_with_parent
+from tinsmith.rpc.addresses import read_addresses
 from tinsmith.rpc.auth import is_loopback
 from tinsmith.rpc.paths import check_checkpoint_root
 from tinsmith.rpc.tls import Certificates, check_pair
 from tinsmith_cli.base_models import ServedModel, UsageError, parse
+from tinsmith_cli.cluster.joining import Joined
+from tinsmith_cli.cluster.registrar import Registrar
+from tinsmith_cli.cluster.token import Token
 from tinsmith_cli.keys import has_keys
 from tinsmith_cli.planning.constraints import usable
-from tinsmith_cli.planning.machine import see
+from tinsmith_cli.planning.machine import Machine, see
 from tinsmith_cli.planning.placement import check, placed
+from tinsmith_cli.planning.plan import Plan
 from tinsmith_cli.planning.report import summary
 from tinsmith_cli.ports import free_ports
-from tinsmith_cli.settings import DEFAULT_MODEL_NAME, Settings
-from tinsmith_cli.stack import ServiceKeys, Stack, Tls
+from tinsmith_cli.settings import DEFAULT_MODEL_NAME, SERVICE_PORTS, Settings
+from tinsmith_cli.stack import ModelGroup, Node, ServiceKeys, Site, Stack, Tls
 from tinsmith_cli.supervisor import supervise
 from tinsmith_cli.unserved_journals import with_live_runs
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
+CLUSTER = "cluster"
+"""Folder of --state-dir with what machines know of each other."""
+
+_SOON_S = 1.0
 _DEFAULT_MODEL_SETTINGS = ("--size", "small", "--pretrain-seconds", "60")
 
 
@@ -60,41 +71,175 @@ def run(arguments: argparse.Namespace) -> int:
     """Checks everything that can be checked before a process starts, then runs the services. Raises UsageError."""
     models = parse(arguments.base_model, models_file=arguments.models_file)
     settings = Settings.of(arguments)
+    settings.check_up()
     settings = replace(
         settings,
         state_dir=settings.state_dir.expanduser().absolute(),
         checkpoint_dir=_checkpoint_dir(settings.checkpoint_dir),
     )
-    state_dir = settings.state_dir
-    keys = _keys(settings.host, settings.api_key, state_dir=state_dir)
+    if settings.join:
+        token = Token.parse(settings.join)
+        with _lock(settings.state_dir):
+            return asyncio.run(_run_further(settings, models, token))
+    keys = _keys(settings.host, settings.api_key, state_dir=settings.state_dir)
     tls = _tls(settings)
     settings = replace(settings, port=_check_port(settings.host, settings.port))
     machine = usable(see(), settings)
     check(settings, machine, models, os.environ)
-    with _lock(state_dir):
-        models = models or [ServedModel(str(_default_model(state_dir)), (DEFAULT_MODEL_NAME,))]
-        plans = placed(settings, machine, models, os.environ, report=_report)
-        for plan in plans:
-            if plan is not None:
-                _report(summary(plan))
-        stack = Stack(settings, models, keys, tls, plans)
-        groups = stack.groups()
-        stack.make_cores_page()
-        folders = {stack.trainer_folder(group) for group in groups}
-        for folder, num_runs in with_live_runs(state_dir / "trainers", served=folders).items():
+    with _lock(settings.state_dir):
+        models = models or [ServedModel(str(_default_model(settings.state_dir)), (DEFAULT_MODEL_NAME,))]
+        if settings.address:
+            return _run_first(settings, models, keys, tls, machine)
+        stack = Stack(settings, models, keys, tls, _plans(settings, machine, models))
+        groups = _prepared(stack)
+        ready = f"Tinsmith is ready at {stack.url} ({stack.summary(groups)})"
+        return asyncio.run(_supervise(stack, groups, on_ready=lambda: _report(ready)))
+
+
+def _run_first(
+    settings: Settings, models: Sequence[ServedModel], keys: ServiceKeys | None, tls: Tls, machine: Machine
+) -> int:
+    """Runs this machine's part, and admits others."""
+    registrar = Registrar(
+        settings.state_dir / CLUSTER,
+        address=_address(settings.address, settings.join_port),
+        models=models,
+        settings=settings.shared(),
+        certificates=settings.certificates,
+        report=_report,
+    )
+    keys = ServiceKeys(keys.api_keys if keys else "[]", registrar.token.service_key)
+    tls = replace(tls, folder=registrar.authority.absolute())
+    nodes = []
+    if "trainer" in settings.roles:
+        for port, model in enumerate(models, start=SERVICE_PORTS["ranks"]):
+            rank, trainer = registrar.place(
+                model, nodes=settings.trainer_nodes, ranks_port=port, replace=settings.replace
+            )
+            nodes.append(Node(rank, settings.trainer_nodes, trainer.hosts[0], trainer.ranks_port))
+    site = Site(settings.roles, settings.address, registrar.services_file, nodes)
+    stack = Stack(settings, models, keys, tls, _plans(settings, machine, models), site)
+    groups = _prepared(stack)
+    registrar.list_own(trainers=stack.trainers(groups), samplers=stack.samplers(groups))
+
+    async def serve() -> int:
+        announcing: list[asyncio.Task[None]] = []
+
+        def announce() -> None:
+            announcing.append(asyncio.create_task(_announce(stack, groups)))
+
+        async with registrar.serving():
             _report(
-                f"{folder} has {num_runs} live runs of a base model that is not served now; they go on once "
-                "--base-model serves it again from the same folder"
+                f"other machines join with this line, which holds the service key:\n    tinsmith up --role sampler "
+                f"--join {registrar.token.text}"
             )
-        return asyncio.run(
-            supervise(
-                stack.services(groups),
-                on_ready=lambda: _report(f"Tinsmith is ready at {stack.url} ({stack.summary(groups)})"),
-                report=_report,
-                startup_timeout_s=settings.startup_timeout,
-                log_max_bytes=1e6 * settings.log_mb,
-            )
+            try:
+                return await _supervise(stack, groups, on_ready=announce)
+            finally:
+                for task in announcing:
+                    task.cancel()
+
+    return asyncio.run(serve())
+
+
+async def _announce(stack: Stack, groups: Sequence[ModelGroup]) -> None:
+    """Reports when the gateway knows a trainer and a sampler."""
+    waiting = asyncio.create_task(stack.wait_gateway())
+    done, _ = await asyncio.wait([waiting], timeout=_SOON_S)
+    if not done:
+        _report(f"the gateway answers at {stack.url}, and waits for a trainer and a sampler to join")
+    await waiting
+    assert stack.site is not None
+    everywhere = read_addresses(stack.site.services_file)
+    _report(f"Tinsmith is ready at {stack.url} ({stack.summary(groups, everywhere)})")
+
+
+async def _run_further(settings: Settings, named: Sequence[ServedModel], token: Token) -> int:
+    """Joins the first machine, and runs this machine's part."""
+    joined = Joined(token, settings.state_dir / CLUSTER, report=_report)
+    host = settings.address or joined.local_host
+    settings = replace(settings, address=host)
+    admission = await joined.join(
+        roles=settings.roles,
+        host=host,
+        models=named,
+        settings=settings.shared(),
+        trainer_nodes=settings.trainer_nodes,
+        ranks_port=SERVICE_PORTS["ranks"],
+        replace=settings.replace,
+    )
+    background: list[asyncio.Task[None]] = []
+    is_ready = False
+
+    def on_ready() -> None:
+        nonlocal is_ready
+        is_ready = True
+        _report(f"this machine is ready ({stack.summary(groups)})")
+
+    try:
+        settings, models = settings.with_shared(admission.settings), admission.models
+        machine = usable(see(), settings)
+        check(settings, machine, models, os.environ)
+        nodes = [
+            Node(node.rank, settings.trainer_nodes, node.master_host, node.master_port) for node in admission.nodes
+        ]
+        site = Site(settings.roles, host, joined.services_file, nodes)
+        keys, tls = ServiceKeys("[]", token.service_key), Tls(folder=joined.certificates)
+        stack = Stack(settings, models, keys, tls, _plans(settings, machine, models), site)
+        groups = _prepared(stack)
+        listing = joined.follow(trainers=stack.trainers(groups), samplers=stack.samplers(groups))
+        background.append(asyncio.create_task(listing))
+        return await _supervise(stack, groups, on_ready=on_ready)
+    finally:
+        for task in background:
+            task.cancel()
+        await joined.leave(gives_up_trainers=not is_ready)
+
+
+def _plans(settings: Settings, machine: Machine, models: Sequence[ServedModel]) -> Sequence[Plan | None]:
+    """The plan of each model, which is reported. Raises UsageError."""
+    if not {"trainer", "sampler"} & set(settings.roles):
+        return [None] * len(models)
+    plans = placed(settings, machine, models, os.environ, report=_report)
+    for plan in plans:
+        if plan is not None:
+            _report(summary(plan))
+    return plans
+
+
+def _prepared(stack: Stack) -> Sequence[ModelGroup]:
+    """The groups of the stack, with what must be there before a service starts. Raises UsageError."""
+    groups = stack.groups()
+    if stack.site is not None:
+        for flag, addresses in (
+            ("--trainer-port", stack.trainers(groups)),
+            ("--sampler-port", stack.samplers(groups)),
+        ):
+            for address in addresses:
+                port = int(address.rpartition(":")[2])
+                _probe(stack.site.host, port, flags=f"--address {stack.site.host} {flag} {port}")
+    stack.make_cores_page()
+    folders = {stack.trainer_folder(group) for group in groups}
+    for folder, num_runs in with_live_runs(stack.settings.state_dir / "trainers", served=folders).items():
+        _report(
+            f"{folder} has {num_runs} live runs of a base model that is not served now; they go on once "
+            "--base-model serves it again from the same folder"
         )
+    return groups
+
+
+async def _supervise(stack: Stack, groups: Sequence[ModelGroup], *, on_ready: Callable[[], None]) -> int:
+    return await supervise(
+        stack.services(groups),
+        on_ready=on_ready,
+        report=_report,
+        startup_timeout_s=stack.settings.startup_timeout,
+        log_max_bytes=1e6 * stack.settings.log_mb,
+    )
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _checkpoint_dir(root: str) -> str:
@@ -160,15 +305,20 @@ def _check_port(host: str, port: int) -> int:
     """The port itself, or a free one for 0. Raises UsageError for a port in use, before anything is started."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port: {port} is not in 0 to 65535")
+    port = port or free_ports(1)[0]
+    _probe(host, port, flags=f"--host {host} --port {port}", remedy="; try another --port")
+    return port
+
+
+def _probe(host: str, port: int, *, flags: str, remedy: str = "") -> None:
+    """Raises UsageError unless a service can listen there. `flags`: those that say where."""
     try:
-        port = port or free_ports(1)[0]
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the gateway does: TIME_WAIT is no obstacle
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the services do: TIME_WAIT is no obstacle
             probe.bind(address)
-            return port
     except OSError as error:
-        raise UsageError(f"--host {host} --port {port}: cannot listen there ({error}); try another --port") from None
+        raise UsageError(f"{flags}: cannot listen there ({error}){remedy}") from None
 
 
 def _lock(state_dir: Path) -> IO[str]:

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,7 +20,8 @@ STOP_LIMIT_S = 20.0
 """Twice what `tinsmith up` promises, with long polls open: the machine may have other work."""
 
 _READY = re.compile(
-    r"Tinsmith is ready at (\S+) \(models: (.*?); trainer: (.*?); sampler: (.*?); metrics: .*?; logs: (.*)\)"
+    r"(?:Tinsmith is ready at (\S+)|this machine is ready) "
+    r"\(models: (.*?); trainer: (.*?); sampler: (.*?); metrics: .*?; logs: (.*)\)"
 )
 _METRICS = re.compile(r"metrics on (http://[\d.]+:\d+/metrics)")
 _LOG_LINES_SHOWN = 40
@@ -51,20 +53,25 @@ class Stack:
         python: str = sys.executable,
         module: str = "tinsmith_cli",
         threads: int | None = 1,
+        within: Sequence[str] = (),
+        joins: bool = False,
     ) -> None:
         """`env` is added to the environment: GATEWAY_*, TRAINER_* and SAMPLER_* settings that `up` has no flag for.
         `python` runs it; the default is this one. `module` stands in for the command. `threads`: the most of each
-        service, because other tests share the cores; None leaves them to `up`."""
+        service, because other tests share the cores; None leaves them to `up`. `within`: a command that runs another
+        one, in a network namespace. `joins`: it is a further machine, which has no `base_url`."""
         self.state_dir = state_dir
         if threads is not None:
             flags = ["--trainer-threads", str(threads), "--sampler-threads", str(threads), *flags]
-        self._argv = [python, "-m", module, "up", "--port", "0", "--state-dir", str(state_dir), *flags]
+        port = [] if joins else ["--port", "0"]
+        self._argv = [*within, python, "-m", module, "up", *port, "--state-dir", str(state_dir), *flags]
         self._argv += [part for model in base_models for part in ("--base-model", model)]
         self._env = {**os.environ, **(env or {})}
         self._startup_timeout_s = startup_timeout_s
         self._lines: list[str] = []
         self._ready = threading.Event()
         self._stopped = False
+        self._is_ready = False
         self.process: subprocess.Popen[str]
         self.base_url = ""
         self.models: list[str] = []
@@ -75,6 +82,16 @@ class Stack:
     def __enter__(self) -> Self:
         self.start()
         return self
+
+    @contextmanager
+    def running(self) -> Iterator[Self]:
+        """As `with` the stack itself, for one that is launched."""
+        try:
+            yield self
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        self.__exit__(None, None, None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -94,13 +111,19 @@ class Stack:
 
     def start(self) -> None:
         """Returns once it is ready; raises RuntimeError with its output and logs when it does not become so."""
+        self.launch()
+        self.wait_ready()
+
+    def launch(self) -> None:
         self.process = subprocess.Popen(
             self._argv, env=self._env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    def wait_ready(self) -> None:
         self._ready.wait(self._startup_timeout_s)
-        if not self.base_url:
+        if not self._is_ready:
             self._kill()
             raise RuntimeError(f"tinsmith up did not become ready:\n{self.report()}")
 
@@ -110,7 +133,7 @@ class Stack:
             for line in lines:
                 self._lines.append(line.rstrip("\n"))
                 if match := _READY.match(line):
-                    self.base_url = match[1]
+                    self.base_url, self._is_ready = match[1] or "", True
                     self.models, self.trainers, self.samplers = (match[group].split(", ") for group in (2, 3, 4))
                     self._ready.set()
         self._ready.set()  # it has ended: nobody should wait for it any longer

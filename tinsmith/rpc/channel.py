@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.auth import KEY_HEADER
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
-from tinsmith.rpc.tls import Certificates
+from tinsmith.rpc.tls import Certificates, Pinned
 
 _SERVICE_CONFIG = json.dumps(
     {
@@ -48,7 +48,7 @@ _OPTIONS = [
 
 
 def connect(
-    address: str, *, api_key: str = "", certificates: Certificates | None = None, resends: bool = True
+    address: str, *, api_key: str = "", certificates: Certificates | Pinned | None = None, resends: bool = True
 ) -> grpc.aio.Channel:
     """A channel with keepalive and large messages. It retries calls that fail with UNAVAILABLE, unless `resends` is
     False. Every call carries the key, if there is one, and the id of the HTTP request for which it is made.

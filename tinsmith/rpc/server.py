@@ -24,7 +24,7 @@ from tinsmith.rpc.errors import to_status
 from tinsmith.rpc.parts import check_parts
 from tinsmith.rpc.paths import run_of
 from tinsmith.rpc.reflection import add_reflection
-from tinsmith.rpc.tls import Certificates, warn_of_clear_text
+from tinsmith.rpc.tls import Certificates, Pinned, warn_of_clear_text
 from tinsmith.threads import in_pool
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class Server:
         *,
         api_keys: Sequence[str] = (),
         admin_keys: Sequence[str] = (),
-        certificates: Certificates | None = None,
+        certificates: Certificates | Pinned | None = None,
     ) -> None:
         self.grpc = grpc.aio.server(
             interceptors=[*([KeyInterceptor(api_keys, admin_keys)] if api_keys else []), ErrorInterceptor()],

@@ -55,6 +55,22 @@ class Certificates:
         return cls(ca, cert, key)
 
 
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A self-signed certificate by which callers know a server. The server asks them for none: they have none yet."""
+
+    cert: bytes
+    """PEM."""
+    key: bytes = b""
+    """The private key of `cert`, PEM; only the server has it."""
+
+    def server(self) -> grpc.ServerCredentials:
+        return grpc.ssl_server_credentials([(self.key, self.cert)])
+
+    def client(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(self.cert)
+
+
 def check_pair(cert: Path, key: Path, *, names: tuple[str, str]) -> None:
     """Raises ValueError, naming the settings `names`, unless `cert` and `key` can be read and belong together."""
     try:

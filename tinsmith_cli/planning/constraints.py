@@ -13,7 +13,7 @@ from tinsmith_cli.settings import Settings
 
 FLAGS = (
     "gpus", "trainer_gpus", "sampler_gpus", "train_share", "trainer_ranks", "samplers", "max_lora_rank", "dtype",
-    "engine", "full_training", "quantize",
+    "engine", "full_training", "quantize", "role", "trainer_nodes",
 )  # fmt: skip
 """Settings of `tinsmith up` that the plan depends on."""
 
@@ -22,6 +22,12 @@ FLAGS = (
 class Constraints:
     """Choices of the user, by flags and environment, which bind the planner. None and 0: the planner decides."""
 
+    trains: bool = True
+    """Whether this machine runs a trainer."""
+    samples: bool = True
+    """Whether this machine runs samplers."""
+    nodes: int = 1
+    """Machines of the trainer, each with as many ranks as this one."""
     trainer_gpus: Sequence[Gpu] | None = None
     sampler_gpus: Sequence[Gpu] | None = None
     train_share: float = 0.5
@@ -68,6 +74,9 @@ def constraints_of(settings: Settings, machine: Machine, env: Mapping[str, str])
     shard = env.get("TRAINER_SHARD_BASE", "").lower()
     return Constraints(
         **named,
+        trains="trainer" in settings.roles,
+        samples="sampler" in settings.roles,
+        nodes=settings.trainer_nodes,
         train_share=settings.train_share,
         ranks=settings.trainer_ranks,
         samplers=settings.samplers,

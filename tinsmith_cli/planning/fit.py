@@ -22,7 +22,7 @@ from tinsmith_cli.planning import memory
 from tinsmith_cli.planning.constraints import Constraints
 from tinsmith_cli.planning.machine import Gpu, Machine
 from tinsmith_cli.planning.memory import Training
-from tinsmith_cli.planning.plan import DoesNotFit, Plan, SamplerPlan, TrainerPlan, whole_bytes
+from tinsmith_cli.planning.plan import NO_TRAINER, DoesNotFit, Plan, SamplerPlan, TrainerPlan, whole_bytes
 from tinsmith_cli.planning.shape import Shape
 
 TRAINER_PROCESS_BYTES = 1_000_000_000
@@ -58,7 +58,7 @@ def fill(
     """The plan of this placement and rank. Raises DoesNotFit."""
     engine = engine_of(shape, constraints)
     dtype = dtype_of(constraints.trainer_dtype, "bfloat16")
-    _check_loading(shape, machine, constraints, dtype, num_samplers=len(samplers))
+    _check_loading(shape, machine, constraints, dtype, num_trainers=bool(trainer), num_samplers=len(samplers))
     adapter_memory = _adapter_memory(shape, machine, constraints, engine=engine, rank=rank, num_samplers=len(samplers))
     for versions in [constraints.max_device_versions] if constraints.max_device_versions else [4, 2, 1]:
         try:
@@ -127,7 +127,7 @@ def _divided(
         free = min(gpu.free_bytes for gpu in gpus)
         return base, slots, int(TRAINING_SHARE["cuda"] * free) - base - slots - SAMPLER_PROCESS_BYTES[engine]
 
-    if list(trainer) == list(samplers[0]):
+    if samplers and list(trainer) == list(samplers[0]):
         base, slots, rest = sampler_rest(trainer)
         of_trainer = memory.base_bytes(shape, dtype, quantised=constraints.quantised)
         rest -= of_trainer + TRAINER_PROCESS_BYTES
@@ -142,8 +142,8 @@ def _divided(
         planned = TrainerPlan(trainer, 1, 1, False, of_trainer, training)
         left = rest - training.memory_bytes
         return planned, [_sampler(shape, constraints, trainer, base, slots, left, where=where)]
-    planned = _trainer(shape, machine, constraints, dtype, trainer, rank=rank)
-    return planned, [
+    own = _trainer(shape, machine, constraints, dtype, trainer, rank=rank) if trainer else NO_TRAINER
+    return own, [
         _sampler(shape, constraints, gpus, *sampler_rest(gpus), where=f"the sampler's {gpus_text(gpus)}")
         for gpus in samplers
     ]
@@ -154,7 +154,7 @@ def _trainer(
 ) -> TrainerPlan:
     """The trainer on GPUs of its own: with the whole base model on each if that leaves enough, else divided."""
     parallel, ranks = constraints.trainer_tensor_parallel, len(gpus)
-    rows = ranks // parallel
+    rows = ranks * constraints.nodes // parallel
     found: list[TrainerPlan] = []
     failure: DoesNotFit | None = None
     ways = [False, True] if constraints.shard_base is None else [constraints.shard_base]
@@ -262,7 +262,7 @@ def _adapter_memory(
     one = memory.ADAPTER_BYTES * shape.parameters if constraints.full_training else memory.adapter_bytes(shape, rank)
     chosen = constraints.adapter_memory_bytes or default
     if constraints.adapter_memory_bytes is None and engine == "vllm":
-        chosen = max(default, min(4 * one, machine.host_bytes // 4 // num_samplers))
+        chosen = max(default, min(4 * one, machine.host_bytes // 4 // max(1, num_samplers)))
     if constraints.full_training and constraints.adapter_memory_bytes is None:
         chosen = max(chosen, one)
     if one > chosen:
@@ -272,25 +272,29 @@ def _adapter_memory(
     return chosen
 
 
-def _check_loading(shape: Shape, machine: Machine, constraints: Constraints, dtype: str, *, num_samplers: int) -> None:
-    needed = whole_bytes(shape, constraints, dtype) * (1 + num_samplers)
+def _check_loading(
+    shape: Shape, machine: Machine, constraints: Constraints, dtype: str, *, num_trainers: int, num_samplers: int
+) -> None:
+    needed = whole_bytes(shape, constraints, dtype) * (num_trainers + num_samplers)
     if needed > machine.host_bytes:
+        who = " and ".join(["trainer"] * num_trainers + [f"{num_samplers} samplers"] * bool(num_samplers))
         raise DoesNotFit(
-            f"trainer and {num_samplers} samplers load the base weights into host memory first, {gb(needed)} "
-            f"together, and {gb(machine.host_bytes)} of it are free"
+            f"{who} load the base weights into host memory first, {gb(needed)} together, and "
+            f"{gb(machine.host_bytes)} of it are free"
         )
 
 
 def on_cpu(name: str, shape: Shape, machine: Machine, constraints: Constraints) -> Plan:
     """All services in host memory, with what they find there by themselves. Raises DoesNotFit if the weights alone do
     not fit."""
-    ranks, num_samplers = constraints.ranks or 1, constraints.samplers or 1
+    ranks = (constraints.ranks or 1) if constraints.trains else 0
+    num_samplers = (constraints.samplers or 1) if constraints.samples else 0
     parallel = constraints.trainer_tensor_parallel
     dtype, sampler_dtype = (
         dtype_of(constraints.trainer_dtype, "float32"),
         dtype_of(constraints.sampler_dtype, "float32"),
     )
-    rows = ranks // parallel if not ranks % parallel else 1
+    rows = ranks * constraints.nodes // parallel if not ranks * constraints.nodes % parallel else 1
     of_trainer = memory.base_bytes(
         shape,
         dtype,
@@ -309,12 +313,12 @@ def on_cpu(name: str, shape: Shape, machine: Machine, constraints: Constraints) 
 
     def with_rank(rank: int) -> Training:
         return Training.within(
-            constraints.memory_bytes or training_bytes(left, "cpu") // ranks,
+            constraints.memory_bytes or training_bytes(left, "cpu") // max(1, ranks),
             shape,
             dtype,
             rank=rank,
             host_bytes=left,
-            ranks=ranks,
+            ranks=max(1, ranks),
             max_models=constraints.max_models,
             device_type="cpu",
         )
@@ -326,7 +330,9 @@ def on_cpu(name: str, shape: Shape, machine: Machine, constraints: Constraints) 
         else [MAX_LORA_RANK >> halvings for halvings in range(9)]
     )
     rank = next((rank for rank in tried if with_rank(rank).adapters), tried[-1])
-    training = with_rank(rank)
+    trainer = NO_TRAINER
+    if constraints.trains:
+        trainer = TrainerPlan([], ranks, parallel, bool(constraints.shard_base), of_trainer, with_rank(rank))
     per_token = memory.kv_bytes_per_token(shape, sampler_dtype)
     tokens = kv_tokens(left, per_token, max_running=constraints.max_running, max_context=shape.context)
     prefix = prefix_cache_bytes(left) if constraints.prefix_cache_bytes is None else constraints.prefix_cache_bytes
@@ -343,7 +349,7 @@ def on_cpu(name: str, shape: Shape, machine: Machine, constraints: Constraints) 
         rank=rank,
         device_versions=1,
         adapter_memory_bytes=adapter_memory,
-        trainer=TrainerPlan([], ranks, parallel, bool(constraints.shard_base), of_trainer, training),
+        trainer=trainer,
         samplers=[sampler] * num_samplers,
         notes=_notes(shape, machine),
     )

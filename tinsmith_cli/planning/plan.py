@@ -34,6 +34,10 @@ class TrainerPlan:
     training: Training
 
 
+NO_TRAINER = TrainerPlan((), 0, 1, False, 0, Training(0, 0, 0, 0))
+"""On a machine that samples only."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplerPlan:
     gpus: Sequence[Gpu]
@@ -67,13 +71,15 @@ class Plan:
     device_versions: int
     adapter_memory_bytes: int
     trainer: TrainerPlan
+    """NO_TRAINER on a machine without one."""
     samplers: Sequence[SamplerPlan]
+    """None on a machine without any."""
     notes: Sequence[str] = field(default_factory=tuple)
 
     @property
     def is_shared(self) -> bool:
         """Whether trainer and sampler share a GPU."""
-        return bool(self.trainer.gpus) and self.trainer.gpus == self.samplers[0].gpus
+        return bool(self.trainer.gpus and self.samplers) and self.trainer.gpus == self.samplers[0].gpus
 
     @property
     def publish_bytes(self) -> int:
@@ -85,6 +91,8 @@ class Plan:
     @property
     def channel(self) -> str:
         """The transport that TRAINER_CHANNEL=auto will choose."""
+        if not self.trainer.ranks or not self.samplers:  # the other side is on another machine
+            return "gloo" if self.device_type == "cpu" or self.engine == "vllm" else "nccl"
         if self.device_type == "cpu" or self.engine == "vllm" or self.has_mig:
             return "shm"
         return "cuda_ipc" if self.is_shared else "nccl"
@@ -96,7 +104,7 @@ class Plan:
     @property
     def loading_bytes(self) -> int:
         """Host memory while the services load: each of them has the whole model there, a trainer's ranks in turns."""
-        return whole_bytes(self.shape, self.constraints, self.dtype) * (1 + len(self.samplers))
+        return whole_bytes(self.shape, self.constraints, self.dtype) * (bool(self.trainer.ranks) + len(self.samplers))
 
     @property
     def weights_bytes(self) -> int:
@@ -106,7 +114,7 @@ class Plan:
 
     def trainer_env(self) -> dict[str, str]:
         """Environment of the trainer; empty on a CPU."""
-        if self.device_type == "cpu":
+        if self.device_type == "cpu" or not self.trainer.ranks:
             return {}
         env = {**_devices(self.trainer.gpus), "TRAINER_MEMORY_BYTES": str(self.trainer.training.memory_bytes)}
         if self.constraints.full_training:

@@ -63,14 +63,16 @@ def _plan(name: str, shape: Shape, machine: Machine, constraints: Constraints) -
 
 
 def _is_comfortable(planned: Plan) -> bool:
-    training, context = planned.trainer.training, planned.shape.context
-    return training.longest >= min(context, COMFORTABLE_CONTEXT) and all(
+    trainer, context = planned.trainer, planned.shape.context
+    return (not trainer.ranks or trainer.training.longest >= min(context, COMFORTABLE_CONTEXT)) and all(
         sampler.kv_tokens >= min(context, COMFORTABLE_KV_TOKENS) for sampler in planned.samplers
     )
 
 
 def _check_together(shape: Shape, machine: Machine, constraints: Constraints) -> None:
     """Raises DoesNotFit if all GPUs together cannot hold the base weights twice."""
+    if not constraints.trains or not constraints.samples:
+        return
     gpus = set(machine.gpus)
     if constraints.trainer_gpus is not None and constraints.sampler_gpus is not None:
         gpus = {*constraints.trainer_gpus, *constraints.sampler_gpus}
@@ -100,6 +102,15 @@ def _placements(
     """GPUs of the trainer's ranks and of each sampler, the preferred placement first: near to the wanted share, few
     GPUs for each sampler, and no GPU idle."""
     gpus = sorted(machine.gpus, key=lambda gpu: -round(gpu.free_bytes / 1e9))
+    if not constraints.trains:
+        samples = gpus if constraints.sampler_gpus is None else constraints.sampler_gpus
+        yield from _within(shape, constraints, [], samples, host_bytes=machine.host_bytes)
+        return
+    if not constraints.samples:
+        trains = gpus if constraints.trainer_gpus is None else constraints.trainer_gpus
+        for count in range(len(trains), 0, -1):
+            yield from _within(shape, constraints, trains[:count], [], host_bytes=machine.host_bytes)
+        return
     if constraints.trainer_gpus is not None and constraints.sampler_gpus is not None:
         yield from _within(
             shape, constraints, constraints.trainer_gpus, constraints.sampler_gpus, host_bytes=machine.host_bytes
@@ -137,7 +148,8 @@ def _within(
     shape: Shape, constraints: Constraints, trains: Sequence[Gpu], samples: Sequence[Gpu], *, host_bytes: int
 ) -> Iterator[tuple[Sequence[Gpu], Sequence[Sequence[Gpu]]]]:
     """The ways in which the ranks use `trains` and the samplers `samples`."""
-    trains = trains[: constraints.ranks or (1 if trains[0].is_mig else None)]
+    if trains:
+        trains = trains[: constraints.ranks or (1 if trains[0].is_mig else None)]
     shared = set(trains) & set(samples)
     if shared and (len(trains) > 1 or list(trains) != list(samples)[:1]):
         ids = ", ".join(sorted(gpu.id for gpu in shared))
@@ -145,13 +157,18 @@ def _within(
             f"--trainer-gpus, --sampler-gpus: GPU {ids} is in both; trainer and sampler can share one GPU if it is the "
             "only one of both"
         )
-    if constraints.ranks is not None and len(trains) != constraints.ranks:
+    if trains and constraints.ranks is not None and len(trains) != constraints.ranks:
         return
-    if len(trains) % constraints.trainer_tensor_parallel or (len(trains) > 1 and any(gpu.is_mig for gpu in trains)):
+    if len(trains) * constraints.nodes % constraints.trainer_tensor_parallel or (
+        len(trains) > 1 and any(gpu.is_mig for gpu in trains)
+    ):
+        return
+    if not samples:
+        yield trains, []
         return
     # Each service loads the whole model into host memory first.
     max_samplers = max(
-        1, host_bytes // whole_bytes(shape, constraints, dtype_of(constraints.trainer_dtype, "bfloat16")) - 1
+        1, host_bytes // whole_bytes(shape, constraints, dtype_of(constraints.trainer_dtype, "bfloat16")) - bool(trains)
     )
     for size in (1, 2, 4, 8, 16):
         if constraints.sampler_tensor_parallel not in (None, size) or size > len(samples):

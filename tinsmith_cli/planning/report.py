@@ -20,7 +20,7 @@ def as_text(plan: Plan) -> str:
         *(f"note: {note}" for note in plan.notes),
         "",
     ]
-    division = [f"{_count(trainer.ranks, 'rank')}"]
+    division = [f"{_count(trainer.ranks, 'rank')}{_of_each(plan)}"]
     if trainer.tensor_parallel > 1:
         division.append(f"tensor parallel {trainer.tensor_parallel}")
     if trainer.shard_base:
@@ -31,7 +31,9 @@ def as_text(plan: Plan) -> str:
         ("", "base weights", f"{size_text(trainer.base_bytes)} in {plan.dtype}{_each(trainer.ranks, 'rank')}"),
         ("", "training", f"{size_text(training.memory_bytes)}{_each(trainer.ranks, 'rank')}"),
     ]
-    if not plan.constraints.full_training:
+    if not trainer.ranks:
+        rows = []
+    elif not plan.constraints.full_training:
         rows += [
             ("", f"adapters of rank {plan.rank}", adapters if gpus else f"{training.adapters}"),
             ("", "longest sequence", f"{training.longest:,} tokens"),
@@ -53,32 +55,44 @@ def as_text(plan: Plan) -> str:
 
 def summary(plan: Plan) -> str:
     """The plan in one line."""
-    trainer, sampler = plan.trainer, plan.samplers[0]
-    places = " / ".join(_place(one.gpus).removeprefix("GPU ") for one in plan.samplers)
-    sharing = ", which divide the base model" if trainer.shard_base else ""
-    return (
-        f"plan of {plan.name}: {_count(trainer.ranks, 'rank')} of the trainer on {_place(trainer.gpus)}{sharing}, "
-        f"{size_text(trainer.training.memory_bytes)} each for training; {_count(len(plan.samplers), 'sampler')} on GPU "
-        f"{places}, {sampler.kv_tokens:,} tokens of keys and values; adapters of rank {plan.rank} at most"
-    )
+    trainer, parts = plan.trainer, []
+    if trainer.ranks:
+        sharing = ", which divide the base model" if trainer.shard_base else ""
+        parts.append(
+            f"{_count(trainer.ranks, 'rank')} of the trainer on {_place(trainer.gpus)}{sharing}, "
+            f"{size_text(trainer.training.memory_bytes)} each for training"
+        )
+    if plan.samplers:
+        places = " / ".join(_place(one.gpus).removeprefix("GPU ") for one in plan.samplers)
+        parts.append(
+            f"{_count(len(plan.samplers), 'sampler')} on GPU {places}, {plan.samplers[0].kv_tokens:,} tokens of keys "
+            "and values"
+        )
+    return f"plan of {plan.name}: {'; '.join(parts)}; adapters of rank {plan.rank} at most"
 
 
 def command(plan: Plan) -> list[str]:
     """The lines of the shell that start what the plan says."""
-    common = {**plan.trainer_env(), **plan.sampler_env(0)}
+    trainer, samplers = plan.trainer, plan.samplers
+    common = {**plan.trainer_env(), **(plan.sampler_env(0) if samplers else {})}
     settled = {name: value for name, value in common.items() if not name.startswith("CUDA_") and "MAX_LORA" not in name}
     lines = [f"export {name}={value}" for name, value in settled.items() if _is_common(plan, name)]
     words = ["tinsmith", "up", "--base-model", plan.name]
+    if not trainer.ranks or not samplers:
+        words += ["--role", "trainer" if trainer.ranks else "sampler", "--join", "TOKEN"]
+    if plan.constraints.nodes > 1:
+        words += ["--trainer-nodes", str(plan.constraints.nodes)]
     if plan.device_type == "cuda":
-        samplers = [gpu.id for sampler in plan.samplers for gpu in sampler.gpus]
-        words += ["--trainer-gpus", ",".join(gpu.id for gpu in plan.trainer.gpus)]
-        words += ["--sampler-gpus", ",".join(samplers)]
-        words += ["--trainer-ranks", str(plan.trainer.ranks), "--samplers", str(len(plan.samplers))]
+        of_samplers = [gpu.id for sampler in samplers for gpu in sampler.gpus]
+        words += ["--trainer-gpus", ",".join(gpu.id for gpu in trainer.gpus)] if trainer.ranks else []
+        words += ["--sampler-gpus", ",".join(of_samplers)] if samplers else []
+        words += ["--trainer-ranks", str(trainer.ranks)] if trainer.ranks else []
+        words += ["--samplers", str(len(samplers))] if samplers else []
         words += ["--max-lora-rank", str(plan.rank), "--engine", plan.engine]
     else:
         words += ["--gpus", "none"] if not plan.machine.note else []
-        words += ["--trainer-ranks", str(plan.trainer.ranks)] if plan.trainer.ranks > 1 else []
-        words += ["--samplers", str(len(plan.samplers))] if len(plan.samplers) > 1 else []
+        words += ["--trainer-ranks", str(trainer.ranks)] if trainer.ranks > 1 else []
+        words += ["--samplers", str(len(samplers))] if len(samplers) > 1 else []
     constraints = plan.constraints
     if constraints.trainer_dtype != "auto" and constraints.trainer_dtype == constraints.sampler_dtype:
         words += ["--dtype", constraints.trainer_dtype]
@@ -114,7 +128,9 @@ def as_json(plan: Plan) -> Mapping[str, Any]:
             "cores": plan.machine.cores,
             "host_bytes": plan.machine.host_bytes,
         },
-        "trainer": {
+        "trainer": None
+        if not trainer.ranks
+        else {
             "gpus": [gpu.id for gpu in trainer.gpus],
             "ranks": trainer.ranks,
             "tensor_parallel": trainer.tensor_parallel,
@@ -187,6 +203,11 @@ def _place(gpus: Any) -> str:
 
 def _count(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _of_each(plan: Plan) -> str:
+    nodes = plan.constraints.nodes
+    return f" on each of {nodes} machines" if nodes > 1 else ""
 
 
 def _each(count: int, noun: str) -> str:

@@ -107,3 +107,56 @@ def test_the_services_refuse_what_quantised_weights_cannot_be() -> None:
 def test_a_quantised_sampler_takes_the_torch_engine_where_auto_would_take_vllm() -> None:
     config, why = settled(SamplerConfig(base_model="x", quantize="nf4", device="cuda"))
     assert (config.engine, why) == ("torch", "the setting quantize is nf4, which vLLM cannot do")
+
+
+TOKEN = ["--join", "10.0.0.1:8100/token"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--role", "trainer,painter"], "--role: 'painter' is no service; give some of gateway,trainer,sampler"),
+        (["--address", "10.0.0.1", "--role", "trainer"], "--role: trainer leaves out gateway"),
+        (["--address", "0.0.0.0"], "--address: 0.0.0.0 is no address under which other machines reach this one"),
+        (["--address", "10.0.0.1", "--role", "gateway", "--trainer-nodes", "2"], "--trainer-nodes: 2 is for machines"),
+        (TOKEN, "--join: say with --role what this machine runs"),
+        ([*TOKEN, "--role", "gateway"], "--role: a further gateway needs the first one's database"),
+        ([*TOKEN, "--role", "sampler", "--host", "0.0.0.0"], "--host: is for the first machine"),
+        ([*TOKEN, "--role", "sampler", "--api-key", "k"], "--api-key: is for the first machine"),
+        ([*TOKEN, "--role", "sampler", "--certificates", "c"], "--certificates: is for the first machine"),
+        (["--trainer-nodes", "0"], "--trainer-nodes: 0 is not at least 1"),
+    ],
+)
+def test_settings_of_several_machines_that_do_not_go_together_are_refused(argv: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parsed(*argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--role", "sampler"], "--role: is for several machines; give --address on the first one"),
+        (["--trainer-nodes", "2"], "--trainer-nodes: is for several machines"),
+        (["--replace"], "--replace: is for several machines"),
+        (["--address", "10.0.0.1"], "--address: name the base model that all machines serve"),
+    ],
+)
+def test_up_refuses_a_part_of_a_deployment_without_the_rest(argv: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parsed(*argv).check_up()
+
+
+def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINSMITH_JOIN", TOKEN[1])
+    settings = parsed("--role", "trainer,sampler")
+    settings.check_up()
+    assert (settings.join, settings.roles) == (TOKEN[1], ("trainer", "sampler"))
+
+
+def test_settings_that_must_be_alike_are_those_of_the_first_machine() -> None:
+    first = parsed("--dtype", "bfloat16", "--max-lora-rank", "16", "--full-training")
+    shared = first.shared()
+    assert shared == {"dtype": "bfloat16", "max-lora-rank": "16", "full-training": "True"}
+    further = parsed().with_shared(shared)
+    assert (further.dtype, further.max_lora_rank, further.full_training) == ("bfloat16", 16, True)
+    assert parsed().shared() == {}

@@ -10,7 +10,7 @@ from tinsmith.cores import Cores, usable_cores
 from tinsmith.rpc.server import Server
 from tinsmith_cli.base_models import ServedModel
 from tinsmith_cli.settings import Settings
-from tinsmith_cli.stack import ServiceKeys, Stack, Threads, _wait_grpc, _wait_http, divide_cores
+from tinsmith_cli.stack import Node, ServiceKeys, Site, Stack, Threads, Tls, _wait_grpc, _wait_http, divide_cores
 from tinsmith_cli.supervisor import Service
 
 
@@ -255,3 +255,52 @@ def test_fixed_ports_are_those_of_the_first_services_and_further_ones_follow() -
     groups = stack.groups()
     assert [group.trainer.port for group in groups] == [8001, 8002]
     assert [sampler.port for group in groups for sampler in group.samplers] == [8101, 8102, 8103, 8104]
+
+
+def site(*roles: str, nodes: list[Node] | None = None, host: str = "127.0.0.1") -> Site:
+    return Site(roles, host, Path("/state/cluster/services.json"), nodes or [])
+
+
+def test_a_machine_of_several_runs_its_part_at_addresses_that_others_reach() -> None:
+    models = [ServedModel("/m/a", ("a",)), ServedModel("/m/b", ("b",))]
+    stack = replace(make_stack(models, samplers=2), site=site("sampler", host="10.0.0.3"), tls=Tls(folder=Path("/tls")))
+    groups = stack.groups()
+    services = stack.services(groups)
+    assert [flag(service, "listen") for service in services] == [f"10.0.0.3:{port}" for port in range(8201, 8205)]
+    assert {flag(service, "channel-host") for service in services} == {"10.0.0.3"}
+    assert {flag(service, "grpc-ca") for service in services} == {"/tls/ca.pem"}
+    assert stack.samplers(groups) == [flag(service, "listen") for service in services]
+    assert stack.trainers(groups) == []
+    assert stack._shares().sampler == max(1, usable_cores() // 4)
+
+    stack = replace(make_stack(models[:1]), site=site("trainer", host="fd00::2"))
+    groups = stack.groups()
+    (trainer,) = stack.services(groups)
+    assert stack.trainers(groups) == [flag(trainer, "listen")] == ["[fd00::2]:8101"]
+    assert flag(trainer, "services-file") == "/state/cluster/services.json"
+    assert "--samplers" not in trainer.argv
+    assert stack._shares().trainer == usable_cores()
+
+    stack = replace(make_stack(models[:1]), site=site("gateway"))
+    (gateway,) = stack.services(stack.groups())
+    assert flag(gateway, "services-file") == "/state/cluster/services.json"
+    assert "--trainers" not in gateway.argv
+    assert "--samplers" not in gateway.argv
+
+
+def test_the_ranks_of_a_trainer_on_two_machines_meet_on_the_first_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    for rank in (0, 1):
+        node = Node(rank, 2, "10.0.0.1", 8301)
+        stack = replace(make_stack([ServedModel("/m/a", ("a",))], trainer_ranks=3), site=site("trainer", nodes=[node]))
+        groups = stack.groups()
+        (trainer,) = stack.services(groups)
+        words = " ".join(trainer.argv)
+        assert f"--nnodes 2 --rdzv-backend static --master-addr 10.0.0.1 --master-port 8301 --node-rank {rank}" in words
+        assert "--nproc-per-node 3 -m trainer_service" in words
+        assert len(stack.trainers(groups)) == 1 - rank, "one of them serves"
+        assert trainer.env["GLOO_SOCKET_IFNAME"] == "lo"
+        assert "NCCL_SOCKET_IFNAME" not in trainer.env, "the environment has it"
+    one = replace(make_stack([ServedModel("/m/a", ("a",))]), site=site("trainer", nodes=[Node(0, 1, "10.0.0.1", 8301)]))
+    assert "torch.distributed.run" not in one.services(one.groups())[0].argv

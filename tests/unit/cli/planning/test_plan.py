@@ -13,6 +13,7 @@ from tinsmith_cli.base_models import UsageError
 from tinsmith_cli.planning.fit import SAMPLER_PROCESS_BYTES, TRAINER_PROCESS_BYTES
 from tinsmith_cli.planning.memory import adapter_bytes, slots_bytes
 from tinsmith_cli.planning.plan import DoesNotFit, Plan
+from tinsmith_cli.planning.report import as_json, as_text, command, summary
 
 PLANS = """
 machine     | model         | trainer        | samplers      | adapters           | longest | KV tokens | publish
@@ -176,3 +177,54 @@ def test_quantised_weights_are_sampled_by_the_torch_engine_and_not_divided() -> 
     found = planned("8x-h100", "Llama-3.1-70B", quantised="nf4")
     assert (found.engine, found.trainer.shard_base, {len(one.gpus) for one in found.samplers}) == ("torch", False, {1})
     assert found.trainer.base_bytes == pytest.approx(70.6e9 * (0.5 + 2 / 64), rel=0.1)
+
+
+def test_a_machine_with_one_role_gives_it_all_gpus() -> None:
+    trains = planned("8x-h100", "Qwen3-32B", samples=False)
+    assert (trains.trainer.ranks, trains.samplers, trains.channel) == (8, [], "gloo")
+    assert trains.loading_bytes == planned("8x-h100", "Qwen3-32B", samples=False, ranks=2).loading_bytes
+    samples = planned("8x-h100", "Qwen3-32B", trains=False)
+    assert [len(one.gpus) for one in samples.samplers] == [2] * 4
+    assert (samples.trainer.ranks, samples.trainer_env(), samples.weights_bytes > 0) == (0, {}, True)
+    assert planned("1x-h100", "Qwen3-8B", trains=False).samplers[0].kv_tokens > 2 * (
+        planned("1x-h100", "Qwen3-8B").samplers[0].kv_tokens
+    )
+    assert planned("8x-h100", "Qwen3-8B", trains=False, engine="torch").channel == "nccl"
+    assert [gpu.id for gpu in planned("8x-h100", "Qwen3-8B", samples=False, ranks=2).trainer.gpus] == ["0", "1"]
+
+
+def test_a_trainer_on_several_machines_divides_the_base_model_among_all_ranks() -> None:
+    one = planned("8x-h100", "Llama-3.1-70B", samples=False, shard_base=True)
+    two = planned("8x-h100", "Llama-3.1-70B", samples=False, shard_base=True, nodes=2)
+    assert two.trainer.ranks == one.trainer.ranks == 8
+    assert two.trainer.base_bytes < 0.7 * one.trainer.base_bytes
+    assert planned("1x-h100", "Qwen3-8B", samples=False, nodes=2, shard_base=True).trainer.shard_base
+    pair = planned("1x-h100", "Qwen3-8B", samples=False, nodes=2, trainer_tensor_parallel=2)
+    assert pair.trainer.tensor_parallel == 2
+
+
+def test_a_role_counts_on_a_cpu() -> None:
+    both, trains, samples = (
+        planned("none", "Qwen3-0.6B", **one) for one in ({}, {"samples": False}, {"trains": False})
+    )
+    assert both.weights_bytes == trains.weights_bytes + samples.weights_bytes
+    assert (trains.samplers, samples.trainer.ranks, samples.rank) == ([], 0, both.rank)
+
+
+@pytest.mark.parametrize("constraints", [{"samples": False, "nodes": 2}, {"trains": False}])
+def test_a_plan_of_one_role_is_told_as_text_as_json_and_as_a_command(constraints: dict[str, Any]) -> None:
+    found = planned("8x-h100", "Qwen3-8B", **constraints)
+    role = "sampler" if "trains" in constraints else "trainer"
+    other = "trainer" if role == "sampler" else "sampler"
+    line = command(found)[-1]
+    assert f"--role {role} --join TOKEN" in line
+    assert f"--{role}-gpus" in line
+    assert f"--{other}-gpus" not in line
+    assert ("--trainer-nodes 2" in line) == (role == "trainer")
+    text = as_text(found)
+    assert f"\n{role}" in text.replace("8 samplers", "sampler")
+    assert f"\n{other}" not in text
+    assert ("8 ranks on each of 2 machines" in text) == (role == "trainer")
+    assert other not in summary(found)
+    told = as_json(found)
+    assert (told["trainer"] is None, told["samplers"] == []) == (role == "sampler", role == "trainer")

@@ -1,0 +1,196 @@
+"""A further machine: joins the first one, follows its list of services, and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+
+import tinsmith
+from tinsmith.errors import ServiceError, Unauthenticated
+from tinsmith.rpc.addresses import Addresses, write_addresses
+from tinsmith.rpc.channel import connect
+from tinsmith.rpc.errors import from_rpc_error
+from tinsmith.rpc.tls import Pinned
+from tinsmith.v1 import cluster_pb2 as pb
+from tinsmith.v1 import cluster_pb2_grpc
+from tinsmith_cli import make_certificates
+from tinsmith_cli.base_models import ServedModel, UsageError
+from tinsmith_cli.cluster.token import Token, fingerprint
+from tinsmith_cli.cluster.weights import weights_digest
+
+_TIMEOUT_S = 10.0
+_LEAVE_S = 2.0
+_AGAIN_S = 1.0
+"""Pause before the first machine is called again, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What the first machine has told this one."""
+
+    models: Sequence[ServedModel]
+    settings: Mapping[str, str]
+    """Settings of `tinsmith up` that are alike everywhere."""
+    nodes: Sequence[pb.TrainerNode]
+    """This machine's place in the trainer of each model; none without the role trainer."""
+
+
+class Joined:
+    """The connection of a further machine to the first one."""
+
+    def __init__(self, token: Token, folder: Path, *, report: Callable[[str], None]) -> None:
+        """Raises UsageError when the first machine cannot be reached, or is another one than the token's.
+
+        `folder`: for this machine's id, key and certificates.
+        """
+        make_certificates.need_cryptography("--join")
+        self._token = token
+        self._report = report
+        self._cert, self.local_host = _certificate_of(token)
+        self.services_file = folder / "services.json"
+        self.certificates = folder / "certificates"
+        try:
+            self.certificates.mkdir(mode=0o700, parents=True, exist_ok=True)
+            id_file = folder / "member-id"
+            if not id_file.exists():
+                id_file.write_text(secrets.token_hex(8))
+            self._id = id_file.read_text()
+            write_addresses(self.services_file, Addresses())
+        except OSError as error:
+            raise UsageError(f"--state-dir: cannot write to {folder} ({error})") from None
+
+    async def join(
+        self,
+        *,
+        roles: Sequence[str],
+        host: str,
+        models: Sequence[ServedModel],
+        settings: Mapping[str, str],
+        trainer_nodes: int,
+        ranks_port: int,
+        replace: bool,
+    ) -> Admission:
+        """Joins, and stores the certificates. Raises UsageError with the first machine's reason for a refusal."""
+        key, signing_request = make_certificates.make_request(host)
+        request = pb.JoinRequest(
+            version=tinsmith.__version__,
+            member_id=self._id,
+            roles=roles,
+            host=host,
+            signing_request=signing_request,
+            base_models=[
+                pb.BaseModel(source=model.source, names=model.names, digest=weights_digest(model.source))
+                for model in models
+            ],
+            settings=settings,
+            trainer_nodes=trainer_nodes,
+            ranks_port=ranks_port,
+            replace=replace,
+        )
+        async with self._connected() as channel:
+            try:
+                reply = await cluster_pb2_grpc.ClusterServiceStub(channel).Join(request, timeout=_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                raise UsageError(self._reason(from_rpc_error(error))) from None
+        (self.certificates / "ca.pem").write_bytes(reply.ca)
+        for service in make_certificates.SERVICES:
+            make_certificates.write_pair(self.certificates, service, reply.certificate, key)
+        try:
+            served = [_local(model, self._token.address) for model in reply.base_models]
+        except UsageError:
+            await self.leave(gives_up_trainers=True)
+            raise
+        return Admission(served, dict(reply.settings), reply.trainer_nodes)
+
+    def _reason(self, error: ServiceError) -> str:
+        if isinstance(error, Unauthenticated):
+            return (
+                f"--join: the first machine, {self._token.address}, does not know this token's key; it was given new "
+                "keys, or the token is not whole. Take the one that `tinsmith up --address` prints there now"
+            )
+        return error.message
+
+    async def follow(self, *, trainers: Sequence[str], samplers: Sequence[str]) -> None:
+        """Lists this machine's services, and writes everyone's addresses into `services_file` whenever they change; for
+        ever. While the first machine cannot be reached, the addresses stay."""
+        request = pb.FollowRequest(member_id=self._id, trainers=trainers, samplers=samplers)
+        complaint = ""
+        async with self._connected() as channel:
+            while True:
+                try:
+                    async for reply in cluster_pb2_grpc.ClusterServiceStub(channel).Follow(request):
+                        if complaint:
+                            self._report(f"the first machine, {self._token.address}, can be reached again")
+                        complaint = ""
+                        write_addresses(self.services_file, Addresses(tuple(reply.trainers), tuple(reply.samplers)))
+                except grpc.aio.AioRpcError as error:
+                    reason = self._reason(from_rpc_error(error))
+                    if reason != complaint:
+                        self._report(f"the first machine, {self._token.address}: {reason}; this machine goes on")
+                    complaint = reason
+                await asyncio.sleep(_AGAIN_S)
+
+    async def leave(self, *, gives_up_trainers: bool) -> None:
+        """Takes this machine's services out of the list, if the first machine can be reached."""
+        request = pb.LeaveRequest(member_id=self._id, gives_up_trainers=gives_up_trainers)
+        async with self._connected() as channel:
+            with suppress(grpc.aio.AioRpcError):
+                await cluster_pb2_grpc.ClusterServiceStub(channel).Leave(request, timeout=_LEAVE_S)
+
+    def _connected(self) -> grpc.aio.Channel:
+        return connect(self._token.address, api_key=self._token.service_key, certificates=Pinned(self._cert))
+
+
+def _certificate_of(token: Token) -> tuple[bytes, str]:
+    """The first machine's certificate, in PEM, after the comparison with the token, and this machine's address on the
+    way there."""
+    host, _, port = token.address.rpartition(":")
+    context = ssl.create_default_context()
+    context.check_hostname = False  # the token names the certificate itself
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with (
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_TIMEOUT_S) as plain,
+            context.wrap_socket(plain) as encrypted,
+        ):
+            cert = ssl.DER_cert_to_PEM_cert(encrypted.getpeercert(binary_form=True) or b"")
+            local_host = encrypted.getsockname()[0]
+    except OSError as error:
+        raise UsageError(
+            f"--join: the first machine cannot be reached at {token.address} ({error}). Is `tinsmith up --address` "
+            "running there, and does a firewall let this machine through?"
+        ) from None
+    if fingerprint(cert) != token.fingerprint:
+        raise UsageError(
+            f"--join: {token.address} shows another certificate than the token's, so it is another machine, or was "
+            "given new keys. Take the token that `tinsmith up --address` prints there now"
+        )
+    return cert.encode(), local_host
+
+
+def _local(model: pb.BaseModel, first: str) -> ServedModel:
+    """The base model where it lies on this machine. Raises UsageError if it does not, or has other weights."""
+    served = ServedModel(model.source, tuple(model.names))
+    if not Path(model.source).is_absolute():
+        return served
+    if not (Path(model.source) / "config.json").is_file():
+        raise UsageError(
+            f"--base-model: the first machine, {first}, serves {served.names[0]} from {model.source}, which is no "
+            f"folder of a model here; copy it, or name the folder that it has here: --base-model {served.names[0]}=PATH"
+        )
+    digest = weights_digest(model.source)
+    if model.digest and digest and digest != model.digest:
+        raise UsageError(
+            f"--base-model: {model.source} here has other weights than {served.names[0]} on the first machine, "
+            f"{first}, whose digest is {model.digest[:12]}, not {digest[:12]}: copy its folder"
+        )
+    return served

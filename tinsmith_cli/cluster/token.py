@@ -1,0 +1,51 @@
+"""What a machine needs to join: the first machine's address, its certificate's fingerprint, and the service key."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import ssl
+from dataclasses import dataclass, field
+from typing import Self
+
+from tinsmith.rpc.auth import host_of
+from tinsmith_cli.base_models import UsageError
+
+_PARTS = re.compile(r"(?P<address>[^/]+)/(?P<fingerprint>[0-9a-f]{64})/(?P<key>[\w-]{16,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """HOST:PORT/FINGERPRINT/KEY."""
+
+    address: str
+    """HOST:PORT at which the first machine admits others."""
+    fingerprint: str
+    """SHA-256 of the certificate that it shows there, in hexadecimal. Who has the token cannot be led to another
+    machine."""
+    service_key: str = field(repr=False)
+
+    @property
+    def text(self) -> str:
+        return f"{self.address}/{self.fingerprint}/{self.service_key}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises UsageError, which does not repeat the secret."""
+        found = _PARTS.fullmatch(text.strip())
+        try:
+            if found is None:
+                raise ValueError
+            host_of(found["address"])
+        except ValueError:
+            begin = text.strip().partition("/")[0][:40]
+            raise UsageError(
+                f"--join: {begin!r}... is not a whole token, HOST:PORT/FINGERPRINT/KEY; copy the line that `tinsmith "
+                "up --address` prints on the first machine, or the file cluster/join-token in its --state-dir"
+            ) from None
+        return cls(found["address"], found["fingerprint"], found["key"])
+
+
+def fingerprint(cert: str) -> str:
+    """SHA-256 of a certificate in PEM."""
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(cert)).hexdigest()
