@@ -200,7 +200,7 @@ class Reaper:
     async def _release(self, model: Model) -> None:
         try:
             trainer = self._clients.find_trainer(model.base_model)
-            await self._keep_inflight(model)
+            await self._keep_ephemeral(model)
             await trainer.stub.DeleteModel(trainer_pb2.DeleteModelRequest(model_id=model.model_id))
         except InvalidRequest:
             pass  # no trainer serves its base model any more
@@ -212,15 +212,19 @@ class Reaper:
         error = FailedPrecondition(f"{what} has ended")
         self._futures.cancel(model.model_id.__eq__, error=error)
 
-    async def _keep_inflight(self, model: Model) -> None:
-        """Keeps the run's newest inflight version for samplers of other sessions that follow the run.
+    async def _keep_ephemeral(self, model: Model) -> None:
+        """Keeps the run's ephemeral versions that live samplers use, because the trainer deletes them with the model.
 
-        The trainer would delete it with the model if it is an ephemeral save.
+        Samplers use the version that they were made of. Those that follow the run, of any session, use its newest
+        inflight version.
         """
+        versions = await self._store.samplers.ephemeral(model)
         location, version_id = model.inflight_location, model.inflight_version_id
-        if location is not None and location.startswith(f"{model.model_id}/ephemeral/"):
-            last = Checkpoint(location=location, version_id=version_id, base_model=model.base_model)
-            await self._retired.keep_for_samplers(last)
+        if location is not None and version_id is not None and location.startswith(f"{model.model_id}/ephemeral/"):
+            versions.add((location, version_id))
+        for location, version_id in sorted(versions):
+            kept = Checkpoint(location=location, version_id=version_id, base_model=model.base_model)
+            await self._retired.keep_for_samplers(kept)
 
     async def delete_expired(self) -> None:
         for checkpoint in await self._store.checkpoints.expired():

@@ -396,6 +396,16 @@ class SamplerRows:
         """Whether the session of this sampling session lives. Only right after `get`, which loads it into memory."""
         return sampling_session_id in self._living
 
+    async def ephemeral(self, model: Model) -> set[tuple[str, str]]:
+        """Location and version of the model's ephemeral saves that samplers of its session use, while it lives."""
+        query = select(SamplingSession.location, SamplingSession.version_id).join(Session)
+        query = query.where(
+            SamplingSession.session_id == model.session_id,
+            SamplingSession.location.startswith(f"{model.model_id}/ephemeral/", autoescape=True),
+            Session.ended_at.is_(None),
+        )
+        return {(location, version_id) for location, version_id in await self._database.rows(query)}
+
     async def join(self, sampling_session_id: str) -> int:
         """A number for a new client, from 1 on, that no other client of the sampling session has."""
         row = update(SamplingSession).where(SamplingSession.sampling_session_id == sampling_session_id)

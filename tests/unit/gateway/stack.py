@@ -201,6 +201,10 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     async def DeleteModel(self, request: Any, context: Any) -> Any:
         self.deleted_models.append(request.model_id)
         self.deletion.set()
+        for location in [one for one in self.checkpoints if one.startswith(f"{request.model_id}/ephemeral/")]:
+            del self.checkpoints[location]
+        for sampler in self.samplers:
+            sampler.versions = {one for one in sampler.versions if not one.startswith(f"{request.model_id}@")}
         model = self.models.pop(request.model_id, None)
         if model is not None:
             async with model.changed:

@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.database import sessions
+from tests.support.waiting import until
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tinsmith_cli import main
 
@@ -48,6 +49,25 @@ async def test_the_checkpoints_of_an_ended_run_and_their_samplers_stay(stack: St
     after = await client.sampling_session(session_id, seq=1, model_path=path)
     for sampler_id in (before, after):
         await client.result(await client.call("asample", sample_body(sampler_id, 0)))
+
+
+async def test_samplers_of_ephemeral_saves_of_an_ended_run_stay_until_their_session_ends(
+    stack: Stack, client: Client
+) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    samplers = []
+    for seq_id in (1, 2):
+        body = {"model_id": model_id, "seq_id": seq_id, "sampling_session_seq_id": seq_id}
+        saved = await client.result(await client.call("save_weights_for_sampler", body))
+        samplers.append(saved["sampling_session_id"])
+    await client.result(await client.call("unload_model", {"model_id": model_id}))
+    for seq_id, sampler_id in enumerate(samplers, 1):
+        await client.result(await client.call("asample", sample_body(sampler_id, 0)))
+        assert stack.sampler.requests[-1].version_id == f"{model_id}@{seq_id}"
+    assert len(stack.trainer.checkpoints) == 2
+    await client.call(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
+    await until(lambda: not stack.trainer.checkpoints)
 
 
 async def test_an_unload_goes_on_at_a_restarted_gateway(stack: Stack, client: Client) -> None:
