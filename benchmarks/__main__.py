@@ -22,6 +22,7 @@ COMMANDS = {
     "ranks": "the trainer on several ranks",
     "starts": "starts of the stack",
     "load": "a thousand samples and two hundred sessions at once",
+    "hostile": "waits of 16 good clients beside every hostile request that is known",
     "sdk_floor": "what the SDK costs by itself",
     "sampler_memory": "memory of a sampler over time",
 }
