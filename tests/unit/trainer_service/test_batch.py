@@ -54,6 +54,12 @@ def clip(low: list[float], high: list[float]) -> dict[str, object]:
             r"\.weights: shape \[1\] is not that of",
         ),
         ([datum([1, 2], target_tokens=[2, 3])], "importance_sampling", {}, r"\.logprobs: missing"),
+        (
+            [datum([1, 2], target_tokens=[[2, 3], [3, 4]], logprobs=np.zeros((2, 2)), advantages=np.zeros((2, 2)))],
+            "importance_sampling",
+            {},
+            r"target_tokens: shape \[2, 2\] must be \[2\]",
+        ),
         ([datum([1, 2], **POLICY)], "ppo", {"beta": 1.0}, r"loss_fn_config\.beta: ppo takes clip_low_threshold"),
         ([datum([1, 2], **POLICY)], "ppo", {"clip_low_threshold": math.nan}, "nan is not finite"),
         ([datum([1, 2], **POLICY)], "ppo", {"clip_low_threshold": 2.0}, "clip_low_threshold 2.0 is above"),

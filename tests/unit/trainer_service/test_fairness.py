@@ -88,7 +88,9 @@ class Simulation:
         self.num_micro_batches += bool(parts)
         for model in self.loads:
             self.loads[model] = [load for load in self.loads[model] if load.num_waiting]
-        assert all(-self.ring.deficit(model) <= self.unfairness for model in self.loads)
+        deficits = {model: self.ring.deficit(model) for model in self.models}
+        assert all(-deficits[model] <= self.unfairness for model in self.loads)
+        assert abs(sum(deficits.values())) <= 1e-6
         return tokens
 
     @property
