@@ -6,6 +6,7 @@ The processes keep their file open, so a full one is copied to NAME.1 and emptie
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from contextlib import suppress
@@ -33,9 +34,36 @@ def bound(log: Path, *, max_bytes: float) -> None:
         raise
 
 
-def last_lines(log: Path, count: int) -> list[str]:
-    """The last lines of a log: at most `count`, from its last 64 KiB."""
+def last_lines(log: Path, count: int, *, start: int = 0) -> list[str]:
+    """The last lines of a log: at most `count`, from its last 64 KiB.
+
+    `start`: position in bytes before which nothing is read, unless the log has become shorter.
+    """
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _TAIL_BYTES))
+        file.seek(max(0, size - _TAIL_BYTES, start if start <= size else 0))
         return file.read().decode(errors="replace").splitlines()[-count:]
+
+
+def for_people(lines: list[str]) -> list[str]:
+    """Lines of a service's log as a terminal shows them: JSON as its level and message, with the traceback below.
+
+    Lines of level INFO and DEBUG are left out if there are other lines, which then have the reason for an end.
+    """
+    shown, reasons = [], []
+    for line in lines:
+        text, is_reason = _readable(line)
+        shown += text
+        reasons += text if is_reason else []
+    return reasons or shown
+
+
+def _readable(line: str) -> tuple[list[str], bool]:
+    """The lines of text for a line of a log, and whether it is more than INFO. Text that is no JSON may be a
+    traceback."""
+    try:
+        entry = json.loads(line)
+        level, text = entry["level"], f"{entry['level']} {entry['message']}"
+    except (ValueError, KeyError, TypeError):
+        return [line], True
+    return [*text.splitlines(), *entry.get("traceback", "").splitlines()], level not in ("DEBUG", "INFO")

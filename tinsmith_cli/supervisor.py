@@ -57,6 +57,8 @@ class _Running:
     service: Service
     process: subprocess.Popen[bytes]
     exited: asyncio.Future[int]
+    log_start: int
+    """Size of the log in bytes when the process started."""
 
 
 async def supervise(
@@ -123,7 +125,7 @@ async def _watch(
                 return 0
             if dead := [one for one in running if one.exited in done]:
                 for one in dead:
-                    report(_end_report(one.service, code=one.exited.result()))
+                    report(_end_report(one, code=one.exited.result()))
                 return 1
             for task in restarting:
                 if task in done:
@@ -172,7 +174,7 @@ async def _keep_running(
     while True:
         code = await asyncio.shield(running[place].exited)
         _kill_group(running[place])  # processes that it left behind may hold its port and its files
-        report(_end_report(service, code=code))
+        report(_end_report(running[place], code=code))
         if not in_vain and time.monotonic() - ready_at >= _LASTED_S:
             pause_s = _FIRST_PAUSE_S
         so_far = f" (it was not ready after the last {in_vain} starts)" if in_vain >= _FEW_STARTS else ""
@@ -207,6 +209,7 @@ async def _is_ready(one: _Running, *, timeout_s: float) -> bool:
 def _start(service: Service) -> _Running:
     service.log.parent.mkdir(parents=True, exist_ok=True)
     with service.log.open("ab") as log:
+        log_start = log.tell()
         process = subprocess.Popen(  # noqa: S603
             [sys.executable, "-I", child.__file__, str(os.getpid()), *service.argv],
             stdin=subprocess.DEVNULL,
@@ -215,7 +218,7 @@ def _start(service: Service) -> _Running:
             env={**os.environ, **service.env},
             start_new_session=True,
         )
-    return _Running(service, process, asyncio.get_running_loop().create_future())
+    return _Running(service, process, asyncio.get_running_loop().create_future(), log_start)
 
 
 @asynccontextmanager
@@ -273,7 +276,8 @@ def _terminate(one: _Running) -> None:
         one.process.terminate()
 
 
-def _end_report(service: Service, *, code: int) -> str:
+def _end_report(one: _Running, *, code: int) -> str:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
-    lines = log_files.last_lines(service.log, _LOG_LINES_SHOWN)
-    return "\n".join([f"{service.name} {how}; the end of {service.log}:", *(f"    {line}" for line in lines)])
+    log = one.service.log
+    lines = log_files.for_people(log_files.last_lines(log, _LOG_LINES_SHOWN, start=one.log_start))
+    return "\n".join([f"{one.service.name} {how}; the end of {log}:", *(f"    {line}" for line in lines)])

@@ -26,6 +26,7 @@ from tinsmith.child import die_with_parent
 from tinsmith.rpc.addresses import read_addresses
 from tinsmith.rpc.auth import is_loopback
 from tinsmith.rpc.paths import check_checkpoint_root
+from tinsmith.rpc.settings import unknown_variables
 from tinsmith.rpc.tls import Certificates, check_pair
 from tinsmith_cli.base_models import ServedModel, UsageError, parse
 from tinsmith_cli.cluster.joining import Joined
@@ -84,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     keys = _keys(settings.host, settings.api_key, state_dir=settings.state_dir)
     tls = _tls(settings)
     settings = replace(settings, port=_check_port(settings.host, settings.port))
+    for sentence in _unknown_variables():
+        _report(sentence)
     machine = usable(see(), settings)
     check(settings, machine, models, os.environ)
     with _lock(settings.state_dir):
@@ -240,6 +243,20 @@ async def _supervise(stack: Stack, groups: Sequence[ModelGroup], *, on_ready: Ca
 
 def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _unknown_variables() -> list[str]:
+    """Variables of the environment that look like settings of a service and are none. They are reported and not
+    refused: a shell may have them for Compose, or Kubernetes may have set them."""
+    from gateway.config import GatewayConfig
+    from sampler_service.config import SamplerConfig
+    from trainer_service.config import TrainerConfig
+
+    return [
+        sentence
+        for config in (TrainerConfig, SamplerConfig, GatewayConfig)
+        for sentence in unknown_variables(config, os.environ)
+    ]
 
 
 def _checkpoint_dir(root: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -24,6 +26,19 @@ def read_settings(cls: type[Settings]) -> Settings:
     except SettingsError as error:
         problems = [f'  {error}: lists are JSON, such as \'["one", "two"]\'']
     raise SystemExit("\n".join(["the configuration is not valid:", *problems]))
+
+
+def unknown_variables(cls: type[BaseSettings], names: Iterable[str]) -> list[str]:
+    """A sentence for each of the variables' `names` that has the prefix of the settings and is none of them."""
+    prefix = cls.model_config.get("env_prefix", "")
+    known = [prefix + field.upper() for field in cls.model_fields]
+    sentences = []
+    for name in sorted(set(names)):
+        if name.upper().startswith(prefix) and name.upper() not in known:
+            likely = get_close_matches(name.upper(), known, n=1, cutoff=0.8)
+            advice = f"; did you mean {likely[0]}?" if likely else ""
+            sentences.append(f"{name} in the environment is no setting and has no effect{advice}")
+    return sentences
 
 
 def _names(prefix: str, field: str) -> str:

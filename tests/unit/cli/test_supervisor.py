@@ -1,5 +1,6 @@
 """The supervisor with stand-in commands. It runs in a process of its own, as it owns that process's signals."""
 
+import json
 import math
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.waiting import wait_until
-from tinsmith_cli.log_files import bound, last_lines
+from tinsmith_cli.log_files import bound, for_people, last_lines
 
 # argv: folder, then one Python program per service; those that begin with "# restarts" are started again. Prints what
 # is reported, and READY.
@@ -239,6 +240,15 @@ def test_a_death_while_starting_is_reported_with_the_log_and_stops_the_others(st
     assert "READY" not in output
 
 
+def test_only_lines_of_the_process_that_ended_are_shown(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "s1.log").write_text("an error of yesterday\n")
+    code, output = start(POLITE, DIES_EARLY).finish()
+    assert code == 1
+    assert "    no such model" in output
+    assert "yesterday" not in output
+
+
 def test_a_death_later_is_reported_and_nothing_is_restarted(start: Start) -> None:
     run = start(POLITE, DIES_LATER)
     run.wait_ready()
@@ -361,6 +371,21 @@ def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
     assert len("".join(last_lines(log, 100))) < 70_000
     log.write_text("only\n")
     assert last_lines(log, 3) == ["only"]
+
+
+def test_a_log_is_read_from_where_a_process_started_unless_it_began_again(tmp_path: Path) -> None:
+    log = tmp_path / "service.log"
+    log.write_text("before\nafter\n")
+    assert last_lines(log, 3, start=len("before\n")) == ["after"]
+    assert last_lines(log, 3, start=100) == ["before", "after"]
+
+
+def test_a_terminal_shows_json_as_text_and_errors_before_all_else() -> None:
+    info = json.dumps({"level": "INFO", "message": "listening"})
+    error = json.dumps({"level": "ERROR", "message": "cannot serve x", "traceback": "Traceback:\n  in y"})
+    assert for_people([info]) == ["INFO listening"]
+    assert for_people([info, error, "Killed"]) == ["ERROR cannot serve x", "Traceback:", "  in y", "Killed"]
+    assert for_people(["[1]", "{}", "7"]) == ["[1]", "{}", "7"]
 
 
 def test_a_log_whose_copy_fails_stays_whole(tmp_path: Path) -> None:

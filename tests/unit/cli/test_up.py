@@ -51,6 +51,20 @@ def test_a_bad_flag_is_refused_by_name_and_value(
     assert not (tmp_path / "state").exists()
 
 
+def test_variables_that_are_no_settings_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINER_MAX_MODELZ", "a secret")
+    monkeypatch.setenv("SAMPLER_2_GPU", "1")
+    monkeypatch.setenv("GATEWAY_DATABASE_URL", "")
+    assert main(["up", "--port", "0", "--gpus", "77", "--state-dir", str(tmp_path / "state")]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "TRAINER_MAX_MODELZ in the environment is no setting and has no effect; did you mean TRAINER_MAX_MODELS?",
+        "SAMPLER_2_GPU in the environment is no setting and has no effect",
+    ]
+
+
 @pytest.mark.parametrize(
     ("flags", "environment", "expected"),
     [
