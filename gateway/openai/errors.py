@@ -59,7 +59,8 @@ def invalid(error: ValidationError, body: Any) -> ServiceError:
     field = field_of(found, body) or None
     message, value = found["msg"], shown(found["input"])
     if found["type"] == "extra_forbidden":
-        return Unsupported(f"{field}: is not supported by this server; leave it out", field=field)
+        message = f"{field}: is not supported by this server, which cannot apply {value}; leave it out"
+        return Unsupported(message, field=field)
     if field is None:  # a rule about several fields, which the message names
         field = found["type"]
     elif found["type"] == "missing":

@@ -1,11 +1,15 @@
-"""Counts the parts of a protobuf message before it is decoded. A part may take two bytes on the wire, and some 50 once
-it is decoded. Handlers loop over parts on the event loop."""
+"""Counts the parts of a protobuf message before it is decoded, and finds fields that its type does not have.
+
+A part may take two bytes on the wire, and some 50 once it is decoded. Handlers loop over parts on the event loop.
+"""
 
 from __future__ import annotations
 
 import functools
+from typing import cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
 
 from tinsmith.errors import InvalidRequest
 
@@ -15,12 +19,14 @@ _MOST_FIELDS = 8 * MOST_PARTS
 """Most fields on the wire, of the message and of all messages in it."""
 _SHAPE, _MOST_SHAPE_BYTES = "shape", 80
 """The field of Tensor with its dimensions, and its most bytes: 8 numbers. A byte of it becomes 8 once it is decoded."""
-_VARINT, _FIXED64, _SIZED, _FIXED32 = 0, 1, 2, 5
+_VARINT, _FIXED64, _SIZED, _GROUP, _FIXED32 = 0, 1, 2, 3, 5
+_WIRES = {_VARINT, _FIXED64, _SIZED, _GROUP, _FIXED32}
+"""Wire types that a field may begin with."""
 
 
 def check_parts(body: bytes, kind: Descriptor) -> None:
     """Raises InvalidRequest for a message of more than MOST_PARTS parts (messages and texts in lists, entries of maps),
-    or of many more fields. Packed numbers are one field.
+    of many more fields, or with a field that its type does not have. Packed numbers are one field.
 
     The part of a broken message before the break is checked. The decoder will report the break.
     """
@@ -29,7 +35,7 @@ def check_parts(body: bytes, kind: Descriptor) -> None:
     try:
         while messages:
             kind, at, end, path = messages.pop()
-            known = _sized_fields(kind)
+            known, wires = _sized_fields(kind), _wires(kind)
             entries: dict[int, int] = {}
             while at < end:
                 num_fields += 1
@@ -38,6 +44,11 @@ def check_parts(body: bytes, kind: Descriptor) -> None:
                     raise InvalidRequest(f"{where}: the message has more than {_MOST_FIELDS} fields", field=where)
                 tag, at = varint(body, at)
                 wire = tag & 7
+                if tag >> 3 and wire in _WIRES and wire not in wires.get(tag >> 3, ()):
+                    where = f"{path}field number {tag >> 3}"
+                    raise InvalidRequest(
+                        f"{where}: this server knows no such field and cannot apply it; leave it out", field=where
+                    )
                 if wire != _SIZED:
                     at = varint(body, at)[1] if wire == _VARINT else at + {_FIXED64: 8, _FIXED32: 4}.get(wire, 0)
                     continue
@@ -61,6 +72,36 @@ def check_parts(body: bytes, kind: Descriptor) -> None:
                 at += size
     except IndexError:
         pass
+
+
+def refuse_unknown(message: Message, body: bytes) -> None:
+    """Raises InvalidRequest for a small message with a field that its type does not have, at any depth: the value could
+    not be applied. `body`: the message on the wire, in which the field is found for the error.
+
+    Removes the unknown fields: that, and two measurements, take a fraction of the time of a walk along the wire.
+    """
+    num_bytes = message.ByteSize()
+    message.DiscardUnknownFields()
+    if message.ByteSize() != num_bytes:
+        check_parts(body, cast(Descriptor, message.DESCRIPTOR))
+        raise InvalidRequest("the message has a field that this server does not know and cannot apply; leave it out")
+
+
+@functools.cache
+def _wires(kind: Descriptor) -> dict[int, tuple[int, ...]]:
+    """By number, the wire types that a field of this message may have."""
+    types = FieldDescriptor
+    fixed = {types.TYPE_DOUBLE: _FIXED64, types.TYPE_FIXED64: _FIXED64, types.TYPE_SFIXED64: _FIXED64}
+    fixed |= {types.TYPE_FLOAT: _FIXED32, types.TYPE_FIXED32: _FIXED32, types.TYPE_SFIXED32: _FIXED32}
+    sized = (types.TYPE_BYTES, types.TYPE_STRING, types.TYPE_MESSAGE)
+
+    def of(field: FieldDescriptor) -> tuple[int, ...]:
+        if field.type in sized:
+            return (_SIZED,)
+        wire = fixed.get(field.type, _VARINT)
+        return (wire, _SIZED) if field.is_repeated else (wire,)  # packed or not
+
+    return {field.number: of(field) for field in kind.fields}
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from tinsmith.errors import InvalidRequest, ServiceError
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.auth import KeyInterceptor, host_of
 from tinsmith.rpc.errors import to_status
-from tinsmith.rpc.parts import check_parts
+from tinsmith.rpc.parts import check_parts, refuse_unknown
 from tinsmith.rpc.paths import run_of
 from tinsmith.rpc.reflection import add_reflection
 from tinsmith.rpc.tls import Certificates, Pinned, warn_of_clear_text
@@ -43,7 +43,7 @@ RAN = "x-tinsmith-ran"
 1970."""
 
 _FEW_BYTES = 64 * 1024
-"""Messages up to this size are decoded without counting their parts."""
+"""Messages up to this size are decoded without a walk along the wire, which counts parts and finds unknown fields."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -137,6 +137,8 @@ async def _parse(handler: Any, body: bytes, method: str) -> Any:
         message = decode(body)
     except DecodeError:
         raise InvalidRequest(f"the request of {method} is not its message in protobuf") from None
+    if len(body) <= _FEW_BYTES and method.startswith("/tinsmith."):  # clients of health and reflection may be newer
+        refuse_unknown(message, body)
     logs.model_id.set(_model_of(getattr(message, "request", message)))  # StreamSample wraps a SampleRequest
     return message
 

@@ -56,6 +56,7 @@ from tinsmith.errors import (
     RateLimited,
     ServiceError,
 )
+from tinsmith.rpc.parts import check_parts
 from tinsmith.rpc.paths import TinkerPath
 from tinsmith.v1 import trainer_pb2
 
@@ -213,7 +214,7 @@ def _from_protobuf(body: bytes, config: GatewayConfig, *, forward_only: bool) ->
         message.ParseFromString(body)
     except DecodeError as error:
         raise HTTPException(400, f"the body is not a ForwardBackwardRequest in protobuf: {error}") from None
-    if (unknown := _unknown_field(message)) is not None:
+    if (unknown := _unknown_field(message, body)) is not None:
         only = forward_only or message.forward_only
         return _refused(message.model_id, message.seq_id, unknown, "invalid", body, forward_only=only)
     if message.HasField("custom_loss"):
@@ -253,20 +254,20 @@ def _refused(model_id: str, seq_id: int, error: ServiceError, *parts: bytes | st
     return submission
 
 
-def _unknown_field(message: trainer_pb2.ForwardBackwardRequest) -> InvalidRequest | None:
+def _unknown_field(message: trainer_pb2.ForwardBackwardRequest, body: bytes) -> InvalidRequest | None:
     """The error for a message with an unknown field at any depth; None without one. Removes unknown fields."""
-    outside = sorted(field.field_number for field in UnknownFieldSet(message))
+    is_outside = len(UnknownFieldSet(message)) > 0
     # Part by part: protobuf holds the interpreter's lock while it measures a message.
     parts = [*message.data, *message.loss_fn_config_v2.values(), message.custom_loss]
     num_bytes = sum(part.ByteSize() for part in parts)
     message.DiscardUnknownFields()
-    if not outside and sum(part.ByteSize() for part in parts) == num_bytes:
+    if not is_outside and sum(part.ByteSize() for part in parts) == num_bytes:
         return None
-    where = f"field number {outside[0]} of the request" if outside else "a field of data"
-    return InvalidRequest(
-        f"{where}: this server knows no such field and cannot apply it; leave it out",
-        field=str(outside[0]) if outside else "data",
-    )
+    try:
+        check_parts(body, cast(Descriptor, message.DESCRIPTOR))
+    except InvalidRequest as error:
+        return error
+    return InvalidRequest("data: a field is not known here and cannot be applied; leave it out", field="data")
 
 
 @dataclass(frozen=True, slots=True)

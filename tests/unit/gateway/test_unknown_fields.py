@@ -113,6 +113,23 @@ async def test_a_step_is_refused_and_uses_up_its_number(client: Client) -> None:
     assert "error" not in await client.result(await client.call("optim_step", step))
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "body"),
+    [
+        ("completions", "colour", {"prompt": "a", "colour": "red"}),
+        ("chat/completions", "messages[0].colour", {"messages": [{"role": "user", "content": "a", "colour": "red"}]}),
+        ("responses", "text.colour", {"input": "a", "text": {"colour": "red"}}),
+    ],
+)
+async def test_a_field_of_the_openai_api_is_refused_with_its_name_and_value(
+    client: Client, path: str, name: str, body: dict[str, Any]
+) -> None:
+    reply = await client.post(f"/v1/{path}", json={"model": BASE_MODEL, **body})
+    assert reply.status_code == 400
+    expected = f"{name}: is not supported by this server, which cannot apply 'red'; leave it out"
+    assert reply.json()["error"]["message"] == expected
+
+
 TOKENS = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
 TENSOR = {"data": [1, 2], "dtype": "int64"}
 
@@ -174,7 +191,7 @@ async def test_a_batch_in_protobuf_is_refused(client: Client, inside: bool) -> N
     headers = {"content-type": "application/x-protobuf"}
     reply = await client.post("/api/v1/forward_backward", content=body, headers=headers)
     answer = await client.result(reply.json())
-    where = "a field of data" if inside else "field number 1000 of the request"
+    where = "data[1].field number 1000" if inside else "field number 1000"
     assert answer["error"].startswith(f"{where}: this server knows no such field")
     assert (await client.forward_backward(model_id, 2)).status_code == 200
 

@@ -1,11 +1,13 @@
-"""One message of very many small parts is refused before any handler loops over them."""
+"""One message of very many small parts, or with an unknown field, is refused before any handler has it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tinsmith.errors import InvalidRequest
 from tinsmith.rpc.channel import connect
@@ -26,15 +28,19 @@ class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 @pytest.fixture
-async def stubs() -> AsyncIterator[tuple[Any, Any]]:
+async def server() -> AsyncIterator[Server]:
     server = Server("127.0.0.1:0", [sampler_pb2.DESCRIPTOR, trainer_pb2.DESCRIPTOR])
     sampler_pb2_grpc.add_SamplerServiceServicer_to_server(Sampler(), server.grpc)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Trainer(), server.grpc)
     await server.start()
-    channel = connect(f"127.0.0.1:{server.port}")
-    yield sampler_pb2_grpc.SamplerServiceStub(channel), trainer_pb2_grpc.TrainerServiceStub(channel)
-    await channel.close()
+    yield server
     await server.stop(0)
+
+
+@pytest.fixture
+async def stubs(server: Server) -> AsyncIterator[tuple[Any, Any]]:
+    async with connect(f"127.0.0.1:{server.port}") as channel:
+        yield sampler_pb2_grpc.SamplerServiceStub(channel), trainer_pb2_grpc.TrainerServiceStub(channel)
 
 
 MANY = 200_000
@@ -77,13 +83,61 @@ BATCH: Any = trainer_pb2.ForwardBackwardRequest.DESCRIPTOR
 DATA = BATCH.fields_by_name["data"].number
 
 
-@pytest.mark.parametrize("field_bytes", [b"\x18\x00", b"\xf8\x0f\x00", b"\xfd\x0f\0\0\0\0", b"\xf9\x0f" + bytes(8)])
-def test_very_many_numbers_that_are_not_packed_are_refused_known_or_not(field_bytes: bytes) -> None:
-    check_parts(field_bytes * 1_048_576, BATCH)
+SEQ_ID: Any = bytes([BATCH.fields_by_name["seq_id"].number << 3]) + b"\0"
+
+
+def test_very_many_numbers_that_are_not_packed_are_refused() -> None:
+    check_parts(SEQ_ID * 1_048_576, BATCH)
     with pytest.raises(InvalidRequest, match="ForwardBackwardRequest: the message has more than 1048576 fields"):
-        check_parts(field_bytes * 1_048_577, BATCH)
+        check_parts(SEQ_ID * 1_048_577, BATCH)
     with pytest.raises(InvalidRequest, match="more than 1048576 fields"):
-        check_parts(field(DATA, b"") * 131_072 + field_bytes * 1_000_000, BATCH)
+        check_parts(field(DATA, b"") * 131_072 + SEQ_ID * 1_000_000, BATCH)
+
+
+def tensor(body: bytes) -> bytes:
+    """A batch on the wire, with this tensor in the inputs of its second datum."""
+    inputs = field(2, field(1, b"advantages") + field(2, body))
+    return field(DATA, b"") + field(DATA, inputs)
+
+
+IN_A_TENSOR = r"^data\[1\]\.loss_fn_inputs\[0\]\.value\."
+LARGE = trainer_pb2.ForwardBackwardRequest(loss_fn="x" * 100_000).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        (b"\xb8\x3e\x01", "^field number 999: "),
+        (b"\xb9\x3e" + bytes(8), "^field number 999: "),
+        (b"\xba\x3e\x01x", "^field number 999: "),
+        (b"\xbb\x3e\xbc\x3e", "^field number 999: "),
+        (b"\xbd\x3e" + bytes(4), "^field number 999: "),
+        (field(BATCH.fields_by_name["seq_id"].number, b"7"), "^field number 2: "),  # a text instead of a number
+        (tensor(b"\xb8\x3e\x01"), IN_A_TENSOR + "field number 999: "),
+    ],
+)
+@pytest.mark.parametrize("rest", [b"", LARGE], ids=["small", "large"])
+async def test_a_field_that_the_server_does_not_know_is_refused_by_its_number_at_any_depth(
+    stubs: tuple[Any, Any], body: bytes, where: str, rest: bytes
+) -> None:
+    message = trainer_pb2.ForwardBackwardRequest.FromString(body + rest)  # it keeps what it does not know
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - its meaning is looked at below
+        await stubs[1].ForwardBackward(message)
+    meant = from_rpc_error(raised.value)  # type: ignore[arg-type]
+    assert isinstance(meant, InvalidRequest)
+    assert re.search(where + "this server knows no such field and cannot apply it; leave it out$", meant.message)
+
+
+async def test_clients_of_the_common_services_may_be_newer(stubs: tuple[Any, Any], server: Server) -> None:
+    request = health_pb2.HealthCheckRequest.FromString(b"\xba\x3e\x01x")
+    async with connect(f"127.0.0.1:{server.port}") as channel:
+        await health_pb2_grpc.HealthStub(channel).Check(request)
+
+
+def test_numbers_of_a_list_are_known_packed_and_one_by_one() -> None:
+    number = sampler_pb2.StopCondition.DESCRIPTOR.fields_by_name["token_ids"].number
+    for body in (field(number, b"\1\2"), bytes([number << 3]) + b"\1" + bytes([number << 3]) + b"\2"):
+        check_parts(body, sampler_pb2.StopCondition.DESCRIPTOR)
 
 
 def test_a_tensor_of_very_many_dimensions_is_refused_before_it_is_decoded() -> None:
