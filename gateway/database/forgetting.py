@@ -30,6 +30,8 @@ BOUND_S = 600.0
 """Pause between two counts of the rows of each owner, which read whole tables."""
 _ROW_BYTES = 256
 """Bytes for which a recorded sequence counts beside its prompt, tokens and logprobs, at least for its ids and index."""
+_CREATION_S = 3600.0
+"""A run that the trainer has not made after this time was refused, or its trainer is away."""
 _BATCH_S = 30 * 86400.0
 """How long the row of a ledger's newest batch is kept. No gateway sends a batch again after that long."""
 _PER_QUERY = 500
@@ -112,7 +114,7 @@ class Forgetting:
         """Leaves each owner the newest `max_owner_rows` rows of each kind that nothing else bounds."""
         for owner in await self._above(select(AuditEvent.owner)):
             await self._forget_audit(owner)
-        runs = _ended_runs(before=time.time() - self._config.ended_session_retention_s)
+        runs = _ended_runs(before=time.time() - _CREATION_S)
         for owner in await self._above(select(Session.owner).join(Model).where(runs)):
             await self._forget_runs(owner, runs)
         sessions = _ended_sessions()
@@ -208,7 +210,7 @@ class Forgetting:
 
 
 def _ended_runs(*, before: float) -> ColumnElement[bool]:
-    """True for a run that the trainer has freed, or whose creation was refused before this time, if it has no
+    """True for a run that the trainer has freed, or whose creation was refused and sent before this time, if it has no
     checkpoint, and no sampler follows it."""
     return and_(
         or_(Model.released_at.is_not(None), and_(Model.lora_rank.is_(None), Model.created_at < before)),

@@ -260,6 +260,18 @@ async def test_an_owner_who_starts_runs_without_end_loses_nothing_that_lives(sta
 
 
 @pytest.mark.usefixtures("database")
+async def test_refused_creations_of_a_live_session_are_bounded_an_hour_later(stack: Stack) -> None:
+    """Within the hour they may be in work."""
+    refused: dict[str, Any] = {"released_at": None, "lora_rank": None}
+    now, live = time.time(), past_session("s", 1.0, is_live=True)
+    runs = [past_run("s", now - 3700 + seq, seq=seq, **refused) for seq in range(6)]
+    in_work = [past_run("s", now - 3000 + seq, seq=seq, **refused) for seq in range(6, 12)]
+    gateway = await bounded(stack, live, *runs, *in_work)
+    left = {f"s:train:{seq}" for seq in (4, 5, *range(6, 12))}
+    assert set(await keys(gateway, Model.model_id)) == left
+
+
+@pytest.mark.usefixtures("database")
 async def test_a_session_stays_as_long_as_there_is_a_copy_in_it_or_a_sampler(stack: Stack) -> None:
     """The copy has no row of a run: that of a run which was made without a gateway has none, either."""
     sampler = SamplingSession(
