@@ -157,14 +157,22 @@ async def _started(starting: asyncio.Task[Trainer], server: Server, config: Trai
 
 
 def _begin_background(config: TrainerConfig, trainer: Trainer) -> set[asyncio.Task[None]]:
-    """Starts the tasks that give up lost operations and park idle models, where they are configured."""
+    """Starts the tasks that give up lost operations and park idle models, where they are configured, and the one that
+    watches the weight channel's device."""
     background: set[asyncio.Task[None]] = set()
     if timeout_s := config.missing_operation_timeout_s:
         lost = LostOperations(trainer.scheduler, trainer.operations.work_of, timeout_s=timeout_s)
         background.add(asyncio.create_task(lost.run()))
     if config.park_after_s:
         background.add(asyncio.create_task(trainer.scheduler.parking.run(idle_s=config.park_after_s)))
+    background.add(asyncio.create_task(_end_with_device(trainer)))
     return background
+
+
+async def _end_with_device(trainer: Trainer) -> None:
+    """Lets the trainer end when the device fails where no operation meets it."""
+    await trainer.operations.publishing.publisher.sender.device_failed.wait()
+    trainer.scheduler.engine_died.set()
 
 
 async def _close(trainer: Trainer) -> bool:

@@ -11,7 +11,8 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -25,7 +26,16 @@ from sampler_service.core.engine import EngineSlot, SamplingEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
 from sampler_service.weights.weight_links import ProbedConnections, check_group, join
-from tinsmith.errors import DataCorrupted, FailedPrecondition, InvalidRequest, OutOfCapacity, ServiceError, within
+from tinsmith.errors import (
+    DataCorrupted,
+    EngineDead,
+    FailedPrecondition,
+    InvalidRequest,
+    OutOfCapacity,
+    ServiceError,
+    within,
+)
+from tinsmith.faults import is_lasting_fault
 from tinsmith.lora_config import config_from_proto
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.full_weights import Weights
@@ -117,7 +127,8 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
                     f"epoch: {request.epoch} is not above that of the present group, {link.epoch}", epoch=link.epoch
                 )
             self._drop(trainer_id, link)
-        inlet = await join(request, self._probed, host=self.channel_host, timeout_s=self.channel_timeout_s)
+        with self._ending_with_device():
+            inlet = await join(request, self._probed, host=self.channel_host, timeout_s=self.channel_timeout_s)
         link = self._links.get(trainer_id)
         if link is not None and link.epoch > inlet.epoch:  # formed meanwhile
             inlet.close()
@@ -154,7 +165,8 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         if weights is None:
             spare, self._spare = self._spare, None
             try:
-                flat = _buffer(layout.flat, torch.device(device), evicted if spare is None else [*evicted, spare])
+                with self._ending_with_device():
+                    flat = _buffer(layout.flat, torch.device(device), evicted if spare is None else [*evicted, spare])
             except RuntimeError as error:  # of torch's allocators
                 raise OutOfCapacity(
                     f"there is no memory on this sampler for the {layout.num_bytes} bytes of version "
@@ -191,9 +203,10 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         flat = update.weights.flat
         update.receiving = True
         try:
-            received = await in_thread(
-                lambda: receive(link.inlet, flat, dtype=update.sent_dtype, bucket_bytes=update.bucket_bytes)
-            )
+            with self._ending_with_device():
+                received = await in_thread(
+                    lambda: receive(link.inlet, flat, dtype=update.sent_dtype, bucket_bytes=update.bucket_bytes)
+                )
         except BaseException as error:
             # Also when this call is cancelled: nobody knows how far the trainer has got.
             self._drop(request.trainer_id, link)
@@ -222,7 +235,8 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
             raise FailedPrecondition(f"version {update.version_id!r} has not been received")
         link.update = None
         try:
-            await in_thread(link.inlet.check)
+            with self._ending_with_device():
+                await in_thread(link.inlet.check)
         except RuntimeError as error:
             self._drop(request.trainer_id, link)
             self.metrics.versions.publishes.labels("GROUP_LOST").inc()
@@ -262,6 +276,18 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         self.slot.get().store.confirm(request.version_id)
         logger.info("version %s is visible", request.version_id)
         return pb.ConfirmVersionResponse()
+
+    @contextmanager
+    def _ending_with_device(self) -> Iterator[None]:
+        """Lets the engine die, as in a step, when the device fails in the block and can compute no more."""
+        try:
+            yield
+        except (RuntimeError, FailedPrecondition) as error:
+            cause = error.__cause__ if isinstance(error, FailedPrecondition) else error
+            if cause is not None and is_lasting_fault(cause):
+                self.slot.get().requests.die(cause)
+                raise EngineDead(f"the engine has died: {cause}", computing="no") from error
+            raise
 
     def _link(self, request: _Verb) -> _Link:
         link = self._links.get(request.trainer_id)

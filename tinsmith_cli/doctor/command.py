@@ -74,11 +74,11 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         import torch
 
+        from tinsmith.faults import is_out_of_memory
         from tinsmith_cli.doctor.examine import examine
         from tinsmith_cli.doctor.report import as_json, as_text
         from tinsmith_cli.doctor.subject import NoSuchModel, Subject, Unloadable, check_weights, read_config
         from tinsmith_cli.doctor.verdict import judge
-        from trainer_service.faults import is_out_of_memory
     except ModuleNotFoundError as error:
         raise UsageError(f"doctor needs the trainer and the sampler ({error}): pip install '{_EXTRAS}'") from None
     device = torch.device(_device(arguments.device, has_cuda=torch.cuda.is_available()))

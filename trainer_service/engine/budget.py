@@ -17,13 +17,13 @@ from typing import Literal, TypeVar
 import torch
 
 from tinsmith.errors import OutOfCapacity
+from tinsmith.faults import is_out_of_memory
 from tinsmith.formatting import size_text
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.sizing import Footprint, Lengths, full_bytes
 from trainer_service.engine.memory import device_memory, drop_caches
 from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.residency import Residency
-from trainer_service.faults import is_out_of_memory
 from trainer_service.metrics import Metrics
 
 logger = logging.getLogger(__name__)

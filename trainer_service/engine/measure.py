@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tinsmith.faults import is_out_of_memory
 from tinsmith.memory import host_bytes
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.logprobs import Head
@@ -24,7 +25,6 @@ from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.memory import available_bytes, drop_caches, peak_bytes
 from trainer_service.engine.model_state import ModelState
-from trainer_service.faults import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 

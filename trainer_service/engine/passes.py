@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import InvalidRequest, NotFinite, OutOfCapacity, ServiceError
+from tinsmith.faults import is_device_fault, is_out_of_memory
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_logprobs import full_target_logprobs
@@ -24,7 +25,6 @@ from trainer_service.engine.budget import Attempt, MemoryBudget
 from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.optimizers import magnitude
 from trainer_service.engine.pack import Pack
-from trainer_service.faults import is_device_fault, is_out_of_memory
 from trainer_service.metrics import Metrics
 from trainer_service.objectives.losses import Term
 

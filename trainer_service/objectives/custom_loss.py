@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import InvalidRequest
-from trainer_service.faults import is_out_of_memory
+from tinsmith.faults import is_out_of_memory
 from trainer_service.objectives.custom_loss_cost import CostLimit, LossPace
 from trainer_service.objectives.custom_loss_graph import Graph, Node, check_result, parse
 from trainer_service.objectives.losses import Arrays, Term

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import InvalidRequest
-from trainer_service.faults import is_out_of_memory
+from tinsmith.faults import is_out_of_memory
 from trainer_service.objectives.custom_loss_ops import (
     COMBINATIONS,
     COMPARISONS,

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from tinsmith.errors import InvalidRequest, ServiceError, about
+from tinsmith.faults import is_device_fault
 from tinsmith.lora_config import config_from_proto
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.rpc.notes import check_notes
@@ -22,7 +23,6 @@ from trainer_service.durability.snapshots import Snapshots
 from trainer_service.engine.batch import Batch
 from trainer_service.engine.engine import CapturedState, TrainingEngine
 from trainer_service.engine.optimizers import DEFAULT_OPTIMIZER
-from trainer_service.faults import is_device_fault
 from trainer_service.older_forms import carried_over
 from trainer_service.operation import Turn, Work
 from trainer_service.operations.loads import Loads

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import ServiceError
+from tinsmith.faults import is_device_fault, is_out_of_memory
 from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.rpc import errors
 from trainer_service.engine.batch import Example
-from trainer_service.faults import is_device_fault, is_out_of_memory
 from trainer_service.ranks.group import RankGroup, is_of_other_ranks
 from trainer_service.ranks.share import balanced
 from trainer_service.ranks.wire import Message

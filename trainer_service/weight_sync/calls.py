@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from tinsmith.errors import storable
+from tinsmith.faults import is_lasting_fault
 
 T = TypeVar("T")
 
@@ -25,7 +26,7 @@ class ChannelBroken(Exception):
 def in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
     """Runs a blocking call of a transport on a daemon thread: the call cannot be stopped, and must not delay the exit.
 
-    Transports raise RuntimeError, which becomes ChannelBroken.
+    Transports raise RuntimeError, which becomes ChannelBroken, unless the device is broken.
     """
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
@@ -34,7 +35,7 @@ def in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
         try:
             result = call()
         except RuntimeError as error:
-            done.set_exception(ChannelBroken(str(error)))
+            done.set_exception(error if is_lasting_fault(error) else ChannelBroken(str(error)))
         except StopIteration as error:
             done.set_exception(storable(error))
         except BaseException as error:

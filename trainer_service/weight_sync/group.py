@@ -13,6 +13,7 @@ from socket import socket
 import torch
 import torch.distributed as dist
 
+from tinsmith.faults import is_lasting_fault
 from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.weight_channel import ring
 from tinsmith.weight_channel.group import Backend, WeightGroup, join_store, open_store
@@ -99,10 +100,13 @@ class Former:
         self._rendezvous = None
 
     async def form(self, members: Sequence[Sampler]) -> Group:
-        """Forms a group of these samplers. Raises ChannelBroken, or the error of a member that refuses."""
+        """Forms a group of these samplers. Raises ChannelBroken, the error of a member that refuses, or that of a
+        device which can compute no more."""
         try:
             return await self._form(members)
         except (RuntimeError, OSError) as error:
+            if is_lasting_fault(error):
+                raise
             raise ChannelBroken(str(error)) from error
 
     async def _form(self, members: Sequence[Sampler]) -> Group:

@@ -17,6 +17,7 @@ import grpc.aio
 import torch
 
 from tinsmith.errors import AlreadyExists, NotReady, OutOfCapacity, ServiceError, VersionConflict
+from tinsmith.faults import is_lasting_fault
 from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.quantization import Quantization
@@ -131,6 +132,8 @@ class WeightSender:
         self._group: Group | None = None
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
+        self.device_failed = asyncio.Event()
+        """Set when a group was to be formed in the background, and the device can compute no more. A publish raises."""
         self._background: list[asyncio.Task[None]] = []
         self._removing: set[asyncio.Future[None]] = set()
         self.withdrawing: dict[tuple[str, str], asyncio.Task[None]] = {}
@@ -161,7 +164,8 @@ class WeightSender:
         version goes to the samplers that hold it.
 
         Raises NotReady when all attempts have failed, OutOfCapacity when no sampler has room, another error of a
-        sampler when it refuses the version, and VersionConflict when a sampler has other weights of the same id.
+        sampler when it refuses the version, VersionConflict when a sampler has other weights of the same id, and the
+        RuntimeError of a device that can compute no more.
         """
         with tracing.span("publish", version_id=version.version_id, num_bytes=version.sent_bytes):
             return await self._publish_once(version)
@@ -328,6 +332,12 @@ class WeightSender:
                         logger.warning("no group of samplers yet: %s", error)
                     except ServiceError as error:
                         logger.error("weights cannot be published: %s", error)
+                    except RuntimeError as error:
+                        if not is_lasting_fault(error):
+                            raise
+                        logger.critical("the device has failed while a group was formed", exc_info=error)
+                        self.device_failed.set()
+                        return
 
     async def _group_of(self, members: Sequence[Sampler]) -> Group:
         if self._group is None or list(self._group.members) != list(members):

@@ -440,6 +440,26 @@ async def test_a_full_version_that_never_fits_or_an_engine_that_takes_none_is_re
         await setup.trainer.start("v1", full)
 
 
+@pytest.mark.parametrize("lasts", [False, True])
+async def test_a_fault_after_which_the_device_computes_nothing_ends_the_engine(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, lasts: bool
+) -> None:
+    def faults(*_: Any, **__: Any) -> str:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(weight_sync, "receive", faults)
+    monkeypatch.setattr("tinsmith.faults._computes", lambda: not lasts)
+    setup.engine.store.max_bytes = 3_000_000
+    full = make_full(setup.engine.base, seed=1)
+    await setup.trainer.form_ring()
+    await setup.trainer.start("v1", full, bucket_bytes=4096)
+    request = pb.UpdateWeightsRequest(trainer_id="t", version_id="v1", epoch=setup.trainer.epoch)
+    # The call is sent again to a sampler that is UNAVAILABLE, which has no group any more.
+    with pytest.raises(FailedPrecondition, match="has no group" if lasts else "illegal memory access"):
+        await setup.trainer.call("UpdateWeights", request)
+    assert setup.engine.requests.died.is_set() == lasts
+
+
 async def test_the_memory_of_a_version_whose_trainer_is_lost_is_free_at_once(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

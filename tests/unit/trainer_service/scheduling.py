@@ -13,10 +13,10 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from tinsmith.errors import InvalidRequest, ServiceError
+from tinsmith.faults import is_device_fault
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability.journal import Body, Journal
 from trainer_service.engine.batch import Batch, Datum, MicroBatch, Output
-from trainer_service.faults import is_device_fault
 from trainer_service.objectives.losses import LOSS_FNS
 from trainer_service.operation import Answer, Operation, Turn, Work
 from trainer_service.scheduling.scheduler import Scheduler

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from tests.unit.trainer_service.engines import batch, create, run
+from tinsmith.faults import is_out_of_memory
 from tinsmith.modeling import logprobs
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.sizing import models_bytes
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.memory import Allocations, drop_caches
-from trainer_service.faults import is_out_of_memory
 
 
 def test_storages_count_once_from_their_making_to_their_end() -> None:

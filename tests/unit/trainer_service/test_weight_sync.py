@@ -408,6 +408,36 @@ async def test_a_channel_that_never_works_ends_in_a_clear_error(
     assert len((await sender.publish(make_version("m@2"))).members) == 1
 
 
+FAULT = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("where", ["send", "form"])
+async def test_a_fault_after_which_the_device_computes_nothing_is_no_matter_of_the_channel(
+    connect: Connect, serve: Serve, make_version: MakeVersion, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """It is raised as it is, and whoever publishes ends the process. Met in the background, it sets an event."""
+
+    def faults(*_: object, **__: object) -> None:
+        raise FAULT
+
+    if where == "send":
+        monkeypatch.setattr(sender_module, "send", faults)
+    else:
+        monkeypatch.setattr(group, "make_host_ring", faults)
+        monkeypatch.setattr(WeightGroup, "form", faults)
+    sender = await connect(await serve(Receiver()), started=False)
+    with pytest.raises(NotReady, match=r"3 attempts failed.*illegal memory access"):  # the device goes on
+        await sender.publish(make_version("m@1"))
+    monkeypatch.setattr("tinsmith.faults._computes", lambda: False)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        await sender.publish(make_version("m@1"))
+    assert not sender.device_failed.is_set()
+    if where == "form":
+        sender.start()
+        async with asyncio.timeout(TIMEOUT_S):
+            await sender.device_failed.wait()
+
+
 async def test_auto_takes_shared_memory_on_this_machine_and_gloo_for_the_rest_in_one_publish(
     connect: Connect, serve: Serve, make_version: MakeVersion
 ) -> None:

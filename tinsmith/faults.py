@@ -36,3 +36,20 @@ def is_device_fault(error: BaseException) -> bool:
     return isinstance(error, torch.AcceleratorError) or (
         isinstance(error, RuntimeError) and str(error).startswith(_DEVICE_FAULTS)
     )
+
+
+def is_lasting_fault(error: BaseException) -> bool:
+    """True for a fault of the device after which it computes nothing more. Where weights move between GPUs, some
+    operations of CUDA fail on some machines, with the same type of error, and the device goes on."""
+    return is_device_fault(error) and not _computes()
+
+
+def _computes() -> bool:
+    """Whether the CUDA device can still add two numbers."""
+    try:
+        torch.ones(1, device="cuda").add(1).item()
+    except AssertionError:  # torch was built without CUDA
+        return True
+    except RuntimeError as error:
+        return not is_device_fault(error)
+    return True
