@@ -75,7 +75,7 @@ class Registrar(cluster_pb2_grpc.ClusterServiceServicer):
             make_certificates.make_self_signed(folder, _JOIN, host=self._host)
             self._pinned = Pinned(*((folder / f"{_JOIN}{end}.pem").read_bytes() for end in ("", "-key")))
             self.token = Token(address, fingerprint(self._pinned.cert.decode()), _service_key(folder))
-            _write_secret(folder / "join-token", self.token.text + "\n")
+            self._token_file = folder / "join-token"
             self._models = [
                 pb.BaseModel(source=model.source, names=model.names, digest=weights_digest(model.source))
                 for model in models
@@ -95,6 +95,7 @@ class Registrar(cluster_pb2_grpc.ClusterServiceServicer):
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(self, server.grpc)
         await server.start()
         await server.set_serving(True)
+        _write_secret(self._token_file, self.token.text + "\n")  # now: who waits for the file may join at once
         try:
             yield
         finally:

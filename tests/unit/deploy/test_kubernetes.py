@@ -19,7 +19,7 @@ from trainer_service.config import TrainerConfig
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "deploy" / "kubernetes"
 BASE = FOLDER / "base"
-OVERLAYS = ["cpu", "gpu"]
+OVERLAYS = ["cpu", "gpu", "one-node", "several-nodes"]
 SERVICES = {"gateway": GatewayConfig, "trainer": TrainerConfig, "sampler": SamplerConfig}
 NAME = "app.kubernetes.io/name"
 
@@ -40,6 +40,16 @@ PATCHES = [
     for patch in kustomization(FOLDER / "overlays" / overlay)["patches"]
     for document in documents(FOLDER / "overlays" / overlay / patch["path"])
 ]
+
+
+ADDED = [
+    (overlay, document)
+    for overlay in OVERLAYS
+    for path in kustomization(FOLDER / "overlays" / overlay)["resources"]
+    if path.endswith(".yaml")
+    for document in documents(FOLDER / "overlays" / overlay / path)
+]
+"""Resources that an overlay adds."""
 
 
 def title(resource: dict[str, Any]) -> str:
@@ -64,6 +74,11 @@ def container(service: str) -> dict[str, Any]:
     return found
 
 
+def containers(resource: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of a workload's pods; none of another resource."""
+    return resource["spec"].get("template", {}).get("spec", {}).get("containers", [])
+
+
 def merged(below: Any, above: Any) -> Any:
     """Kustomize's strategic merge, as far as our patches use it: lists of things with names by their names."""
     if isinstance(below, dict) and isinstance(above, dict):
@@ -74,7 +89,7 @@ def merged(below: Any, above: Any) -> Any:
     return above
 
 
-@pytest.mark.parametrize("one", RESOURCES, ids=title)
+@pytest.mark.parametrize("one", [*RESOURCES, *(one for _, one in ADDED)], ids=title)
 def test_a_resource_follows_the_schema(one: dict[str, Any]) -> None:
     kubernetes_validate.validate(one, "1.34", strict=True)
 
@@ -105,6 +120,7 @@ def test_every_file_is_in_use() -> None:
 def test_settings_are_ones_that_the_service_has_and_everything_referred_to_is_there(service: str) -> None:
     prefix = f"{service.upper()}_"
     overlaid = [one for _, _, patch in PATCHES for one in patch["spec"]["template"]["spec"]["containers"]]
+    overlaid += [one for _, added in ADDED for one in containers(added)]
     every = [container(service), *(one for one in overlaid if one["name"] == service)]
     variables = [variable for one in every for variable in one.get("env", [])]
     own = {variable["name"] for variable in variables if variable["name"].startswith(prefix)}
@@ -121,7 +137,9 @@ def test_settings_are_ones_that_the_service_has_and_everything_referred_to_is_th
             assert re.search(rf"create secret generic {secret['name']}[^#]*?--from-literal={secret['key']}=", readme)
 
 
-@pytest.mark.parametrize(("overlay", "engine"), [("gpu", "vllm"), ("cpu", "torch")])
+@pytest.mark.parametrize(
+    ("overlay", "engine"), [("gpu", "vllm"), ("cpu", "torch"), ("one-node", "vllm"), ("several-nodes", "vllm")]
+)
 def test_an_overlay_names_the_engine_of_its_samplers(overlay: str, engine: str) -> None:
     (patch,) = [one for name, path, one in PATCHES if (name, path) == (overlay, "sampler.yaml")]
     (patched,) = patch["spec"]["template"]["spec"]["containers"]
@@ -198,25 +216,66 @@ def test_the_network_lets_in_whom_the_services_need_and_nobody_else() -> None:
     assert let_in("sampler") == {("gateway", "8002"), ("trainer", "all"), ("monitoring", "9002")}
 
 
-def test_every_replica_of_the_sampler_is_known_by_its_name() -> None:
-    (literals,) = [one["literals"] for one in kustomization(BASE)["configMapGenerator"] if one["name"] == "tinsmith"]
-    values = dict(literal.split("=", 1) for literal in literals)
-    replicas = workload("sampler")["spec"]["replicas"]
+def literals_of(folder: Path) -> dict[str, str]:
+    (literals,) = [one["literals"] for one in kustomization(folder)["configMapGenerator"] if one["name"] == "tinsmith"]
+    return dict(literal.split("=", 1) for literal in literals)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_replica_of_the_sampler_is_known_by_its_name(overlay: str) -> None:
+    values = literals_of(BASE) | literals_of(FOLDER / "overlays" / overlay)
+    patched = {title(patch): patch["spec"] for name, _, patch in PATCHES if name == overlay}
+    replicas = patched["StatefulSet/sampler"].get("replicas", workload("sampler")["spec"]["replicas"])
     assert yaml.safe_load(values["SAMPLERS"]) == [f"sampler-{number}.sampler:8002" for number in range(replicas)]
     assert yaml.safe_load(values["TRAINERS"]) == ["trainer-0.trainer:8001"]
     assert workload("trainer")["spec"]["replicas"] == 1  # two would write one journal
+    assert "replicas" not in patched["StatefulSet/trainer"]
 
 
-def test_only_the_gpu_overlay_asks_for_gpus_for_the_two_models() -> None:
+def test_an_overlay_asks_for_as_many_gpus_as_it_uses() -> None:
     asks = {
         overlay: {
-            patch["metadata"]["name"]
-            for name, _, patch in PATCHES
-            if name == overlay and "nvidia.com/gpu" in yaml.safe_dump(patch["spec"]["template"]["spec"]["containers"])
+            patch["metadata"]["name"]: one["resources"]["limits"]["nvidia.com/gpu"]
+            for name, patch in [*((name, patch) for name, _, patch in PATCHES), *ADDED]
+            for one in containers(patch)
+            if name == overlay and "nvidia.com/gpu" in one["resources"].get("limits", {})
         }
         for overlay in OVERLAYS
     }
-    assert asks == {"cpu": set(), "gpu": {"trainer", "sampler"}}
+    assert asks == {
+        "cpu": {},
+        "gpu": {"trainer": 1, "sampler": 1},
+        "one-node": {"trainer": 4, "sampler": 1},
+        "several-nodes": {"trainer": 8, "sampler": 2, "trainer-node": 8},
+    }
+
+
+def test_the_ranks_of_a_trainer_meet_and_each_has_a_gpu_and_the_same_settings() -> None:
+    (one,) = [patch for name, path, patch in PATCHES if (name, path) == ("one-node", "trainer.yaml")]
+    (first,) = [patch for name, path, patch in PATCHES if (name, path) == ("several-nodes", "trainer.yaml")]
+    (further,) = [added for name, added in ADDED if added["metadata"]["name"] == "trainer-node"]
+    for patch in (one, first, further):
+        (trainer,) = containers(patch)
+        words = trainer["command"]
+        assert (words[0], words[-2:]) == ("torchrun", ["-m", "trainer_service"])
+        assert f"--nproc-per-node={trainer['resources']['limits']['nvidia.com/gpu']}" in words
+        assert "--rdzv-backend=static" in words
+    nodes = 1 + further["spec"]["replicas"]
+    words = [containers(patch)[0]["command"] for patch in (first, further)]
+    assert words[0][2] == "--node-rank=0"
+    assert words[1][2] == "--node-rank=$(NODE_RANK)"
+    assert further["spec"]["ordinals"]["start"] == 1
+    assert [one for one in words[0] if one != words[0][2]] == [one for one in words[1] if one != words[1][2]]
+    assert {f"--nnodes={nodes}", "--master-addr=trainer-0.trainer"} <= set(words[0])
+    env = [
+        {one["name"]: one for one in variables if one["name"] not in ("NODE_RANK",)}
+        for variables in (containers(further)[0]["env"], merged(container("trainer"), containers(first)[0])["env"])
+    ]
+    serving = {"POD_IP", "TRAINER_CHANNEL_HOST", "TRAINER_SAMPLERS", "TRAINER_CHECKPOINT_DIR", "TRAINER_STATE_DIR"}
+    assert env[0] == {name: one for name, one in env[1].items() if name not in serving}
+    (policy,) = [added for _, added in ADDED if added["kind"] == "NetworkPolicy"]
+    (names,) = [one["values"] for one in policy["spec"]["podSelector"]["matchExpressions"]]
+    assert names == ["trainer", further["spec"]["template"]["metadata"]["labels"][NAME]]
 
 
 KUSTOMIZE = next(
@@ -233,9 +292,12 @@ def test_kustomize_builds_it(overlay: str) -> None:
     resources = {title(one): one for one in yaml.safe_load_all(built.stdout)}
     for one in resources.values():
         kubernetes_validate.validate(one, "1.34", strict=True)
-    (config,) = set(resources) - set(map(title, RESOURCES))
-    for service in SERVICES:
-        (one,) = resources[title(workload(service))]["spec"]["template"]["spec"]["containers"]
+    added = [one for name, one in ADDED if name == overlay]
+    (config,) = set(resources) - {title(one) for one in (*RESOURCES, *added)}
+    ran = [(service, resources[title(workload(service))]) for service in SERVICES]
+    ran += [("trainer", resources[title(one)]) for one in added if containers(one)]
+    for service, workload_ in ran:
+        (one,) = containers(workload_)
         defined: set[str] = set()
         for variable in one["env"]:
             # Kubernetes puts in only what stands above: a patch's variables come first.
