@@ -19,6 +19,7 @@ README = Path(__file__).parents[2] / "README.md"
 def test_the_readmes_example_trains_samples_and_saves(second_stack: Stack, tmp_path: Path) -> None:
     """Its text is run whole and unchanged; only the model behind the default name is smaller."""
     (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len([line for line in program.splitlines() if line]) <= 20, "a whole run fits in twenty lines"
     env = {**os.environ, "TINKER_BASE_URL": second_stack.base_url, "TINKER_API_KEY": KEY}
     command = [sys.executable, *_NO_WARNINGS, "-c", program]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http import httptools_impl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import Server
 
@@ -51,6 +52,8 @@ def test_the_version_is_one_that_is_declared() -> None:
 def test_the_methods_that_are_replaced_are_there_and_take_the_same() -> None:
     assert parameters(HttpToolsProtocol.__init__) == ["self", "config", "server_state", "app_state", "_loop"]
     assert parameters(HttpToolsProtocol.connection_made) == ["self", "transport"]
+    assert "connection_lost" in vars(HttpToolsProtocol)
+    assert parameters(HttpToolsProtocol.connection_lost) == ["self", "exc"]
     assert parameters(HttpToolsProtocol.data_received) == ["self", "data"]
     for name in (
         "on_message_begin",
@@ -66,6 +69,9 @@ def test_the_methods_that_are_replaced_are_there_and_take_the_same() -> None:
     assert parameters(Server.capture_signals) == ["self"]
     assert "self.capture_signals()" in inspect.getsource(Server.serve)
     assert "await self.shutdown(" in inspect.getsource(Server)
+    # connections._Transport holds short writes back, so no other call may write.
+    called = set(re.findall(r"transport\.(\w+)\(", inspect.getsource(httptools_impl)))
+    assert called == {"close", "is_closing", "set_protocol", "write"}
     assert "app=self.app" in re.sub(r"\s", "", inspect.getsource(HttpToolsProtocol.on_headers_complete))
 
 
