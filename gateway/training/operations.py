@@ -139,7 +139,8 @@ class TrainerCalls:
         """The call, once the trainer has acknowledged it, or it has failed in a way that a repeat would not change.
 
         Raises NotReady when there is no acknowledgement in time, OutOfCapacity when the trainer's queue is full,
-        TooFarAhead, and SequenceConflict when the trainer has another body under this number.
+        TooFarAhead, SequenceConflict when the trainer has another body under this number, and InvalidRequest when the
+        trainer has refused the message before it took the number.
         """
         lost = NotReady("the trainer did not acknowledge the operation in time; send it again")
         try:
@@ -160,8 +161,9 @@ class TrainerCalls:
                     if ACCEPTED not in tuple(metadata):
                         if isinstance(error, OutOfCapacity):
                             raise error  # the trainer's queue is full: the client has to send the operation again
-                        if isinstance(error, InvalidRequest) and error.metadata.get("field") == "seq_id":
-                            raise TooFarAhead(error.message, field="seq_id")
+                        if isinstance(error, InvalidRequest) and rpc != "CreateModel":
+                            is_far = error.metadata.get("field") == "seq_id"
+                            raise TooFarAhead(error.message, field="seq_id") if is_far else error
                     if not isinstance(error, NotReady):
                         return call
                     lost = error
@@ -315,7 +317,7 @@ class Operations:
             return False
         try:
             call = await self._call(submission)
-        except SequenceConflict:
+        except (InvalidRequest, SequenceConflict):
             return False
         try:  # a trainer that has forgotten the operation cannot compare
             return ACCEPTED in tuple(await call.initial_metadata())
@@ -408,6 +410,11 @@ class Operations:
             if known is None:
                 await self._store.operations.delete(submission.request_id)
             raise
+        except InvalidRequest as error:
+            if submission.error is not None:
+                raise
+            submission.refuse(error)  # such as a message of too many parts: its number has to be used up
+            return await self._accept(submission)
         except SequenceConflict as error:
             if known is None:
                 await self._store.operations.delete(submission.request_id)

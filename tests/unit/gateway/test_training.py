@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from tests.unit.gateway.stack import BASE_MODEL, GIVEN_UP, Client, Stack, batch
-from tinsmith.v1 import trainer_pb2
+from tinsmith.v1 import trainer_pb2, types_pb2
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
@@ -163,6 +163,20 @@ async def test_a_refused_operation_uses_up_its_number(stack: Stack, client: Clie
 
 
 @pytest.mark.gateway(thread_body_bytes=1)
+async def test_a_batch_that_the_trainer_does_not_even_read_uses_up_its_number(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    wide = batch(model_id, 1)
+    chunk = types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=bytes(4)))
+    wide.data[0].model_input.extend([chunk] * 140_000)
+    headers = {"content-type": "application/x-protobuf"}
+    for _ in range(2):
+        receipt = await client.post("/api/v1/forward_backward", content=wide.SerializeToString(), headers=headers)
+        refusal = await client.result(receipt.json())
+        assert (refusal["category"], "has more than 131072 parts" in refusal["error"]) == ("user", True)
+    await client.result((await client.forward_backward(model_id, 2)).json())
+    assert stack.trainer.orders[model_id] == [0, 1, 2]
+
+
 async def test_bodies_that_are_parsed_in_a_thread_do_the_same(client: Client) -> None:
     model_id = await client.model(await client.session())
     assert b"loss:sum" in await client.result((await client.forward_backward(model_id, 1)).json())
