@@ -1,6 +1,6 @@
 """Trains, saves and samples over gRPC: no gateway, no SDK, only the trainer and the sampler.
 
-    tinsmith up      # its last line tells both addresses: "... trainer: HOST:PORT; sampler: HOST:PORT; ..."
+    tinsmith up      # it tells both addresses when it is ready: "... trainer: HOST:PORT; sampler: HOST:PORT; ..."
     python examples/grpc_client.py --trainer HOST:PORT --sampler HOST:PORT
 
 If the services want a key (`tinsmith up --api-key KEY`), it comes from TINSMITH_API_KEY, or from --api-key.

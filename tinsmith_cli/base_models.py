@@ -10,6 +10,8 @@ from pathlib import Path
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
+_TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.tiktoken", "*.model", "tekken.json")
+
 
 class UsageError(Exception):
     """A mistake in the command line. The message names the flag and the value, and says what would be right."""
@@ -21,6 +23,12 @@ class ServedModel:
 
     source: str  # absolute path or hub id
     names: tuple[str, ...]  # the first is the main one
+
+    @property
+    def lacks_tokenizer(self) -> bool:
+        """Whether the source is a folder without files of a tokenizer. transformers makes up an empty one there."""
+        folder = Path(self.source)
+        return folder.is_dir() and not any(file.match(kind) for file in folder.iterdir() for kind in _TOKENIZER_FILES)
 
 
 def parse(specs: Sequence[str], *, models_file: Path | None = None) -> list[ServedModel]:

@@ -442,7 +442,7 @@ def _tokenizers(models: Sequence[ServedModel]) -> dict[str, str]:
     return {
         name: model.source
         for model in models
-        if Path(model.source).is_absolute()
+        if Path(model.source).is_absolute() and not model.lacks_tokenizer
         for name in model.names
         if "/" not in name or name.startswith("tinsmith/")
     }

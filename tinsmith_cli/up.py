@@ -93,9 +93,15 @@ def run(arguments: argparse.Namespace) -> int:
         models = models or [ServedModel(str(_default_model(settings.state_dir)), (DEFAULT_MODEL_NAME,))]
         if settings.address:
             return _run_first(settings, models, keys, tls, machine)
+        for model in models:
+            if model.lacks_tokenizer:
+                _report(
+                    f"{model.source} has no files of a tokenizer: clients can only send tokens, and get_tokenizer() "
+                    "fails; copy these files of the model into the folder"
+                )
         stack = Stack(settings, models, keys, tls, _plans(settings, machine, models))
         groups = _prepared(stack)
-        ready = f"Tinsmith is ready at {stack.url} ({stack.summary(groups)})"
+        ready = f"Tinsmith is ready at {stack.url} ({stack.summary(groups)})\n{_next_steps(stack.url, keys)}"
         return asyncio.run(_supervise(stack, groups, on_ready=lambda: _report(ready)))
 
 
@@ -270,6 +276,11 @@ def _checkpoint_dir(root: str) -> str:
 def _report(line: str) -> None:
     with suppress(OSError):  # a full disk, or a reader that has gone, must not end the services
         print(line, flush=True)
+
+
+def _next_steps(url: str, keys: ServiceKeys | None) -> str:
+    key = "tml-anything" if keys is None else "YOUR_KEY"
+    return f"For the SDK: export TINKER_BASE_URL={url} TINKER_API_KEY={key}\nDashboard: {url}   Stop: Ctrl-C"
 
 
 def _keys(host: str, api_keys: list[str], *, state_dir: Path) -> ServiceKeys | None:

@@ -57,6 +57,7 @@ def test_runs_are_listed_with_their_newest_numbers(visitor: Visitor, trainer: ti
     page = visitor.open()
     row = page.locator(f'tr[data-run="{run_id_of(trainer)}"]')
     expect(row).to_contain_text("first run")
+    expect(row.locator(".name small")).not_to_be_empty()
     expect(row).to_contain_text(BASE_MODEL)
     expect(row.locator("td").nth(2)).to_have_text("8")
     assert re.fullmatch(r"[\d.]+", row.locator(".loss .value").inner_text())

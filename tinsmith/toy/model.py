@@ -42,6 +42,7 @@ SHAPES = {
 
 _BATCH_TOKENS = {"tiny": 2048, "small": 512, "medium": 512}  # in each step
 _SEQUENCE_TOKENS = 128
+_REPORT_INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ def _pretrain(
         step += 1
         now = time.monotonic()
         done = step / recipe.pretrain_steps if recipe.pretrain_steps else (now - started) / recipe.pretrain_seconds
-        if now - reported > 2.0 or done >= 1.0:
+        if now - reported > _REPORT_INTERVAL_S or done >= 1.0:
             reported = now
             report(f"pre-training {min(done, 1.0):4.0%}: step {step}, loss {loss.item():.3f}")
     model.eval()

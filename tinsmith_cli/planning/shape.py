@@ -185,7 +185,10 @@ def find(model: str, *, fetch: bool) -> Shape:
             model, allow_patterns=["config.json", "model.safetensors.index.json"], local_files_only=not fetch
         )
     except Exception as error:  # it raises errors of many libraries
-        raise UnknownModel(f"{model}: config.json cannot be had from the hub or its cache: {error}") from None
+        raise UnknownModel(
+            f"{model}: config.json cannot be had from the hub or its cache; check the name and the network, or name a "
+            f"folder that holds it ({' '.join(str(error).split())})"
+        ) from None
     return read(Path(folder), name=model)
 
 

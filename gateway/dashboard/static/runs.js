@@ -85,11 +85,13 @@ export class RunsView {
     const cell = (label, className) => h("td", { "data-label": label, class: className });
     const state = h("i", { class: "dot" });
     const name = h("a", { href: `#/run/${encodeURIComponent(run.run_id)}` });
+    const id = h("small", {});
     const value = h("span", { class: "value" });
     const spark = new Sparkline();
     const row = {
       state,
       name,
+      id,
       value,
       spark,
       model: cell("Model", "model"),
@@ -108,7 +110,7 @@ export class RunsView {
           if (!event.target.closest("a, button") && !String(getSelection())) location.hash = `#/run/${encodeURIComponent(run.run_id)}`;
         },
       },
-      h("td", { class: "name" }, state, h("div", {}, name, h("small", {}, shortId(run.run_id)))),
+      h("td", { class: "name" }, state, h("div", {}, name, id)),
       row.model,
       row.steps,
       h("td", { "data-label": "Loss / token", class: "loss" }, spark.element, value),
@@ -156,7 +158,10 @@ export class RunsView {
     setAttribute(row.state, "data-state", state);
     setAttribute(row.state, "title", words);
     setAttribute(row.element, "data-state", state);
-    setText(row.name, titleOf(run));
+    const title = titleOf(run);
+    const id = shortId(run.run_id);
+    setText(row.name, title);
+    setText(row.id, title === id ? "" : id);
     setText(row.model, `${run.base_model} · ${run.lora_rank === 0 ? "full" : `r${run.lora_rank}`}`);
     setText(row.steps, number(run.num_steps));
     const loss = last(series["loss/token"]);

@@ -74,3 +74,20 @@ def test_a_bad_models_file_is_refused(content: str, tmp_path: Path) -> None:
     file.write_text(content)
     with pytest.raises(UsageError, match="--models-file"):
         parse([], models_file=file)
+
+
+@pytest.mark.parametrize(
+    ("file", "lacks"),
+    [
+        ("tokenizer.json", False),
+        ("tokenizer.model", False),
+        ("vocab.json", False),
+        ("qwen.tiktoken", False),
+        ("tokenizer_config.json", True),
+        ("model.safetensors", True),
+    ],
+)
+def test_a_folder_without_files_of_a_tokenizer_is_told_from_others(tmp_path: Path, file: str, lacks: bool) -> None:
+    (tmp_path / file).touch()
+    assert ServedModel(str(tmp_path), ("a",)).lacks_tokenizer is lacks
+    assert not ServedModel("Qwen/Qwen3-0.6B", ("a",)).lacks_tokenizer

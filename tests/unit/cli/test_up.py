@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tinsmith_cli import main
-from tinsmith_cli.up import _keys
+from tinsmith_cli.stack import ServiceKeys
+from tinsmith_cli.up import _keys, _next_steps
 
 
 def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -63,6 +64,14 @@ def test_variables_that_are_no_settings_are_reported(
         "TRAINER_MAX_MODELZ in the environment is no setting and has no effect; did you mean TRAINER_MAX_MODELS?",
         "SAMPLER_2_GPU in the environment is no setting and has no effect",
     ]
+
+
+def test_the_next_steps_name_the_address_and_no_key() -> None:
+    steps = _next_steps("http://127.0.0.1:8123", None)
+    assert "export TINKER_BASE_URL=http://127.0.0.1:8123 TINKER_API_KEY=tml-anything\n" in steps
+    steps = _next_steps("https://a:1", ServiceKeys('["tml-secret"]', "secret"))
+    assert "TINKER_BASE_URL=https://a:1 TINKER_API_KEY=YOUR_KEY\n" in steps
+    assert "secret" not in steps
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -249,3 +250,28 @@ def test_planning_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_hub_id_that_cannot_be_had_tells_what_to_do(
+    on: On, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on("1x-h100")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=OSError("no\nnetwork")))
+    assert main(["plan", "nobody/nothing"]) == 2
+    said = "cannot be had from the hub or its cache; check the name and the network, or name a folder that holds it"
+    assert f"nobody/nothing: config.json {said} (no network)" in capsys.readouterr().err
+
+
+def test_up_reports_a_model_without_a_tokenizer(
+    on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on("none")
+    model = folder_of("Qwen3-0.6B", tmp_path)
+    said = f"{model} has no files of a tokenizer: clients can only send tokens"
+    _, (_, _, gateway) = services_of(["--base-model", str(model)], monkeypatch, tmp_path)
+    assert "--tokenizers" not in gateway.argv
+    assert said in capsys.readouterr().out
+    (model / "tokenizer.json").write_text("{}")
+    _, (_, _, gateway) = services_of(["--base-model", str(model)], monkeypatch, tmp_path)
+    assert "--tokenizers" in gateway.argv
+    assert said not in capsys.readouterr().out
