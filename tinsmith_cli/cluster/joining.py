@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import grpc.aio
 
 import tinsmith
@@ -27,6 +28,7 @@ from tinsmith_cli.cluster.token import Token, fingerprint
 from tinsmith_cli.cluster.weights import weights_digest
 
 _TIMEOUT_S = 10.0
+_JOIN_S = 30.0
 _LEAVE_S = 2.0
 _AGAIN_S = 1.0
 """Pause before the first machine is called again, in seconds."""
@@ -97,8 +99,15 @@ class Joined:
         )
         async with self._connected() as channel:
             try:
-                reply = await cluster_pb2_grpc.ClusterServiceStub(channel).Join(request, timeout=_TIMEOUT_S)
+                # It waits for the connection: one that breaks while it is made is made again.
+                stub = cluster_pb2_grpc.ClusterServiceStub(channel)
+                reply = await stub.Join(request, timeout=_JOIN_S, wait_for_ready=True)
             except grpc.aio.AioRpcError as error:
+                if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise UsageError(
+                        f"--join: the first machine, {self._token.address}, has not answered within {_JOIN_S:g} s; try "
+                        "again"
+                    ) from None
                 raise UsageError(self._reason(from_rpc_error(error))) from None
         (self.certificates / "ca.pem").write_bytes(reply.ca)
         for service in make_certificates.SERVICES:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import stat
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,6 +178,16 @@ async def test_an_address_that_nobody_listens_at_is_told(first: First, further: 
     token = Token(f"127.0.0.1:{free_ports(1)[0]}", first.registrar.token.fingerprint, "k" * 20)
     with pytest.raises(UsageError, match=r"--join: the first machine cannot be reached at .*:\d+ \(.*refused"):
         await asyncio.to_thread(further, token=token)
+
+
+async def test_a_first_machine_that_falls_silent_is_told(
+    first: First, further: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = await asyncio.to_thread(further)
+    monkeypatch.setattr("tinsmith_cli.cluster.joining._JOIN_S", 0.5)
+    monkeypatch.setattr(first.registrar, "_signed", lambda request: time.sleep(2))  # on a thread
+    with pytest.raises(UsageError, match=r"--join: the first machine, .* has not answered within 0\.5 s; try again"):
+        await join(joined)
 
 
 async def test_another_version_is_refused(first: First, further: Make, monkeypatch: pytest.MonkeyPatch) -> None:
