@@ -51,7 +51,9 @@ CLUSTER = "cluster"
 """Folder of --state-dir with what machines know of each other."""
 
 _SOON_S = 1.0
-_DEFAULT_MODEL_SETTINGS = ("--size", "small", "--pretrain-seconds", "60")
+_DEFAULT_MODEL_SETTINGS = ("--size", "small", "--pretrain-steps", "120")
+"""Steps rather than seconds: on a busy machine a minute gave 20 steps, after which `examples/multi_turn.py` and
+`examples/dpo.py` learn nothing. 120 steps take 100 s of one core."""
 
 
 def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
