@@ -20,8 +20,8 @@ REQUIRED = "TINSMITH_REQUIRE_POSTGRES"
 _USER = "nobody"
 
 
-def _programs() -> Path | None:
-    """The folder of initdb: Debian keeps it out of PATH, one for each version."""
+def installed() -> Path | None:
+    """The folder of initdb, if there is one: Debian keeps it out of PATH, one for each version."""
     if (found := shutil.which("initdb")) is not None:
         return Path(found).resolve().parent
     folders = [path.parent for path in Path("/usr/lib/postgresql").glob("*/bin/initdb")]
@@ -81,7 +81,7 @@ class Postgres:
 @contextlib.contextmanager
 def running(*, address: str = "127.0.0.1", within: Sequence[str] = ()) -> Iterator[Postgres]:
     """Skips the test where there is no PostgreSQL, except where REQUIRED is set."""
-    programs = _programs()
+    programs = installed()
     if programs is None:
         reason = "PostgreSQL is not installed: apt-get install postgresql"
         pytest.fail(reason) if os.environ.get(REQUIRED) else pytest.skip(reason)

@@ -124,7 +124,7 @@ class Stack:
     def wait_ready(self) -> None:
         self._ready.wait(self._startup_timeout_s)
         if not self._is_ready:
-            self._kill()
+            self.kill()
             raise RuntimeError(f"tinsmith up did not become ready:\n{self.report()}")
 
     def _read(self) -> None:
@@ -153,7 +153,7 @@ class Stack:
         try:
             status = self.process.wait(STOP_LIMIT_S)
         except subprocess.TimeoutExpired:
-            self._kill()
+            self.kill()
             raise AssertionError(f"not stopped {STOP_LIMIT_S:g} s after {number.name}:\n{self.report()}") from None
         self._reader.join()
         left = [process for process in children if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
@@ -162,7 +162,7 @@ class Stack:
         assert not left, f"left after {number.name}: {left}\n{self.report()}"
         assert status == 0, f"exit status {status} after {number.name}:\n{self.report()}"
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
         """Ends all of it at once; when this process is killed the kernel kills its services too."""
         self.process.kill()
         self.process.wait()
