@@ -161,7 +161,7 @@ export class RunsView {
     const title = titleOf(run);
     const id = shortId(run.run_id);
     setText(row.name, title);
-    setText(row.id, title === id ? "" : id);
+    setText(row.id, title === id ? "no name" : id);
     setText(row.model, `${run.base_model} · ${run.lora_rank === 0 ? "full" : `r${run.lora_rank}`}`);
     setText(row.steps, number(run.num_steps));
     const loss = last(series["loss/token"]);
