@@ -8,7 +8,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import grpc.aio
@@ -70,8 +70,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
             async def call(body: bytes, context: _Context) -> Any:
                 logs.request_id.set(request_id)
-                async with _errors_reported(context, method, metadata):
+                with _Reporting(method, metadata) as reporting:
                     return await handler.unary_unary(await _parse(handler, body, method), context)
+                del body
+                await reporting.abort(context)
 
             # Without a deserializer: a body that it cannot parse would raise outside of this handler.
             return grpc.unary_unary_rpc_method_handler(call, None, handler.response_serializer)
@@ -82,9 +84,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
             async def stream(body: bytes, context: _Context) -> AsyncIterator[Any]:
                 logs.request_id.set(request_id)
-                async with _errors_reported(context, method, metadata):
+                with _Reporting(method, metadata) as reporting:
                     async for response in handler.unary_stream(await _parse(handler, body, method), context):
                         yield response
+                    return
+                del body
+                await reporting.abort(context)
 
             return grpc.unary_stream_rpc_method_handler(stream, None, handler.response_serializer)
 
@@ -92,36 +97,48 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
             async def collect(bodies: AsyncIterator[bytes], context: _Context) -> Any:
                 logs.request_id.set(request_id)
-                async with _errors_reported(context, method, metadata):
+                with _Reporting(method, metadata) as reporting:
                     return await handler.stream_unary(_parse_all(handler, bodies, method), context)
+                await reporting.abort(context)
 
             return grpc.stream_unary_rpc_method_handler(collect, None, handler.response_serializer)
         return handler
 
 
-@asynccontextmanager
-async def _errors_reported(context: _Context, method: str, metadata: Any) -> AsyncIterator[None]:
-    span, problem = tracing.serve(method, metadata), ""
-    try:
-        yield
-    except ServiceError as error:
-        problem = error.reason
-        await _abort(context, error)
-    except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
-        raise
-    except Exception:
-        logger.exception("%s failed", method)
-        problem = ServiceError.reason
-        await _abort(context, ServiceError("internal error; the log has the cause"))
-    finally:
-        tracing.end(span, error=problem)
+class _Reporting:
+    """Context manager for the work of one call. It keeps the error of the work for `abort`, and logs one that is no
+    ServiceError.
 
+    gRPC's AbortError and the context refer to each other. Whatever the frames of the error's traceback hold would stay
+    until Python's next full collection, which may be minutes away. So `abort` is called outside of the block, by a
+    caller that has dropped the message, and the kept error has no traceback.
+    """
 
-async def _abort(context: _Context, error: ServiceError) -> None:
-    """Ends the call with the error. The status's trailing metadata would replace the handler's, so both are sent."""
-    status = to_status(error)
-    metadata = (*(context.trailing_metadata() or ()), *(status.trailing_metadata or ()))
-    await context.abort(status.code, status.details, metadata)
+    def __init__(self, method: str, metadata: Any) -> None:
+        self._method = method
+        self._span = tracing.serve(method, metadata)
+        self._error: ServiceError | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, ServiceError):
+            self._error = error.with_traceback(None)
+            error.__cause__ = error.__context__ = None
+        elif isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
+            logger.error("%s failed", self._method, exc_info=error)
+            self._error = ServiceError("internal error; the log has the cause")
+        tracing.end(self._span, error=self._error.reason if self._error else "")
+        return self._error is not None
+
+    async def abort(self, context: _Context) -> None:
+        """Ends the call with the error. The status's trailing metadata would replace the handler's, so both are
+        sent."""
+        assert self._error is not None
+        status = to_status(self._error)
+        metadata = (*(context.trailing_metadata() or ()), *(status.trailing_metadata or ()))
+        await context.abort(status.code, status.details, metadata)
 
 
 async def _parse_all(handler: Any, bodies: AsyncIterator[bytes], method: str) -> AsyncIterator[Any]:
