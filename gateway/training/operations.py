@@ -33,7 +33,7 @@ from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
 from gateway.training.results import Results
 from tinsmith.errors import InvalidRequest, NotReady, OutOfCapacity, ResultNotFound, SequenceConflict, ServiceError
-from tinsmith.rpc.server import ACCEPTED
+from tinsmith.rpc.server import ACCEPTED, UNREAD
 from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
@@ -153,17 +153,21 @@ class TrainerCalls:
                     except asyncio.CancelledError:
                         call.cancel()
                         raise
-                    if not call.done():
+                    is_accepted = ACCEPTED in tuple(metadata)
+                    if is_accepted and not call.done():
                         return call
+                    await call.code()  # a refusal has no initial metadata, and may seem to have some before it is done
                     error = await _error(call)
                     if isinstance(error, SequenceConflict):
                         raise error
-                    if ACCEPTED not in tuple(metadata):
+                    if not is_accepted:
                         if isinstance(error, OutOfCapacity):
                             raise error  # the trainer's queue is full: the client has to send the operation again
-                        if isinstance(error, InvalidRequest) and rpc != "CreateModel":
-                            is_far = error.metadata.get("field") == "seq_id"
-                            raise TooFarAhead(error.message, field="seq_id") if is_far else error
+                        if isinstance(error, InvalidRequest) and error.metadata.get("field") == "seq_id":
+                            raise TooFarAhead(error.message, field="seq_id")
+                        # Not every refusal without the metadata: gRPC may drop it if the operation fails at once.
+                        if UNREAD in error.metadata and rpc != "CreateModel":
+                            raise error
                     if not isinstance(error, NotReady):
                         return call
                     lost = error

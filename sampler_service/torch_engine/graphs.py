@@ -42,14 +42,14 @@ as two of them."""
 
 def why_no_graphs(base: BaseModel) -> str:
     """The reason for which steps of this model are not captured; empty if they are."""
+    if base.device.type != "cuda":
+        return f"CUDA graphs do not exist on {base.device.type}"
     if base.one_by_one:
         return "the model runs one sequence at a time"
     if base.recurrent:
         return "its layers carry a state from token to token"
     if base.tensor_parallel is not None or base.sharded is not None:
         return "its layers are divided among ranks"
-    if base.device.type != "cuda":
-        return f"CUDA graphs do not exist on {base.device.type}"
     return ""
 
 

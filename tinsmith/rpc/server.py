@@ -37,6 +37,9 @@ ACCEPTED = ("x-tinsmith-accepted", "1")
 """Initial metadata with which the trainer acknowledges an operation: it is in the journal. It says nothing about the
 outcome."""
 
+UNREAD = "unread"
+"""In the metadata of the error of a message that was refused before its service saw it. An operation's number is still
+free then."""
 
 RAN = "x-tinsmith-ran"
 """Key of the trailing metadata "<start>:<end>", the time in which the service computed the call, in seconds since
@@ -147,6 +150,16 @@ async def _parse_all(handler: Any, bodies: AsyncIterator[bytes], method: str) ->
 
 
 async def _parse(handler: Any, body: bytes, method: str) -> Any:
+    try:
+        message = await _decoded(handler, body, method)
+    except InvalidRequest as error:
+        error.metadata[UNREAD] = "true"
+        raise
+    logs.model_id.set(_model_of(getattr(message, "request", message)))  # StreamSample wraps a SampleRequest
+    return message
+
+
+async def _decoded(handler: Any, body: bytes, method: str) -> Any:
     decode = handler.request_deserializer
     if len(body) > _FEW_BYTES:
         await in_pool(check_parts, body, decode.__self__.DESCRIPTOR)  # a message type's FromString
@@ -156,7 +169,6 @@ async def _parse(handler: Any, body: bytes, method: str) -> Any:
         raise InvalidRequest(f"the request of {method} is not its message in protobuf") from None
     if len(body) <= _FEW_BYTES and method.startswith("/tinsmith."):  # clients of health and reflection may be newer
         refuse_unknown(message, body)
-    logs.model_id.set(_model_of(getattr(message, "request", message)))  # StreamSample wraps a SampleRequest
     return message
 
 

@@ -195,6 +195,7 @@ async def test_an_error_of_several_requests_ends_the_engine_and_health_hears_of_
 
         engine.requests.on_death = hear
         owner, name = DEADLY[phase]
+        await generate(engine, prompt(4), max_tokens=1)  # now the compute thread has nothing left to post
         raising_once(getattr(owner, name), monkeypatch, owner, name)
         found = await outcomes(engine)
         dead = [one for one in found if isinstance(one, EngineDead)]
