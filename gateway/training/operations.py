@@ -166,7 +166,7 @@ class TrainerCalls:
                         if isinstance(error, InvalidRequest) and error.metadata.get("field") == "seq_id":
                             raise TooFarAhead(error.message, field="seq_id")
                         # Not every refusal without the metadata: gRPC may drop it if the operation fails at once.
-                        if UNREAD in error.metadata and rpc != "CreateModel":
+                        if isinstance(error, InvalidRequest) and UNREAD in error.metadata and rpc != "CreateModel":
                             raise error
                     if not isinstance(error, NotReady):
                         return call
