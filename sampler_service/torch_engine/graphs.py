@@ -70,14 +70,14 @@ class DecodeStep:
 
 @dataclass(slots=True)
 class _Buffers:
-    """What the graphs for R rows read and write. One graph runs at a time, so they share these."""
+    """Inputs and output of the graphs for R rows, which share them: one graph runs at a time."""
 
     tokens_R: Tensor
     positions_R: Tensor
     rotated_R: Tensor
     written_R: Tensor
-    """As of Cached. The rows after the running ones store the first sequence's new keys and values again; the rest of
-    what they compute is not read."""
+    """As of Cached. The rows after the running ones store the first sequence's new keys and values again. Nothing
+    else that they compute is read."""
     logits_R_V: Tensor
 
     @classmethod

@@ -36,7 +36,7 @@ _AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What the first machine has told this one."""
+    """The first machine's answer to this one that joins."""
 
     models: Sequence[ServedModel]
     settings: Mapping[str, str]

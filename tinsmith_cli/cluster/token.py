@@ -1,4 +1,4 @@
-"""What a machine needs to join: the first machine's address, its certificate's fingerprint, and the service key."""
+"""The token with which a machine joins: the first machine's address and certificate, and the service key."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Token:
     address: str
     """HOST:PORT at which the first machine admits others."""
     fingerprint: str
-    """SHA-256 of the certificate that it shows there, in hexadecimal. Who has the token cannot be led to another
-    machine."""
+    """SHA-256 of the certificate that it shows there, in hexadecimal, so that nobody can lead the holder of the token
+    to another machine."""
     service_key: str = field(repr=False)
 
     @property

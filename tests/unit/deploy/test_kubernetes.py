@@ -75,7 +75,7 @@ def container(service: str) -> dict[str, Any]:
 
 
 def containers(resource: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of a workload's pods; none of another resource."""
+    """The containers of a workload's pods; none of another resource."""
     return resource["spec"].get("template", {}).get("spec", {}).get("containers", [])
 
 

@@ -60,7 +60,7 @@ def run(job: str, programs: Path, state: Path, **env: str) -> subprocess.Complet
 
 
 def settings_of(folder: Path) -> Settings:
-    """What the node's line says, read by the command line itself."""
+    """The settings in the node's line, as the command line itself reads them."""
     argv, token = json.loads((folder / "argv.json").read_text())
     settings = Settings.of(make_parser().parse_args([*argv, *(["--join", token] if token else [])]))
     settings.check_up()
