@@ -26,7 +26,7 @@ import psutil
 
 from tinsmith.cores import SPINS, make_page, usable_cores
 from tinsmith.rpc.addresses import Addresses, read_addresses
-from tinsmith.rpc.auth import host_of, is_loopback
+from tinsmith.rpc.auth import address_of, host_of, is_loopback
 from tinsmith.rpc.channel import connect, wait_serving
 from tinsmith.rpc.tls import Certificates, pinned
 from tinsmith_cli.base_models import ServedModel
@@ -224,8 +224,7 @@ class Stack:
 
     def address(self, port: int) -> str:
         """Address of a service of this machine."""
-        host = self.site.host if self.site else _LOCAL
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return address_of(self.site.host if self.site else _LOCAL, port)
 
     def trainers(self, groups: Sequence[ModelGroup]) -> list[str]:
         """Addresses of the trainers that serve here."""

@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING
 
 from tinsmith.child import die_with_parent
 from tinsmith.rpc.addresses import read_addresses
-from tinsmith.rpc.auth import is_loopback
+from tinsmith.rpc.auth import address_of, is_loopback
 from tinsmith.rpc.paths import check_checkpoint_root
 from tinsmith.rpc.settings import unknown_variables
 from tinsmith.rpc.tls import Certificates, check_pair
@@ -80,6 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
         state_dir=settings.state_dir.expanduser().absolute(),
         checkpoint_dir=_checkpoint_dir(settings.checkpoint_dir),
     )
+    for sentence in _unknown_variables():
+        _report(sentence)
     if settings.join:
         token = Token.parse(settings.join)
         with _lock(settings.state_dir):
@@ -87,20 +89,18 @@ def run(arguments: argparse.Namespace) -> int:
     keys = _keys(settings.host, settings.api_key, state_dir=settings.state_dir)
     tls = _tls(settings)
     settings = replace(settings, port=_check_port(settings.host, settings.port))
-    for sentence in _unknown_variables():
-        _report(sentence)
     machine = usable(see(), settings)
     check(settings, machine, models, os.environ)
     with _lock(settings.state_dir):
         models = models or [ServedModel(str(_default_model(settings.state_dir)), (DEFAULT_MODEL_NAME,))]
-        if settings.address:
-            return _run_first(settings, models, keys, tls, machine)
         for model in models:
             if model.lacks_tokenizer:
                 _report(
                     f"{model.source} has no files of a tokenizer: clients can only send tokens, and get_tokenizer() "
                     "fails; copy these files of the model into the folder"
                 )
+        if settings.address:
+            return _run_first(settings, models, keys, tls, machine)
         stack = Stack(settings, models, keys, tls, _plans(settings, machine, models))
         groups = _prepared(stack)
         ready = f"Tinsmith is ready at {stack.url} ({stack.summary(groups)})\n{_next_steps(stack.url, keys)}"
@@ -113,7 +113,7 @@ def _run_first(
     """Runs this machine's part, and admits others."""
     registrar = Registrar(
         settings.state_dir / CLUSTER,
-        address=_address(settings.address, settings.join_port),
+        address=address_of(settings.address, settings.join_port),
         models=models,
         settings=settings.shared(),
         certificates=settings.certificates,
@@ -162,7 +162,9 @@ async def _announce(stack: Stack, groups: Sequence[ModelGroup]) -> None:
     await waiting
     assert stack.site is not None
     everywhere = read_addresses(stack.site.services_file)
-    _report(f"Tinsmith is ready at {stack.url} ({stack.summary(groups, everywhere)})")
+    _report(
+        f"Tinsmith is ready at {stack.url} ({stack.summary(groups, everywhere)})\n{_next_steps(stack.url, stack.keys)}"
+    )
 
 
 async def _run_further(settings: Settings, named: Sequence[ServedModel], token: Token) -> int:
@@ -247,10 +249,6 @@ async def _supervise(stack: Stack, groups: Sequence[ModelGroup], *, on_ready: Ca
         startup_timeout_s=stack.settings.startup_timeout,
         log_max_bytes=1e6 * stack.settings.log_mb,
     )
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _unknown_variables() -> list[str]:

@@ -14,8 +14,8 @@ from tinsmith.rpc.auth import host_of
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.5
-"""Pause between two looks at the file, in seconds. A look is one `stat`: the file may be a mounted ConfigMap, or lie on
-a network, where nothing tells of a change."""
+"""Pause between two readings of the file, in seconds. The file is small. It may be a mounted ConfigMap, or lie on a
+network, where nothing tells of a change."""
 
 
 @dataclass(frozen=True, slots=True)

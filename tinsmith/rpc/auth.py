@@ -115,6 +115,11 @@ def host_of(listen: str) -> str:
     return host
 
 
+def address_of(host: str, port: int) -> str:
+    """HOST:PORT, the inverse of `host_of` for a host without brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def require_keys(host: str, keys: Sequence[object], *, setting: str, env: str) -> None:
     """Raises ValueError if there are no keys, and `host`, the value of `setting`, is open to other machines.
 
