@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -13,6 +13,8 @@ from tinsmith.errors import EngineDead, NotReady, ServiceError
 from tinsmith.rpc import channel as rpc
 from tinsmith.rpc.errors import from_rpc_error, is_from_service
 from tinsmith.rpc.tls import Certificates
+
+T = TypeVar("T")
 
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -37,31 +39,38 @@ def connect(
     """`tinsmith.rpc.channel.connect`, but calls raise `meaning(error)` instead of AioRpcError."""
     channel = rpc.connect(address, api_key=api_key, certificates=certificates, resends=resends)
     for kind in _KINDS:
-        setattr(channel, kind, _mapped(getattr(channel, kind)))
+        setattr(channel, kind, _mapped(getattr(channel, kind), is_written=kind.startswith("stream")))
     return channel
 
 
-def _mapped(make: Callable[..., Any]) -> Callable[..., Any]:
+def _mapped(make: Callable[..., Any], *, is_written: bool) -> Callable[..., Any]:
     def make_mapped(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         start = make(*args, **kwargs)
-        return lambda *args, **kwargs: _Call(start(*args, **kwargs))
+        return lambda *args, **kwargs: _Call(start(*args, **kwargs), is_written=is_written)
 
     return make_mapped
 
 
 class _Call:
-    """A call of an RPC. Not an interceptor, for the reason that `tinsmith.rpc.channel` gives."""
+    """A call of an RPC. Not an interceptor, for the reason that `tinsmith.rpc.channel` gives.
 
-    __slots__ = ("_call",)
+    A call to which messages are written keeps the error with which it ended. If a message was being written then, gRPC
+    replaces the error by "INTERNAL: Internal error from Core".
+    """
 
-    def __init__(self, call: Any) -> None:
+    __slots__ = ("_call", "_error")
+
+    def __init__(self, call: Any, *, is_written: bool = False) -> None:
         self._call = call
+        self._error: grpc.aio.AioRpcError | None = None
+        if is_written:
+            call.add_done_callback(self._keep_error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._call, name)
 
     def __await__(self) -> Generator[Any, None, Any]:
-        with _meant():
+        with self._meant():
             return (yield from self._call.__await__())
 
     def __aiter__(self) -> AsyncIterator[Any]:
@@ -73,28 +82,49 @@ class _Call:
         return message
 
     async def read(self) -> Any:
-        with _meant():
+        with self._meant():
             return await self._call.read()
 
     async def write(self, request: Any) -> None:
-        with _meant():
+        with self._meant():
             await self._call.write(request)
 
     async def done_writing(self) -> None:
-        with _meant():
+        with self._meant():
             await self._call.done_writing()
 
     async def wait_for_connection(self) -> None:
-        with _meant():
+        with self._meant():
             await self._call.wait_for_connection()
 
+    @contextmanager
+    def _meant(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise meaning(self._error or error) from error
 
-@contextmanager
-def _meant() -> Iterator[None]:
+    def _keep_error(self, call: Any) -> None:
+        """Called when gRPC sets the call's status, which it does a second time to replace it."""
+        code = _result(call.code())
+        if code != grpc.StatusCode.OK:
+            error = grpc.aio.AioRpcError(
+                code,
+                grpc.aio.Metadata(),
+                _result(call.trailing_metadata()) or grpc.aio.Metadata(),
+                details=_result(call.details()),
+            )
+            if code != grpc.StatusCode.INTERNAL or is_from_service(error):
+                self._error = error
+
+
+def _result(done: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that has nothing to wait for."""
     try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise meaning(error) from error
+        done.send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise RuntimeError(f"{done} waits")
 
 
 def meaning(error: grpc.aio.AioRpcError) -> ServiceError:
