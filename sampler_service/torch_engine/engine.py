@@ -37,9 +37,9 @@ from sampler_service.eos import eos_token_ids
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
 from sampler_service.torch_engine.kv_cache import BLOCK_TOKENS
-from sampler_service.torch_engine.planner import Job
 from sampler_service.torch_engine.runner import Runner
 from sampler_service.torch_engine.scheduler import Scheduler, StepOutput
+from sampler_service.torch_engine.waiting import Job
 from tinsmith.cores import Cores, yield_to_event_loops
 from tinsmith.errors import ServiceError
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target

@@ -12,7 +12,8 @@ from hashlib import blake2b
 from sampler_service.core.request import Ints
 from sampler_service.core.sequence import Sequence
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.torch_engine.planner import Job, Piece
+from sampler_service.torch_engine.planner import Piece
+from sampler_service.torch_engine.waiting import Job
 from tinsmith.modeling.kv_cache import KVBlocks, KVCache
 from tinsmith.modeling.recurrent_cache import RecurrentCache
 from tinsmith.modeling.tower import Placed

@@ -23,9 +23,10 @@ from sampler_service.core.sizing import Sizes
 from sampler_service.core.versions import Version
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.kv_cache import KVCacheManager, Wanted
-from sampler_service.torch_engine.planner import Job, Piece, Planner, size_of
+from sampler_service.torch_engine.planner import Piece, Planner
 from sampler_service.torch_engine.runner import Batch, Drawn
 from sampler_service.torch_engine.shares import owner_of
+from sampler_service.torch_engine.waiting import Job, size_of
 from tinsmith.errors import ServiceError
 from tinsmith.modeling.kv_cache import KVCache
 

@@ -48,7 +48,7 @@ async def alone_and_interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
     async with serving(folder) as engine:
         alone = [await run(engine, n) for n in range(6)]
-    monkeypatch.setattr("sampler_service.torch_engine.planner.SHORT_TOKENS", 32)
+    monkeypatch.setattr("sampler_service.torch_engine.waiting.SHORT_TOKENS", 32)
     monkeypatch.setattr("sampler_service.core.sequence.HEADROOM", 8)
     async with serving(folder, max_kv_tokens=600, prefill_tokens_per_step=20) as engine:
         together = await asyncio.gather(*(run(engine, n) for n in range(6)))

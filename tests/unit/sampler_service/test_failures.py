@@ -18,9 +18,10 @@ from sampler_service.core.sequence import Sequence, SequenceGroup
 from sampler_service.torch_engine import runner
 from sampler_service.torch_engine.engine import ForgetWarmUp, TorchEngine
 from sampler_service.torch_engine.kv_cache import KVCacheManager
-from sampler_service.torch_engine.planner import Planner, Waiting
+from sampler_service.torch_engine.planner import Planner
 from sampler_service.torch_engine.runner import Batch, Runner
 from sampler_service.torch_engine.scheduler import Scheduler
+from sampler_service.torch_engine.waiting import Waiting
 from tests.support.waiting import until
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, request, serving, slow_down
 from tinsmith.errors import Cancelled, EngineDead, OutOfCapacity, ServiceError

@@ -401,7 +401,7 @@ async def test_sequences_of_different_sizes_are_each_as_alone(
 
     async with serving(model_folder) as engine:
         alone = [await run(engine, n) for n in range(len(asked))]
-    monkeypatch.setattr("sampler_service.torch_engine.planner.SHORT_TOKENS", 32)
+    monkeypatch.setattr("sampler_service.torch_engine.waiting.SHORT_TOKENS", 32)
     monkeypatch.setattr("sampler_service.core.sequence.HEADROOM", 8)
     async with serving(model_folder, max_kv_tokens=1400, prefill_tokens_per_step=50) as engine:
         together = await asyncio.gather(*(run(engine, n) for n in range(len(asked))))

@@ -9,7 +9,8 @@ import pytest
 
 from sampler_service.core.request import Request
 from sampler_service.core.sequence import HEADROOM, Sequence
-from sampler_service.torch_engine.planner import RESTING_TOKENS, Job, Planner
+from sampler_service.torch_engine.planner import RESTING_TOKENS, Planner
+from sampler_service.torch_engine.waiting import Job
 
 
 class Named(str):

@@ -20,10 +20,11 @@ from sampler_service.core.sequence import Sequence, SequenceGroup, StopRule
 from sampler_service.core.sizing import Sizes
 from sampler_service.core.versions import Version
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.torch_engine import planner as planning
-from sampler_service.torch_engine.planner import Job, size_of
+from sampler_service.torch_engine import waiting
+from sampler_service.torch_engine.planner import Reservations
 from sampler_service.torch_engine.runner import Batch, Runner, prefills_of
 from sampler_service.torch_engine.scheduler import Scheduler
+from sampler_service.torch_engine.waiting import Job, size_of
 from tinsmith.errors import Cancelled
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.recurrent_cache import Key
@@ -109,7 +110,7 @@ class BatchMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(planning, "SHORT_TOKENS", SHORT_TOKENS)
+        self.patch.setattr(waiting, "SHORT_TOKENS", SHORT_TOKENS)
         self.patch.setattr("sampler_service.core.sequence.HEADROOM", 8)
         self.scheduler, self.model = make_scheduler()
         self.waiting: dict[SequenceGroup, None] = {}
@@ -267,7 +268,7 @@ class BatchMachine(RuleBasedStateMachine):
         assert list(by_size) == sorted(by_size)
         assert all([one.lane for one in group] == list(range(len(group))) for group in by_size.values())
         held = planner.partial.sequences if planner.partial is not None else []
-        assert planning.Reservations([*planner.running, *held]).tokens <= MAX_KV_TOKENS
+        assert Reservations([*planner.running, *held]).tokens <= MAX_KV_TOKENS
         assert sum(cache.num_lanes * cache.capacity for cache in kv.caches.values()) <= MAX_KV_TOKENS
         # Every block is free or found, once.
         prefixes = kv.prefixes
