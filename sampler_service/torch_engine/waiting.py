@@ -1,4 +1,4 @@
-"""The order in which waiting jobs get their places. A job is a prompt to compute, with the sequences that go on from it.
+"""The order in which waiting jobs get their places. A job is a prompt to compute, and the sequences that go on from it.
 Knows no tensors."""
 
 from __future__ import annotations
