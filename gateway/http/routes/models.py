@@ -11,7 +11,7 @@ from gateway.codec import Request, parse, parse_ids
 from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway
 from gateway.http.endpoint import POST, SUBMISSION
-from gateway.http.routes.training import failed_receipt, receipt
+from gateway.http.receipts import failed_receipt, receipt
 from gateway.ids import fingerprint, model_id_of, request_id_of, unload_id_of
 from gateway.tenants.access import Caller, refused_id
 from gateway.training.operations import Submission

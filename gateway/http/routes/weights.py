@@ -9,8 +9,8 @@ from gateway.codec import Request
 from gateway.convert import check_ttl, ttl_of
 from gateway.http import openapi_bodies
 from gateway.http.endpoint import POST, SUBMISSION
+from gateway.http.receipts import counted_if_refused, submit_content, submit_json
 from gateway.http.routes.models import check_session, create_from_checkpoint
-from gateway.http.routes.training import counted_if_refused, submit_content, submit_json
 from gateway.ids import model_id_of, sampling_session_id_of, session_of
 from gateway.training.operations import Submission
 from gateway.views import lora_view
