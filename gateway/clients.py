@@ -21,7 +21,7 @@ from gateway.channel import connect
 from gateway.metrics import Metrics
 from gateway.sampling.replicas import Replica, Replicas
 from tinsmith.errors import FailedPrecondition, InvalidRequest, NotReady, ServiceError
-from tinsmith.pictures.counting import Counting
+from tinsmith.pictures.counting import Counting, counting_of
 from tinsmith.rpc.addresses import Addresses, address_changes
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.rpc.tls import Certificates
@@ -250,7 +250,7 @@ class Clients:
         found = self._picture_counting(base_model)
         if found is None:
             return None
-        return Counting(found.patch_size, found.merge_size, found.min_pixels, found.max_pixels)
+        return counting_of(found.rule, found.settings)
 
     def picture_token(self, base_model: str) -> int | None:
         """The token that stands for a picture in what the base model's chat template renders; None as in `counting`."""

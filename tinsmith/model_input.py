@@ -52,7 +52,14 @@ def model_input(
             )
         else:
             picture = _picture(chunk.image, tower, field=where)
-            pictures.append(Placed(sum(part.size for part in parts), picture))
+            start = sum(part.size for part in parts)
+            if picture.sees_ahead and pictures and pictures[-1].stop == start:
+                raise InvalidRequest(
+                    f"{where}: a picture follows another one at once; in this base model their tokens would see each "
+                    "other as those of one picture. Put the tokens that end and begin a picture between them",
+                    field=where,
+                )
+            pictures.append(Placed(start, picture))
             parts.append(np.full(picture.num_tokens, tower.picture_token, np.int32))
     return np.concatenate(parts).astype(np.int32, copy=False), tuple(pictures)
 

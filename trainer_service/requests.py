@@ -89,9 +89,9 @@ def _picture_bytes(image: types_pb2.Image, counting: Counting) -> int:
     try:
         size = size_of(image.data, image.format, field="")
         width, height = counting.scaled(*size, field="")
+        num_tokens = counting.tokens(*size, field="")
     except InvalidRequest:
         return 0
-    num_tokens = (width // counting.side) * (height // counting.side)
     return _PICTURE_BYTES + width * height * 3 + num_tokens * np.dtype(np.int32).itemsize
 
 

@@ -30,6 +30,7 @@ from tinsmith.errors import (
 )
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.modeling.tower import Tower
+from tinsmith.pictures.counting import settings_of
 from tinsmith.rpc import tensors
 from tinsmith.rpc.notes import check_notes
 from tinsmith.rpc.paths import check_model_id
@@ -548,13 +549,7 @@ def _picture_counting(tower: Tower | None) -> pb.PictureCounting | None:
     if tower is None:
         return None
     counting = tower.processor.counting
-    return pb.PictureCounting(
-        patch_size=counting.patch_size,
-        merge_size=counting.merge_size,
-        min_pixels=counting.min_pixels,
-        max_pixels=counting.max_pixels,
-        picture_token=tower.picture_token,
-    )
+    return pb.PictureCounting(rule=counting.rule, settings=settings_of(counting), picture_token=tower.picture_token)
 
 
 def _is_large(request: Message) -> bool:

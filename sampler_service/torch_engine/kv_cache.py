@@ -302,6 +302,8 @@ class KVCacheManager:
             num_blocks = -(-most // BLOCK_TOKENS)
             job.blocks = self.prefixes.match(digests[:num_blocks]) if most else []
             tokens = min(most, len(job.blocks) * BLOCK_TOKENS)
+            for one in group.request.pictures:
+                tokens = one.whole(tokens)
         self._metrics.cache.prefix_lookups.inc()
         self._metrics.cache.prefix_hits.inc(tokens > 0)
         self._metrics.cache.prefix_hit_tokens.inc(tokens)

@@ -143,14 +143,15 @@ class Planner:
             if job is None:
                 break
             lane = lanes[job.size]
-            length = min(budget, job.length - job.done)
+            length = job.in_whole_pictures(min(budget, job.length - job.done))
             pieces.append(Piece(job, job.done, length, came_from=job.lane if job is partial else lane))
             job.lane = lane
             job.done += length
             budget -= length
             lanes[job.size] += len(job.sequences)
-            if not pieces[-1].ends:
+            if not pieces[-1].ends:  # there may be room left, for less than a picture
                 self.partial = job
+                break
         return sorted(pieces, key=lambda piece: piece.job.size)
 
     def _passing(self, room: Reservations) -> list[Job]:

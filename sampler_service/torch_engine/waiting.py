@@ -67,6 +67,15 @@ class Job:
         """Number of the cache that has its lanes. All its sequences need the same."""
         return size_of(self.sequences[0].promised)
 
+    def in_whole_pictures(self, length: int) -> int:
+        """The number of tokens of its next piece, when there is room for `length`. It cuts no picture whose tokens see
+        each other. If there is one at its beginning, it is that, and may be longer than `length`."""
+        stop = self.done + length
+        for one in self.group.request.pictures:
+            if one.whole(stop) < stop:
+                stop = one.start if one.start > self.done else one.stop
+        return stop - self.done
+
 
 class Waiting:
     """Jobs that wait for a place. Jobs of one run keep their order, and runs take turns by tokens: start-time fair

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tinsmith.modeling.pretrained import auto_class
@@ -111,6 +113,18 @@ VISION: dict[str, dict[str, Any]] = {
         "vision_config": {**_TOWER, "fullatt_block_indexes": [1], "window_size": 16},
         **_SEEN,
     },
+    "Gemma3": {
+        "text_config": {
+            **TINY_CONFIG, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
+            "tie_word_embeddings": False,
+        },
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "image_size": 24, "patch_size": 4,
+        },
+        "mm_tokens_per_image": 9, "image_token_index": 5, "boi_token_index": 7, "eoi_token_index": 8,
+        "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 """Families that see pictures, with the settings that make them tiny. A token of a picture has 8 x 8 pixels."""
 
@@ -120,9 +134,18 @@ def make_vision_model(folder: Path, family: str = "Qwen3VL", *, dtype: torch.dty
     config = getattr(transformers, f"{family}Config")(**VISION[family])
     torch.manual_seed(0)
     transformers.AutoModelForImageTextToText.from_config(config).to(dtype).save_pretrained(folder)
-    size = {"shortest_edge": 2 * 64, "longest_edge": 32 * 64}
-    Qwen2VLImageProcessorPil(patch_size=4, size=size).save_pretrained(folder)
+    if family == "Gemma3":
+        Gemma3ImageProcessorPil(size={"height": 24, "width": 24}).save_pretrained(folder)
+    else:
+        size = {"shortest_edge": 2 * 64, "longest_edge": 32 * 64}
+        Qwen2VLImageProcessorPil(patch_size=4, size=size).save_pretrained(folder)
     return folder
+
+
+def kinds_of(model: Any, is_picture_T: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The argument with which a model's forward takes the kinds of tokens, if there is one."""
+    known = inspect.signature(model.forward).parameters
+    return {name: is_picture_T.int()[None] for name in ("mm_token_type_ids", "token_type_ids") if name in known}
 
 
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}

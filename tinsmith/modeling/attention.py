@@ -46,6 +46,10 @@ class Layout(Protocol):
         """Attention output, [T, N, D]."""
         ...
 
+    def with_ahead(self, ahead: Ahead | None) -> Layout:
+        """This layout for one forward pass in which some tokens see later ones."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Flash:
@@ -53,6 +57,19 @@ class Flash:
 
     kernel: varlen.Kernel
     segments: varlen.Segments
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The tokens of pictures that see each other in both directions, as in Gemma 3."""
+
+    numbers_T: Tensor
+    """int64: for each row the number of its picture, or -1. Pictures of one sequence have different numbers."""
+    in_windows_only: bool
+    """Whether this is so only in layers whose attention has a window."""
+
+    def concerns(self, heads: Heads) -> bool:
+        return heads.window is not None or not self.in_windows_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +82,11 @@ class Packed:
     """For each segment the number of rows that go on from it, which lie directly behind it. Empty if no sequences
     share a segment."""
     flash: Flash | None = None
+    ahead: Ahead | None = None
+
+    def with_ahead(self, ahead: Ahead | None) -> Packed:
+        """This layout, in which some tokens see later ones. No sequence has a picture at which a segment parts."""
+        return replace(self, ahead=ahead)
 
     def with_kernel(self, kernel: varlen.Kernel | None, device: torch.device) -> Packed:
         """This layout for one forward pass on `device`. The kernel computes the layers that it supports."""
@@ -73,6 +95,8 @@ class Packed:
         return replace(self, flash=Flash(kernel, varlen.Segments.of(self.lengths, device)))
 
     def attend(self, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
+        if self.ahead is not None and self.ahead.concerns(heads):
+            return self._attend_ahead(self.ahead, q_T_N_D, k_T_K_D, v_T_K_D, heads)
         if self.flash is not None and self.flash.kernel.takes(q_T_N_D, k_T_K_D, v_T_K_D, heads):
             return varlen.attend(self.flash.kernel, q_T_N_D, k_T_K_D, v_T_K_D, self.flash.segments, heads)
         if _is_plain(q_T_N_D, v_T_K_D, heads):
@@ -92,6 +116,15 @@ class Packed:
             outputs.append(causal(q, k, v, heads).transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
+    def _attend_ahead(self, ahead: Ahead, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
+        outputs = []
+        for rows, before in self.paths():
+            q = q_T_N_D[rows].transpose(0, 1)[None]
+            k, v = (torch.cat([x[part] for part in (*before, rows)]).transpose(0, 1)[None] for x in (k_T_K_D, v_T_K_D))
+            numbers_L = torch.cat([ahead.numbers_T[part] for part in (*before, rows)])
+            outputs.append(causal(q, k, v, heads, numbers_L)[0].transpose(0, 1))
+        return torch.cat(outputs)
+
     def blocks(self) -> Iterator[tuple[slice, tuple[int, int]]]:
         """Rows of consecutive sequences of equal length, with their number and length. One batched call computes
         them."""
@@ -105,7 +138,7 @@ class Packed:
         """The rows of each segment, with those of the segments that it goes on from, the first one first."""
         before: list[tuple[int, slice]] = []
         start = 0
-        for length, below in zip(self.lengths, self.below, strict=True):
+        for length, below in zip(self.lengths, self.below or [0] * len(self.lengths), strict=True):
             rows = slice(start, start + length)
             while before and start >= before[-1][0]:
                 before.pop()
@@ -275,16 +308,22 @@ def _window_mask(q_B_N_T_D: Tensor, heads: Heads) -> Tensor | None:
     return mask.masked_fill_(hidden, float("-inf"))
 
 
-def causal(q_B_N_T_D: Tensor, k_B_K_L_D: Tensor, v_B_K_L_D: Tensor, heads: Heads) -> Tensor:
-    """Attention of the last T of L positions, each to all positions up to its own: [B, N, T, D]."""
+def causal(
+    q_B_N_T_D: Tensor, k_B_K_L_D: Tensor, v_B_K_L_D: Tensor, heads: Heads, numbers_L: Tensor | None = None
+) -> Tensor:
+    """Attention of the last T of L positions, each to all positions up to its own, and to later ones with the same
+    number that is not negative: [B, N, T, D]."""
     num_queries, num_keys = q_B_N_T_D.shape[2], k_B_K_L_D.shape[2]
     window = heads.window if heads.window is not None and heads.window < num_keys else None
     plain = heads.softcap is None and heads.sinks_N is None
-    if plain and window is None and num_queries == num_keys:
+    if plain and window is None and num_queries == num_keys and numbers_L is None:
         return _sdpa(q_B_N_T_D, k_B_K_L_D, v_B_K_L_D, heads.scale, mask=None, is_causal=True)
     keys = torch.arange(num_keys, device=q_B_N_T_D.device)
     queries = keys[num_keys - num_queries :, None]
     mask = keys <= queries
+    if numbers_L is not None:
+        own = numbers_L[num_keys - num_queries :, None]
+        mask |= (own == numbers_L) & (own >= 0)
     if window is not None:
         mask &= keys > queries - window
     return masked(q_B_N_T_D, k_B_K_L_D, v_B_K_L_D, heads, mask)

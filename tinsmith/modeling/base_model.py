@@ -472,15 +472,19 @@ class BaseModel:
 
         tokens_T and positions_T are int64 [T] on the model's device. A run's adapter applies to the run's rows. Rows
         without a run get the base model. `sights`: features of pictures, from `tower`, in place of the embeddings of
-        some tokens; with them, positions_T is [3, T] (`positions_with_pictures`).
+        some tokens; with them, positions_T may be [3, T] (`positions_with_pictures`).
         """
         if not isinstance(layout, Packed) and self.why_not_cached:
             raise Unsupported(f"{self.architecture} cannot be continued from a cache: {self.why_not_cached}")
+        if positions_T.ndim == 2 and (self.tower is None or not self.tower.processor.family.grid):
+            positions_T = positions_T[0]
         position_ids = positions_T[None] if positions_T.ndim == 1 else positions_T[:, None]
         if self.one_by_one:
             return self._hidden_states_apart(tokens_T, position_ids, layout, runs, sights)
         if isinstance(layout, Packed):
             layout = layout.with_kernel(self.kernels.attention, self.device)
+        if sights is not None and self.tower is not None:
+            layout = layout.with_ahead(self.tower.ahead(sights, len(tokens_T)))
         if self.tensor_parallel is not None:
             runs = self.tensor_parallel.runs(runs)
         self.active.layout = layout

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache
 
-from tinsmith.modeling.attention import causal, masked
+from tinsmith.modeling.attention import Ahead, causal, masked
 from tinsmith.modeling.heads import Heads
 from tinsmith.modeling.recurrent_cache import RecurrentCache
 
@@ -286,6 +287,7 @@ class Cached:
             self._stretches = [_Stretch(0, self.num_decoding, num_keys, equal=False)]
         self._lanes_B = torch.arange(self.num_decoding, device=positions_B.device) if lanes_B is None else lanes_B
         self._written_B = written_B
+        self.ahead: Ahead | None = None
         self._gathers = lanes_B is not None
         self._places_by_shape: dict[tuple[int, int], Tensor] = {}
         keys = torch.arange(self.num_keys, device=positions_B.device)
@@ -306,8 +308,13 @@ class Cached:
         """Lanes of the decoding rows."""
         return self._lanes_B if self._gathers else slice(0, self.num_decoding)
 
+    def with_ahead(self, ahead: Ahead | None) -> Cached:
+        """This layout, in which some tokens of pieces see later ones. Such a picture is whole in its piece."""
+        self.ahead = ahead
+        return self
+
     def attend(self, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
-        return attend_together([self], layer, q_T_N_D, k_T_K_D, v_T_K_D, heads)
+        return attend_together([self], layer, q_T_N_D, k_T_K_D, v_T_K_D, heads, self.ahead)
 
     def decode(self, layer: int, q_B_N_D: Tensor, k_B_K_D: Tensor, v_B_K_D: Tensor, heads: Heads) -> Tensor:
         """Stores the new keys and values of the decoding rows. Returns their attention output, [B, N, D]."""
@@ -321,9 +328,17 @@ class Cached:
         return self._decode(layer, q_B_N_D, *stores, heads)
 
     def prefill(
-        self, piece: Prefill, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads
+        self,
+        piece: Prefill,
+        layer: int,
+        q_T_N_D: Tensor,
+        k_T_K_D: Tensor,
+        v_T_K_D: Tensor,
+        heads: Heads,
+        numbers_T: Tensor | None = None,
     ) -> Tensor:
-        """Stores the keys and values of a piece of a prompt. Returns its attention output, [T, N, D]."""
+        """Stores the keys and values of a piece of a prompt. Returns its attention output, [T, N, D]. `numbers_T`: the
+        piece's, as of Ahead."""
         keys_S_K_C_D, values_S_K_C_D = self.cache.layer(layer, k_T_K_D, v_T_K_D, values_in_keys=heads.values_in_keys)
         end = piece.start + piece.length
         lane = slice(piece.lane, piece.lane + 1)
@@ -331,7 +346,8 @@ class Cached:
         if not heads.values_in_keys:
             values_S_K_C_D[piece.lane, :, piece.start : end] = v_T_K_D.transpose(0, 1)
         q = q_T_N_D.transpose(0, 1)[None]
-        out = causal(q, keys_S_K_C_D[lane, :, :end], values_S_K_C_D[lane, :, :end], heads)
+        numbers_L = None if numbers_T is None else pad(numbers_T, (piece.start, 0), value=-1)
+        out = causal(q, keys_S_K_C_D[lane, :, :end], values_S_K_C_D[lane, :, :end], heads, numbers_L)
         return out[0].transpose(0, 1)
 
     def _places(self, store_S_K_C_D: Tensor) -> Tensor:
@@ -407,14 +423,27 @@ class CachedTogether:
 
     def __init__(self, parts: Sequence[Cached]) -> None:
         self.parts = parts
+        self.ahead: Ahead | None = None
+
+    def with_ahead(self, ahead: Ahead | None) -> CachedTogether:
+        """As of Cached."""
+        self.ahead = ahead
+        return self
 
     def attend(self, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
-        return attend_together(self.parts, layer, q_T_N_D, k_T_K_D, v_T_K_D, heads)
+        return attend_together(self.parts, layer, q_T_N_D, k_T_K_D, v_T_K_D, heads, self.ahead)
 
 
 def attend_together(
-    parts: Sequence[Cached], layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads
+    parts: Sequence[Cached],
+    layer: int,
+    q_T_N_D: Tensor,
+    k_T_K_D: Tensor,
+    v_T_K_D: Tensor,
+    heads: Heads,
+    ahead: Ahead | None = None,
 ) -> Tensor:
+    numbers_T = ahead.numbers_T if ahead is not None and ahead.concerns(heads) else None
     outputs, first = [], 0
     for part in parts:
         if part.num_decoding:
@@ -425,7 +454,8 @@ def attend_together(
         for piece in part.prefills:
             rows = slice(first, first + piece.length)
             first = rows.stop
-            outputs.append(part.prefill(piece, layer, q_T_N_D[rows], k_T_K_D[rows], v_T_K_D[rows], heads))
+            numbers = None if numbers_T is None else numbers_T[rows]
+            outputs.append(part.prefill(piece, layer, q_T_N_D[rows], k_T_K_D[rows], v_T_K_D[rows], heads, numbers))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 

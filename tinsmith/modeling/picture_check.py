@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 _TEXT = (5, 3, 2, 4)
 """Lengths of the texts: a sequence by itself, and what lies before, between and after the pictures of another one."""
-_GRIDS = ((2, 3), (1, 2))
-"""Rows and columns of the pictures, in tokens. Rows and columns differ, so that exchanging them shows."""
+_KINDS = ("token_type_ids", "mm_token_type_ids")
+"""Names under which models take the kinds of tokens: 1 for those of pictures, 0 for text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,9 @@ class PictureProbe:
     def run(cls, model: PreTrainedModel, tower: Tower) -> PictureProbe:
         """Computes the logits. `model` must be as transformers made it."""
         rng = np.random.default_rng(0)
-        side = tower.processor.counting.side
-        pictures = []
-        for rows, columns in _GRIDS:
-            pixels = rng.integers(256, size=(rows * side, columns * side, 3), dtype=np.uint8)
-            pictures.append(Picture(pixels, rows, columns, digest=b"check %d" % rows))
+        pictures: list[Picture] = []
+        for width, height in tower.processor.counting.examples():
+            pictures.append(tower.processor.of_pixels(rng.integers(256, size=(height, width, 3), dtype=np.uint8)))
         vocab_size = model.config.get_text_config().vocab_size
         texts = [rng.integers(vocab_size, size=length) for length in _TEXT]
         first, second = (np.full(one.num_tokens, tower.picture_token) for one in pictures)
@@ -53,13 +52,10 @@ class PictureProbe:
         kinds_T = torch.zeros_like(tokens_T, dtype=torch.int32)
         for one in placed:
             kinds_T[one.start : one.start + one.picture.num_tokens] = 1
-        patches, grids = (torch.from_numpy(array).to(model.device) for array in tower.processor.patches(pictures))
+        kinds_1_N = kinds_T[None, _TEXT[0] :].to(model.device)
+        kinds = {name: kinds_1_N for name in _KINDS if name in inspect.signature(model.forward).parameters}
         output = model(
-            input_ids=tokens_T[None, _TEXT[0] :].to(model.device),
-            pixel_values=patches,
-            image_grid_thw=grids,
-            mm_token_type_ids=kinds_T[None, _TEXT[0] :].to(model.device),
-            use_cache=False,
+            input_ids=tokens_T[None, _TEXT[0] :].to(model.device), **tower.inputs(pictures), **kinds, use_cache=False
         )
         return cls(tokens_T, placed, output.logits[0].float())
 

@@ -20,20 +20,19 @@ from transformers import (
 )
 
 from tinsmith.modeling.quantized import LoadingConfig, quantized_in_files
+from tinsmith.pictures.families import FAMILIES
 
 logger = logging.getLogger(__name__)
 
 _SHOWN = 4
-_WITH_TOWER = {"qwen3_5", "qwen3_5_moe"}
-"""Types of models that transformers has with and without their vision tower, and that see pictures here. Their files
-name the layers as the model with the tower does, and so do adapters."""
 
 
 def auto_class(config: PretrainedConfig) -> Any:
     """The class of transformers that makes a causal language model with this configuration; None if there is none. A
     model that also sees pictures counts as one: transformers has its language model alone for some, and all of it for
-    the others."""
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in _WITH_TOWER:
+    the others. Of a family that sees pictures here it is all of the model: the files name the layers as that does, and
+    so do adapters."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in FAMILIES:
         return AutoModelForCausalLM
     return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
 

@@ -8,6 +8,7 @@ takes more, as in Qwen3-VL's "deepstack"), H hidden.
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,14 +19,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tinsmith.modeling.attention import Ahead
 from tinsmith.modeling.kernels.transfer import on_device
+from tinsmith.pictures.families import family_of
 from tinsmith.pictures.processing import Picture, Processor
 
 _KEPT_BYTES = 2**28
 """Most bytes of features that are kept, in host memory."""
-_PATCHES_AT_ONCE = 4096
-"""Patches that the tower computes in one call, unless a single picture has more. A patch of the largest towers of the
-Qwen family takes about 100 kB there."""
+_PIXELS_AT_ONCE = 2**20
+"""Pixels that the tower computes in one call, unless a single picture has more: 4,096 patches of 16 x 16. A patch of
+the largest towers of the Qwen family takes about 100 kB there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,16 @@ class Placed:
     """Row of its first token."""
     picture: Picture
 
+    @property
+    def stop(self) -> int:
+        """Row after its last token."""
+        return self.start + self.picture.num_tokens
+
+    def whole(self, stop: int) -> int:
+        """The last row up to `stop` before which rows can be computed without those from there on: the picture's first
+        one if `stop` would cut a picture whose tokens see each other."""
+        return self.start if self.picture.sees_ahead and self.start < stop < self.stop else stop
+
 
 @dataclass(frozen=True, slots=True)
 class Sights:
@@ -45,20 +58,28 @@ class Sights:
     """int64: the tokens' rows in the batch, in rising order."""
     features_P_F_H: Tensor
     """In the model's dtype, on its device."""
+    numbers_P: Tensor
+    """int64: the number of each token's picture, from 0. Pictures of different sequences may share one."""
 
     def within(self, start: int, stop: int) -> Sights | None:
         """The features of the rows from `start` to `stop`, numbered from 0; None if there are none."""
         chosen = (self.rows_P >= start) & (self.rows_P < stop)
-        return Sights(self.rows_P[chosen] - start, self.features_P_F_H[chosen]) if bool(chosen.any()) else None
+        if not bool(chosen.any()):
+            return None
+        return Sights(self.rows_P[chosen] - start, self.features_P_F_H[chosen], self.numbers_P[chosen])
 
     def moved(self, rows: int) -> Sights:
         """The features, so many rows further on."""
-        return Sights(self.rows_P + rows, self.features_P_F_H)
+        return Sights(self.rows_P + rows, self.features_P_F_H, self.numbers_P)
 
     @classmethod
     def joined(cls, parts: Sequence[Sights]) -> Sights:
         """The features of consecutive parts of a batch."""
-        return cls(torch.cat([one.rows_P for one in parts]), torch.cat([one.features_P_F_H for one in parts]))
+        return cls(
+            torch.cat([one.rows_P for one in parts]),
+            torch.cat([one.features_P_F_H for one in parts]),
+            torch.cat([one.numbers_P for one in parts]),
+        )
 
     def options(self, embeddings_T_H: Tensor) -> Mapping[str, Any]:
         """The arguments with which the decoder takes the batch in place of token ids. `embeddings_T_H`: those of the
@@ -85,18 +106,39 @@ class Tower:
 
     def set_own_attention(self) -> None:
         """Gives the tower attention over its own patches, after the whole model got that of packed text."""
-        self._model.visual.set_attn_implementation("sdpa")
+        decoder = self._model.language_model
+        for module in self._model.children():
+            if module is not decoder and isinstance(module, PreTrainedModel):
+                module.set_attn_implementation("sdpa")
 
     def look(self, placed: Sequence[Placed]) -> Sights:
         """The features of pictures, in rising order of their places. A picture that occurs twice is encoded once."""
         features = self._features({one.picture.digest: one.picture for one in placed})
-        rows = [torch.arange(one.start, one.start + one.picture.num_tokens) for one in placed]
+        rows = [torch.arange(one.start, one.stop) for one in placed]
+        numbers = [torch.full((one.picture.num_tokens,), number) for number, one in enumerate(placed)]
         together = torch.cat([features[one.picture.digest] for one in placed])
-        return Sights(on_device(torch.cat(rows), self.device), on_device(together, self.device))
+        of_tokens = (on_device(torch.cat(parts), self.device) for parts in (rows, numbers))
+        rows_P, numbers_P = of_tokens
+        return Sights(rows_P, on_device(together, self.device), numbers_P)
+
+    def ahead(self, sights: Sights, num_rows: int) -> Ahead | None:
+        """The tokens of a batch of so many rows that see each other in both directions; None for a model whose tokens
+        see earlier ones only."""
+        where = self.processor.family.sees_ahead
+        if not where:
+            return None
+        numbers_T = torch.full((num_rows,), -1, device=self.device).index_copy(0, sights.rows_P, sights.numbers_P)
+        return Ahead(numbers_T, in_windows_only=where == "in windows")
+
+    def inputs(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
+        """What `get_image_features` of the model takes, on its device."""
+        known = inspect.signature(self._model.get_image_features).parameters
+        arrays = self.processor.arrays(pictures)
+        return {name: on_device(torch.from_numpy(one), self.device) for name, one in arrays.items() if name in known}
 
     @property
     def device(self) -> torch.device:
-        return self._model.visual.device
+        return self._model.device
 
     def _features(self, pictures: Mapping[bytes, Picture]) -> Mapping[bytes, Tensor]:
         """The features of each picture in host memory, [P, F, H]."""
@@ -113,9 +155,8 @@ class Tower:
     def _groups(self, pictures: Sequence[Picture]) -> Iterator[list[Picture]]:
         """The pictures in parts that the tower computes in one call."""
         group: list[Picture] = []
-        most = _PATCHES_AT_ONCE // self.processor.counting.merge_size**2
         for picture in pictures:
-            if group and sum(one.num_tokens for one in (*group, picture)) > most:
+            if group and sum(one.pixels.size // 3 for one in (*group, picture)) > _PIXELS_AT_ONCE:
                 yield group
                 group = []
             group.append(picture)
@@ -125,11 +166,11 @@ class Tower:
     @torch.no_grad()
     def _encode(self, pictures: Sequence[Picture]) -> list[Tensor]:
         """The features of each picture, [P, F, H]."""
-        patches, grids = (on_device(torch.from_numpy(array), self.device) for array in self.processor.patches(pictures))
-        output = self._model.get_image_features(patches, grids, return_dict=True)
+        output = self._model.get_image_features(**self.inputs(pictures), return_dict=True)
         levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         dtype = self._model.get_input_embeddings().weight.dtype
-        return [torch.stack(one, 1).to("cpu", dtype) for one in zip(*levels, strict=True)]
+        together = torch.stack([_end_to_end(one) for one in levels], 1).to("cpu", dtype)
+        return list(together.split([one.num_tokens for one in pictures]))
 
     def _keep(self, digest: bytes, features: Tensor) -> None:
         """Keeps features until the bound on their bytes is reached, the newest longest."""
@@ -140,14 +181,19 @@ class Tower:
             self._kept_bytes -= oldest.nbytes
 
 
+def _end_to_end(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """The features of several pictures, [P, H], which models return as [pictures, P, H], as [P, H] or one by one."""
+    return features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat(list(features))
+
+
 def positions_with_pictures(lengths: Sequence[int], placed: Sequence[Placed], device: torch.device) -> Tensor:
     """int64 [3, T]: each token's frame, row and column, as M-RoPE counts them (arXiv:2409.12191, section 2.1).
 
-    A token of text has three equal numbers. The tokens of a picture have its frame in common; its rows and columns are
-    numbered from there, and the text goes on after the larger one.
+    A token of text has three equal numbers, and so has one of a picture without a grid. The tokens of another picture
+    have its frame in common; its rows and columns are numbered from there, and the text goes on after the larger one.
     """
     columns: list[np.ndarray] = []
-    pictures = iter(placed)
+    pictures = (one for one in placed if one.picture.grid is not None)
     following = next(pictures, None)
     start = 0
     for length in lengths:
@@ -157,10 +203,10 @@ def positions_with_pictures(lengths: Sequence[int], placed: Sequence[Placed], de
             columns.append(np.tile(np.arange(position, position + here - at), (3, 1)))
             position, at = position + here - at, here
             if following is not None and at == following.start and at < stop:
-                picture = following.picture
-                grid = np.indices((1, picture.rows, picture.columns)).reshape(3, -1)
-                columns.append(grid + position)
-                position, at = position + max(picture.rows, picture.columns), at + picture.num_tokens
+                grid = following.picture.grid
+                assert grid is not None
+                columns.append(np.indices((1, *grid)).reshape(3, -1) + position)
+                position, at = position + max(grid), following.stop
                 following = next(pictures, None)
         start = stop
     return on_device(torch.from_numpy(np.concatenate(columns, 1)), device)
@@ -169,10 +215,5 @@ def positions_with_pictures(lengths: Sequence[int], placed: Sequence[Placed], de
 def tower_of(model: PreTrainedModel, path: str) -> Tower:
     """The tower of a model, with the processor in the model's files. Raises ValueError with the reason if there is none
     that can be used here."""
-    if getattr(model.config, "vision_config", None) is None:
-        raise ValueError("it sees text only")
-    inner: Any = model.base_model
-    picture_token = getattr(model.config, "image_token_id", None)
-    if getattr(inner, "visual", None) is None or not hasattr(inner, "get_rope_index") or picture_token is None:
-        raise ValueError(f"pictures are not supported for {type(model).__name__}; they are for Qwen2-VL to Qwen3.5")
-    return Tower(model, Processor.load(path), picture_token=picture_token)
+    family = family_of(model.config)
+    return Tower(model, Processor.load(path, family, model.config), picture_token=model.config.image_token_id)

@@ -246,7 +246,7 @@ def _forward(
     layout: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    plain = type(layout) is Packed and layout.flash is None and active.groups is None
+    plain = type(layout) is Packed and layout.flash is None and layout.ahead is None and active.groups is None
     rotates = position_embeddings is not None and whole.rotates_whole_heads(position_embeddings[0])
     if args or not rotates or not plain or not torch.is_grad_enabled():
         return own(hidden_states, *args, position_embeddings=position_embeddings, layout=layout, **kwargs)

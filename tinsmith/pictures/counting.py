@@ -1,25 +1,55 @@
 """The number of tokens that a model's own processor makes of a picture, from the picture's size alone.
 
-The processors of Qwen2-VL, 2.5-VL, 3-VL, 3.5 and their relatives: a picture is scaled so that both sides are multiples
-of the merged patch's side and the number of pixels is within limits, and each merged patch becomes one token.
+A rule holds the settings of one kind of processor. The gateway makes the trainer's rule again from its name and its
+settings, so a rule needs no library.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Protocol
 
 from tinsmith.pictures.headers import refusal
 
 _MAX_RATIO = 200
-"""Largest ratio of the sides that these processors take."""
+"""Largest ratio of the sides that the processors of Qwen's models take."""
+
+Size = tuple[int, int]
+"""Width and height, in pixels."""
+
+
+class Counting(Protocol):
+    """How a processor scales pictures, and how many tokens it makes of one. A dataclass of integers."""
+
+    rule: ClassVar[str]
+
+    def scaled(self, width: int, height: int, *, field: str) -> Size:
+        """Size to which the processor scales a picture. Raises InvalidRequest, naming `field`, for a picture that it
+        does not take."""
+        ...
+
+    def tokens(self, width: int, height: int, *, field: str) -> int:
+        """Number of tokens of a picture of this size, which a rotation by 90 degrees does not change. Raises as
+        `scaled` does."""
+        ...
+
+    def grid(self, scaled: Size) -> tuple[int, int] | None:
+        """Rows and columns of the tokens of a scaled picture; None if they form no grid."""
+        ...
+
+    def examples(self) -> Sequence[Size]:
+        """Sizes of two scaled pictures of few tokens, for checks."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Counting:
-    """The settings of a processor on which the number of tokens depends."""
+class ByArea:
+    """Qwen2-VL to Qwen3.5: a picture is scaled so that both sides are multiples of the merged patch's side and the
+    number of pixels is within limits, and each merged patch becomes one token."""
 
+    rule: ClassVar[str] = "area"
     patch_size: int
     """Side of a patch, in pixels."""
     merge_size: int
@@ -28,7 +58,7 @@ class Counting:
     max_pixels: int
 
     @classmethod
-    def of(cls, processor: Any) -> Counting:
+    def of(cls, processor: Any) -> ByArea:
         """The settings of an image processor of transformers."""
         size = processor.size
         return cls(processor.patch_size, processor.merge_size, size["shortest_edge"], size["longest_edge"])
@@ -38,11 +68,7 @@ class Counting:
         """Side of the square that becomes one token, in pixels."""
         return self.patch_size * self.merge_size
 
-    def scaled(self, width: int, height: int, *, field: str) -> tuple[int, int]:
-        """Width and height to which the processor scales a picture, in pixels.
-
-        Raises InvalidRequest, naming `field`, for a picture that is too long for its width.
-        """
+    def scaled(self, width: int, height: int, *, field: str) -> Size:
         if max(width, height) > _MAX_RATIO * min(width, height):
             raise refusal(field, f"has {width} x {height} pixels; one side may be at most {_MAX_RATIO} times the other")
         side = self.side
@@ -57,7 +83,47 @@ class Counting:
         return across, down
 
     def tokens(self, width: int, height: int, *, field: str) -> int:
-        """Number of tokens of a picture of this size, which a rotation by 90 degrees does not change. Raises as
-        `scaled` does."""
-        across, down = self.scaled(width, height, field=field)
-        return across // self.side * (down // self.side)
+        rows, columns = self.grid(self.scaled(width, height, field=field))
+        return rows * columns
+
+    def grid(self, scaled: Size) -> tuple[int, int]:
+        return scaled[1] // self.side, scaled[0] // self.side
+
+    def examples(self) -> Sequence[Size]:
+        # Rows and columns differ, so that exchanging them shows.
+        return (3 * self.side, 2 * self.side), (2 * self.side, self.side)
+
+
+@dataclass(frozen=True, slots=True)
+class OneSize:
+    """Gemma 3: every picture is scaled to one size, whatever its own proportions, and has the same number of tokens."""
+
+    rule: ClassVar[str] = "one size"
+    width: int
+    height: int
+    num_tokens: int
+
+    def scaled(self, width: int, height: int, *, field: str) -> Size:
+        return self.width, self.height
+
+    def tokens(self, width: int, height: int, *, field: str) -> int:
+        return self.num_tokens
+
+    def grid(self, scaled: Size) -> None:
+        return None
+
+    def examples(self) -> Sequence[Size]:
+        return ((self.width, self.height),) * 2
+
+
+_RULES: Mapping[str, type[Counting]] = {one.rule: one for one in (ByArea, OneSize)}
+
+
+def settings_of(counting: Counting) -> dict[str, int]:
+    """The settings of a rule, for the wire."""
+    return asdict(counting)  # type: ignore[call-overload]  # every rule is a dataclass
+
+
+def counting_of(rule: str, settings: Mapping[str, int]) -> Counting:
+    """The rule with this name and these settings. Raises KeyError or TypeError for another release's."""
+    return _RULES[rule](**settings)

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from transformers import AutoImageProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tinsmith.errors import InvalidRequest
-from tinsmith.pictures.counting import Counting
 from tinsmith.pictures.decoding import decode
+from tinsmith.pictures.families import Family
 
 logger = logging.getLogger(__name__)
 
@@ -26,42 +25,41 @@ class Picture:
     """A picture that has been scaled for the base model."""
 
     pixels: npt.NDArray[np.uint8]
-    """RGB, [height, width, 3]. About 3 kB for each token: the patches, in float32, would be 24 kB."""
-    rows: int
-    """Rows of tokens."""
-    columns: int
-    """Tokens in a row."""
+    """RGB, [height, width, 3]. About 3 kB for each token of Qwen's models: the patches, in float32, would be 24 kB."""
+    num_tokens: int
     digest: bytes
     """SHA-256 of the scaled pixels and their shape. Equal pictures of different tenants share it, so a hash for which
     somebody could make two pictures would show one of them the other's."""
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rows * self.columns
+    grid: tuple[int, int] | None = None
+    """Rows and columns of its tokens, where positions count both; None where they are numbered as those of text."""
+    sees_ahead: bool = False
+    """Whether its tokens see each other in both directions, so that all of them have to be computed at once."""
 
 
 class Processor:
     """The image processor in a base model's files. Thread safe."""
 
-    def __init__(self, processor: Qwen2VLImageProcessorPil) -> None:
-        self._processor: Any = processor
-        self.counting = Counting.of(processor)
+    def __init__(self, processor: Any, family: Family, config: Any) -> None:
+        """`config`: the model's. Raises ValueError, with the reason, for settings that are not supported."""
+        self._processor = processor
+        self.family = family
+        self.counting = family.counting(processor, config)
 
     @classmethod
-    def load(cls, path: str | Path) -> Processor:
-        """The processor in a folder or of a Hugging Face id. Raises ValueError, with the reason, if there is none of a
-        kind that is known here. Code that comes with a model is never run."""
+    def load(cls, path: str | Path, family: Family, config: Any) -> Processor:
+        """The processor in a folder or of a Hugging Face id. Raises ValueError, with the reason, if there is none of
+        the family's kind. Code that comes with a model is never run."""
         try:
             processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=False, backend="pil")
         except (OSError, ValueError, KeyError, ImportError) as error:
             logger.info("%s: no image processor: %s", path, error)
             raise ValueError("its files hold no image processor (preprocessor_config.json)") from None
-        if type(processor) is not Qwen2VLImageProcessorPil:
+        if type(processor).__name__ != family.processor:
             raise ValueError(
-                f"its image processor, {type(processor).__name__}, is not known here; known are those of Qwen2-VL to "
-                "Qwen3.5"
+                f"its image processor, {type(processor).__name__}, is not known here; {family.name} is known with "
+                f"{family.processor}"
             )
-        return cls(processor)
+        return cls(processor, family, config)
 
     def picture(self, data: bytes, file_format: str, *, expected_tokens: int | None, field: str) -> Picture:
         """Decodes and scales a PNG or JPEG. For a thread, not for an event loop: it may take seconds.
@@ -70,25 +68,33 @@ class Processor:
         reason, for a picture that cannot be decoded, or that has another number of tokens.
         """
         decoded = decode(data, file_format, field=field)
-        width, height = self.counting.scaled(*decoded.size, field=field)
-        side = self.counting.side
-        rows, columns = height // side, width // side
-        check_expected(rows * columns, expected_tokens, field=field)
+        size = self.counting.scaled(*decoded.size, field=field)
+        check_expected(self.counting.tokens(*decoded.size, field=field), expected_tokens, field=field)
         # The processor's own scaling, which Pillow does in 8 bits: the patches of the result are bit for bit its own.
-        pixels = np.asarray(decoded.resize((width, height), self._processor.resample))
-        digest = hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
-        return Picture(pixels, rows, columns, digest)
+        return self.of_pixels(np.asarray(decoded.resize(size, self._processor.resample)))
 
-    def patches(self, pictures: Sequence[Picture]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """The patches of all pictures, [patches, features of one], and each one's frames, rows and columns of
-        patches, [pictures, 3]."""
+    def of_pixels(self, pixels: npt.NDArray[np.uint8]) -> Picture:
+        """The picture with these scaled pixels, [height, width, 3]."""
+        height, width = pixels.shape[:2]
+        grid = self.counting.grid((width, height))
+        return Picture(
+            pixels,
+            num_tokens=self.counting.tokens(width, height, field="") if grid is None else grid[0] * grid[1],
+            digest=hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest(),
+            grid=grid if self.family.grid else None,
+            sees_ahead=bool(self.family.sees_ahead),
+        )
+
+    def arrays(self, pictures: Sequence[Picture]) -> dict[str, npt.NDArray[Any]]:
+        """What the processor makes of the pictures: patches or pixels, and what else the tower takes with them."""
         made = self._processor(
             images=[picture.pixels for picture in pictures],
             do_resize=False,
             input_data_format="channels_last",
             return_tensors="np",
+            **self.family.options,
         )
-        return made["pixel_values"], made["image_grid_thw"]
+        return dict(made)
 
 
 def check_expected(num_tokens: int, expected_tokens: int | None, *, field: str) -> None:

@@ -16,7 +16,7 @@ from gateway import json_forms
 from gateway.convert import chunk, num_tokens
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith.errors import InvalidRequest, ServiceError, Unsupported
-from tinsmith.pictures.counting import Counting
+from tinsmith.pictures.counting import ByArea
 from tinsmith.rpc.tensors import batched, to_numpy
 from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
 
@@ -123,7 +123,7 @@ def test_a_picture_counts_as_its_sender_expects_or_as_its_header_says() -> None:
     sent = [TEXT, {**picture, "expected_tokens": 4}, {**picture, "expected_tokens": -9}, picture, broken, thin]
     chunks = [chunk(one, field="c") for one in sent]
     assert num_tokens(chunks, None) == 3 + 4
-    assert num_tokens(chunks, Counting(4, 2, min_pixels=128, max_pixels=2048)) == 3 + 4 + 15
+    assert num_tokens(chunks, ByArea(4, 2, min_pixels=128, max_pixels=2048)) == 3 + 4 + 15
 
 
 def test_the_type_of_a_chunk_may_be_left_out() -> None:

@@ -51,7 +51,9 @@ async def sees(stack: Stack, sampler: TalkingSampler) -> int:
     """Lets the base model take pictures, of 15 tokens for 37 x 21 pixels. Returns the token that stands for one."""
     (token,) = sampler.tokenizer.encode(PICTURE).ids
     stack.trainer.picture_counting = trainer_pb2.PictureCounting(
-        patch_size=4, merge_size=2, min_pixels=128, max_pixels=2048, picture_token=token
+        rule="area",
+        settings={"patch_size": 4, "merge_size": 2, "min_pixels": 128, "max_pixels": 2048},
+        picture_token=token,
     )
     await stack.gateway.clients.trainers[0].ask()
     return token

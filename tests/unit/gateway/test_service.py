@@ -52,7 +52,7 @@ async def test_the_transport_of_the_sdk_is_one_that_can_be_cancelled(client: Cli
 
 async def test_pictures_of_a_batch_are_counted_as_the_trainer_counts_them(stack: Stack, client: Client) -> None:
     stack.trainer.picture_counting = trainer_pb2.PictureCounting(
-        patch_size=4, merge_size=2, min_pixels=128, max_pixels=2048
+        rule="area", settings={"patch_size": 4, "merge_size": 2, "min_pixels": 128, "max_pixels": 2048}
     )
     await stack.gateway.clients.trainers[0].ask()
     header = struct.pack(">8sI4sIIBBBBBI", b"\x89PNG\r\n\x1a\n", 13, b"IHDR", 37, 21, 8, 2, 0, 0, 0, 0)

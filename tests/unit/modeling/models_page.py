@@ -12,8 +12,12 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import transformers
+
+from tests.support.models import VISION
 from tests.unit.modeling.test_families import FAMILIES, MORE, load
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.pictures.families import FAMILIES as FAMILIES_THAT_SEE
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -73,6 +77,31 @@ MODEL` does for real weights.
 """
 
 
+_PICTURES = """
+## Pictures
+
+Models of these types train with pictures, through a frozen tower, and the torch engine samples from them with pictures
+in the prompt. *Tokens*: of a picture. *Two-way*: whether the tokens of a picture see each other in both directions, in
+which layers; such a picture is computed at once, and the prefix cache has it whole or not. Models of other types are
+trained and sampled with text only, and refuse pictures by name. Proof, for the families of the last column:
+`test_pictures_packed_with_text_equal_transformers_and_peft_gradients_included[FAMILY]` in
+`tests/unit/modeling/test_pictures.py` and `test_the_sampler_is_transformers[FAMILY-True]` in
+`tests/unit/sampler_service/test_pictures.py`, against transformers' own model. For types without a test, the check when
+a model is loaded decides.
+
+| type | tokens | two-way | test |
+|---|---|---|---|"""
+
+
+def seeing() -> list[str]:
+    """The section about pictures."""
+    tests = {getattr(transformers, f"{family}Config").model_type: family for family in VISION}
+    return [_PICTURES] + [
+        f"| `{kind}` | {family.tokens} | {family.sees_ahead or 'no'} | {tests.get(kind, '')} |"
+        for kind, family in FAMILIES_THAT_SEE.items()
+    ]
+
+
 def rows() -> Iterator[tuple[str, BaseModel]]:
     """All families of test_families.py, loaded one after the other."""
     for family in sorted({**FAMILIES, **MORE}, key=str.lower):
@@ -85,6 +114,7 @@ def page() -> str:
     lines = [_HEAD, "## Families", "", "| family | trains | adapters | torch engine | test |", "|---|---|---|---|---|"]
     for family, (trains, adapters, sampled) in families.items():
         lines.append(f"| {family} | {trains} | {adapters} | {sampled} | {'slow' if family in MORE else 'fast'} |")
+    lines += seeing()
     lines += [
         "",
         "## Names of the hosted service",

@@ -16,7 +16,7 @@ from sampler_service.core.request import EMPTY_LOGPROB, Request, Result
 from sampler_service.servicer import _may_be_large
 from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.torch_engine.kv_cache import BLOCK_TOKENS, digests_of
-from tests.support.models import VISION, make_vision_model
+from tests.support.models import VISION, kinds_of, make_vision_model
 from tests.unit.sampler_service.serving import serving
 from tinsmith.errors import InvalidRequest, ServiceError
 from tinsmith.v1 import sampler_pb2 as pb
@@ -41,7 +41,7 @@ def text(length: int, *, seed: int = 0) -> types_pb2.Chunk:
 
 def asked(engine: TorchEngine, *chunks: types_pb2.Chunk, **fields: Any) -> Request:
     # transformers' own model would take a drawn token of pictures, 5, or of videos, 6, for one.
-    params = pb.SamplingParams(max_tokens=5, stop=pb.StopCondition(), logit_bias={5: -100, 6: -100})
+    params = pb.SamplingParams(max_tokens=5, seed=1, stop=pb.StopCondition(), logit_bias={5: -100, 6: -100})
     message = pb.SampleRequest(**{"prompt": chunks, "num_samples": 1, "sampling_params": params, **fields})
     assert _may_be_large(message) == any(one.HasField("image") for one in chunks)
     most = engine.limits.max_length
@@ -66,15 +66,16 @@ class Oracle:
         """The logprobs of the prompt, at pictures those of the token that stands for one, and of each sample are its
         own."""
         assert result.prompt.logprobs is not None
-        is_picture = np.zeros(len(request.prompt), bool)
+        is_picture = np.zeros(len(request.prompt) + 5, bool)
         for one in request.pictures:
-            is_picture[one.start : one.start + one.picture.num_tokens] = True
+            is_picture[one.start : one.stop] = True
         for sequence in result.sequences:
             assert len(sequence.tokens) == 5
             tokens = torch.from_numpy(np.concatenate([request.prompt, sequence.tokens]).astype(np.int64))
             more = dict(self.processor(images=images, return_tensors="pt")) if images else {}
+            more.pop("num_crops", None)
             if images:
-                more["mm_token_type_ids"] = torch.from_numpy(np.pad(is_picture, (0, 5)).astype(np.int32))[None]
+                more |= kinds_of(self.model, torch.from_numpy(is_picture))
             table = self.model(input_ids=tokens[None], **more).logits[0].log_softmax(-1)
             theirs = table[:-1].gather(1, tokens[1:, None])[:, 0].numpy()
             mine = np.concatenate([result.prompt.logprobs[1:], sequence.logprobs])
@@ -86,13 +87,14 @@ class Oracle:
 async def test_the_sampler_is_transformers(
     family: str, packs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts of one and two pictures and of text alone, computed in pieces that cut pictures, beside each other; their
-    samples go on from one prompt."""
+    """Prompts of one and two pictures and of text alone, computed in pieces of 8 tokens, beside each other; their
+    samples go on from one prompt. The pieces cut pictures, except those of Gemma 3."""
+    num_tokens = 9 if family == "Gemma3" else 15
     if not packs:  # one sequence at a time
         monkeypatch.setattr("tinsmith.modeling.base_model._unpackable", lambda config: "a test")
     oracle = Oracle(make_vision_model(tmp_path, family))
     prompts: list[tuple[list[types_pb2.Chunk], list[Image.Image]]] = [
-        ([text(3), chunk(WIDE, expected_tokens=15), text(4, seed=1), chunk(HIGH), text(2)], [WIDE, HIGH]),
+        ([text(3), chunk(WIDE, expected_tokens=num_tokens), text(4, seed=1), chunk(HIGH), text(2)], [WIDE, HIGH]),
         ([text(9)], []),
         ([chunk(HIGH), text(1)], [HIGH]),
         ([text(20, seed=3), chunk(WIDE)], [WIDE]),
@@ -119,6 +121,32 @@ async def test_a_prefix_is_reused_with_its_own_pictures_only(tmp_path: Path) -> 
             assert result.prompt.logprobs is not None
             assert full.prompt.logprobs is not None
             np.testing.assert_allclose(result.prompt.logprobs[-1:], full.prompt.logprobs[-1:], rtol=1e-4, atol=1e-4)
+
+
+async def test_no_hit_ends_within_a_picture_whose_tokens_see_each_other(tmp_path: Path) -> None:
+    oracle = Oracle(make_vision_model(tmp_path, "Gemma3"))
+    async with serving(tmp_path) as engine:
+        begin = text(10), chunk(WIDE)  # the picture has the tokens 10 to 18, and the first block the tokens 0 to 15
+        for end, hit in ((text(32, seed=1), 0), (text(32, seed=2), 10), (text(32, seed=1), 48)):
+            request = asked(engine, *begin, end, prompt_logprobs=True, prompt_logprobs_last_n=1)
+            assert (await answer(engine, request)).prompt_cache_hit_tokens == hit
+            drawn = asked(engine, *begin, end, prompt_logprobs=True)
+            full = await answer(engine, drawn)
+            oracle.check(full, drawn, [WIDE])
+            unscored = await answer(engine, asked(engine, *begin, end))
+            assert unscored.prompt_cache_hit_tokens == 48
+            np.testing.assert_allclose(unscored.sequences[0].logprobs, full.sequences[0].logprobs, rtol=1e-4, atol=1e-4)
+
+
+async def test_pictures_whose_tokens_see_each_other_have_text_between_them(tmp_path: Path) -> None:
+    make_vision_model(tmp_path, "Gemma3")
+    async with serving(tmp_path) as engine:
+        assert len(asked(engine, chunk(WIDE), text(1), chunk(WIDE)).prompt) == 19
+        for between in ((), (text(0),)):
+            with pytest.raises(
+                InvalidRequest, match=r"^prompt\[\d\]: a picture follows another one at once; in this ba"
+            ):
+                asked(engine, chunk(WIDE), *between, chunk(WIDE))
 
 
 async def test_blocks_of_pictures_have_digests_of_their_own(tmp_path: Path) -> None:
@@ -154,7 +182,7 @@ async def test_a_picture_on_which_the_tower_fails_ends_its_own_request_only(
         encode = tower._encode
 
         def fails(pictures: Any) -> Any:
-            if pictures[0].rows == 4:
+            if pictures[0].grid == (4, 2):
                 raise RuntimeError("no such picture")
             return encode(pictures)
 

@@ -69,7 +69,7 @@ def test_a_picture_counts_as_its_tokens_and_its_targets_are_ignored_by_default(l
     assert first.length == first.charge == 20
     assert first.tokens_N.tolist() == [1, 2, *[5] * 15, 3, 4, 9]
     (placed,) = first.pictures
-    assert (placed.start, placed.picture.rows, placed.picture.columns) == (2, 3, 5)
+    assert (placed.start, placed.picture.num_tokens, placed.picture.grid) == (2, 15, (3, 5))
     # Position 1 would have to predict the picture's first token, and position 16 predicts the text after it.
     assert first.inputs["weights"].tolist() == [1, *[0] * 15, 1, 1, 1, 1]
     assert second.inputs["weights"].tolist() == [1, 1]

@@ -144,30 +144,32 @@ def test_a_batch_without_common_beginnings_has_the_same_bits(base: BaseModel) ->
     assert torch.equal(gradient(sharing, "m"), gradient(apart, "m"))
 
 
-def test_a_picture_is_shared_with_the_same_picture_only(tmp_path: Path) -> None:
-    folder = make_vision_model(tmp_path)
+@pytest.mark.parametrize("family", ["Qwen3VL", "Gemma3"])
+def test_a_picture_is_shared_with_the_same_picture_only(family: str, tmp_path: Path) -> None:
+    folder = make_vision_model(tmp_path, family)
     base = BaseModel.load(folder, device=torch.device("cpu"), dtype=torch.float32)
     sharing, apart, registry = engines(base)
     pixels = np.random.default_rng(0).integers(256, size=(96, 96, 3), dtype=np.uint8)
     pictures = [picture(pixels), picture(255 - pixels)]
+    num_tokens = 9 if family == "Gemma3" else 25
     data = []
-    for one, end in ((0, (7, 8)), (0, (9,)), (1, (7, 8))):
+    for one, end in ((0, (7, 8)), (0, (9,)), (0, (6,)), (0, (5, 1)), (0, (4,)), (1, (7, 8))):
         chunks = [datum(range(10)).model_input[0], pictures[one], datum(list(end)).model_input[0]]
-        length = 10 + 25 + len(end)
+        length = 10 + num_tokens + len(end)
         targets = from_numpy(np.arange(length) % 200)
         data.append(types_pb2.Datum(model_input=chunks, loss_fn_inputs={"target_tokens": targets}))
     outputs = []
     for engine in (sharing, apart):
         create(engine, "m")
         outputs.append(run(engine, "m", batch_of(request(data), engine.limits)))
-    assert shared(registry) == 35, "the ten before the other picture save nothing"
+    assert shared(registry) == 5 * 10 + 4 * num_tokens
     for mine, other in zip(*(output.logprobs for output in outputs), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
     assert_near(gradient(sharing, "m"), gradient(apart, "m"), 1e-5)
 
 
 def picture(pixels: np.ndarray) -> types_pb2.Chunk:
-    """25 tokens: the processor scales it to 5 x 5 squares."""
+    """25 tokens in Qwen3VL: the processor scales it to 5 x 5 squares."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "png")
     return types_pb2.Chunk(image=types_pb2.Image(data=file.getvalue(), format="png"))
