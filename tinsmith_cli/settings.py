@@ -149,6 +149,11 @@ class Settings:
         "of float32, and training and sampling are slower on a CPU. Not with vLLM or --full-training (default: "
         "TRAINER_QUANTIZE and SAMPLER_QUANTIZE, or not quantised)",
     )  # fmt: skip
+    pictures: bool | None = _flag(
+        action=argparse.BooleanOptionalAction, to=["trainer", "sampler"],
+        help="take pictures, if the base models see; --no-pictures saves the memory of their vision towers, and "
+        "refuses pictures by name (default: TRAINER_PICTURES and SAMPLER_PICTURES, or --pictures)",
+    )  # fmt: skip
     share_prefixes: bool | None = _flag(
         action=argparse.BooleanOptionalAction, to=["trainer"],
         help="compute beginnings that datums of a run have in common once, such as the prompt of a group of samples; "

@@ -365,6 +365,7 @@ def load(config: TrainerConfig, group: RankGroup | None) -> BaseModel:
         kernels=config.kernels,
         division=None if group is None else group.division(),
         quantize=config.quantize,
+        pictures=config.pictures,
     )
 
 

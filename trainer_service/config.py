@@ -123,6 +123,9 @@ class TrainerConfig(GrpcTls, BaseSettings):
     activation_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Compute each layer twice instead of keeping its activations; auto does so only for batches that would not fit
     otherwise."""
+    pictures: bool = True
+    """Take pictures, if the base model sees. false saves the memory of its vision tower, which is then not loaded, and
+    refuses pictures by name. With full_training the tower is loaded all the same, because it is in the checkpoints."""
     share_prefixes: bool = True
     """Compute beginnings that datums of a model have in common once in a micro-batch, such as the prompt of a group of
     samples. Results differ by rounding only. A deterministic trainer does so within one request."""

@@ -161,7 +161,12 @@ class TorchEngine:
         dtype = resolve_dtype(config.dtype, device)
         base = await in_thread(
             lambda: BaseModel.load(
-                config.base_model, device=device, dtype=dtype, prepack=config.prepack, quantize=config.quantize
+                config.base_model,
+                device=device,
+                dtype=dtype,
+                prepack=config.prepack,
+                quantize=config.quantize,
+                pictures=config.pictures,
             )
         )
         if base.why_not_cached:

@@ -38,12 +38,13 @@ from tinsmith.modeling.parallel import Division
 from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.modeling.parallel_tensor import CannotDivide, TensorParallel
 from tinsmith.modeling.picture_check import PictureProbe
-from tinsmith.modeling.pretrained import auto_class, listed, load_causal_lm, persistent_buffers
+from tinsmith.modeling.pretrained import auto_class, beside_text, listed, load_causal_lm, persistent_buffers
 from tinsmith.modeling.quantized import LoadingConfig, all_quantized, num_weights
 from tinsmith.modeling.recurrent import call_packages_where_they_work, pack_recurrent
 from tinsmith.modeling.self_check import TOLERANCE, Gaps, Probe
 from tinsmith.modeling.tower import Sights, Tower, tower_of
 from tinsmith.modeling.whole_layers import give_back, take_over
+from tinsmith.pictures.families import FAMILIES
 from tinsmith.quantization import Quantization
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ class BaseModel:
         prepack: bool | None = False,
         division: Division | None = None,
         quantize: Quantization | None = None,
+        pictures: bool = True,
     ) -> BaseModel:
         """Loads a folder or a Hugging Face id. With a division, all ranks must call this together.
 
@@ -142,6 +144,8 @@ class BaseModel:
         `quantize`: stores the weights of all layers that take adapters, except the output layer, in 8 or 4 bits
         (quantized.py). The model is then compared with transformers' own forward on these weights. Nothing is
         prepacked.
+        `pictures`: without them, the vision tower of a model of a family that sees pictures here is not loaded, unless
+        all parameters are trained.
 
         A model whose packed forward pass disagrees with its own runs one sequence at a time (`one_by_one`).
 
@@ -163,7 +167,12 @@ class BaseModel:
         def prepare() -> tuple[BaseModel, Probe]:
             quantization = None if quantize is None else LoadingConfig(quantize, dtype, quantizable)
             model, missing = load_causal_lm(
-                path, config=config, dtype=dtype, quantization=quantization, attn_implementation="eager"
+                path,
+                config=config,
+                dtype=dtype,
+                quantization=quantization,
+                tower=pictures or trainable or config.model_type not in FAMILIES,
+                attn_implementation="eager",
             )
             if missing:  # each process would fill them with other random values
                 raise UnsupportedModel(
@@ -181,6 +190,7 @@ class BaseModel:
                 prepacks=prepack,
                 division=division,
                 from_files=True,
+                pictures=pictures,
                 quantization=quantization,
             )
 
@@ -210,6 +220,7 @@ class BaseModel:
         prepacks: bool | None,
         division: Division | None,
         from_files: bool = False,
+        pictures: bool = True,
         quantization: LoadingConfig | None = None,
     ) -> tuple[BaseModel, Probe]:
         """Adapts and divides the model. Also returns the probe, which its own forward pass computed before that.
@@ -223,6 +234,8 @@ class BaseModel:
         tower, why_no_pictures = None, "it was not loaded from files, which hold the processor of pictures"
         if trainable or division is not None:
             why_no_pictures = "pictures are not supported when all parameters are trained, or divided among ranks"
+        elif not pictures:
+            why_no_pictures = "they are switched off here (pictures is false), and its vision tower is not loaded"
         elif from_files:
             tower, why_no_pictures = _tower(model, path, probe)
         chosen = choose(kernels, device, model.dtype)
@@ -592,11 +605,14 @@ def _check_quantize(
         )
 
 
-def _weights_sum(model: nn.Module, quantization: LoadingConfig | None) -> str:
+def _weights_sum(model: PreTrainedModel, quantization: LoadingConfig | None) -> str:
+    """The checksum without the layers for pictures, so that it is the same if they are not loaded."""
+    beside = {parameter for _, module in beside_text(model) for parameter in module.parameters()}
+    used = [parameter for parameter in model.parameters() if parameter not in beside]
     if quantization is None:
-        return sum_of(model.parameters())
+        return sum_of(used)
     stored = {id(one) for _, parameter in all_quantized(model) for one in parameter.parameters()}
-    others = (parameter for parameter in model.parameters() if id(parameter) not in stored)
+    others = (parameter for parameter in used if id(parameter) not in stored)
     return f"{sum_of(others, quantization.samples)}-{quantization.quantize}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -43,10 +43,12 @@ def load_causal_lm(
     config: PretrainedConfig,
     dtype: torch.dtype,
     quantization: LoadingConfig | None = None,
+    tower: bool = True,
     **options: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
     """The model in host memory, and the names of parameters that its files lack, which transformers fills at random.
 
+    `tower`: without it, a model that sees pictures gets none of the layers for them, and their weights are not read.
     `quantization`: quantises weights while they are read (quantized.py). A tied parameter does not count as missing if
     the files hold its partner, nor does one that transformers expects to be absent. Raises OSError if there is no such
     model, if a file of its weights is damaged, or if a tensor has another shape than the configuration gives it. Raises
@@ -59,9 +61,12 @@ def load_causal_lm(
                 "leave it out, or fetch the model in bfloat16"
             )
         options["quantization_config"] = quantization
+    kind = auto_class(config)
+    if not tower and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind is AutoModelForImageTextToText:
+        kind = _without_tower(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)])
     try:
         # transformers reports the names of mismatched tensors only if it is told to ignore them.
-        loaded: Any = auto_class(config).from_pretrained(
+        loaded: Any = kind.from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -87,6 +92,26 @@ def load_causal_lm(
     if unexpected := report["unexpected_keys"]:
         logger.info("%s: the model has no use for %s", path, listed(sorted(unexpected)))
     return model, sorted(report["missing_keys"])
+
+
+def beside_text(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """The parts of a model beside its language model, by their names in `base_model`: those for pictures and sound.
+    Empty for a model of text."""
+    inner: Any = model.base_model
+    language = getattr(inner, "language_model", None)
+    return [] if language is None else [(name, part) for name, part in inner.named_children() if part is not language]
+
+
+def _without_tower(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The class of models of this one that have a language model and an output layer only. transformers makes a model
+    without memory, and then reads the weights of the layers that it has."""
+
+    def init(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, config, *args, **kwargs)
+        for name, _ in beside_text(self):
+            delattr(self.base_model, name)
+
+    return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:

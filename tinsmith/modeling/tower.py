@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from tinsmith.modeling.attention import Ahead
 from tinsmith.modeling.kernels.transfer import on_device
+from tinsmith.modeling.pretrained import beside_text
 from tinsmith.pictures.families import family_of
 from tinsmith.pictures.processing import Picture, Processor
 
@@ -106,9 +107,8 @@ class Tower:
 
     def set_own_attention(self) -> None:
         """Gives the tower attention over its own patches, after the whole model got that of packed text."""
-        decoder = self._model.language_model
-        for module in self._model.children():
-            if module is not decoder and isinstance(module, PreTrainedModel):
+        for _, module in beside_text(self._model):
+            if isinstance(module, PreTrainedModel):
                 module.set_attn_implementation("sdpa")
 
     def look(self, placed: Sequence[Placed]) -> Sights:

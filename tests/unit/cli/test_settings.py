@@ -48,6 +48,7 @@ def test_set_options_are_passed_on_and_others_are_left_to_the_services_environme
     }
     assert parsed("--no-share-prefixes").passed_to("trainer")["share-prefixes"] == "false"
     assert parsed("--share-prefixes").passed_to("trainer")["share-prefixes"] == "true"
+    assert [parsed("--no-pictures").passed_to(one)["pictures"] for one in ("trainer", "sampler")] == ["false", "false"]
     assert some.passed_to("sampler").keys() == some.passed_to("trainer").keys() - {"deterministic"}
 
 

@@ -1,5 +1,6 @@
 """Pictures packed with text, against transformers' own models and processors with stock PEFT."""
 
+import gc
 import io
 import logging
 from dataclasses import replace
@@ -187,6 +188,37 @@ def test_a_model_whose_pictures_are_computed_wrongly_takes_none(
     assert base.tower is None
     assert "with pictures, its logprobs differ by" in base.why_no_pictures
     assert "takes no pictures" in caplog.text
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_without_pictures_the_tower_is_not_loaded(family: str, tmp_path: Path) -> None:
+    folder = make_vision_model(tmp_path, family)
+    seeing = BaseModel.load(folder, device=CPU, dtype=torch.float32)
+    gc.collect()
+    before = num_bytes()
+    blind = BaseModel.load(folder, device=CPU, dtype=torch.float32, pictures=False)
+    taken = num_bytes() - before
+    towers = {name for name in seeing.parameters if ".language_model." not in name and name != "lm_head.weight"}
+    of_towers = sum(seeing.parameters[name].nbytes for name in towers)
+    assert seeing.parameters.keys() - blind.parameters.keys() == towers
+    assert of_towers > 20_000
+    assert taken <= sum(one.nbytes for one in seeing.parameters.values()) - of_towers + 10_000
+    assert blind.tower is None
+    assert blind.why_no_pictures.startswith("they are switched off here (pictures is false)")
+    assert [one.name for one in blind.targets] == [one.name for one in seeing.targets]
+    assert blind.weights_sum == seeing.weights_sum, "a run may go on without pictures"
+    tokens, positions = torch.arange(10, 20), torch.arange(10)
+    with torch.no_grad():
+        ours, theirs = (base.hidden_states(tokens, positions, Packed([10]), []) for base in (blind, seeing))
+    assert torch.equal(ours, theirs)
+    trained = BaseModel.load(folder, device=CPU, dtype=torch.float32, pictures=False, trainable=True)
+    assert trained.parameters.keys() == seeing.parameters.keys(), "a checkpoint has all weights"
+
+
+def num_bytes() -> int:
+    """Bytes of all tensors in this process."""
+    tensors = [one for one in gc.get_objects() if type(one) in (Tensor, torch.nn.Parameter)]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
 def test_why_a_model_takes_no_pictures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
