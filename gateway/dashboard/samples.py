@@ -6,15 +6,18 @@ checkpoint. Other owners do not see it.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from sqlalchemy import delete, insert, select
 
+from gateway.dashboard.thumbnails import shown, thumbnail
 from gateway.database.store import Store
 from gateway.database.tables.samples import RecentSample
 from tinsmith.v1 import sampler_pb2, types_pb2
@@ -24,6 +27,8 @@ MAX_PROMPT_TOKENS = 256
 MAX_TOKENS = 2048
 """Most tokens that are kept of an output, from its beginning."""
 _MAX_PER_FLUSH = 512
+MAX_PICTURE_BYTES = 32 * 2**20
+"""Most bytes of pictures that wait to be made small. Prompts beyond have no thumbnails."""
 _INT32 = 4
 
 
@@ -36,7 +41,9 @@ class RecordedSequence:
     owner: str
     """Owner of the sample; empty means the owner of the session."""
     row: dict[str, Any]
-    """Columns of the RecentSample row, without the owner."""
+    """Columns of the RecentSample row, without the owner and the pictures."""
+    pictures: Sequence[types_pb2.Image] = field(default=(), repr=False)
+    """Pictures of the prompt, for the first sequence of a request."""
 
 
 class RecentSamples:
@@ -47,6 +54,8 @@ class RecentSamples:
         self._store = store
         self._keep = keep
         self._drawn: deque[RecordedSequence] = deque(maxlen=_MAX_PER_FLUSH)
+        self._picture_bytes = 0
+        """Of the pictures that came since the last flush."""
 
     def add(
         self,
@@ -73,9 +82,15 @@ class RecentSamples:
                 "num_prompt_tokens": len(prompt) // _INT32,
                 "prompt": prompt[-MAX_PROMPT_TOKENS * _INT32 :],
             }
+            pictures = shown(request.prompt)
+            num_bytes = sum(len(one.data) for one in pictures)
+            if self._picture_bytes + num_bytes > MAX_PICTURE_BYTES:
+                pictures, num_bytes = (), 0
+            self._picture_bytes += num_bytes
             for sequence in sequences[: self._keep]:
                 row = {**about, **_row(sequence), "version_id": _version(sequence) or request.version_id}
-                self._drawn.append(RecordedSequence(run_id, session_id, owner, row))
+                self._drawn.append(RecordedSequence(run_id, session_id, owner, row, pictures))
+                pictures = ()
 
     async def flush(self) -> None:
         """Writes the sequences that wait. When that fails they are dropped, since newer ones follow.
@@ -84,6 +99,9 @@ class RecentSamples:
         """
         drawn = list(self._drawn)
         self._drawn.clear()
+        self._picture_bytes = 0
+        if any(each.pictures for each in drawn):
+            drawn = await asyncio.to_thread(lambda: [_with_thumbnails(each) for each in drawn])
         if drawn:
             await self._write(drawn)
 
@@ -97,7 +115,9 @@ class RecentSamples:
             for each in drawn:
                 owner = each.owner or owners[each.session_id]
                 newest.setdefault((each.run_id, owner), deque(maxlen=self._keep)).append(each)
-            rows = [{**each.row, "owner": owner} for (_, owner), some in newest.items() for each in some]
+            rows = [
+                {"pictures": None, **each.row, "owner": owner} for (_, owner), some in newest.items() for each in some
+            ]
             await db.execute(insert(RecentSample), rows)
             for run_id, owner in newest:
                 mine = (RecentSample.run_id == run_id, RecentSample.owner == owner)
@@ -117,6 +137,11 @@ class RecentSamples:
         if owner is not None:
             query = query.where(RecentSample.owner == owner)
         return await self._store.all(query.order_by(RecentSample.sample_id.desc()).limit(limit))
+
+
+def _with_thumbnails(one: RecordedSequence) -> RecordedSequence:
+    urls = [thumbnail(picture) for picture in one.pictures]
+    return replace(one, row={**one.row, "pictures": json.dumps(urls) if urls else None}, pictures=())
 
 
 def _version(sequence: types_pb2.SampledSequence) -> str:

@@ -129,6 +129,13 @@ function sequenceOf(sample) {
   );
 }
 
+/** A picture of the prompt, made small by the server; only a JPEG that it made is shown. */
+function pictureOf(url, index) {
+  const name = `Picture ${index + 1} of the prompt`;
+  if (!url?.startsWith("data:image/jpeg;base64,")) return h("span", { class: "no-picture", title: `${name}: too large to be shown` }, "?");
+  return h("img", { src: url, alt: name, title: name });
+}
+
 /** The sequences of one request, below its prompt. */
 function requestCard(samples, now) {
   const [first] = samples;
@@ -147,6 +154,7 @@ function requestCard(samples, now) {
       h("span", {}, `${number(first.num_prompt_tokens)} tokens of prompt`),
       size,
     ),
+    first.pictures.length ? h("div", { class: "pictures" }, first.pictures.map(pictureOf)) : null,
     h("div", { class: "prompt", title: "The end of the prompt" }, first.prompt ?? "(no sampler to decode it now)"),
     list,
   );

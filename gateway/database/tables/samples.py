@@ -71,5 +71,8 @@ class RecentSample(Base):
     top-k tokens of the answer. Empty when no top-k tokens were asked for."""
     is_finished: Mapped[bool]
     """The sequence ended by itself, not at max_tokens."""
+    pictures: Mapped[str | None]
+    """For the first sequence of a request whose prompt has pictures: a JSON list with a data URL for each of the first
+    ones, or null for one without a thumbnail (thumbnails.py)."""
 
     __table_args__ = (Index("ix_recent_samples_run_id_owner", "run_id", "owner"),)

@@ -4,6 +4,7 @@ for a key if the server needs one. It makes changes through the public API only.
 from __future__ import annotations
 
 import codecs
+import json
 import time
 from functools import partial
 from pathlib import Path
@@ -29,9 +30,10 @@ from tinsmith.rpc.paths import SCHEME
 
 STATIC = Path(__file__).parents[2] / "dashboard" / "static"
 _HEADERS = {
-    # Styles and scripts come from files of this server only, so the text of a sample cannot run as a script.
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; "
-    "object-src 'none'",
+    # Styles and scripts come from files of this server only, so the text of a sample cannot run as a script. data: is
+    # for thumbnails, which this server has made.
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'none'; object-src 'none'",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
@@ -159,6 +161,7 @@ def _sample(row: RecentSample, vocabulary: Vocabulary | None) -> Json:
         "logprobs": [float(each) if np.isfinite(each) else None for each in logprobs],
         "ranks": np.frombuffer(row.ranks, "<u2").tolist() if row.ranks else None,
         "is_finished": row.is_finished,
+        "pictures": json.loads(row.pictures or "[]"),
     }
 
 

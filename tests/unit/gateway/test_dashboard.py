@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import re
 import struct
+import threading
 import time
 from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 from sqlalchemy import func, select, update
 
 from gateway.dashboard.history import History
-from gateway.dashboard.samples import MAX_TOKENS, RecentSamples
+from gateway.dashboard.samples import MAX_PICTURE_BYTES, MAX_TOKENS, RecentSamples
 from gateway.dashboard.services import parse_figures
+from gateway.dashboard.thumbnails import MAX_BYTES, MAX_THUMBNAIL_BYTES, thumbnail
 from gateway.database.outages import DatabaseUnusable
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.history import MetricPoint
@@ -256,6 +261,61 @@ async def test_no_whole_request_waits_to_be_written(stack: Stack) -> None:
     await samples.flush()
     (row, *_) = found = await samples.read(RUN, owner="a")
     assert (len(found), row.num_prompt_tokens, row.num_tokens) == (4, 10**6, 10**5)
+
+
+def with_pictures(*pictures: bytes) -> sampler_pb2.SampleRequest:
+    images = [types_pb2.Chunk(image=types_pb2.Image(data=one, format="png")) for one in pictures]
+    return sampler_pb2.SampleRequest(version_id=f"{RUN}@1", prompt=images)
+
+
+def png(width: int, height: int, mode: str = "RGB") -> bytes:
+    file = io.BytesIO()
+    Image.effect_noise((width, height), 200).convert(mode).save(file, "PNG")
+    return file.getvalue()
+
+
+async def test_pictures_of_a_prompt_are_thumbnails(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[int] = set()
+    monkeypatch.setattr(
+        "gateway.dashboard.samples.thumbnail", lambda one: threads.add(threading.get_ident()) or thumbnail(one)
+    )
+    run_id = await sampled_run(client)
+    samples = RecentSamples(stack.gateway.store, keep=64)
+    good, large, broken = png(300, 150, "RGBA"), png(2050, 2050, "1"), png(40, 40)[:90]
+    request = with_pictures(good, large, broken, HOSTILE.encode(), good, good)
+    request.version_id = f"{run_id}@1"
+    samples.add("pictures", request, [drawn(3)] * 2, base_model=BASE_MODEL, owner="")
+    await samples.flush()
+    assert threads
+    assert threading.get_ident() not in threads
+    second, first = (await get(client, f"runs/{run_id}/samples"))["samples"][:2]
+    assert second["pictures"] == []
+    url, *others = first["pictures"]
+    assert others == [None, None, None], "too large, cut off, no picture; and no more than four"
+    head, _, data = url.partition(",")
+    assert head == "data:image/jpeg;base64"
+    with Image.open(io.BytesIO(base64.b64decode(data))) as shown:
+        assert (shown.format, shown.size, shown.mode) == ("JPEG", (96, 48), "RGB")
+        assert not shown.getexif()
+    assert len(url) < 1.4 * MAX_THUMBNAIL_BYTES
+
+
+async def test_the_bytes_of_pictures_that_wait_are_bounded(stack: Stack) -> None:
+    samples = RecentSamples(stack.gateway.store, keep=64)
+    most = bytes(MAX_BYTES)
+    for n in range(20):
+        samples.add(f"r{n}", with_pictures(most, bytes(MAX_BYTES + 1)), [drawn(1)], base_model=BASE_MODEL, owner="a")
+    held = sum(len(one.data) for each in samples._drawn for one in each.pictures)
+    assert held == MAX_PICTURE_BYTES
+    await samples.flush()
+    assert {row.pictures for row in await samples.read(RUN, owner="a")} == {"[null, null]", None}
+    samples.add("new", with_pictures(png(9, 9)), [drawn(1)], base_model=BASE_MODEL, owner="a")
+    await samples.flush()
+    (row,) = await samples.read(RUN, owner="a", limit=1)
+    assert row.pictures is not None
+    assert row.pictures.startswith('["data:image/jpeg;base64,')
 
 
 async def test_only_the_newest_samples_stay_of_each_owner(stack: Stack) -> None:
