@@ -17,6 +17,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tinsmith.modeling.pretrained import auto_class
@@ -96,6 +98,16 @@ _DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_GEMMA4: dict[str, Any] = {
+    **TINY_CONFIG, "global_head_dim": 16, "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16,
+    "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0,
+    "use_bidirectional_attention": "vision", "tie_word_embeddings": False, "max_position_embeddings": 256,
+}  # fmt: skip
+_GEMMA4_TOWER: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
+    "position_embedding_size": 128,
+}  # fmt: skip
 VISION: dict[str, dict[str, Any]] = {
     "Qwen3VL": {
         "text_config": TINY_CONFIG, "vision_config": {**_TOWER, "deepstack_visual_indexes": [0, 1]}, **_SEEN
@@ -125,6 +137,27 @@ VISION: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": 9, "image_token_index": 5, "boi_token_index": 7, "eoi_token_index": 8,
         "tie_word_embeddings": False,
     },
+    "Gemma4": {
+        "text_config": _GEMMA4, "vision_config": _GEMMA4_TOWER, "audio_config": None, "image_token_id": 5,
+        "tie_word_embeddings": False,
+    },
+    "Glm4v": {
+        "text_config": {
+            **TINY_CONFIG, "rope_parameters": {**_MROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+        },
+        "vision_config": {
+            **_TOWER, "out_hidden_size": 64, "image_size": 16, "spatial_merge_size": 2, "intermediate_size": 48
+        },
+        "tie_word_embeddings": False, "image_token_id": 5, "video_token_id": 6,
+    },
+    "Exaone4_5_": {
+        "text_config": {
+            **TINY_CONFIG, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+            "tie_word_embeddings": False,
+        },
+        "vision_config": {**_TOWER, "fullatt_block_indexes": [1], "window_size": 16, "num_key_value_heads": 2},
+        "tie_word_embeddings": False, "image_token_id": 5, "video_token_id": 6,
+    },
 }  # fmt: skip
 """Families that see pictures, with the settings that make them tiny. A token of a picture has 8 x 8 pixels."""
 
@@ -136,6 +169,11 @@ def make_vision_model(folder: Path, family: str = "Qwen3VL", *, dtype: torch.dty
     transformers.AutoModelForImageTextToText.from_config(config).to(dtype).save_pretrained(folder)
     if family == "Gemma3":
         Gemma3ImageProcessorPil(size={"height": 24, "width": 24}).save_pretrained(folder)
+    elif family == "Gemma4":
+        Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70).save_pretrained(folder)
+    elif family == "Glm4v":
+        size = {"shortest_edge": 2 * 2 * 64, "longest_edge": 2 * 32 * 64}
+        Glm4vImageProcessorPil(patch_size=4, size=size).save_pretrained(folder)
     else:
         size = {"shortest_edge": 2 * 64, "longest_edge": 32 * 64}
         Qwen2VLImageProcessorPil(patch_size=4, size=size).save_pretrained(folder)

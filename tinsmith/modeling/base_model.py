@@ -549,7 +549,7 @@ class BaseModel:
         """One call of the decoder, with the runs' adapters. [T, H]"""
         inputs: Mapping[str, Any] = {"input_ids": tokens_T[None]}
         if sights is not None:
-            inputs = sights.options(self.decoder.get_input_embeddings()(tokens_T))  # type: ignore[operator]
+            inputs = {**self._by_layer(tokens_T, sights), **sights.options(self._embedded(tokens_T))}
         self.active.runs = runs
         self.active.every_row = "past_key_values" in options
         if not self.active.every_row:
@@ -564,6 +564,18 @@ class BaseModel:
             if self.tensor_parallel is not None:
                 self.tensor_parallel.forget()
         return output.last_hidden_state[0]
+
+    def _embedded(self, tokens_T: Tensor) -> Tensor:
+        return self.decoder.get_input_embeddings()(tokens_T)  # type: ignore[operator]
+
+    def _by_layer(self, tokens_T: Tensor, sights: Sights) -> Mapping[str, Any]:
+        """The further embeddings that each layer takes in the small models of Gemma 4, which have those of padding at
+        pictures."""
+        if not getattr(self.config, "hidden_size_per_layer_input", None):
+            return {}
+        text_T = tokens_T.index_fill(0, sights.rows_P, self.config.pad_token_id or 0)
+        found = self.decoder.get_per_layer_inputs(text_T[None], self._embedded(text_T)[None])  # type: ignore[operator]
+        return {"per_layer_inputs": found}
 
     def target_logprobs(self, hidden_T_H: Tensor, rows_M: Tensor, tokens_M: Tensor, runs: Sequence[Run]) -> Tensor:
         """logprobs.target_logprobs for this model's output layer."""

@@ -124,7 +124,7 @@ class Tower:
     def ahead(self, sights: Sights, num_rows: int) -> Ahead | None:
         """The tokens of a batch of so many rows that see each other in both directions; None for a model whose tokens
         see earlier ones only."""
-        where = self.processor.family.sees_ahead
+        where = self.processor.sees_ahead
         if not where:
             return None
         numbers_T = torch.full((num_rows,), -1, device=self.device).index_copy(0, sights.rows_P, sights.numbers_P)

@@ -46,8 +46,8 @@ class Counting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ByArea:
-    """Qwen2-VL to Qwen3.5: a picture is scaled so that both sides are multiples of the merged patch's side and the
-    number of pixels is within limits, and each merged patch becomes one token."""
+    """Qwen2-VL to Qwen3.5, GLM-4.1V and later: a picture is scaled so that both sides are multiples of the merged
+    patch's side and the number of pixels is within limits, and each merged patch becomes one token."""
 
     rule: ClassVar[str] = "area"
     patch_size: int
@@ -56,6 +56,8 @@ class ByArea:
     """Side of the square of patches that becomes one token, in patches."""
     min_pixels: int
     max_pixels: int
+    enlarges: int = 0
+    """1 if a picture with a side shorter than the merged patch's is enlarged first, as by GLM's processor; else 0."""
 
     @classmethod
     def of(cls, processor: Any) -> ByArea:
@@ -69,9 +71,11 @@ class ByArea:
         return self.patch_size * self.merge_size
 
     def scaled(self, width: int, height: int, *, field: str) -> Size:
-        if max(width, height) > _MAX_RATIO * min(width, height):
+        side, shorter = self.side, min(width, height)
+        if max(width, height) > _MAX_RATIO * shorter:
             raise refusal(field, f"has {width} x {height} pixels; one side may be at most {_MAX_RATIO} times the other")
-        side = self.side
+        if self.enlarges and shorter < side:
+            width, height = int(width * (side / shorter)), int(height * (side / shorter))
         # As `smart_resize` of transformers' qwen2_vl image processor, whose rounding is Python's, to even numbers.
         across, down = round(width / side) * side, round(height / side) * side
         if across * down > self.max_pixels:
@@ -116,7 +120,42 @@ class OneSize:
         return ((self.width, self.height),) * 2
 
 
-_RULES: Mapping[str, type[Counting]] = {one.rule: one for one in (ByArea, OneSize)}
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """Gemma 4: a picture is scaled to as many merged patches as it may have, with its own proportions, and each becomes
+    one token."""
+
+    rule: ClassVar[str] = "filling"
+    side: int
+    """Side of the square that becomes one token, in pixels."""
+    max_tokens: int
+
+    def scaled(self, width: int, height: int, *, field: str) -> Size:
+        # As `get_aspect_ratio_preserving_size` of transformers' gemma4 image processor.
+        side = self.side
+        factor = math.sqrt(self.max_tokens * side**2 / (width * height))
+        across, down = (math.floor(factor * one / side) * side for one in (width, height))
+        longest = self.max_tokens * side
+        if across == 0 and down == 0:
+            raise refusal(field, f"has {width} x {height} pixels, which leave no token")
+        if down == 0:
+            across, down = min(width // height * side, longest), side
+        elif across == 0:
+            across, down = side, min(height // width * side, longest)
+        return across, down
+
+    def tokens(self, width: int, height: int, *, field: str) -> int:
+        rows, columns = self.grid(self.scaled(width, height, field=field))
+        return rows * columns
+
+    def grid(self, scaled: Size) -> tuple[int, int]:
+        return scaled[1] // self.side, scaled[0] // self.side
+
+    def examples(self) -> Sequence[Size]:
+        return (3 * self.side, 2 * self.side), (2 * self.side, self.side)
+
+
+_RULES: Mapping[str, type[Counting]] = {one.rule: one for one in (ByArea, OneSize, Filling)}
 
 
 def settings_of(counting: Counting) -> dict[str, int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tinsmith.pictures.counting import ByArea, Counting, OneSize
+from tinsmith.pictures.counting import ByArea, Counting, Filling, OneSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,11 @@ class Family:
     supported, with the reason."""
     grid: bool = False
     """Whether positions count the rows and columns of a picture's tokens (M-RoPE)."""
-    sees_ahead: Literal["", "everywhere", "in windows"] = ""
-    """Whether the tokens of a picture see each other in both directions: in all layers, or only in those whose
-    attention has a window."""
+    sees_ahead: Callable[[Any], Literal["", "everywhere", "in windows"]] = lambda _: ""
+    """Whether the tokens of a picture see each other in both directions in a model with this configuration: in all
+    layers, or only in those whose attention has a window."""
+    two_way: str = "no"
+    """The same in words for docs/models.md."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments with which the image processor leaves the size of a scaled picture as it is."""
 
@@ -45,8 +47,23 @@ def _gemma3(processor: Any, config: Any) -> OneSize:
     return OneSize(processor.size["width"], processor.size["height"], config.mm_tokens_per_image)
 
 
+def _glm(processor: Any, _: Any) -> ByArea:
+    size, frames = processor.size, processor.temporal_patch_size  # a picture is taken for so many frames
+    limits = size["shortest_edge"] // frames, size["longest_edge"] // frames
+    return ByArea(processor.patch_size, processor.merge_size, *limits, enlarges=1)
+
+
+def _gemma4(processor: Any, config: Any) -> Filling:
+    return Filling(processor.patch_size * processor.pooling_kernel_size, processor.max_soft_tokens)
+
+
+def _gemma4_ahead(config: Any) -> Literal["", "in windows"]:
+    return "in windows" if config.get_text_config().use_bidirectional_attention == "vision" else ""
+
+
 _BY_AREA = "by its area, in rows and columns"
 _QWEN = Family("Qwen2-VL to Qwen3.5", _BY_AREA, "Qwen2VLImageProcessorPil", _by_area, grid=True)
+_GLM = Family("GLM-4.1V to 4.5V", _BY_AREA, "Glm4vImageProcessorPil", _glm, grid=True)
 
 FAMILIES: Mapping[str, Family] = {
     "qwen2_vl": _QWEN,
@@ -55,7 +72,25 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_vl_moe": _QWEN,
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
-    "gemma3": Family("Gemma 3", "one number for all", "Gemma3ImageProcessorPil", _gemma3, sees_ahead="everywhere"),
+    "exaone4_5": Family("EXAONE 4.5", _BY_AREA, "Qwen2VLImageProcessorPil", _by_area),
+    "glm4v": _GLM,
+    "glm4v_moe": _GLM,
+    "gemma3": Family(
+        "Gemma 3",
+        "one number for all",
+        "Gemma3ImageProcessorPil",
+        _gemma3,
+        sees_ahead=lambda _: "everywhere",
+        two_way="everywhere",
+    ),
+    "gemma4": Family(
+        "Gemma 4",
+        "as many as it may have, in its proportions",
+        "Gemma4ImageProcessorPil",
+        _gemma4,
+        sees_ahead=_gemma4_ahead,
+        two_way='in layers with a window, where `use_bidirectional_attention` is "vision"',
+    ),
 }
 """By the `model_type` of a model's configuration."""
 

@@ -44,6 +44,7 @@ class Processor:
         self._processor = processor
         self.family = family
         self.counting = family.counting(processor, config)
+        self.sees_ahead = family.sees_ahead(config)
 
     @classmethod
     def load(cls, path: str | Path, family: Family, config: Any) -> Processor:
@@ -82,7 +83,7 @@ class Processor:
             num_tokens=self.counting.tokens(width, height, field="") if grid is None else grid[0] * grid[1],
             digest=hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest(),
             grid=grid if self.family.grid else None,
-            sees_ahead=bool(self.family.sees_ahead),
+            sees_ahead=bool(self.sees_ahead),
         )
 
     def arrays(self, pictures: Sequence[Picture]) -> dict[str, npt.NDArray[Any]]:

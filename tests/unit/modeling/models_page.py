@@ -97,7 +97,7 @@ def seeing() -> list[str]:
     """The section about pictures."""
     tests = {getattr(transformers, f"{family}Config").model_type: family for family in VISION}
     return [_PICTURES] + [
-        f"| `{kind}` | {family.tokens} | {family.sees_ahead or 'no'} | {tests.get(kind, '')} |"
+        f"| `{kind}` | {family.tokens} | {family.two_way} | {tests.get(kind, '')} |"
         for kind, family in FAMILIES_THAT_SEE.items()
     ]
 

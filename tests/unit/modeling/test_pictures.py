@@ -121,7 +121,7 @@ def test_pictures_packed_with_text_equal_transformers_and_peft_gradients_include
         apart = [packed(base, [one], [Run(adapter, slice(0, len(one.tokens)))]) for one in sequences]
         torch.testing.assert_close(ours.detach(), torch.cat(apart), rtol=1e-5, atol=2e-5)
         assert base.tower is not None
-        if not base.tower.processor.family.sees_ahead:  # one sequence at a time, such models take no pictures
+        if not base.tower.processor.sees_ahead:  # one sequence at a time, such models take no pictures
             slowly = packed(base._one_by_one("for this test"), sequences, [Run(adapter, slice(0, len(factors)))])
             torch.testing.assert_close(ours.detach(), slowly, rtol=1e-5, atol=2e-5)
 

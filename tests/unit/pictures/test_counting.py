@@ -1,12 +1,19 @@
 """The number of tokens of a picture, against the processor of transformers."""
 
 import random
+from functools import partial
 
 import pytest
+from transformers.models.gemma4.image_processing_pil_gemma4 import (
+    Gemma4ImageProcessorPil,
+    get_aspect_ratio_preserving_size,
+)
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil, smart_resize
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tinsmith.errors import InvalidRequest
-from tinsmith.pictures.counting import ByArea, Counting, OneSize, counting_of, settings_of
+from tinsmith.pictures.counting import ByArea, Counting, Filling, OneSize, counting_of, settings_of
+from tinsmith.pictures.families import FAMILIES
 
 QWEN3_VL = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
 
@@ -33,7 +40,37 @@ def test_pictures_count_as_transformers_processor_counts_them(settings: dict) ->
     assert num_refused < len(sizes) / 10
 
 
-@pytest.mark.parametrize("counting", [ByArea(4, 2, min_pixels=128, max_pixels=2048), OneSize(24, 24, num_tokens=9)])
+def sizes() -> list[tuple[int, int]]:
+    generator = random.Random(1)
+    some = [(1, 1), (5, 40), (27, 29), (1, 200), (3000, 20), (5792, 5792), (48, 48), (2, 380)]
+    return some + [(generator.randrange(1, 3000), generator.randrange(1, 3000)) for _ in range(300)]
+
+
+def test_glm_and_gemma_4_scale_as_transformers_processors_do() -> None:
+    glm = FAMILIES["glm4v"].counting(Glm4vImageProcessorPil(), None)
+    gemma = FAMILIES["gemma4"].counting(Gemma4ImageProcessorPil(), None)
+    num_refused = 0
+    for width, height in sizes():
+        glms = partial(smart_resize, 2, height, width, max_pixels=28 * 28 * 15000)
+        gemmas = partial(get_aspect_ratio_preserving_size, height, width, 16, 280 * 9, 3)
+        for counting, theirs, side in ((glm, glms, 28), (gemma, gemmas, 48)):
+            try:
+                down, across = theirs()
+            except ValueError:
+                num_refused += 1
+                with pytest.raises(InvalidRequest, match=f"^c.data: the picture has {width} x {height} pixels"):
+                    counting.scaled(width, height, field="c")
+                continue
+            assert counting.scaled(width, height, field="c") == (across, down)
+            assert counting.tokens(width, height, field="c") == across // side * (down // side)
+            assert counting.grid((across, down)) == (down // side, across // side)
+    assert num_refused < 20
+
+
+@pytest.mark.parametrize(
+    "counting",
+    [Filling(8, max_tokens=70), ByArea(4, 2, min_pixels=128, max_pixels=2048), OneSize(24, 24, num_tokens=9)],
+)
 def test_the_gateway_makes_the_trainers_rule_again(counting: Counting) -> None:
     assert counting_of(counting.rule, settings_of(counting)) == counting
     with pytest.raises(KeyError):

@@ -25,6 +25,7 @@ from tinsmith.v1 import types_pb2
 PIXELS = np.random.default_rng(0).integers(256, size=(90, 90, 3), dtype=np.uint8)
 WIDE, HIGH = (Image.fromarray(PIXELS[:h, :w]) for w, h in ((37, 21), (17, 30)))
 """15 and 8 tokens."""
+TOKENS_OF_WIDE = {"Gemma3": 9, "Gemma4": 66}
 OTHER = Image.fromarray(255 - PIXELS[:21, :37])
 
 
@@ -88,13 +89,21 @@ async def test_the_sampler_is_transformers(
     family: str, packs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of one and two pictures and of text alone, computed in pieces of 8 tokens, beside each other; their
-    samples go on from one prompt. The pieces cut pictures, except those of Gemma 3."""
-    num_tokens = 9 if family == "Gemma3" else 15
+    samples go on from one prompt. The pieces cut pictures, except those of Gemma 3 and 4."""
     if not packs:  # one sequence at a time
         monkeypatch.setattr("tinsmith.modeling.base_model._unpackable", lambda config: "a test")
     oracle = Oracle(make_vision_model(tmp_path, family))
     prompts: list[tuple[list[types_pb2.Chunk], list[Image.Image]]] = [
-        ([text(3), chunk(WIDE, expected_tokens=num_tokens), text(4, seed=1), chunk(HIGH), text(2)], [WIDE, HIGH]),
+        (
+            [
+                text(3),
+                chunk(WIDE, expected_tokens=TOKENS_OF_WIDE.get(family, 15)),
+                text(4, seed=1),
+                chunk(HIGH),
+                text(2),
+            ],
+            [WIDE, HIGH],
+        ),
         ([text(9)], []),
         ([chunk(HIGH), text(1)], [HIGH]),
         ([text(20, seed=3), chunk(WIDE)], [WIDE]),
