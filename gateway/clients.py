@@ -247,17 +247,13 @@ class Clients:
 
     def counting(self, base_model: str) -> Counting | None:
         """How the pictures of this base model are counted; None when no trainer that has been reached takes any."""
-        found = self._picture_counting(base_model)
+        found = self.picture_counting(base_model)
         if found is None:
             return None
         return counting_of(found.rule, found.settings)
 
-    def picture_token(self, base_model: str) -> int | None:
-        """The token that stands for a picture in what the base model's chat template renders; None as in `counting`."""
-        found = self._picture_counting(base_model)
-        return None if found is None else found.picture_token
-
-    def _picture_counting(self, base_model: str) -> trainer_pb2.PictureCounting | None:
+    def picture_counting(self, base_model: str) -> trainer_pb2.PictureCounting | None:
+        """What the trainer says of pictures for this base model; None as in `counting`."""
         for info in self.trainer_infos():
             if base_model in info.base_models and info.HasField("picture_counting"):
                 return info.picture_counting

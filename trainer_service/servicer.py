@@ -549,7 +549,12 @@ def _picture_counting(tower: Tower | None) -> pb.PictureCounting | None:
     if tower is None:
         return None
     counting = tower.processor.counting
-    return pb.PictureCounting(rule=counting.rule, settings=settings_of(counting), picture_token=tower.picture_token)
+    message = pb.PictureCounting(rule=counting.rule, settings=settings_of(counting))
+    if (around := tower.processor.in_chats) is not None:
+        message.picture_token = tower.picture_token
+        message.before.extend(around[0])
+        message.after.extend(around[1])
+    return message
 
 
 def _is_large(request: Message) -> bool:

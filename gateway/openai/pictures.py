@@ -78,11 +78,18 @@ def placed(gateway: Gateway, base_model: str, tokens: bytes, images: Sequence[ty
 
     Raises InvalidRequest for a model that takes no pictures, and for a chat template that does not show all of them.
     """
-    counting, picture_token = gateway.clients.counting(base_model), gateway.clients.picture_token(base_model)
-    if counting is None or picture_token is None:
+    counting, found = gateway.clients.counting(base_model), gateway.clients.picture_counting(base_model)
+    if counting is None or found is None:
         raise InvalidRequest(f"messages: {base_model!r} takes no pictures here; send text only", field="messages")
+    if not found.HasField("picture_token"):
+        raise InvalidRequest(
+            f"messages: {base_model!r} takes pictures in prompts of tokens only (ImageChunk), because its own "
+            "processor changes the text around a picture; send text only",
+            field="messages",
+        )
     ids = np.frombuffer(tokens, _INT32)
-    (places,) = np.nonzero(ids == picture_token)
+    (places,) = np.nonzero(ids == found.picture_token)
+    before, after = np.array(found.before, _INT32), np.array(found.after, _INT32)
     if len(places) != len(images):
         raise InvalidRequest(
             f"messages: they have {len(images)} pictures, and as rendered by the model's chat template {len(places)} "
@@ -91,14 +98,14 @@ def placed(gateway: Gateway, base_model: str, tokens: bytes, images: Sequence[ty
         )
     chunks: list[types_pb2.Chunk] = []
     parts: list[np.ndarray] = []
-    start = 0
+    start, ending = 0, ids[:0]
     for place, image, number in zip(places.tolist(), images, range(len(images)), strict=True):
-        _add_text(chunks, parts, ids[start:place])
+        _add_text(chunks, parts, np.concatenate([ending, ids[start:place], before]))
         image.expected_tokens = _tokens_of(image, counting, number)
         chunks.append(types_pb2.Chunk(image=image))
-        parts.append(np.full(image.expected_tokens, picture_token, _INT32))
-        start = place + 1
-    _add_text(chunks, parts, ids[start:])
+        parts.append(np.full(image.expected_tokens, found.picture_token, _INT32))
+        start, ending = place + 1, after
+    _add_text(chunks, parts, np.concatenate([ending, ids[start:]]))
     return Prompt(chunks, np.concatenate(parts).astype(_INT32).tobytes())
 
 

@@ -63,7 +63,8 @@ def load_causal_lm(
         options["quantization_config"] = quantization
     kind = auto_class(config)
     if not tower and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind is AutoModelForImageTextToText:
-        kind = _without_tower(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)])
+        whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        kind = _without_tower(whole)
     try:
         # transformers reports the names of mismatched tensors only if it is told to ignore them.
         loaded: Any = kind.from_pretrained(
@@ -102,7 +103,7 @@ def beside_text(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     return [] if language is None else [(name, part) for name, part in inner.named_children() if part is not language]
 
 
-def _without_tower(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def _without_tower(kind: type[PreTrainedModel]) -> Any:
     """The class of models of this one that have a language model and an output layer only. transformers makes a model
     without memory, and then reads the weights of the layers that it has."""
 

@@ -114,12 +114,10 @@ class Tower:
     def look(self, placed: Sequence[Placed]) -> Sights:
         """The features of pictures, in rising order of their places. A picture that occurs twice is encoded once."""
         features = self._features({one.picture.digest: one.picture for one in placed})
-        rows = [torch.arange(one.start, one.stop) for one in placed]
-        numbers = [torch.full((one.picture.num_tokens,), number) for number, one in enumerate(placed)]
-        together = torch.cat([features[one.picture.digest] for one in placed])
-        of_tokens = (on_device(torch.cat(parts), self.device) for parts in (rows, numbers))
-        rows_P, numbers_P = of_tokens
-        return Sights(rows_P, on_device(together, self.device), numbers_P)
+        rows_P = torch.cat([torch.arange(one.start, one.stop) for one in placed])
+        numbers_P = torch.cat([torch.full((one.picture.num_tokens,), number) for number, one in enumerate(placed)])
+        features_P_F_H = torch.cat([features[one.picture.digest] for one in placed])
+        return Sights(*(on_device(one, self.device) for one in (rows_P, features_P_F_H, numbers_P)))
 
     def ahead(self, sights: Sights, num_rows: int) -> Ahead | None:
         """The tokens of a batch of so many rows that see each other in both directions; None for a model whose tokens

@@ -7,7 +7,7 @@ settings, so a rule needs no library.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -155,7 +155,7 @@ class Filling:
         return (3 * self.side, 2 * self.side), (2 * self.side, self.side)
 
 
-_RULES: Mapping[str, type[Counting]] = {one.rule: one for one in (ByArea, OneSize, Filling)}
+_RULES: Mapping[str, Callable[..., Counting]] = {one.rule: one for one in (ByArea, OneSize, Filling)}
 
 
 def settings_of(counting: Counting) -> dict[str, int]:

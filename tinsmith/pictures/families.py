@@ -6,7 +6,7 @@ pass when a model is loaded (tinsmith/modeling/picture_check.py); a model that d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,6 +33,9 @@ class Family:
     layers, or only in those whose attention has a window."""
     two_way: str = "no"
     """The same in words for docs/models.md."""
+    in_chats: Callable[[Any], tuple[Sequence[int], Sequence[int]] | None] = lambda _: ((), ())
+    """The tokens that the model's own processor puts before and after the tokens of a picture, where the chat template
+    has rendered one token. None if it changes the text there, so that chats take no pictures."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments with which the image processor leaves the size of a scaled picture as it is."""
 
@@ -53,7 +56,7 @@ def _glm(processor: Any, _: Any) -> ByArea:
     return ByArea(processor.patch_size, processor.merge_size, *limits, enlarges=1)
 
 
-def _gemma4(processor: Any, config: Any) -> Filling:
+def _gemma4(processor: Any, _: Any) -> Filling:
     return Filling(processor.patch_size * processor.pooling_kernel_size, processor.max_soft_tokens)
 
 
@@ -82,6 +85,7 @@ FAMILIES: Mapping[str, Family] = {
         _gemma3,
         sees_ahead=lambda _: "everywhere",
         two_way="everywhere",
+        in_chats=lambda _: None,
     ),
     "gemma4": Family(
         "Gemma 4",
@@ -89,6 +93,7 @@ FAMILIES: Mapping[str, Family] = {
         "Gemma4ImageProcessorPil",
         _gemma4,
         sees_ahead=_gemma4_ahead,
+        in_chats=lambda config: ([config.boi_token_id], [config.eoi_token_id]),
         two_way='in layers with a window, where `use_bidirectional_attention` is "vision"',
     ),
 }

@@ -45,6 +45,7 @@ class Processor:
         self.family = family
         self.counting = family.counting(processor, config)
         self.sees_ahead = family.sees_ahead(config)
+        self.in_chats = family.in_chats(config)
 
     @classmethod
     def load(cls, path: str | Path, family: Family, config: Any) -> Processor:

@@ -57,7 +57,7 @@ class GetTrainerInfoResponse(_message.Message):
     def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., loss_fns: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., optimizers: _Optional[_Iterable[_Union[_types_pb2.Optimizer, str]]] = ..., full_training: _Optional[bool] = ..., trainable: _Optional[bool] = ..., trainable_groups: _Optional[_Iterable[_Union[_types_pb2.AdapterGroup, str]]] = ..., refused_groups: _Optional[_Iterable[_Union[RefusedGroup, _Mapping]]] = ..., base_weights: _Optional[str] = ..., num_threads: _Optional[int] = ..., micro_batch_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., one_by_one: _Optional[str] = ..., picture_counting: _Optional[_Union[PictureCounting, _Mapping]] = ...) -> None: ...
 
 class PictureCounting(_message.Message):
-    __slots__ = ("rule", "settings", "picture_token")
+    __slots__ = ("rule", "settings", "picture_token", "before", "after")
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -68,10 +68,14 @@ class PictureCounting(_message.Message):
     RULE_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     PICTURE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
     rule: str
     settings: _containers.ScalarMap[str, int]
     picture_token: int
-    def __init__(self, rule: _Optional[str] = ..., settings: _Optional[_Mapping[str, int]] = ..., picture_token: _Optional[int] = ...) -> None: ...
+    before: _containers.RepeatedScalarFieldContainer[int]
+    after: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, rule: _Optional[str] = ..., settings: _Optional[_Mapping[str, int]] = ..., picture_token: _Optional[int] = ..., before: _Optional[_Iterable[int]] = ..., after: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RefusedGroup(_message.Message):
     __slots__ = ("group", "reason")

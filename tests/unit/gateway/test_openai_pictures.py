@@ -59,6 +59,32 @@ async def sees(stack: Stack, sampler: TalkingSampler) -> int:
     return token
 
 
+async def test_a_picture_in_a_chat_has_the_tokens_around_it_that_the_models_processor_puts_there(
+    stack: Stack, sampler: TalkingSampler, client: Client
+) -> None:
+    token = await sees(stack, sampler)
+    assert stack.trainer.picture_counting is not None
+    stack.trainer.picture_counting.before.extend([3, 4])
+    stack.trainer.picture_counting.after.append(5)
+    await stack.gateway.clients.trainers[0].ask()
+    answer = await ask(client, "chat/completions", CHAT, return_token_ids=True)
+    texts = [f"{START}user:A", "B", f"{END}{START}assistant:C{END}"]
+    begin, middle, end = (sampler.tokenizer.encode(text).ids for text in texts)
+    picture = [3, 4, *[token] * 15, 5]
+    assert answer["prompt_token_ids"] == [*begin, *picture, *middle, *picture, *end]
+
+
+async def test_a_model_whose_processor_changes_the_text_takes_no_pictures_in_chats(
+    stack: Stack, sampler: TalkingSampler, client: Client
+) -> None:
+    await sees(stack, sampler)
+    assert stack.trainer.picture_counting is not None
+    stack.trainer.picture_counting.ClearField("picture_token")
+    await stack.gateway.clients.trainers[0].ask()
+    error = await refusal(client, "chat/completions", CHAT)
+    assert "takes pictures in prompts of tokens only (ImageChunk)" in error["message"]
+
+
 async def test_pictures_of_a_chat_become_chunks(stack: Stack, sampler: TalkingSampler, client: Client) -> None:
     token = await sees(stack, sampler)
     answer = await ask(client, "chat/completions", CHAT, return_token_ids=True)

@@ -41,3 +41,10 @@ def test_gemma_3_with_pictures_cut_into_several_is_refused() -> None:
     cuts = SimpleNamespace(do_pan_and_scan=True)
     with pytest.raises(ValueError, match=r"cuts pictures into several .do_pan_and_scan., which is not supported"):
         FAMILIES["gemma3"].counting(cuts, None)
+
+
+def test_what_stands_around_a_picture_in_a_chat() -> None:
+    gemma4 = SimpleNamespace(boi_token_id=3, eoi_token_id=4)
+    assert FAMILIES["gemma4"].in_chats(gemma4) == ([3], [4])
+    assert FAMILIES["gemma3"].in_chats(None) is None, "line feeds around a picture join those of the text in one token"
+    assert FAMILIES["qwen3_vl"].in_chats(None) == ((), ())
