@@ -131,7 +131,7 @@ def create_app(config: GatewayConfig) -> Starlette:
                 tokens=gateway.tenants.tokens,
                 limits=gateway.tenants.limits,
             ),
-            Middleware(middleware.InTurn, pacer=gateway.pacer),
+            Middleware(middleware.InTurn, samples=gateway.pacer),
             Middleware(middleware.HoldBodies, bodies=gateway.bodies),
         ],
         exception_handlers={

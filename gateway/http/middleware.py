@@ -289,17 +289,28 @@ _BY_THE_HUNDRED = ("/api/v1/asample", "/api/v1/retrieve_future", "/api/v1/cancel
 """Paths of requests that a client sends for each sample, many at once; also retrieve_futures."""
 
 
-class InTurn:
-    """ASGI middleware, inside Authentication: lets a few requests for samples begin in each pass of the event loop, by
-    turns among owners (load.py). All other requests overtake them."""
+_HEARTBEAT = "/api/v1/session_heartbeat"
 
-    def __init__(self, app: ASGIApp, *, pacer: Pacer) -> None:
+
+class InTurn:
+    """ASGI middleware, inside Authentication: lets a few requests begin in each pass of the event loop, by turns among
+    owners (load.py).
+
+    Requests for samples have turns of their own, so an owner's training overtakes the owner's samples. Heartbeats
+    overtake all others. Requests without a key, such as health checks, wait for no turn.
+    """
+
+    def __init__(self, app: ASGIApp, *, samples: Pacer) -> None:
+        """`samples`: the turns of requests for samples."""
         self._app = app
-        self._pacer = pacer
+        self._samples = samples
+        self._others = Pacer()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(_BY_THE_HUNDRED):
-            await self._pacer.turn(scope["state"]["owner"])
+        owner = scope.get("state", {}).get("owner")
+        if owner is not None and scope["path"] != _HEARTBEAT:
+            is_sample = scope["path"].startswith(_BY_THE_HUNDRED)
+            await (self._samples if is_sample else self._others).turn(owner)
         await self._app(scope, receive, send)
 
 

@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
+from gateway.http.middleware import InTurn
 from gateway.load import Pacer, Turns
 from tests.support.waiting import until
 from tests.unit.gateway.stack import Client, Stack, batch, sample_body
@@ -204,6 +205,45 @@ async def test_a_sample_overtakes_those_of_another_owner_that_came_before_it(sta
     hundred = [posted("asample", sample_body(samplers[0], 1 + n), key=keys[0]) for n in range(NUM_SAMPLES)]
     last = posted("asample", sample_body(samplers[1], 1), key=keys[1])
     assert await answered_first(stack, hundred, last) < NUM_SAMPLES / 2
+
+
+async def begun_before(last: tuple[str, str | None], hundred: tuple[str, str]) -> int:
+    """How many of a hundred requests began before the last, which came after all of them. Each is a path below /api/v1
+    and an owner."""
+    begun: list[bool] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["is_last"])
+
+    in_turn = InTurn(app, samples=Pacer())
+
+    async def request(path: str, owner: str | None, *, is_last: bool) -> None:
+        state = {} if owner is None else {"owner": owner}
+        scope = {"type": "http", "path": f"/api/v1/{path}", "state": state, "is_last": is_last}
+        await in_turn(scope, receive=Any, send=Any)
+
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.gather(*(request(*hundred, is_last=False) for _ in range(100)), request(*last, is_last=True))
+    assert len(begun) == 101
+    return begun.index(True)
+
+
+@pytest.mark.parametrize("path", ["optim_step", "forward_backward", "create_model", "asample", "retrieve_future"])
+async def test_a_request_overtakes_those_of_another_owner_that_came_before_it(path: str) -> None:
+    assert await begun_before((path, "bob"), (path, "ada")) < 10
+
+
+async def test_an_owners_step_overtakes_the_samples_that_came_before_it() -> None:
+    assert await begun_before(("optim_step", "ada"), ("asample", "ada")) < 10
+
+
+@pytest.mark.parametrize(("path", "owner"), [("session_heartbeat", "ada"), ("healthz", None)])
+async def test_heartbeats_and_health_checks_overtake_all_steps(path: str, owner: str | None) -> None:
+    assert await begun_before((path, owner), ("optim_step", "ada")) < 10
+
+
+async def test_requests_of_one_owner_begin_in_their_order() -> None:
+    assert await begun_before(("optim_step", "ada"), ("forward_backward", "ada")) == 100
 
 
 async def test_a_large_batch_overtakes_those_of_another_owner_that_came_before_it(stack: Stack) -> None:
