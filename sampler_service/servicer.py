@@ -24,6 +24,7 @@ from tinsmith.lora_config import config_to_proto
 from tinsmith.model_input import has_pictures
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc import logs, tracing
+from tinsmith.rpc.arrivals import is_taken_over
 from tinsmith.rpc.auth import ALONE, KeyRing, given_key
 from tinsmith.rpc.server import RAN
 from tinsmith.rpc.words import value_of
@@ -201,7 +202,9 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
             owner=self._owner(context),
         )
         asked = await large.run(read) if _may_be_large(request) else read()
-        return await self.slot.get().submit(asked, stream=stream, request_id=logs.request_id.get())
+        generation = await self.slot.get().submit(asked, stream=stream, request_id=logs.request_id.get())
+        is_taken_over()  # the engine counts the memory of requests that wait or run
+        return generation
 
     def _owner(self, context: Context) -> str | None:
         """A name for the caller's key; None for a caller who sends others' requests."""

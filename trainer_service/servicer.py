@@ -31,6 +31,7 @@ from tinsmith.modeling.adapter import GROUPS
 from tinsmith.modeling.tower import Tower
 from tinsmith.pictures.counting import settings_of
 from tinsmith.rpc import tensors
+from tinsmith.rpc.arrivals import is_taken_over
 from tinsmith.rpc.notes import check_notes
 from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.server import ACCEPTED, RAN
@@ -427,6 +428,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 told.unsent(seq_id)
                 self._drop_idle(request.model_id)
             raise
+        is_taken_over()  # the scheduler counts the memory of accepted operations
         await context.send_initial_metadata((ACCEPTED,))
         return await self._answer(operation, context)
 

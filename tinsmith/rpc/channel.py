@@ -12,6 +12,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tinsmith.rpc import logs, tracing
+from tinsmith.rpc.arrivals import BOUNDED
 from tinsmith.rpc.auth import KEY_HEADER
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
 from tinsmith.rpc.tls import Certificates, Pinned
@@ -66,9 +67,9 @@ def connect(
 
 
 def _with_metadata(channel: grpc.aio.Channel, api_key: str) -> grpc.aio.Channel:
-    """Adds the key and the request id to every call. An interceptor would do this too, but would wrap each call in an
-    object with tasks of its own, which is slower."""
-    key = ((KEY_HEADER, api_key),) if api_key else ()
+    """Adds the key, the request id and BOUNDED to every call. An interceptor would do this too, but would wrap each
+    call in an object with tasks of its own, which is slower."""
+    key = (BOUNDED, *(((KEY_HEADER, api_key),) if api_key else ()))
 
     def completed(make: Callable[..., Any]) -> Callable[..., Any]:
         def make_completed(*args: Any, **kwargs: Any) -> Callable[..., Any]:

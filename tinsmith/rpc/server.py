@@ -6,8 +6,8 @@ import asyncio
 import inspect
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Self
 
 import grpc
@@ -19,7 +19,8 @@ from grpc_health.v1._async import HealthServicer
 
 from tinsmith.errors import InvalidRequest, ServiceError
 from tinsmith.rpc import logs, tracing
-from tinsmith.rpc.auth import KeyInterceptor, host_of
+from tinsmith.rpc.arrivals import BOUNDED, Arrivals, Room
+from tinsmith.rpc.auth import KeyInterceptor, KeyRing, given_key, host_of
 from tinsmith.rpc.errors import to_status
 from tinsmith.rpc.parts import check_parts, refuse_unknown
 from tinsmith.rpc.paths import run_of
@@ -31,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 """Largest gRPC message, in bytes. The gateway's limit for HTTP bodies is lower."""
+
+_ARRIVING_MESSAGES = 4
+"""Messages of calls without BOUNDED that arrive, or that the service has not yet accepted, have room for so many of the
+largest size."""
 
 
 ACCEPTED = ("x-tinsmith-accepted", "1")
@@ -54,8 +59,14 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Sends a ServiceError as google.rpc.Status with an ErrorInfo. Logs any other exception, and sends INTERNAL.
 
-    The log lines of a call carry the request id that came with the call, and the model that its request names.
+    The log lines of a call carry the request id that came with the call, and the model that its request names. Messages
+    of clients that do not bound them have a bound here (`tinsmith.rpc.arrivals`).
     """
+
+    def __init__(self, arrivals: Arrivals, admin_keys: Sequence[str] | None) -> None:
+        """`admin_keys`: keys of callers whose BOUNDED is believed; None if it is everyone's."""
+        self._arrivals = arrivals
+        self._admins = None if admin_keys is None else KeyRing(admin_keys)
 
     async def intercept_service(
         self,
@@ -68,6 +79,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         metadata = handler_call_details.invocation_metadata
         request_id = str(dict(metadata or ()).get(logs.REQUEST_ID_METADATA, ""))
+        if method.startswith("/tinsmith.") and not self._is_bounded(metadata or ()):
+            return self._arriving(handler, method, metadata, request_id)
 
         if handler.unary_unary is not None:
 
@@ -106,6 +119,53 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
             return grpc.stream_unary_rpc_method_handler(collect, None, handler.response_serializer)
         return handler
+
+    def _is_bounded(self, metadata: Any) -> bool:
+        if BOUNDED not in tuple(metadata):
+            return False
+        return self._admins is None or self._admins.find(given_key(dict(metadata))) is not None
+
+    def _arriving(self, handler: Any, method: str, metadata: Any, request_id: str) -> Any:
+        """A handler that reads messages only when there is room for them. On the wire, one message is a stream of
+        one."""
+        arrivals = self._arrivals
+
+        async def parsed(room: Room, context: _Context) -> Any:
+            return await _parse(handler, await room.message(context), method)
+
+        if handler.unary_stream is not None:
+
+            async def stream(_: object, context: _Context) -> AsyncIterator[Any]:
+                logs.request_id.set(request_id)
+                with _Reporting(method, metadata) as reporting:
+                    with await arrivals.room() as room:
+                        async for response in handler.unary_stream(await parsed(room, context), context):
+                            yield response
+                    return
+                await reporting.abort(context)
+
+            return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
+
+        async def all_parsed(context: _Context) -> AsyncGenerator[Any, None]:
+            while True:
+                with await arrivals.room() as room:
+                    if (body := await room.next_message(context)) is None:
+                        return
+                    message = await _parse(handler, body, method)
+                    del body
+                    yield message
+
+        async def answer(_: object, context: _Context) -> Any:
+            logs.request_id.set(request_id)
+            with _Reporting(method, metadata) as reporting:
+                if handler.stream_unary is not None:
+                    async with aclosing(all_parsed(context)) as messages:
+                        return await handler.stream_unary(messages, context)
+                with await arrivals.room() as room:
+                    return await handler.unary_unary(await parsed(room, context), context)
+            await reporting.abort(context)
+
+        return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)
 
 
 class _Reporting:
@@ -196,13 +256,23 @@ class Server:
         certificates: Certificates | Pinned | None = None,
     ) -> None:
         self.grpc = grpc.aio.server(
-            interceptors=[*([KeyInterceptor(api_keys, admin_keys)] if api_keys else []), ErrorInterceptor()],
+            interceptors=[
+                *([KeyInterceptor(api_keys, admin_keys)] if api_keys else []),
+                ErrorInterceptor(
+                    Arrivals(_ARRIVING_MESSAGES * MAX_MESSAGE_BYTES, message_bytes=MAX_MESSAGE_BYTES),
+                    admin_keys if api_keys else None,
+                ),
+            ],
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 # Clients ping every 20 s while a call lasts (channel.py). By default gRPC closes a connection whose
                 # pings come more often than every five minutes.
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                # So much of a message comes through before its call has room (arrivals.py). By default it is what the
+                # connection can carry, megabytes. Messages of 100 kB to 20 MB take as long with this as by default.
+                ("grpc.http2.bdp_probe", 0),
+                ("grpc.http2.lookahead_bytes", 1024 * 1024),
                 ("grpc.so_reuseport", 0),  # a port in use is an error, not a silent second listener
             ],
         )
