@@ -172,8 +172,8 @@ def make_vision_model(folder: Path, family: str = "Qwen3VL", *, dtype: torch.dty
     elif family == "Gemma4":
         Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70).save_pretrained(folder)
     elif family == "Glm4v":
-        size = {"shortest_edge": 2 * 2 * 64, "longest_edge": 2 * 32 * 64}
-        Glm4vImageProcessorPil(patch_size=4, size=size).save_pretrained(folder)
+        settings: dict[str, Any] = {"patch_size": 4, "size": {"shortest_edge": 4 * 64, "longest_edge": 64 * 64}}
+        Glm4vImageProcessorPil(**settings).save_pretrained(folder)
     else:
         size = {"shortest_edge": 2 * 64, "longest_edge": 32 * 64}
         Qwen2VLImageProcessorPil(patch_size=4, size=size).save_pretrained(folder)
