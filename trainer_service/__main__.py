@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import sys
 import uuid
 from typing import Any, NoReturn
@@ -51,7 +50,7 @@ from trainer_service.ranks.place import Place
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.servicer import Trainer, TrainerServicer
 from trainer_service.storage.checkpoints import CheckpointStore
-from trainer_service.storage.choice import open_storage
+from trainer_service.storage.choice import open_storage, trainer_id
 from trainer_service.storage.imports import Importer
 from trainer_service.storage.protocol import StorageUnusable
 from trainer_service.weight_sync import WeightSender
@@ -91,7 +90,7 @@ async def serve(config: TrainerConfig, group: RankGroup | None, cores: Cores) ->
         await server.start()
         logger.info("listening on port %d", server.port)
         stopping = asyncio.create_task(stop.wait())
-        starting = asyncio.create_task(start(config, journal, executing, metrics, group, cores, port=server.port))
+        starting = asyncio.create_task(start(config, journal, executing, metrics, group, cores))
         await asyncio.wait({stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             executing.close()  # restored models may run operations already
@@ -192,8 +191,6 @@ async def start(
     metrics: Metrics,
     group: RankGroup | None,
     cores: Cores,
-    *,
-    port: int,
 ) -> Trainer:
     """Loads the base model, makes the parts of the trainer, and begins to restore the models.
 
@@ -206,7 +203,8 @@ async def start(
         metrics=metrics,
         min_free_bytes=config.min_free_bytes,
     )
-    sender = new_sender(config, metrics, port=port)
+    own_id = await in_pool(trainer_id, config.state_dir)
+    sender = new_sender(config, metrics, trainer_id=own_id)
     sender.start()
     base = await in_pool(load, config, group)
     cores.tokens_per_thread = base.tokens_per_thread
@@ -236,17 +234,50 @@ async def start(
         await Restorer(journal, snapshots, operations, scheduler, metrics).run()
     except (OSError, ValueError) as error:
         raise _RestoringFailed(str(error)) from error
-    return Trainer(uuid.uuid4().hex, operations, scheduler, journal, checkpoints, importer)
+    return Trainer(
+        uuid.uuid4().hex,
+        operations,
+        scheduler,
+        journal,
+        checkpoints,
+        importer,
+        own_id,
+        fingerprint(config, engine),
+    )
 
 
-def new_sender(config: TrainerConfig, metrics: Metrics, *, port: int) -> WeightSender:
-    """The sender of weights to the samplers, not started yet. `port`: the trainer's own, which is part of its id."""
+def fingerprint(config: TrainerConfig, engine: TrainingEngine) -> dict[str, str]:
+    """What trainers of one base model must have in common, by name: what decides whether a request is accepted, and the
+    numbers of its answer beyond rounding. A deterministic trainer promises every bit, so it adds what changes bits."""
+    base = engine.base
+    found = {
+        "base_weights": base.weights_sum,
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "full_training": str(base.trainable).lower(),
+        "deterministic": str(config.deterministic).lower(),
+        "max_context_length": str(base.max_context_length),
+        "max_lora_rank": str(config.max_lora_rank),
+        "trainable_groups": ", ".join(base.groups),
+        "pictures": str(base.tower is not None).lower(),
+    }
+    if config.deterministic:
+        found |= {
+            "device": base.device.type,
+            "kernels": config.kernels,
+            "share_prefixes": str(config.share_prefixes).lower(),
+            "token_budget": str(config.fixed_token_budget),
+        }
+    return found
+
+
+def new_sender(config: TrainerConfig, metrics: Metrics, *, trainer_id: str) -> WeightSender:
+    """The sender of weights to the samplers, not started yet."""
     return WeightSender(
         config.services,
         services_file=config.services_file,
         api_key=config.service_key.get_secret_value(),
         certificates=config.certificates,
-        trainer_id=f"{socket.gethostname()}:{port}",
+        trainer_id=trainer_id,
         host=config.channel_host,
         channel=config.channel,
         device=device_of(config),

@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -81,6 +81,10 @@ class Trainer:
     journal: Journal
     checkpoints: CheckpointStore
     importer: Importer
+    trainer_id: str
+    """Stable id of this trainer, kept in its state folder."""
+    fingerprint: Mapping[str, str]
+    """What trainers of one base model must have in common, by name."""
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -140,6 +144,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             tokens_per_second=pace.tokens_per_s,
             one_by_one=engine.base.one_by_one,
             picture_counting=_picture_counting(engine.base.tower),
+            trainer_id=trainer.trainer_id,
+            store_id=trainer.checkpoints.store_id,
+            fingerprint=trainer.fingerprint,
+            reserved_bytes=engine.reserved_bytes,
+            reservable_bytes=engine.plan.models_bytes or 0,
+            num_models=trainer.scheduler.num_models,
+            queued_seconds=trainer.scheduler.queued_s(),
         )
 
     async def CreateModel(self, request: pb.CreateModelRequest, context: Context) -> pb.CreateModelResponse:

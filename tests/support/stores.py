@@ -20,6 +20,7 @@ from trainer_service.metrics import Metrics
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.choice import open_storage
 from trainer_service.storage.locations import Location
+from trainer_service.storage.protocol import STORE_ID
 
 BUCKET = "tinsmith"
 _KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -114,4 +115,5 @@ class Place:
         return [path for path in found if "/~tmp/" in path]
 
     def objects(self) -> list[str]:
-        return self.fs.find(self.root)
+        """Everything but the store's id."""
+        return [path for path in self.fs.find(self.root) if not path.endswith(f"/{STORE_ID}")]

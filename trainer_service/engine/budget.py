@@ -162,9 +162,7 @@ class MemoryBudget:
 
         metrics.memory.model_bytes.labels("device").set_function(lambda: held(on_host=False))
         metrics.memory.model_bytes.labels("host").set_function(lambda: held(on_host=True))
-        metrics.memory.model_reserved_bytes.set_function(
-            lambda: sum(full_bytes(model.adapter.num_bytes) for model in list(self._models.values()))
-        )
+        metrics.memory.model_reserved_bytes.set_function(lambda: self.reserved_bytes)
         for state, count in device_memory(device).items():
             metrics.memory.device_bytes.labels(state).set_function(count)
 
@@ -204,12 +202,16 @@ class MemoryBudget:
         self.residency.use([model_id], max_bytes=None if left is None else left - missing)
 
     @property
+    def reserved_bytes(self) -> int:
+        """Memory that the models take once each has gradients and moments, in bytes. May be read on any thread."""
+        return sum(full_bytes(model.adapter.num_bytes) for model in list(self._models.values()))
+
+    @property
     def bytes_left(self) -> float:
         """Bytes that further models may take; infinite without a limit. May be read on any thread."""
         if self.plan.models_bytes is None:
             return math.inf
-        taken = sum(full_bytes(model.adapter.num_bytes) for model in list(self._models.values()))
-        return self.plan.models_bytes - taken
+        return self.plan.models_bytes - self.reserved_bytes
 
     def check_capacity(self, needed: int, *, rank: int) -> None:
         """Raises OutOfCapacity when `needed` bytes are more than the live models leave. `rank`: for the message.

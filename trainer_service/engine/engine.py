@@ -128,6 +128,11 @@ class TrainingEngine:
         return self._memory.plan
 
     @property
+    def reserved_bytes(self) -> int:
+        """Memory that the live models take once each has gradients and moments, in bytes. May be read on any thread."""
+        return self._memory.reserved_bytes
+
+    @property
     def residency(self) -> Residency:
         return self._memory.residency
 

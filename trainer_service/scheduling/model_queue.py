@@ -123,6 +123,11 @@ class ModelQueues:
         """Number of models in memory or on their way there."""
         return len(self._queues) + sum(model_id not in self._queues for model_id in self.coming)
 
+    @property
+    def num_known(self) -> int:
+        """Number of live models, in memory or parked."""
+        return len(self) + len(self.parked)
+
     def __contains__(self, model_id: str) -> bool:
         return model_id in self._queues
 
@@ -157,7 +162,7 @@ class ModelQueues:
     def open(self, model_id: str) -> ModelQueue:
         """Makes the queue of a new model, for which there is a place in memory. Raises OutOfCapacity when there are
         max_known_models already."""
-        if (num_known := len(self) + len(self.parked)) >= self._max_known_models:
+        if (num_known := self.num_known) >= self._max_known_models:
             raise OutOfCapacity(
                 f"{num_known} models are live, in memory or parked, this server's max_known_models "
                 f"({self._max_known_models}); close a session that is done"

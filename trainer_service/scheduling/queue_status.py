@@ -88,6 +88,17 @@ def status_of(operation: Operation, model: ModelQueue, *, backlog: Backlog, spee
     return status
 
 
+def queued_s(backlog: Backlog, speed: Speed) -> float:
+    """Expected time until all work that waits for the compute thread has run, in seconds; 0 before the first
+    measurement."""
+    tokens = [num for model_id in backlog.operations for _, num in backlog.waiting(model_id)]
+    running = backlog.running
+    if running is not None:
+        tokens.append(running.num_tokens)
+    expected = speed.seconds(num_tokens=sum(tokens), num_calls=sum(num == 0 for num in tokens))
+    return expected or 0.0
+
+
 def _others(model: ModelQueue, num_own: int, backlog: Backlog) -> Iterator[_Work]:
     """The work of other models meanwhile: up to `num_own` tokens of each, and the calls between them."""
     for model_id in backlog.operations:

@@ -38,7 +38,7 @@ from trainer_service.requests import answer_of
 from trainer_service.scheduling.compute import BatchEngine, ComputeThread, Pace, internal_error
 from trainer_service.scheduling.model_queue import HeldBytes, ModelQueue, ModelQueues
 from trainer_service.scheduling.parking import Parking
-from trainer_service.scheduling.queue_status import FINISHED, QueueStatus, status_of
+from trainer_service.scheduling.queue_status import FINISHED, QueueStatus, queued_s, status_of
 from trainer_service.scheduling.replay import Replay
 
 logger = logging.getLogger(__name__)
@@ -205,6 +205,15 @@ class Scheduler:
 
     def pace(self) -> Pace:
         return self._compute.pace()
+
+    def queued_s(self) -> float:
+        """Expected time until all work that waits has run, in seconds; 0 before the first measurement."""
+        return queued_s(self._compute.backlog(), self._compute.speed)
+
+    @property
+    def num_models(self) -> int:
+        """Number of live models, in memory or parked."""
+        return self._models.num_known
 
     async def run_alone(
         self, call: Callable[[], T], *, canary_tokens: int | None = None, name: Name | None = None

@@ -97,6 +97,11 @@ class CheckpointStore:
             return await self.writes(call, *arguments, **settings)
 
     @property
+    def store_id(self) -> str:
+        """Id of the store, the same for all trainers that share it."""
+        return self._storage.store_id
+
+    @property
     def space(self) -> Space:
         return self._storage.space
 

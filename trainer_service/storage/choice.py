@@ -1,14 +1,16 @@
-"""Opens the configured storage of checkpoints: a local folder, or an object store."""
+"""Opens the configured storage of checkpoints: a local folder, or an object store; and the id of the trainer that uses
+it."""
 
 from __future__ import annotations
 
+import os
 import uuid
 from pathlib import Path
 
 from trainer_service.metrics import Metrics
 from trainer_service.storage.local import LocalStorage
 from trainer_service.storage.objects import ObjectStorage
-from trainer_service.storage.protocol import Storage
+from trainer_service.storage.protocol import Storage, StorageUnusable
 
 
 def open_storage(root: str, *, state_dir: Path, metrics: Metrics, min_free_bytes: int | None) -> Storage:
@@ -22,15 +24,24 @@ def open_storage(root: str, *, state_dir: Path, metrics: Metrics, min_free_bytes
         root,
         metrics,
         scratch=state_dir / "checkpoints.scratch",
-        writer=_writer_id(state_dir),
+        writer=trainer_id(state_dir),
         min_free_bytes=min_free_bytes,
     )
 
 
-def _writer_id(state_dir: Path) -> str:
-    """A random id of this state folder, which stays the same at every start."""
+def trainer_id(state_dir: Path) -> str:
+    """A random id of this state folder, and so of its trainer, which stays the same at every start. Raises
+    StorageUnusable."""
     path = state_dir / "writer_id"
-    if not path.exists():
-        state_dir.mkdir(parents=True, exist_ok=True)
-        path.write_text(uuid.uuid4().hex)
-    return path.read_text().strip()
+    try:
+        if not path.exists() or not path.read_text().strip():
+            state_dir.mkdir(parents=True, exist_ok=True)
+            written = path.with_suffix(".new")
+            with written.open("w") as file:
+                file.write(uuid.uuid4().hex)
+                file.flush()
+                os.fsync(file.fileno())
+            written.rename(path)
+        return path.read_text().strip()
+    except OSError as error:
+        raise StorageUnusable(f"state_dir: {state_dir} cannot be used: {error}") from error

@@ -29,7 +29,7 @@ from trainer_service.metrics import Metrics
 from trainer_service.storage import manifest
 from trainer_service.storage.locations import Location
 from trainer_service.storage.manifest import Manifest
-from trainer_service.storage.protocol import CERTIFICATE, TEMPORARY, StorageUnusable, taken
+from trainer_service.storage.protocol import CERTIFICATE, STORE_ID, TEMPORARY, StorageUnusable, taken
 from trainer_service.storage.space import Space
 from trainer_service.storage.uses import Uses
 
@@ -67,11 +67,32 @@ class LocalStorage:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._recover()
         fcntl.flock(self._lock, fcntl.LOCK_SH)
+        try:
+            self.store_id = self._read_store_id()
+        except OSError as error:
+            raise StorageUnusable(f"the checkpoints' folder {root} cannot be used: {error}") from error
         self.space = Space(root, min_free_bytes=min_free_bytes, metrics=metrics)
 
     def close(self) -> None:
         """Releases the root for other processes. Nothing may be written afterwards."""
         os.close(self._lock)
+
+    def _read_store_id(self) -> str:
+        """Raises OSError."""
+        path = self._root / STORE_ID
+        if not path.exists():
+            written = self._root / f"{STORE_ID}-{uuid.uuid4().hex}"
+            written.write_text(uuid.uuid4().hex)
+            sync(written)
+            try:
+                os.link(written, path)
+                written.unlink()
+            except FileExistsError:  # another trainer was the first
+                written.unlink()
+            except OSError:  # this file system has no links
+                written.rename(path)
+            sync(self._root)
+        return path.read_text().strip()
 
     def exists(self, location: Location) -> bool:
         return (self.path(location) / manifest.NAME).exists()

@@ -3,6 +3,7 @@
     <run>/<kind>/<name>/manifest.json         names the generation that is the checkpoint
     <run>/<kind>/<name>/<generation>/...      the files of one save
     ~tmp/<writer>/<run>/<kind>/<name>/<generation>   a marker: delete these files, unless the manifest names them
+    ~store-id                              id of the store
 
 A store writes an object as a whole. So the manifest, which is written last, makes a checkpoint or replaces one.
 
@@ -36,7 +37,7 @@ from trainer_service.metrics import Metrics
 from trainer_service.storage import manifest
 from trainer_service.storage.locations import Location
 from trainer_service.storage.manifest import Manifest
-from trainer_service.storage.protocol import CERTIFICATE, TEMPORARY, StorageUnusable, taken
+from trainer_service.storage.protocol import CERTIFICATE, STORE_ID, TEMPORARY, StorageUnusable, taken
 from trainer_service.storage.space import Space
 from trainer_service.storage.uses import Uses
 
@@ -94,6 +95,7 @@ class ObjectStorage:
         try:
             self._fs: Any = fsspec.filesystem(protocol, use_listings_cache=False, **_OPTIONS[protocol])
             self._try()
+            self.store_id = self._read_store_id()
         except ImportError as error:
             extra = f"pip install 'tinsmith[{_EXTRAS[protocol]}]'"
             raise StorageUnusable(
@@ -316,6 +318,16 @@ class ObjectStorage:
         self._fs.pipe_file(probe, b"tinsmith")
         self._fs.cat_file(probe)
         self._fs.rm_file(probe)
+
+    def _read_store_id(self) -> str:
+        key = f"{self._root}/{STORE_ID}"
+        if not self._fs.exists(key):
+            made = uuid.uuid4().hex.encode()
+            with contextlib.suppress(Exception):  # another trainer may be the first
+                self._fs.pipe_file(key, made, mode="create")
+            if not self._fs.exists(key):  # the store does not know conditional writes
+                self._fs.pipe_file(key, made)
+        return self._fs.cat_file(key).decode().strip()
 
     def _call(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the file system. Raises FileNotFoundError, other OSErrors of this machine (a full disk),

@@ -15,6 +15,8 @@ from trainer_service.storage.space import Space
 TEMPORARY = "~tmp"
 """Folder for unfinished work, below the root. No run can have this name."""
 CERTIFICATE = "certificate.json"
+STORE_ID = "~store-id"
+"""File or object below the root with the id of the store. No run can have this name."""
 
 
 class StorageUnusable(Exception):
@@ -51,6 +53,12 @@ class Storage(Protocol):
     The methods block, and may be called from several threads. All raise NotReady when the storage cannot be reached and
     OutOfCapacity when it is full.
     """
+
+    @property
+    def store_id(self) -> str:
+        """Random id of the store, made by the first trainer that opened it: 32 hexadecimal digits. All trainers with
+        this store have the same."""
+        ...
 
     @property
     def space(self) -> Space:

@@ -161,7 +161,7 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
         )
         servicer = TrainerServicer()
         importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
-        servicer.trainer = Trainer("boot", operations, scheduler, journal, checkpoints, importer)
+        servicer.trainer = Trainer("boot", operations, scheduler, journal, checkpoints, importer, "t", {})
         server = Server("127.0.0.1:0", [pb.DESCRIPTOR])
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
         await server.start()

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -469,3 +470,15 @@ def test_deleting(store: CheckpointStore, place: Place, base: BaseModel) -> None
     with pytest.raises(CheckpointNotFound):
         store.info(at("7", "ephemeral"))
     assert place.objects() == []
+
+
+def test_all_trainers_with_one_store_read_the_same_id_and_other_stores_have_others(
+    place: Place, tmp_path: Path
+) -> None:
+    first, second = place.open(), place.open(state_dir=tmp_path / "other")
+    assert first.store_id == second.store_id
+    other = Place.of(f"{place.root}-other", place.state_dir).open()
+    assert other.store_id != first.store_id
+    assert all(re.fullmatch("[0-9a-f]{32}", store.store_id) for store in (first, other))
+    for store in (first, second, other):
+        store.close()

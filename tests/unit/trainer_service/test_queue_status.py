@@ -66,6 +66,18 @@ async def test_the_time_is_expected_from_the_measured_speed_and_from_what_others
     assert 1.5 * late < shared < 2.5 * late
 
 
+async def test_the_time_of_all_waiting_work_is_expected_from_the_measured_speed(bench: Bench) -> None:
+    assert bench.scheduler.queued_s() == 0
+    await bench.create("a", "b")
+    assert bench.scheduler.num_models == 2
+    await (await bench.batch("a", 1, lengths=[100] * 2)).wait()  # which measures the speed
+    await bench.hold("a", 2, lengths=[100] * 4)
+    await bench.batch("b", 1, num_tokens=10)
+    few = bench.scheduler.queued_s()
+    await bench.batch("b", 2, num_tokens=4000)
+    assert 0 < 2 * few < bench.scheduler.queued_s()
+
+
 def test_speed_weighs_calls_by_their_tokens() -> None:
     speed = Speed()
     assert speed.seconds(num_tokens=0, num_calls=0) == 0

@@ -125,7 +125,9 @@ async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
         importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
         await Restorer(journal, snapshots, operations, scheduler, metrics).run()
         servicer = TrainerServicer()
-        servicer.trainer = Trainer("boot", operations, scheduler, journal, checkpoints, importer)
+        servicer.trainer = Trainer(
+            "boot", operations, scheduler, journal, checkpoints, importer, "t" * 32, {"base_weights": base.weights_sum}
+        )
         server = Server("127.0.0.1:0", [pb.DESCRIPTOR])
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
         trainer_admin_pb2_grpc.add_TrainerAdminServiceServicer_to_server(TrainerAdminServicer(servicer), server.grpc)
@@ -549,7 +551,9 @@ async def test_a_wrong_creation_names_what_is_wrong(service: Service, fields: di
 async def test_a_damaged_file_of_weights_ends_the_trainer_with_one_line(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
     (folder / "model.safetensors").write_bytes(b"\x08" + b"\0" * 30)
-    config = TrainerConfig(base_model=str(folder), state_dir=tmp_path, listen="127.0.0.1:0")
+    config = TrainerConfig(
+        base_model=str(folder), state_dir=tmp_path, checkpoint_dir=str(tmp_path / "checkpoints"), listen="127.0.0.1:0"
+    )
     with pytest.raises(SystemExit, match=r"cannot load the base model .*: a file of weights is damaged \(") as ended:
         await serve(config, None, Cores("", most=0, set_threads=lambda _: None))
     assert "\n" not in str(ended.value)
@@ -1214,6 +1218,20 @@ async def test_the_journal_and_checkpoints_know_the_base_weights(start: StartSer
     noted = pb.CreateModelRequest.FromString(await journal.unpacked(MODEL, 0))
     assert noted.base_weights == base.weights_sum
     assert await service.stub.CreateModel(creation()) == created, "a repeat that does not bring them is no conflict"
+
+
+async def test_the_trainer_says_who_it_is_where_it_keeps_checkpoints_and_how_busy_it_is(start: StartService) -> None:
+    service = await start()
+    before = await service.stub.GetTrainerInfo(pb.GetTrainerInfoRequest())
+    assert (before.trainer_id, before.store_id) == ("t" * 32, service.trainer.checkpoints.store_id)
+    assert dict(before.fingerprint) == {"base_weights": before.base_weights}
+    assert (before.reserved_bytes, before.num_models, before.queued_seconds) == (0, 0, 0)
+    await service.stub.CreateModel(creation())
+    after = await service.stub.GetTrainerInfo(pb.GetTrainerInfoRequest())
+    assert after.reserved_bytes > 0
+    assert after.num_models == 1
+    again = await (await start()).stub.GetTrainerInfo(pb.GetTrainerInfoRequest())
+    assert again.store_id == before.store_id
 
 
 async def test_after_a_restart_models_answers_and_operations_behind_a_gap_are_there(start: StartService) -> None:
