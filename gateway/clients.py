@@ -20,7 +20,7 @@ import grpc.aio
 from gateway.channel import connect
 from gateway.metrics import Metrics
 from gateway.sampling.replicas import Replica, Replicas
-from tinsmith.errors import FailedPrecondition, InvalidRequest, NotReady, ServiceError
+from tinsmith.errors import FailedPrecondition, InvalidRequest, ModelNotFound, NotReady, ServiceError
 from tinsmith.pictures.counting import Counting, counting_of
 from tinsmith.rpc.addresses import Addresses, address_changes
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
@@ -58,6 +58,20 @@ class Trainer:
             )
             for name, reply in _REPLIES.items()
         }
+
+    @property
+    def trainer_id(self) -> str:
+        """Stable id of the trainer; empty before it has said it, and of one of an earlier version."""
+        return self.info.trainer_id if self.info is not None else ""
+
+    @property
+    def store_id(self) -> str:
+        """Id of its checkpoint store; empty as `trainer_id`."""
+        return self.info.store_id if self.info is not None else ""
+
+    @property
+    def is_connected(self) -> bool:
+        return self.channel.get_state() == grpc.ChannelConnectivity.READY
 
     def start(self, rpc: str, body: bytes, *, request_id: str) -> Any:
         """Starts a call of an RPC that is acknowledged by initial metadata. Iterate it for its one reply."""
@@ -167,10 +181,10 @@ class Clients:
             await trainer.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
 
     def _warn_of_others(self, base_models: Iterable[str]) -> None:
-        """Logs an error when two trainers serve one of these base models."""
+        """Logs an error when the trainers of one of these base models do not agree."""
         for base_model in base_models:
             try:
-                self.find_trainer(base_model)
+                self.check_agreement(base_model)
             except FailedPrecondition as error:
                 logger.error("%s", error.message)
                 return
@@ -200,11 +214,17 @@ class Clients:
             return []
         return trainers + samplers
 
-    def all_trainers(self) -> list[Trainer]:
-        """All trainers. Raises NotReady while one of them has not said yet what it serves."""
+    def of_each_store(self) -> list[Trainer]:
+        """A trainer for each store of checkpoints, a connected one where there is one. Raises NotReady while a trainer
+        has not said yet which store it has."""
         if any(trainer.info is None for trainer in self._trainers):
             raise NotReady("not every trainer has been reached yet")
-        return self._trainers
+        stores: dict[str, Trainer] = {}
+        for trainer in self._trainers:
+            key = trainer.store_id or trainer.address
+            if key not in stores or (trainer.is_connected and not stores[key].is_connected):
+                stores[key] = trainer
+        return list(stores.values())
 
     def check_all_known(self) -> None:
         """Raises NotReady while a service that may be needed has not said yet what it serves."""
@@ -218,23 +238,42 @@ class Clients:
                 return trainer
         raise NotReady("no trainer has been reached yet")
 
-    def find_trainer(self, base_model: str) -> Trainer:
-        """The trainer that serves the base model.
+    @property
+    def has_unreached_trainers(self) -> bool:
+        """Whether a trainer in the list has not said yet what it serves, or none has joined yet."""
+        return any(trainer.info is None for trainer in self._trainers) or not self._trainers
 
-        Raises NotReady while a trainer that has not been reached may serve it, FailedPrecondition when two serve it,
-        else InvalidRequest.
+    def find_trainer(self, base_model: str, trainer_id: str, *, what: str) -> Trainer:
+        """The trainer with this id; for an empty id, one that serves the base model. `what`: the run, for the messages.
+
+        Raises NotReady while a trainer in the list, which may be this one, has not been reached, ModelNotFound when the
+        trainer is not in the list, and what `serving` raises.
+        """
+        if not trainer_id:
+            return self.serving(base_model)[0]
+        found = [trainer for trainer in self._trainers if trainer.trainer_id == trainer_id]
+        if found:
+            return next((trainer for trainer in found if trainer.is_connected), found[0])
+        if self.has_unreached_trainers:
+            raise NotReady(f"the trainer of {what} ({trainer_id}) has not been reached yet")
+        serving = self.serving(base_model)
+        if len(serving) == 1 and not serving[0].trainer_id:
+            return serving[0]  # it went back to an earlier version, without an id
+        addresses = ", ".join(trainer.address for trainer in self._trainers)
+        raise ModelNotFound(
+            f"model_id: {what} is at trainer {trainer_id}, which is none of this gateway's trainers ({addresses}); its "
+            "checkpoints can be loaded by a new run",
+            model_id=what,
+        )
+
+    def serving(self, base_model: str) -> list[Trainer]:
+        """The trainers that serve the base model and have been reached since the start, at least one.
+
+        Raises NotReady while there is none and one that has not been reached may serve it, else InvalidRequest.
         """
         serving = [each for each in self._trainers if each.info is not None and base_model in each.info.base_models]
-        if len(serving) > 1:
-            # A run's state and journal are at one trainer, and requests to the other one would fail.
-            addresses = " and ".join(trainer.address for trainer in serving)
-            raise FailedPrecondition(
-                f"base_model: {base_model!r} is served by {addresses}. A run lives at one trainer, and this gateway "
-                "cannot tell which: leave one trainer for each base model in its setting trainers (GATEWAY_TRAINERS)",
-                field="base_model",
-            )
         if serving:
-            return serving[0]
+            return serving
         if not self._trainers and self._services_file is not None:
             raise NotReady("no trainer has joined yet")
         if any(trainer.info is None for trainer in self._trainers):
@@ -244,6 +283,39 @@ class Clients:
             f"base_model: {base_model!r} cannot be trained here; choose one of {', '.join(served) or 'none'}",
             field="base_model",
         )
+
+    def check_agreement(self, base_model: str) -> None:
+        """Raises FailedPrecondition, with both values, when two trainers of the base model differ in what a run must
+        not depend on, or have different checkpoint stores."""
+        first, *others = self.serving(base_model)
+        for other in others:
+            pair = f"base_model: {base_model!r} is served by {first.address} and {other.address}, which"
+            assert first.info is not None
+            assert other.info is not None
+            if not (first.trainer_id and other.trainer_id):
+                raise FailedPrecondition(
+                    f"{pair} must both be of a version that gives itself an id; one is older", field="base_model"
+                )
+            if first.trainer_id == other.trainer_id and first.info.boot_id != other.info.boot_id and other.is_connected:
+                raise FailedPrecondition(
+                    f"{pair} say that they are one trainer, {first.trainer_id}: the state folder of one was copied. "
+                    "Remove writer_id from the copy's TRAINER_STATE_DIR",
+                    field="base_model",
+                )
+            if first.store_id != other.store_id:
+                raise FailedPrecondition(
+                    f"{pair} do not share their checkpoints: the ids of their stores are {first.store_id} and "
+                    f"{other.store_id}. Give both the same store in TRAINER_CHECKPOINT_DIR",
+                    field="base_model",
+                )
+            ours, theirs = dict(first.info.fingerprint), dict(other.info.fingerprint)
+            for name in sorted(ours.keys() | theirs.keys()):
+                if (one := ours.get(name)) != (two := theirs.get(name)):
+                    raise FailedPrecondition(
+                        f"{pair} do not agree: {name} is {one!r} at the first and {two!r} at the second. A run could "
+                        "get other results depending on its trainer: give both the same weights and settings",
+                        field="base_model",
+                    )
 
     def counting(self, base_model: str) -> Counting | None:
         """How the pictures of this base model are counted; None when no trainer that has been reached takes any."""
@@ -280,10 +352,6 @@ class Clients:
                         await self._changed.wait()
         except TimeoutError:
             return find()
-
-    async def trainer(self, base_model: str) -> Trainer:
-        """`find_trainer`, but waits where that raises NotReady. Raises InvalidRequest."""
-        return await self.settle(lambda: self.find_trainer(base_model))
 
     async def sampler(self, base_model: str) -> Replica:
         """The least loaded sampler that serves the base model; waits until there is one."""

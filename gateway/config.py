@@ -69,8 +69,8 @@ class GatewayConfig(GrpcTls, BaseSettings):
     tls_key: Path | None = None
     """Private key (PEM) of tls_cert, without a passphrase."""
     trainers: list[str] = ["127.0.0.1:8001"]
-    """gRPC addresses of the trainers, HOST:PORT. The gateway asks each which base models it serves. Each base model has
-    one trainer: requests for one that two trainers serve are refused."""
+    """gRPC addresses of the trainers, HOST:PORT. The gateway asks each which base models it serves. Trainers of one
+    base model share its runs, and need the same settings and the same store of checkpoints (docs/scale.md)."""
     samplers: list[str] = ["127.0.0.1:8002"]
     """gRPC addresses of the samplers, HOST:PORT. Samplers of one base model share its requests."""
     services_file: Path | None = None

@@ -24,6 +24,7 @@ from gateway.high_availability.peers import OtherGateways, Peers
 from gateway.load import Bodies, Pacer, Turns, watch_event_loop
 from gateway.metrics import Metrics
 from gateway.openai.generator import Generator
+from gateway.placement import Placement
 from gateway.reaper import Reaper
 from gateway.sampling.certificates import PublishCertificates
 from gateway.sampling.drawing import Drawings
@@ -85,6 +86,7 @@ class Core:
             sampler_load_factor=config.sampler_load_factor,
             has_peers=bool(config.peer_url),
         )
+        self.placement = Placement(self.store, self.clients, timeout_s=config.submit_timeout_s)
         self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics, ledger=self.ledger)
         self.peers = Peers(self.store, self.futures, url=config.peer_url)
         self.dashboard = Dashboard(
@@ -116,13 +118,16 @@ class Storage:
 
     def __init__(self, core: Core, tenants: Tenants) -> None:
         config, store, clients, ledger = core.config, core.store, core.clients, core.ledger
-        self.retired = RetiredCheckpoints(store, clients)
+        placement = core.placement
+        self.retired = RetiredCheckpoints(store, placement)
         self.checkpoints = Checkpoints(
-            store, clients, ledger=ledger, retired=self.retired, timeout_s=config.submit_timeout_s
+            store, clients, placement, ledger=ledger, retired=self.retired, timeout_s=config.submit_timeout_s
         )
         self.transfers = Transfers(store, self.checkpoints, gateway_id=core.peers.gateway_id)
-        self.copies = Copies(store, clients, self.checkpoints, limits=tenants.limits, transfers=self.transfers)
-        self.imports = Imports(config, store=store, clients=clients, transfers=self.transfers, limits=tenants.limits)
+        self.copies = Copies(store, placement, self.checkpoints, limits=tenants.limits, transfers=self.transfers)
+        self.imports = Imports(
+            config, store=store, placement=placement, transfers=self.transfers, limits=tenants.limits
+        )
         self.downloads = Downloads(config)
         self.retention = Retention(config, store=store, checkpoints=self.checkpoints, metrics=core.metrics)
 
@@ -137,9 +142,9 @@ class Sampling:
         """None: this gateway has all samples."""
         self.unnamed = Unnamed(store)
         self.records = Records(store, retention_s=config.record_retention_s)
-        self.publishing = Publishing(clients, storage.retired)
+        self.publishing = Publishing(clients, core.placement, storage.retired)
         self.inflight = Inflight(store, clients, self.publishing)
-        self.certificates = PublishCertificates(clients, self.inflight, storage.retired)
+        self.certificates = PublishCertificates(core.placement, self.inflight, storage.retired)
         self.places = Places(config, core.futures)
         drawings = Drawings(
             clients=clients,
@@ -160,7 +165,7 @@ class Training:
         config, store, clients, futures = core.config, core.store, core.clients, core.futures
         self.operations = Operations(
             config,
-            clients=clients,
+            placement=core.placement,
             futures=futures,
             results=Results(store, sampling.inflight, core.ledger),
             store=store,
@@ -170,7 +175,9 @@ class Training:
             gateway_id=core.peers.gateway_id,
         )
         self.refusals = Refusals(store, futures, gateway_id=core.peers.gateway_id)
-        self.numbers = Numbers(clients, futures, timeout_s=config.submit_timeout_s, are_several=core.peers.are_several)
+        self.numbers = Numbers(
+            core.placement, futures, timeout_s=config.submit_timeout_s, are_several=core.peers.are_several
+        )
         self.saves = Saves(store, storage.checkpoints, futures, self.operations, patience_s=config.submit_timeout_s)
         self.custom_losses = CustomLosses(config, store=store, clients=clients, futures=futures, refusals=self.refusals)
 
@@ -190,7 +197,7 @@ class Gateway(Core):
         self.reaper = Reaper(
             config,
             store=self.store,
-            clients=self.clients,
+            placement=self.placement,
             futures=self.futures,
             transfers=self.storage.transfers,
             checkpoints=self.storage.checkpoints,

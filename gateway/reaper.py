@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from gateway.clients import Clients
+from gateway.clients import Trainer
 from gateway.config import GatewayConfig
 from gateway.database.forgetting import Forgetting
 from gateway.database.outages import log_failure
@@ -24,6 +24,7 @@ from gateway.database.tables.sessions import Model
 from gateway.futures import Answer, Futures, Gone, Pending
 from gateway.high_availability.peers import BEAT_S, Peers
 from gateway.metrics import Metrics
+from gateway.placement import Placement
 from gateway.sampling.records import Records
 from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.retention import Retention
@@ -33,7 +34,7 @@ from gateway.tasks import to_its_end
 from gateway.tenants.billing import Billing
 from gateway.training.operations import Operations
 from gateway.training.refusals import Refusals
-from tinsmith.errors import FailedPrecondition, InvalidRequest, ServiceError
+from tinsmith.errors import FailedPrecondition, InvalidRequest, ModelNotFound, ServiceError
 from tinsmith.v1 import trainer_pb2
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Reaper:
         config: GatewayConfig,
         *,
         store: Store,
-        clients: Clients,
+        placement: Placement,
         futures: Futures,
         transfers: Transfers,
         checkpoints: Checkpoints,
@@ -66,7 +67,7 @@ class Reaper:
     ) -> None:
         self._config = config
         self._store = store
-        self._clients = clients
+        self._placement = placement
         self._futures = futures
         self._transfers = transfers
         self._checkpoints = checkpoints
@@ -199,7 +200,7 @@ class Reaper:
 
     async def _release(self, model: Model) -> None:
         try:
-            trainer = self._clients.find_trainer(model.base_model)
+            trainer = await self._trainer_of(model)
             await self._keep_ephemeral(model)
             await trainer.stub.DeleteModel(trainer_pb2.DeleteModelRequest(model_id=model.model_id))
         except InvalidRequest:
@@ -211,6 +212,16 @@ class Reaper:
         what = model.model_id if model.ended_at is not None else f"the session of {model.model_id}"
         error = FailedPrecondition(f"{what} has ended")
         self._futures.cancel(model.model_id.__eq__, error=error)
+
+    async def _trainer_of(self, model: Model) -> Trainer:
+        """The trainer that has the run; when it is gone for good, one that deletes what the run has left in the store.
+
+        Raises NotReady, and InvalidRequest when no trainer serves the base model.
+        """
+        try:
+            return await self._placement.of_run(model.model_id, timeout_s=0)
+        except ModelNotFound:
+            return await self._placement.of_checkpoint(model.model_id, model.base_model)
 
     async def _keep_ephemeral(self, model: Model) -> None:
         """Keeps the run's ephemeral versions that live samplers use, because the trainer deletes them with the model.

@@ -35,6 +35,8 @@ _COUNTED_S = 60.0
 _FULL_S = 1.0
 """How long a count is used that has reached the limit."""
 _MAX_UNMARKED = 4096
+_COMING_S = 60.0
+"""How long a run that was placed may take to be made, in seconds. One that takes longer has failed."""
 _CLOCKS_S = 60.0
 """Largest difference of the clocks of two gateways' machines, plus the time from an end's `ended_at` to its commit, in
 seconds."""
@@ -297,6 +299,22 @@ class ModelRows:
         if is_newest and self._database.is_shared:
             return await self._living.get_newest(model_id)
         return await self._living.get(model_id)
+
+    async def count_coming(self) -> dict[str, int]:
+        """By trainer, the number of runs that were placed there within `_COMING_S` and are not made yet."""
+        query = select(Model.trainer_id, func.count()).where(
+            Model.trainer_id.is_not(None),
+            Model.lora_rank.is_(None),
+            Model.released_at.is_(None),
+            Model.created_at > time.time() - _COMING_S,
+        )
+        return dict(await self._database.rows(query.group_by(Model.trainer_id)))
+
+    async def set_trainer(self, model_id: str, trainer_id: str) -> None:
+        """Notes the trainer of a run whose row names none."""
+        query = update(Model).where(Model.model_id == model_id, Model.trainer_id.is_(None))
+        await self._database.run(query.values(trainer_id=trainer_id))
+        self._living.forget(model_id)
 
     async def complete(self, model_id: str, **facts: Any) -> None:
         """Sets columns that are known only from the trainer's reply."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gateway.clients import Clients
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import SamplingSession
+from gateway.placement import Placement
 from gateway.sampling.inflight import Inflight
 from gateway.storage.retired_checkpoints import RetiredCheckpoints
 from tinsmith.errors import NotFound
@@ -14,8 +14,8 @@ from tinsmith.v1 import trainer_pb2, types_pb2
 class PublishCertificates:
     """Reads certificates from the trainers."""
 
-    def __init__(self, clients: Clients, inflight: Inflight, retired: RetiredCheckpoints) -> None:
-        self._clients = clients
+    def __init__(self, placement: Placement, inflight: Inflight, retired: RetiredCheckpoints) -> None:
+        self._placement = placement
         self._inflight = inflight
         self._retired = retired
 
@@ -48,6 +48,6 @@ class PublishCertificates:
         return await self._get(kept, base_model=base_model)
 
     async def _get(self, location: str, *, base_model: str) -> types_pb2.PublishCertificate:
-        trainer = self._clients.find_trainer(base_model)
+        trainer = await self._placement.of_checkpoint(location, base_model)
         reply = await trainer.stub.GetCertificate(trainer_pb2.GetCertificateRequest(location=location))
         return reply.certificate

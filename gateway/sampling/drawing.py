@@ -184,7 +184,7 @@ class Drawing:
     async def _provide(self, session: SamplingSession, replica: Replica, *, give_up_at: float) -> bool:
         """Has the version published. False when that cannot be done now. Raises the trainer's error when it never
         can."""
-        self._describe = lambda: self._publishing.describe(session.base_model, self.progress)
+        self._describe = lambda: self._publishing.describe(session, self.progress)
         try:
             async with asyncio.timeout(None if self._wait_s is None else max(0.0, give_up_at - time.monotonic())):
                 return await self._publishing.provide(session, replica, progress=self.progress)

@@ -12,6 +12,7 @@ from gateway.channel import ConnectionLost
 from gateway.clients import Clients
 from gateway.database.tables.sessions import SamplingSession
 from gateway.futures import Progress
+from gateway.placement import Placement
 from gateway.sampling.replicas import Replica
 from gateway.storage.retired_checkpoints import RetiredCheckpoints
 from tinsmith.errors import CheckpointNotFound, FailedPrecondition, NotReady, OutOfCapacity, ServiceError, VersionGone
@@ -31,8 +32,9 @@ _WORDS = "publishing the weights to the sampler"
 class Publishing:
     """Publishes versions, each at most once at a time."""
 
-    def __init__(self, clients: Clients, retired: RetiredCheckpoints) -> None:
+    def __init__(self, clients: Clients, placement: Placement, retired: RetiredCheckpoints) -> None:
         self._clients = clients
+        self._placement = placement
         self._retired = retired
         self._publishing: dict[str, asyncio.Task[None]] = {}
         """version_id -> the publish in progress."""
@@ -70,13 +72,13 @@ class Publishing:
             held.cancel()
             await asyncio.gather(published, held, return_exceptions=True)
 
-    async def describe(self, base_model: str, progress: Progress) -> types_pb2.QueueStatus:
+    async def describe(self, session: SamplingSession, progress: Progress) -> types_pb2.QueueStatus:
         """The status of a request that waits in `provide`.
 
         When the trainer does not answer, `progress` says so, and TimeoutError is raised.
         """
         try:
-            trainer = self._clients.find_trainer(base_model)
+            trainer = await self._placement.of_checkpoint(session.location, session.base_model)
             await trainer.stub.GetTrainerInfo(trainer_pb2.GetTrainerInfoRequest(), timeout=_ASK_TIMEOUT_S)
         except ServiceError as error:
             progress.paused("the weights wait to be published: the trainer does not answer")
@@ -141,7 +143,8 @@ class Publishing:
             await self._publish_from(location, session)
 
     async def _publish_from(self, location: str, session: SamplingSession) -> None:
-        trainer = await self._clients.trainer(session.base_model)
+        await self._clients.settle(lambda: self._clients.serving(session.base_model))
+        trainer = await self._placement.of_checkpoint(location, session.base_model)
         request = trainer_pb2.PublishCheckpointRequest(location=location, version_id=session.version_id)
         try:
             await trainer.stub.PublishCheckpoint(request)

@@ -13,12 +13,13 @@ from typing import Any, Literal
 
 from sqlalchemy import delete, or_, update
 
-from gateway.clients import Clients, Trainer
+from gateway.clients import Clients
 from gateway.convert import checkpoint_row
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint, Deletion
 from gateway.database.tables.tenants import AuditEvent
 from gateway.ids import session_of
+from gateway.placement import Placement
 from gateway.storage.retired_checkpoints import RetiredCheckpoints
 from gateway.tenants.access import Access, Caller
 from gateway.tenants.ledger import Ledger, audit_event
@@ -42,13 +43,21 @@ class Checkpoints:
     """Finds, changes and deletes checkpoints."""
 
     def __init__(
-        self, store: Store, clients: Clients, *, ledger: Ledger, retired: RetiredCheckpoints, timeout_s: float
+        self,
+        store: Store,
+        clients: Clients,
+        placement: Placement,
+        *,
+        ledger: Ledger,
+        retired: RetiredCheckpoints,
+        timeout_s: float,
     ) -> None:
         """`timeout_s`: how long to wait for trainers that have not been reached since the start."""
         self._timeout_s = timeout_s
         self._store = store
         self._access = Access(store)
         self._clients = clients
+        self._placement = placement
         self._ledger = ledger
         self._retired = retired
 
@@ -130,7 +139,7 @@ class Checkpoints:
 
         Raises NotReady when a trainer that may have it cannot be reached.
         """
-        for trainer in await self._clients.settle(self._clients.all_trainers, timeout_s=self._timeout_s):
+        for trainer in await self._clients.settle(self._clients.of_each_store, timeout_s=self._timeout_s):
             request = trainer_pb2.GetCheckpointRequest(location=path.location)
             try:
                 reply = await trainer.stub.GetCheckpoint(request)
@@ -143,14 +152,14 @@ class Checkpoints:
 
     async def files(self, checkpoint: Checkpoint) -> Sequence[types_pb2.CheckpointFile]:
         """The files of the checkpoint. Raises CheckpointNotFound and NotReady."""
-        trainer = self._clients.find_trainer(checkpoint.base_model)
+        trainer = await self._placement.of_checkpoint(checkpoint.location, checkpoint.base_model)
         reply = await trainer.stub.GetCheckpoint(trainer_pb2.GetCheckpointRequest(location=checkpoint.location))
         return list(reply.files)
 
     async def verify(self, checkpoint: Checkpoint) -> trainer_pb2.VerifyCheckpointResponse:
         """Has the trainer read and check every file. Raises CheckpointNotFound, NotReady, and DataCorrupted for a
         damaged manifest; damaged files are in the reply."""
-        trainer = self._clients.find_trainer(checkpoint.base_model)
+        trainer = await self._placement.of_checkpoint(checkpoint.location, checkpoint.base_model)
         return await trainer.stub.VerifyCheckpoint(trainer_pb2.VerifyCheckpointRequest(location=checkpoint.location))
 
     # Changes
@@ -196,7 +205,7 @@ class Checkpoints:
             known = await self.find_own(path, field="path", caller=caller)
         if not self._access.changes(known, caller):
             raise CheckpointNotFound(f"path: there is no checkpoint {path}", field="path")
-        self._clients.find_trainer(known.base_model)
+        self._clients.serving(known.base_model)
         await self._mark_deleted(known, deletion, owner=owner)
         try:
             await self._remove(known)
@@ -260,7 +269,7 @@ class Checkpoints:
         A newer version that a save has put at the same path stays. Raises InvalidRequest when no trainer serves the
         base model, and NotReady when the trainer cannot be reached.
         """
-        trainer: Trainer = self._clients.find_trainer(checkpoint.base_model)
+        trainer = await self._placement.of_checkpoint(checkpoint.location, checkpoint.base_model)
         await self._retired.keep_for_samplers(checkpoint)
         request = trainer_pb2.DeleteCheckpointRequest(location=checkpoint.location, version_id=checkpoint.version_id)
         await trainer.stub.DeleteCheckpoint(request)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from gateway.clients import Clients, Trainer
+from gateway.clients import Trainer
 from gateway.convert import checkpoint_row, ttl_of
 from gateway.database.operations import COPY
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.ids import fingerprint, session_of
+from gateway.placement import Placement
 from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.transfers import Transfers
 from gateway.tenants.access import Caller
@@ -21,7 +22,7 @@ class Copies:
     def __init__(
         self,
         store: Store,
-        clients: Clients,
+        placement: Placement,
         checkpoints: Checkpoints,
         *,
         limits: Limits,
@@ -30,7 +31,7 @@ class Copies:
         self._transfers = transfers
         self._limits = limits
         self._store = store
-        self._clients = clients
+        self._placement = placement
         self._checkpoints = checkpoints
 
     async def into_project(
@@ -76,7 +77,7 @@ class Copies:
         if (copy := await self._copied(asked, path, ttl_seconds=ttl_seconds, caller=caller)) is not None:
             return copy
         source = await self._checkpoints.find(source_path, field="source_path", caller=caller)
-        trainer = self._clients.find_trainer(source.base_model)
+        trainer = await self._placement.of_checkpoint(source.location, source.base_model)
         whose = await self._store.sessions.whose(session_of(run_id))
         assert whose is not None
         hold = self._limits.start(whose.owner)

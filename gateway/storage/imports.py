@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from gateway.clients import Clients, Trainer
+from gateway.clients import Trainer
 from gateway.codec import TooLarge
 from gateway.config import GatewayConfig
 from gateway.convert import checkpoint_row, ttl_of
 from gateway.database.operations import IMPORT
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
+from gateway.placement import Placement
 from gateway.storage.transfers import Transfers
 from gateway.tenants.access import Caller
 from gateway.tenants.limits import PATIENCE_S, Hold, Limits
@@ -41,14 +42,14 @@ class Imports:
         config: GatewayConfig,
         *,
         store: Store,
-        clients: Clients,
+        placement: Placement,
         transfers: Transfers,
         limits: Limits,
     ) -> None:
         self._limits = limits
         self._config = config
         self._store = store
-        self._clients = clients
+        self._placement = placement
         self._transfers = transfers
 
     async def run(
@@ -66,9 +67,7 @@ class Imports:
         Raises TooLarge for an archive that is too large, NotReady, RateLimited, BudgetExceeded, and the
         trainer's errors.
         """
-        trainer = await self._clients.settle(
-            lambda: self._clients.find_trainer(base_model), timeout_s=self._config.submit_timeout_s
-        )
+        trainer = await self._placement.choose(base_model)
         session = await self._store.sessions.create(
             owner=caller.owner,
             key_id=caller.key_id,

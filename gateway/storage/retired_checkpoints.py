@@ -14,10 +14,10 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, and_, delete, exists, or_, select
 
-from gateway.clients import Clients
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint, RetiredCheckpoint
 from gateway.database.tables.sessions import Model, SamplingSession, Session
+from gateway.placement import Placement
 from tinsmith.errors import CheckpointExists, CheckpointNotFound, ServiceError
 from tinsmith.rpc.paths import RETIRED
 from tinsmith.v1 import trainer_pb2
@@ -34,9 +34,9 @@ def _retired(location: str, version_id: str) -> str:
 class RetiredCheckpoints:
     """Makes, finds and deletes these copies."""
 
-    def __init__(self, store: Store, clients: Clients) -> None:
+    def __init__(self, store: Store, placement: Placement) -> None:
         self._store = store
-        self._clients = clients
+        self._placement = placement
 
     async def find(self, location: str, version_id: str) -> str | None:
         """Location of a version whose checkpoint was deleted; None when no sampler needed it at that time."""
@@ -46,14 +46,14 @@ class RetiredCheckpoints:
     async def keep_for_samplers(self, checkpoint: Checkpoint) -> None:
         """Copies the files of a checkpoint if a live sampler uses them. Must be called before the files are deleted.
 
-        Raises what `Clients.find_trainer` raises, and NotReady when the trainer cannot be reached.
+        Raises InvalidRequest when no trainer serves the base model, and NotReady when the trainer cannot be reached.
         """
         source, version_id = checkpoint.location, checkpoint.version_id
         async with self._store.begin() as db:
             if not await db.scalar(select(is_sampled(source, version_id))):
                 return
         location = _retired(source, version_id)
-        trainer = self._clients.find_trainer(checkpoint.base_model)
+        trainer = await self._placement.of_checkpoint(source, checkpoint.base_model)
         # A client that deletes the checkpoint and the reaper may both add this row.
         row = self._store.insert(RetiredCheckpoint).values(
             location=location,
@@ -83,7 +83,7 @@ class RetiredCheckpoints:
         rows = await self._store.all(unused)
         for row in rows:
             try:
-                trainer = self._clients.find_trainer(row.base_model)
+                trainer = await self._placement.of_checkpoint(row.source, row.base_model)
                 await trainer.stub.DeleteCheckpoint(trainer_pb2.DeleteCheckpointRequest(location=row.location))
             except ServiceError as error:
                 logger.warning("%s cannot be deleted now: %s", row.location, error.message)

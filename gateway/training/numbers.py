@@ -10,9 +10,9 @@ from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
 
-from gateway.clients import Clients
 from gateway.database.tables.sessions import Model
 from gateway.futures import Futures
+from gateway.placement import Placement
 from tinsmith.errors import InvalidRequest, ModelNotFound, NotReady, ResultNotFound
 from tinsmith.v1 import trainer_pb2 as pb
 
@@ -26,8 +26,8 @@ class Numbers:
     model are submitted one after the other.
     """
 
-    def __init__(self, clients: Clients, futures: Futures, *, timeout_s: float, are_several: bool) -> None:
-        self._clients = clients
+    def __init__(self, placement: Placement, futures: Futures, *, timeout_s: float, are_several: bool) -> None:
+        self._placement = placement
         self._futures = futures
         self._timeout_s = timeout_s
         self._are_several = are_several
@@ -56,7 +56,7 @@ class Numbers:
     async def _free(self, model: Model) -> int:
         try:
             async with asyncio.timeout(self._timeout_s):
-                trainer = await self._clients.trainer(model.base_model)
+                trainer = await self._placement.of_run(model.model_id)
                 number = await self._next_to_run(trainer.stub, model.model_id)
                 number = max(number, self._hints.get(model.model_id, 1))
                 while await self._is_taken(trainer.stub, model.model_id, number):

@@ -21,7 +21,6 @@ from google.protobuf.message import Message
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway import json_forms
-from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.dashboard.history import History
 from gateway.database.outages import TRY_AGAIN, in_words, until_written
@@ -30,6 +29,7 @@ from gateway.database.tables.operations import Operation
 from gateway.futures import PROTOBUF, Answer, Futures, Gone, Pending, ran_of
 from gateway.ids import operation_of, request_id_of
 from gateway.metrics import Metrics
+from gateway.placement import Placement
 from gateway.tenants.ledger import Ledger
 from gateway.training.results import Results
 from tinsmith.errors import InvalidRequest, NotReady, OutOfCapacity, ResultNotFound, SequenceConflict, ServiceError
@@ -130,12 +130,12 @@ class TooFarAhead(InvalidRequest):
 class TrainerCalls:
     """Starts operations on the trainer, and waits for their replies."""
 
-    def __init__(self, clients: Clients, *, timeout_s: float) -> None:
+    def __init__(self, placement: Placement, *, timeout_s: float) -> None:
         """`timeout_s`: how long to wait for the trainer's acknowledgement."""
-        self._clients = clients
+        self._placement = placement
         self._timeout_s = timeout_s
 
-    async def accept(self, rpc: str, body: bytes, *, base_model: str, request_id: str) -> Any:
+    async def accept(self, rpc: str, body: bytes, *, model_id: str, request_id: str) -> Any:
         """The call, once the trainer has acknowledged it, or it has failed in a way that a repeat would not change.
 
         Raises NotReady when there is no acknowledgement in time, OutOfCapacity when the trainer's queue is full,
@@ -145,8 +145,8 @@ class TrainerCalls:
         lost = NotReady("the trainer did not acknowledge the operation in time; send it again")
         try:
             async with asyncio.timeout(self._timeout_s):
-                trainer = await self._clients.trainer(base_model)
                 while True:
+                    trainer = await self._placement.of_run(model_id)
                     call = trainer.start(rpc, body, request_id=request_id)
                     try:
                         metadata = await call.initial_metadata()
@@ -175,7 +175,7 @@ class TrainerCalls:
         except TimeoutError:
             raise lost from None
 
-    async def reply(self, call: Any, *, base_model: str, seq_id: int, pending: Pending) -> Any:
+    async def reply(self, call: Any, *, seq_id: int, pending: Pending) -> Any:
         """The trainer's reply message; if the call is lost, WaitResult gets it. Raises the operation's error."""
         try:
             async for reply in call:
@@ -189,13 +189,13 @@ class TrainerCalls:
             raise
         pending.progress.paused(_UNREACHABLE)
         try:
-            return await self.wait_result(base_model, seq_id, pending=pending)
+            return await self.wait_result(seq_id, pending=pending)
         except ResultNotFound as error:
             raise ServiceError(f"the trainer has lost {pending.request_id}: {error.message}") from error
         finally:
             call.cancel()
 
-    async def wait_result(self, base_model: str, seq_id: int, *, pending: Pending) -> Any:
+    async def wait_result(self, seq_id: int, *, pending: Pending) -> Any:
         """The reply of an operation that the trainer accepted before; waits while the trainer is unreachable.
 
         Raises ResultNotFound when the trainer does not know the operation, and the error of a failed operation.
@@ -203,7 +203,7 @@ class TrainerCalls:
         request = pb.WaitResultRequest(model_id=pending.group, seq_id=seq_id)
         pause_s = 0.1
         while True:
-            trainer = await self._clients.trainer(base_model)
+            trainer = await self._placement.of_run(pending.group)
             call = trainer.stub.WaitResult(request, wait_for_ready=True)
             try:
                 found = await call
@@ -218,12 +218,12 @@ class TrainerCalls:
             pending.ran = ran_of(await call.trailing_metadata())
             return getattr(found, found.WhichOneof("result"))
 
-    def watch(self, pending: Pending, base_model: str, seq_id: int) -> None:
+    def watch(self, pending: Pending, seq_id: int) -> None:
         """From now on polls of the future ask the trainer what the operation waits for."""
         request = pb.DescribeOperationRequest(model_id=pending.group, seq_id=seq_id)
 
         async def ask() -> types_pb2.QueueStatus:
-            trainer = await self._clients.trainer(base_model)
+            trainer = await self._placement.of_run(pending.group)
             return (await trainer.stub.DescribeOperation(request)).status
 
         pending.progress.active("the trainer is working on it")
@@ -246,7 +246,7 @@ class Operations:
         self,
         config: GatewayConfig,
         *,
-        clients: Clients,
+        placement: Placement,
         futures: Futures,
         results: Results,
         store: Store,
@@ -262,7 +262,7 @@ class Operations:
         self._config = config
         self._ledger = ledger
         self._history = history
-        self._calls = TrainerCalls(clients, timeout_s=config.submit_timeout_s)
+        self._calls = TrainerCalls(placement, timeout_s=config.submit_timeout_s)
         self._futures = futures
         self._results = results
         self._store = store
@@ -383,7 +383,7 @@ class Operations:
         accepted.set_result(None)
         if call is None:
             return await self._attached(submission, submission.base_model, submission.seq_id)
-        self._calls.watch(submission, submission.base_model, submission.seq_id)
+        self._calls.watch(submission, submission.seq_id)
         reply = await self._reply(call, submission)
         await self._count(submission)
         self._history.add(
@@ -435,16 +435,14 @@ class Operations:
         return await self._calls.accept(
             submission.rpc,
             submission.request_body,
-            base_model=submission.base_model,
+            model_id=submission.model_id,
             request_id=submission.request_id,
         )
 
     async def _reply(self, call: Any, submission: Submission) -> Any:
         """The trainer's reply. Raises the error of a failed operation; the gateway's own refusal comes first."""
         try:
-            reply = await self._calls.reply(
-                call, base_model=submission.base_model, seq_id=submission.seq_id, pending=submission
-            )
+            reply = await self._calls.reply(call, seq_id=submission.seq_id, pending=submission)
         except ServiceError as error:
             if submission.kind in _WRITTEN_DOWN:
                 await self._settle(submission)
@@ -533,12 +531,12 @@ class Operations:
         if self._futures.pending(request_id) is not None:
             return  # another poll has attached meanwhile
         pending = Pending(request_id, "attach", model.model_id, fingerprint=None)
-        self._calls.watch(pending, model.base_model, found[1])
+        self._calls.watch(pending, found[1])
         self._futures.start(pending, self._attached(pending, model.base_model, found[1]))
 
     async def _attached(self, pending: Pending, base_model: str, seq_id: int) -> Answer:
         try:
-            reply = await self._calls.wait_result(base_model, seq_id, pending=pending)
+            reply = await self._calls.wait_result(seq_id, pending=pending)
         except ResultNotFound as error:
             raise Gone from error
         except ServiceError:

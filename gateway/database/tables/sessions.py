@@ -46,6 +46,8 @@ class Model(Base):
     session_id: Mapped[str] = mapped_column(ForeignKey("sessions.session_id"), index=True)
     base_model: Mapped[str]
     """The name that the client asked for."""
+    trainer_id: Mapped[str | None]
+    """The trainer that has the run; absent in rows that are older than this column, and for copies and imports."""
     optimizer: Mapped[str]
     lora_rank: Mapped[int | None]
     train_unembed: Mapped[bool | None]

@@ -52,7 +52,7 @@ async def _answer(
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{content.num_bytes}"
     if request.method == "HEAD":
         return Response(status_code=status, media_type=media_type, headers=headers)
-    trainer = request.gateway.clients.find_trainer(checkpoint.base_model)
+    trainer = await request.gateway.placement.of_checkpoint(checkpoint.location, checkpoint.base_model)
     body = await content.read(trainer, checkpoint.location, start, stop)
     return StreamingResponse(body, status, media_type=media_type, headers=headers)
 

@@ -106,9 +106,15 @@ async def _create(
         return receipt(request_id, model_id)
     try:
         message, path = await to_message(model_id)
-        base_model = message.base_model
-        await gateway.clients.settle(
-            lambda: gateway.clients.find_trainer(base_model), timeout_s=gateway.config.submit_timeout_s
+        await gateway.placement.add(
+            Model(
+                model_id=model_id,
+                session_id=ids.session_id,
+                base_model=message.base_model,
+                optimizer=word_of(types_pb2.Optimizer, message.optimizer) or "adamw",
+                user_metadata=dict(message.user_metadata),
+                created_at=time.time(),
+            )
         )
     except NotReady:
         raise
@@ -120,16 +126,6 @@ async def _create(
                 f"{request_id} was used by another request before; this one was not run ({error})"
             ) from error
         return await failed_receipt(gateway, request_id, model_id, error, kind=kind, mark=mark)
-    await gateway.store.models.add(
-        Model(
-            model_id=model_id,
-            session_id=ids.session_id,
-            base_model=message.base_model,
-            optimizer=word_of(types_pb2.Optimizer, message.optimizer) or "adamw",
-            user_metadata=dict(message.user_metadata),
-            created_at=time.time(),
-        )
-    )
     made = await gateway.store.models.get(model_id)
     if made is not None and made.released_at is not None:
         what = (
@@ -158,9 +154,7 @@ async def get_info(request: Request, body: schemas.GetInfo) -> answers.training.
     model = await gateway.tenants.access.model(model_id, request.caller)
     if model is None:
         raise ModelNotFound(f"model_id: there is no model {model_id!r}")
-    trainer = await gateway.clients.settle(
-        lambda: gateway.clients.find_trainer(model.base_model), timeout_s=gateway.config.submit_timeout_s
-    )
+    trainer = await gateway.placement.of_run(model_id, timeout_s=gateway.config.submit_timeout_s)
     rank = model.lora_rank
     if rank is None:
         reply = await trainer.stub.GetModel(trainer_pb2.GetModelRequest(model_id=model_id))

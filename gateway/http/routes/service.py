@@ -69,7 +69,7 @@ def _supported(
 ) -> answers.service.SupportedModel:
     """Limits that hold for every service to which a request for this base model may go. `one_by_one` is there only for
     a base model that is trained one sequence at a time, and says why."""
-    trainer = next((info for info in trainers if name in info.base_models), None)  # `Clients.find_trainer`'s choice
+    trainer = next((info for info in trainers if name in info.base_models), None)  # all agree
     trainable = trainer is not None and trainer.trainable
     limits = [info.max_context_length for info in samplers if name in info.base_models]
     sampleable = bool(limits)

@@ -56,7 +56,8 @@ class Several:
             assert not self._serving[port].done(), self._serving[port].result()
             await asyncio.sleep(0.01)
         self.servers[port] = server
-        await server.app.state.gateway.clients.trainer(BASE_MODEL)
+        clients = server.app.state.gateway.clients
+        await clients.settle(lambda: clients.serving(BASE_MODEL))
         await server.app.state.gateway.clients.sampler(BASE_MODEL)
 
     async def stop_one(self, port: int, *, leaves: bool = True) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -114,6 +115,11 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.trainable_groups = types_pb2.AdapterGroup.values()[1:]
         self.one_by_one = ""
         self.picture_counting: trainer_pb2.PictureCounting | None = None
+        self.trainer_id = uuid.uuid4().hex
+        self.store_id = "5" * 32
+        self.fingerprint = {"base_weights": "ab"}
+        self.reserved_bytes = 0
+        self.queued_seconds = 0.0
 
     async def GetTrainerInfo(self, request: Any, context: Any) -> Any:
         return trainer_pb2.GetTrainerInfoResponse(
@@ -129,6 +135,13 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             trainable_groups=self.trainable_groups,
             one_by_one=self.one_by_one,
             picture_counting=self.picture_counting,
+            trainer_id=self.trainer_id,
+            store_id=self.store_id,
+            fingerprint=self.fingerprint,
+            reserved_bytes=self.reserved_bytes,
+            reservable_bytes=1000,
+            num_models=len(self.models),
+            queued_seconds=self.queued_seconds,
         )
 
     async def _run(self, request: Any, context: Any, work: Any, *, seq_id: int) -> Any:
@@ -529,6 +542,8 @@ class Stack:
         self.trainer.samplers.append(self.sampler)
         self.trainer_backend = Backend(self.trainer, "trainer")
         self.sampler_backend = Backend(self.sampler, "sampler")
+        self.trainer_ports: list[int] | None = None
+        """Where the gateway finds the trainers; None: the one."""
         self.sampler_ports: list[int] | None = None
         """Where the gateway finds the samplers; None: the one."""
         # The reaper runs at the start and at the end of a session or run, and again only in tests that wait for it.
@@ -559,7 +574,7 @@ class Stack:
         if not self.settings.get("database_url"):
             await lay_migrated_database(self.state_dir)
         services: dict[str, Any] = {
-            "trainers": [f"127.0.0.1:{self.trainer_backend.port}"],
+            "trainers": [f"127.0.0.1:{port}" for port in self.trainer_ports or [self.trainer_backend.port]],
             "samplers": [f"127.0.0.1:{port}" for port in self.sampler_ports or [self.sampler_backend.port]],
         }
         if "services_file" in self.settings:
@@ -573,7 +588,7 @@ class Stack:
             await asyncio.sleep(0.01)
         self.port = self.server.bound_port
         if self.trainer_backend.server is not None and self.sampler_backend.server is not None:
-            await self.gateway.clients.trainer(BASE_MODEL)
+            await self.gateway.clients.settle(lambda: self.gateway.clients.serving(BASE_MODEL))
             await self.gateway.clients.sampler(BASE_MODEL)
 
     async def stop_gateway(self) -> None:

@@ -225,7 +225,7 @@ async def test_a_policy_does_its_work_while_the_trainer_is_away_and_the_files_go
     assert await names(client, run_id) == ["n3"]
     assert len(stack.trainer.checkpoints) == 4
     await stack.trainer_backend.start()
-    await stack.gateway.clients.settle(stack.gateway.clients.all_trainers, timeout_s=20)
+    await stack.gateway.clients.settle(stack.gateway.clients.of_each_store, timeout_s=20)
     async with asyncio.timeout(20):  # gRPC connects again after a pause
         while len(stack.trainer.checkpoints) > 1:
             await stack.gateway.reaper.delete_expired()

@@ -12,16 +12,13 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from gateway.clients import Clients
 from gateway.config import DATABASE, GatewayConfig
 from gateway.database.store import Store
 from gateway.gateway import Gateway, StartError
 from gateway.metrics import Metrics
 from gateway.tenants.keys import Keys, id_of
 from tests.support.waiting import until
-from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Backend, Client, FakeTrainer, Stack
-from tinsmith.errors import FailedPrecondition
-from tinsmith.rpc.addresses import Addresses
+from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Client, Stack
 from tinsmith.v1 import trainer_pb2, types_pb2
 
 
@@ -184,7 +181,8 @@ async def test_the_gateway_starts_before_its_services(stack: Stack, client: Clie
     await stack.trainer_backend.start()
     await stack.sampler_backend.start()
     assert stack.server is not None
-    await stack.server.app.state.gateway.clients.trainer(BASE_MODEL)
+    clients = stack.gateway.clients
+    await clients.settle(lambda: clients.serving(BASE_MODEL))
     await stack.server.app.state.gateway.clients.sampler(BASE_MODEL)
     await client.model(session_id)
     await client.sampling_session(session_id)
@@ -225,23 +223,3 @@ async def test_capabilities_stay_while_a_service_is_down_and_follow_it_when_it_i
         return not (await supported(client))[BASE_MODEL]["trainable"]
 
     await until(is_not_trainable)
-
-
-async def test_a_base_model_that_two_trainers_serve_is_refused_by_their_names(
-    stack: Stack, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A run that was made at one would be sought at the other."""
-    other = Backend(FakeTrainer(), "trainer")
-    await other.start()
-    addresses = [f"127.0.0.1:{backend.port}" for backend in (stack.trainer_backend, other)]
-    clients = Clients(services=Addresses(addresses), metrics=Metrics())
-    await clients.start()
-    try:
-        await clients.settle(clients.all_trainers)
-        with pytest.raises(FailedPrecondition, match=f"'{BASE_MODEL}' is served by {' and '.join(addresses)}"):
-            clients.find_trainer(BASE_MODEL)
-        await until(lambda: "GATEWAY_TRAINERS" in caplog.text)
-        caplog.clear()
-    finally:
-        await clients.close()
-        await other.stop()

@@ -1,0 +1,162 @@
+"""The trainer of each run: chosen at the run's creation, stored in its row, and found there again.
+
+All calls of a run go to its trainer, because the run's state and journal are there. Checkpoints lie in a store that all
+trainers of a base model share, so any of them can read one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cachetools import LRUCache
+
+from gateway.clients import Clients, Trainer
+from gateway.database.store import Store
+from gateway.database.tables.sessions import Model
+from tinsmith.errors import ModelNotFound, NotReady, ServiceError
+from tinsmith.v1 import trainer_pb2
+
+logger = logging.getLogger(__name__)
+
+_MAX_KNOWN = 100_000
+_ASK_TIMEOUT_S = 1.0
+_BUSY_S = 10.0
+"""Queued work, in seconds, that counts as much as half of the memory for models."""
+
+
+class _Place(NamedTuple):
+    base_model: str
+    trainer_id: str
+    """Empty: the row names no trainer."""
+
+
+class Placement:
+    """Chooses and finds the trainers of runs."""
+
+    def __init__(self, store: Store, clients: Clients, *, timeout_s: float) -> None:
+        """`timeout_s`: how long to wait for trainers that have not been reached since the start."""
+        self._store = store
+        self._clients = clients
+        self._timeout_s = timeout_s
+        self._known: LRUCache[str, _Place] = LRUCache(_MAX_KNOWN)
+        """By model_id. So a call that waits for its trainer needs no database."""
+        self._choosing = asyncio.Lock()
+
+    async def choose(self, base_model: str) -> Trainer:
+        """The trainer of the base model that has most room and least work.
+
+        Raises NotReady when none can be asked, FailedPrecondition when the trainers of the base model do not agree, and
+        InvalidRequest when no trainer serves it.
+        """
+        serving = await self._clients.settle(lambda: self._clients.serving(base_model), timeout_s=self._timeout_s)
+        if len(serving) == 1:
+            return serving[0]
+        self._clients.check_agreement(base_model)
+        asked = await asyncio.gather(*(self._ask(trainer) for trainer in serving))
+        infos = [(trainer, info) for trainer, info in zip(serving, asked, strict=True) if info is not None]
+        if not infos:
+            addresses = " and ".join(trainer.address for trainer in serving)
+            raise NotReady(f"no trainer of {base_model!r} answers: {addresses}")
+        coming = await self._store.models.count_coming()
+        return least_loaded(infos, coming)
+
+    async def _ask(self, trainer: Trainer) -> trainer_pb2.GetTrainerInfoResponse | None:
+        try:
+            return await trainer.stub.GetTrainerInfo(trainer_pb2.GetTrainerInfoRequest(), timeout=_ASK_TIMEOUT_S)
+        except ServiceError as error:
+            logger.info("%s gets no new run now: %s", trainer.address, error.message)
+            return None
+
+    async def add(self, model: Model) -> None:
+        """Chooses the run's trainer and adds its row; a repeat changes nothing. Raises what `choose` raises."""
+        async with self._choosing:  # the next choice counts this run
+            model.trainer_id = (await self.choose(model.base_model)).trainer_id or None
+            await self._store.models.add(model)
+
+    async def of_run(self, model_id: str, *, timeout_s: float | None = None) -> Trainer:
+        """The trainer of the run; waits until it has been reached once since the start.
+
+        Raises NotReady after `timeout_s` (None: never), ModelNotFound when there is no such run or its trainer is no
+        longer in the list, and InvalidRequest when no trainer serves its base model.
+        """
+        place = self._known.get(model_id) or await self._place(model_id)
+        return await self._clients.settle(
+            lambda: self._clients.find_trainer(place.base_model, place.trainer_id, what=model_id), timeout_s=timeout_s
+        )
+
+    async def of_checkpoint(self, location: str, base_model: str) -> Trainer:
+        """A trainer that can read and change the checkpoint at this location: its run's trainer, or another one with
+        the same store while that one is away.
+
+        Raises NotReady when none has been reached yet, and InvalidRequest when no trainer serves the base model.
+        """
+        serving = self._clients.serving(base_model)
+        if len(serving) == 1:
+            return serving[0]
+        model_id = location.split("/")[0]
+        try:
+            own_id = (self._known.get(model_id) or await self._place(model_id)).trainer_id
+        except ModelNotFound:  # a copy, an import, or a run that this database does not have
+            own_id = ""
+        own = next((trainer for trainer in serving if own_id and trainer.trainer_id == own_id), None)
+        if own is not None:
+            others = [each for each in serving if each is not own and each.store_id == own.store_id]
+            serving = [own, *others]
+        return next((trainer for trainer in serving if trainer.is_connected), serving[0])
+
+    async def _place(self, model_id: str) -> _Place:
+        """Raises ModelNotFound, and what `_locate` raises."""
+        row = await self._store.models.get(model_id)
+        if row is None:
+            raise ModelNotFound(f"model_id: there is no model {model_id!r}", model_id=model_id)
+        trainer_id = row.trainer_id
+        if trainer_id is None and row.released_at is None:
+            trainer_id = await self._locate(row)
+        place = _Place(row.base_model, trainer_id or "")
+        if trainer_id is not None:
+            self._known[model_id] = place
+        return place
+
+    async def _locate(self, model: Model) -> str | None:
+        """The trainer of a run whose row is older than the column: the only one of the base model, or else the one that
+        has the run. None when it cannot be told. Raises NotReady when a trainer that may have it cannot be asked."""
+        serving = await self._clients.settle(lambda: self._clients.serving(model.base_model), timeout_s=self._timeout_s)
+        if len(serving) == 1 and not self._clients.has_unreached_trainers:
+            return serving[0].trainer_id or None
+        for trainer in serving:
+            try:
+                await trainer.stub.GetModel(trainer_pb2.GetModelRequest(model_id=model.model_id))
+            except ModelNotFound:
+                continue
+            except NotReady as error:
+                raise NotReady(f"the trainer at {trainer.address} cannot be asked for {model.model_id}") from error
+            except ServiceError as error:
+                logger.info("%s has %s, which fails: %s", trainer.address, model.model_id, error.message)
+            if trainer.trainer_id:
+                await self._store.models.set_trainer(model.model_id, trainer.trainer_id)
+            return trainer.trainer_id or None
+        if self._clients.has_unreached_trainers:
+            raise NotReady(f"the trainer of {model.model_id} has not been reached yet")
+        return None
+
+
+def least_loaded(
+    infos: Sequence[tuple[Trainer, trainer_pb2.GetTrainerInfoResponse]], coming: dict[str, int]
+) -> Trainer:
+    """The trainer with most room for a further run and least work. `coming`: by trainer_id, the number of runs that
+    were placed there and are not in its figures yet."""
+    num_models = sum(info.num_models for _, info in infos)
+    run_bytes = sum(info.reserved_bytes for _, info in infos) / num_models if num_models else 0.0
+
+    def load(found: tuple[Trainer, trainer_pb2.GetTrainerInfoResponse]) -> tuple[float, int]:
+        _, info = found
+        num_coming = coming.get(info.trainer_id, 0)
+        reserved = info.reserved_bytes + num_coming * run_bytes
+        share = reserved / info.reservable_bytes if info.reservable_bytes else 0.0
+        busy = info.queued_seconds / (info.queued_seconds + _BUSY_S)
+        return share + busy, info.num_models + num_coming
+
+    return min(infos, key=load)[0]
