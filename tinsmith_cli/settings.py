@@ -218,6 +218,11 @@ class Settings:
         "for each of the trainer's GPUs); TRAINER_TENSOR_PARALLEL and TRAINER_SHARD_BASE in the environment also "
         "divide the base model",
     )  # fmt: skip
+    trainers: int = _flag(
+        1, type=int, metavar="N", least=1,
+        help="trainers of each base model, which share its runs and the trainers' cores: each run is placed at the one "
+        "with most room and least work, and stays there. On a CPU of one machine only (default %(default)s)",
+    )  # fmt: skip
     samplers: int | None = _flag(
         type=int, metavar="N", least=1,
         help="samplers of each base model, which share its requests and the samplers' cores (default: 1 on a CPU, and "
@@ -290,6 +295,13 @@ class Settings:
             raise UsageError(f"--role: {unknown[0]!r} is no service; give some of gateway,trainer,sampler")
         if self.trainer_nodes > 1 and "trainer" not in self.roles:
             raise UsageError(f"--trainer-nodes: {self.trainer_nodes} is for machines whose --role has trainer")
+        if self.trainers > 1 and (self.join or self.address):
+            raise UsageError(
+                f"--trainers: {self.trainers} is for one machine; of several machines each runs one trainer of a base "
+                "model"
+            )
+        if self.trainers > 1 and "trainer" not in self.roles:
+            raise UsageError(f"--trainers: {self.trainers} is for a machine whose --role has trainer")
         if self.address in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
             raise UsageError(f"--address: {self.address} is no address under which other machines reach this one")
         if self.join:

@@ -49,9 +49,9 @@ class Threads:
 
 def divide_cores(cores: int, *, groups: int, samplers: int, most: Threads, trainers: int = 1) -> Threads:
     """Threads of each trainer and each sampler while all services compute. `groups`: number of base models, each with
-    `trainers` trainers, 1 or 0, and `samplers` samplers. `most`: largest allowed numbers; 0 means all cores."""
-    training = max(1, cores // 2) if trainers and samplers else cores * trainers
-    trainer = max(1, training // groups)
+    `trainers` trainers and `samplers` samplers. `most`: largest allowed numbers; 0 means all cores."""
+    training = max(1, cores // 2) if trainers and samplers else cores * bool(trainers)
+    trainer = max(1, training // max(1, groups * trainers))
     sampler = max(1, (cores - training) // max(1, groups * samplers))
     return Threads(min(trainer, most.trainer or trainer), min(sampler, most.sampler or sampler))
 
@@ -105,12 +105,13 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class ModelGroup:
-    """The trainer and the samplers of one base model, those on this machine."""
+    """The trainers and the samplers of one base model, those on this machine."""
 
     model: ServedModel
-    trainer: Instance | None
+    trainers: Sequence[Instance]
     samplers: Sequence[Instance]
-    node: Node
+    nodes: Sequence[Node]
+    """The place in each trainer."""
     plan: Plan | None = None
     """GPUs and memory; None if the services find their own, as on a CPU."""
 
@@ -188,10 +189,11 @@ class Stack:
         return self.settings.state_dir / "logs"
 
     def groups(self) -> list[ModelGroup]:
-        """Trainer and samplers of each base model. Ports without a setting are free ones (ports.py), and fixed ones
+        """Trainers and samplers of each base model. Ports without a setting are free ones (ports.py), and fixed ones
         where other machines know them."""
         counts = self._num_samplers()
-        free = iter(free_ports(sum(1 + 2 * (1 + count) for count in counts)))
+        num_trainers = self.settings.trainers if self.runs("trainer") else 0
+        free = iter(free_ports(sum(max(1, num_trainers) + 2 * (num_trainers + count) for count in counts)))
         trainer_port = self._first_port("trainer", self.settings.trainer_port)
         sampler_port = self._first_port("sampler", self.settings.sampler_port)
         trainer_ports = count(trainer_port) if trainer_port else free
@@ -201,17 +203,23 @@ class Stack:
         for number, model in enumerate(self.models, start=1):
             suffix = f"-{number}" if len(self.models) > 1 else ""
             num_samplers = counts[number - 1]
-            trainer = None
-            if self.runs("trainer"):
-                trainer = Instance(suffix, next(trainer_ports), next(free), next(places))
+            trainers = [
+                Instance(
+                    f"{suffix}-{replica}" if num_trainers > 1 else suffix, next(trainer_ports), next(free), next(places)
+                )
+                for replica in range(1, num_trainers + 1)
+            ]
             samplers = [
                 Instance(
                     f"{suffix}-{replica}" if num_samplers > 1 else suffix, next(sampler_ports), next(free), next(places)
                 )
                 for replica in range(1, num_samplers + 1)
             ]
-            node = self.site.nodes[number - 1] if self.site and self.site.nodes else Node(0, 1, _LOCAL, next(free))
-            groups.append(ModelGroup(model, trainer, samplers, node, self._plans()[number - 1]))
+            if self.site and self.site.nodes:
+                nodes = [self.site.nodes[number - 1]]
+            else:
+                nodes = [Node(0, 1, _LOCAL, next(free)) for _ in trainers]
+            groups.append(ModelGroup(model, trainers, samplers, nodes, self._plans()[number - 1]))
         return groups
 
     def _first_port(self, service: str, wanted: int) -> int:
@@ -228,7 +236,12 @@ class Stack:
 
     def trainers(self, groups: Sequence[ModelGroup]) -> list[str]:
         """Addresses of the trainers that serve here."""
-        return [self.address(group.trainer.port) for group in groups if group.trainer and group.node.rank == 0]
+        return [
+            self.address(trainer.port)
+            for group in groups
+            for trainer, node in zip(group.trainers, group.nodes, strict=True)
+            if node.rank == 0
+        ]
 
     def samplers(self, groups: Sequence[ModelGroup]) -> list[str]:
         """Addresses of the samplers here."""
@@ -243,14 +256,16 @@ class Stack:
             return [0] * len(self.models)
         return [self.settings.samplers or 1 if plan is None else len(plan.samplers) for plan in self._plans()]
 
-    def trainer_folder(self, group: ModelGroup) -> Path:
-        """Folder of the trainer's journal."""
-        return self.settings.state_dir / "trainers" / _folder_name(group.model)
+    def trainer_folder(self, group: ModelGroup, number: int) -> Path:
+        """Folder of the journal of the base model's trainer `number`, from 0. The first has the folder that it has
+        where it is the only one."""
+        name = _folder_name(group.model)
+        return self.settings.state_dir / "trainers" / (f"{name}-{number + 1}" if number else name)
 
     def services(self, groups: Sequence[ModelGroup]) -> list[Service]:
         """All services: trainers, samplers, then the gateway. The last one is the first to be stopped."""
         return [
-            *(self._trainer(group, group.trainer) for group in groups if group.trainer),
+            *(self._trainer(group, number) for group in groups for number in range(len(group.trainers))),
             *(self._sampler(group, sampler) for group in groups for sampler in group.samplers),
             *([self._gateway(groups)] if self.runs("gateway") else []),
         ]
@@ -261,7 +276,7 @@ class Stack:
         models = ", ".join(name for group in groups for name in group.model.names)
         trainers = ", ".join(services.trainers) or "elsewhere"
         samplers = ", ".join(services.samplers) or "elsewhere"
-        instances = [each for group in groups for each in (group.trainer, *group.samplers) if each is not None]
+        instances = [each for group in groups for each in (*group.trainers, *group.samplers)]
         ports = ", ".join(str(instance.metrics_port) for instance in instances)
         metrics = "/metrics" + (f", and on ports {ports}" if ports else "")
         return f"models: {models}; trainer: {trainers}; sampler: {samplers}; metrics: {metrics}; logs: {self.logs}"
@@ -273,7 +288,7 @@ class Stack:
     def _places(self) -> list[int]:
         """Threads of each service while all compute. The last entry is the gateway, which never computes."""
         shares = self._shares()
-        trainers = [shares.trainer] if self.runs("trainer") else []
+        trainers = [shares.trainer] * (self.settings.trainers if self.runs("trainer") else 0)
         groups = ([*trainers, *[shares.sampler] * count] for count in self._num_samplers())
         return [*chain.from_iterable(groups), 0]
 
@@ -285,7 +300,7 @@ class Stack:
         return divide_cores(
             usable_cores(),
             groups=len(self.models),
-            trainers=int(self.runs("trainer")),
+            trainers=self.settings.trainers if self.runs("trainer") else 0,
             samplers=max(self._num_samplers()),
             most=self.most_threads,
         )
@@ -294,7 +309,8 @@ class Stack:
         flags = {"cores-page": f"{self._cores_page}:{instance.place}"}
         return flags | {"num-threads": str(most)} if most else flags
 
-    def _trainer(self, group: ModelGroup, trainer: Instance) -> Service:
+    def _trainer(self, group: ModelGroup, number: int) -> Service:
+        trainer, node = group.trainers[number], group.nodes[number]
         threads = self._shares().trainer
         flags = {
             "base-model": group.model.source,
@@ -303,7 +319,7 @@ class Stack:
             **self._known_services(samplers=group.samplers),
             **self._channel_host(),
             "checkpoint-dir": self.settings.checkpoint_dir or str(self.settings.state_dir / "checkpoints"),
-            "state-dir": str(self.trainer_folder(group)),
+            "state-dir": str(self.trainer_folder(group, number)),
             "metrics-port": str(trainer.metrics_port),
             **self._cores(trainer, most=self.most_threads.trainer),
             **self.settings.passed_to("trainer"),
@@ -314,12 +330,12 @@ class Stack:
             trainer,
             flags,
             threads=max(1, threads // ranks),
-            launcher=self._torchrun(ranks, group.node),
+            launcher=self._torchrun(ranks, node),
             placement=group.plan.trainer_env() if group.plan else {},
         )
-        if self.site is None or group.node.rank == 0:
+        if self.site is None or node.rank == 0:
             return service
-        ready = partial(_wait_node, self.site.services_file, group.node.host, self.tls.grpc("gateway"))
+        ready = partial(_wait_node, self.site.services_file, node.host, self.tls.grpc("gateway"))
         return replace(service, wait_ready=ready)
 
     def _torchrun(self, ranks: int, node: Node) -> list[str]:
@@ -402,7 +418,7 @@ class Stack:
             "host": self.settings.host,
             "port": str(self.settings.port),
             **self._known_services(
-                trainers=[group.trainer for group in groups if group.trainer],
+                trainers=[trainer for group in groups for trainer in group.trainers],
                 samplers=[sampler for group in groups for sampler in group.samplers],
             ),
             "state-dir": str(self.settings.state_dir / "gateway"),

@@ -232,11 +232,11 @@ def _prepared(stack: Stack) -> Sequence[ModelGroup]:
                 port = int(address.rpartition(":")[2])
                 _probe(stack.site.host, port, flags=f"--address {stack.site.host} {flag} {port}")
     stack.make_cores_page()
-    folders = {stack.trainer_folder(group) for group in groups}
+    folders = {stack.trainer_folder(group, number) for group in groups for number in range(len(group.trainers))}
     for folder, num_runs in with_live_runs(stack.settings.state_dir / "trainers", served=folders).items():
         _report(
-            f"{folder} has {num_runs} live runs of a base model that is not served now; they go on once "
-            "--base-model serves it again from the same folder"
+            f"{folder} has {num_runs} live runs of a trainer that is not started now; they go on once --base-model "
+            "serves the same folder again, with as many --trainers"
         )
     return groups
 

@@ -18,6 +18,8 @@ def changes(shape: Shape, machine: Machine, constraints: Constraints) -> Iterato
     """Changes that may make a model fit, the smallest first."""
     for count in range((constraints.samplers or 1) - 1, 0, -1):
         yield f"--samplers {count}", machine, replace(constraints, samplers=count)
+    for count in range(constraints.trainers - 1, 0, -1):
+        yield f"--trainers {count}", machine, replace(constraints, trainers=count)
     for rank in _lower_ranks(constraints):
         yield f"--max-lora-rank {rank}", machine, replace(constraints, max_lora_rank=rank)
     if constraints.shard_base is False:

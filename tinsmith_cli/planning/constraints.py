@@ -12,8 +12,8 @@ from tinsmith_cli.planning.machine import Gpu, Machine, chosen
 from tinsmith_cli.settings import Settings
 
 FLAGS = (
-    "gpus", "trainer_gpus", "sampler_gpus", "train_share", "trainer_ranks", "samplers", "max_lora_rank", "dtype",
-    "engine", "full_training", "quantize", "role", "trainer_nodes",
+    "gpus", "trainer_gpus", "sampler_gpus", "train_share", "trainer_ranks", "trainers", "samplers",
+    "max_lora_rank", "dtype", "engine", "full_training", "quantize", "role", "trainer_nodes",
 )  # fmt: skip
 """Settings of `tinsmith up` that the plan depends on."""
 
@@ -32,6 +32,8 @@ class Constraints:
     sampler_gpus: Sequence[Gpu] | None = None
     train_share: float = 0.5
     ranks: int | None = None
+    trainers: int = 1
+    """Trainers of the base model, each with `ranks`."""
     samplers: int | None = None
     max_lora_rank: int | None = None
     trainer_tensor_parallel: int = 1
@@ -67,6 +69,11 @@ def constraints_of(settings: Settings, machine: Machine, env: Mapping[str, str])
     """`machine`: as `usable` leaves it. Raises UsageError for a value that cannot be used."""
     if not 0 < settings.train_share < 1:
         raise UsageError(f"--train-share: {settings.train_share} is not between 0 and 1")
+    if settings.trainers > 1 and machine.gpus:
+        raise UsageError(
+            f"--trainers: {settings.trainers} trainers cannot share the GPUs of this machine by a plan yet; give one "
+            "trainer several GPUs (--trainer-ranks), or use the CPU (--gpus none)"
+        )
     named = {}
     for name in ("trainer_gpus", "sampler_gpus"):
         if (text := getattr(settings, name)) is not None:
@@ -79,6 +86,7 @@ def constraints_of(settings: Settings, machine: Machine, env: Mapping[str, str])
         nodes=settings.trainer_nodes,
         train_share=settings.train_share,
         ranks=settings.trainer_ranks,
+        trainers=settings.trainers,
         samplers=settings.samplers,
         max_lora_rank=settings.max_lora_rank
         or _number(env, "TRAINER_MAX_LORA_RANK")

@@ -303,22 +303,23 @@ def on_cpu(name: str, shape: Shape, machine: Machine, constraints: Constraints) 
         tensor_parallel=parallel,
     )
     of_sampler = memory.base_bytes(shape, sampler_dtype, quantised=constraints.quantised)
-    weights = ranks * of_trainer + num_samplers * of_sampler
+    all_ranks = ranks * constraints.trainers
+    weights = all_ranks * of_trainer + num_samplers * of_sampler
     if weights > machine.host_bytes:
         raise DoesNotFit(
-            f"base weights of {ranks} trainer rank(s) in {dtype} and {num_samplers} sampler(s) in {sampler_dtype} take "
-            f"{gb(weights)}, and {gb(machine.host_bytes)} of host memory are free"
+            f"base weights of {all_ranks} trainer rank(s) in {dtype} and {num_samplers} sampler(s) in {sampler_dtype} "
+            f"take {gb(weights)}, and {gb(machine.host_bytes)} of host memory are free"
         )
     left = machine.host_bytes - weights
 
     def with_rank(rank: int) -> Training:
         return Training.within(
-            constraints.memory_bytes or training_bytes(left, "cpu") // max(1, ranks),
+            constraints.memory_bytes or training_bytes(left, "cpu") // max(1, all_ranks),
             shape,
             dtype,
             rank=rank,
             host_bytes=left,
-            ranks=max(1, ranks),
+            ranks=max(1, all_ranks),
             max_models=constraints.max_models,
             device_type="cpu",
         )

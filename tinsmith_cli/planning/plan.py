@@ -82,6 +82,11 @@ class Plan:
         return bool(self.trainer.gpus and self.samplers) and self.trainer.gpus == self.samplers[0].gpus
 
     @property
+    def num_trainers(self) -> int:
+        """Trainers on this machine."""
+        return self.constraints.trainers if self.trainer.ranks else 0
+
+    @property
     def publish_bytes(self) -> int:
         """Bytes on the weight channel to each sampler, for an adapter of the largest rank."""
         if self.constraints.full_training:
@@ -104,13 +109,13 @@ class Plan:
     @property
     def loading_bytes(self) -> int:
         """Host memory while the services load: each of them has the whole model there, a trainer's ranks in turns."""
-        return whole_bytes(self.shape, self.constraints, self.dtype) * (bool(self.trainer.ranks) + len(self.samplers))
+        return whole_bytes(self.shape, self.constraints, self.dtype) * (self.num_trainers + len(self.samplers))
 
     @property
     def weights_bytes(self) -> int:
         """Base weights of all services together."""
         of_samplers = sum(sampler.base_bytes * sampler.tensor_parallel for sampler in self.samplers)
-        return self.trainer.ranks * self.trainer.base_bytes + of_samplers
+        return self.num_trainers * self.trainer.ranks * self.trainer.base_bytes + of_samplers
 
     def trainer_env(self) -> dict[str, str]:
         """Environment of the trainer; empty on a CPU."""

@@ -27,7 +27,11 @@ def as_text(plan: Plan) -> str:
         division.append("which divide the memory of the base model (shard_base)")
     adapters = f"{training.adapters_on_device} on the device, {training.adapters} with host memory"
     rows = [
-        ("trainer", _place(trainer.gpus), ", ".join(division)),
+        (
+            "trainer" if plan.num_trainers <= 1 else _count(plan.num_trainers, "trainer"),
+            _place(trainer.gpus),
+            ", ".join(division),
+        ),
         ("", "base weights", f"{size_text(trainer.base_bytes)} in {plan.dtype}{_each(trainer.ranks, 'rank')}"),
         ("", "training", f"{size_text(training.memory_bytes)}{_each(trainer.ranks, 'rank')}"),
     ]
@@ -92,6 +96,7 @@ def command(plan: Plan) -> list[str]:
     else:
         words += ["--gpus", "none"] if not plan.machine.note else []
         words += ["--trainer-ranks", str(trainer.ranks)] if trainer.ranks > 1 else []
+        words += ["--trainers", str(plan.num_trainers)] if plan.num_trainers > 1 else []
         words += ["--samplers", str(len(samplers))] if len(samplers) > 1 else []
     constraints = plan.constraints
     if constraints.trainer_dtype != "auto" and constraints.trainer_dtype == constraints.sampler_dtype:
@@ -132,6 +137,7 @@ def as_json(plan: Plan) -> Mapping[str, Any]:
         if not trainer.ranks
         else {
             "gpus": [gpu.id for gpu in trainer.gpus],
+            "trainers": plan.num_trainers,
             "ranks": trainer.ranks,
             "tensor_parallel": trainer.tensor_parallel,
             "shard_base": trainer.shard_base,

@@ -253,7 +253,7 @@ def test_fixed_ports_are_those_of_the_first_services_and_further_ones_follow() -
     models = [ServedModel(f"/models/{name}", (name,)) for name in ("a", "b")]
     stack = changed(make_stack(models), samplers=2, trainer_port=8001, sampler_port=8101)
     groups = stack.groups()
-    assert [group.trainer.port for group in groups] == [8001, 8002]
+    assert [trainer.port for group in groups for trainer in group.trainers] == [8001, 8002]
     assert [sampler.port for group in groups for sampler in group.samplers] == [8101, 8102, 8103, 8104]
 
 
