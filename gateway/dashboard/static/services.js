@@ -25,6 +25,17 @@ function certificates(figures) {
   return [`${number(of("passed"))} passed`, ...bad.map(([name, n]) => `${number(n)} ${name}`)].join(", ");
 }
 
+/** One service that stands for all trainers, with the sums of their figures. */
+function allTrainers(trainers) {
+  const figures = {};
+  for (const [name, value] of trainers.flatMap((one) => Object.entries(one.figures ?? {}))) {
+    figures[name] = (figures[name] ?? 0) + value;
+  }
+  const serving = trainers.filter((one) => one.state === "serving").length;
+  const about = `${serving} of ${trainers.length} serve`;
+  return { address: "together", about, state: serving ? "serving" : "gone", figures };
+}
+
 /** The rows that are shown for each kind of service: [label, (figures, service, time) => text]. */
 const SHOWN = {
   gateway: [
@@ -48,6 +59,16 @@ const SHOWN = {
     ["Mean gap to samplers", (f) => gap(f)],
     ["Out of memory", (f) => number(f.trainer_out_of_memory_total ?? 0)],
   ],
+  "all trainers": [
+    ["Memory", (f) => bytes(f.process_resident_memory_bytes)],
+    ["Queue", (f) => number(sum(f, "trainer_queue_length") ?? 0)],
+    ["Models in memory", (f) => number(f.trainer_models)],
+    ["Parked models", (f) => number(f.trainer_parked_models)],
+    ["Tokens per second", (f) => count(f.trainer_tokens_per_second)],
+    ["Journals", (f) => bytes(f.trainer_journal_bytes)],
+    ["Certificates", (f) => certificates(f)],
+    ["Out of memory", (f) => number(f.trainer_out_of_memory_total ?? 0)],
+  ],
   sampler: [
     ["Memory", (f) => bytes(f.process_resident_memory_bytes)],
     ["Up", (f, one, at) => duration(at - f.process_start_time_seconds)],
@@ -64,6 +85,7 @@ const SHOWN = {
 const RATES = {
   gateway: [["Trained tokens / s", "gateway_trained_tokens_total"]],
   trainer: [["Tokens / s", "trainer_tokens_total"]],
+  "all trainers": [["Tokens / s", "trainer_tokens_total"]],
   sampler: [["Sampled tokens / s", "sampler_sampled_tokens_total"]],
 };
 
@@ -110,6 +132,7 @@ export class ServicesView {
     const gateway = { address: location.host, state: "serving", ...found.gateway };
     const all = [
       { kind: "gateway", one: gateway },
+      ...(found.trainers.length > 1 ? [{ kind: "all trainers", one: allTrainers(found.trainers) }] : []),
       ...found.trainers.map((one) => ({ kind: "trainer", one })),
       ...found.samplers.map((one) => ({ kind: "sampler", one })),
     ];
@@ -120,6 +143,7 @@ export class ServicesView {
     setAttribute(card.state, "data-state", one.state === "serving" ? "busy" : "ended");
     setText(card.state, STATES[one.state] ?? one.state);
     const facts = [
+      one.about,
       (one.base_models ?? []).join(", "),
       one.engine ? `${one.engine} engine` : null,
       one.device,
