@@ -1,4 +1,5 @@
-"""The machines of a deployment, as the first one knows them: which services they run, and who trains which base model.
+"""The machines of a deployment, as the first one knows them: which services they run, and which trainers each base
+model has.
 
 They are kept in a file, so that a first machine that was restarted knows them at once.
 """
@@ -6,11 +7,13 @@ They are kept in a file, so that a first machine that was restarted knows them a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain, count
 from pathlib import Path
 
-from tinsmith.errors import AlreadyExists, FailedPrecondition, InvalidRequest
+from tinsmith.errors import FailedPrecondition, InvalidRequest
 from tinsmith.rpc.addresses import Addresses
 
 
@@ -33,6 +36,10 @@ class Trainer:
     """Ids, in the order of their ranks; at most `nodes`. Empty for a place that was given up."""
     hosts: list[str] = field(default_factory=list)
 
+    @property
+    def has_free_place(self) -> bool:
+        return len(self.members) < self.nodes or "" in self.members
+
 
 class Members:
     def __init__(self, path: Path) -> None:
@@ -40,7 +47,8 @@ class Members:
         self._path = path
         self.members: dict[str, Member] = {}
         self.trainers: dict[str, Trainer] = {}
-        """By the principal name of the base model."""
+        """The first trainer of a base model by the model's principal name, further ones by that name and a number,
+        such as "qwen 2"."""
         if not path.exists():
             return
         try:
@@ -61,15 +69,31 @@ class Members:
     def take_place(
         self, base_model: str, member_id: str, *, host: str, nodes: int, ranks_port: int, replace: bool
     ) -> tuple[int, Trainer]:
-        """Gives a machine its place in the trainer of a base model, the one that it had if it had one. Returns the
-        rank and the trainer. Raises AlreadyExists when all places are taken, and InvalidRequest for another number of
-        machines than the trainer's."""
-        trainer = self.trainers.get(base_model)
-        if trainer is not None and replace and member_id not in trainer.members:
-            self._end(base_model)
-            trainer = None
-        if trainer is None:
-            trainer = self.trainers[base_model] = Trainer(nodes, ranks_port)
+        """Gives a machine its place in a trainer of a base model: the one that it had, else a free one, else the first
+        place of a further trainer. `replace`: that of the only trainer instead. Returns the rank and the trainer.
+
+        Raises InvalidRequest for another number of machines than that of a trainer with a free place, and when it is
+        not clear which trainer to replace.
+        """
+        own = self._slots(base_model)
+        slot = next((slot for slot in own if member_id in self.trainers[slot].members), None)
+        if slot is None and replace and own:
+            if len(own) > 1:
+                hosts = "; ".join(", ".join(self.trainers[each].hosts) for each in own)
+                raise InvalidRequest(
+                    f"--replace: {base_model} has several trainers, on {hosts}. Leave --replace out: this machine then "
+                    "runs a further one",
+                    field="replace",
+                )
+            self._end(own[0])
+            own = []
+        if slot is None:
+            slot = next((each for each in own if self.trainers[each].has_free_place), None)
+        if slot is None:
+            slots = chain([base_model], (f"{base_model} {number}" for number in count(2)))
+            slot = next(each for each in slots if each not in self.trainers)
+            self.trainers[slot] = Trainer(nodes, ranks_port)
+        trainer = self.trainers[slot]
         if member_id not in trainer.members:
             if nodes != trainer.nodes:
                 raise InvalidRequest(
@@ -77,19 +101,13 @@ class Members:
                     f"{base_model}, {trainer.hosts[0]}",
                     field="trainer_nodes",
                 )
-            if len(trainer.members) == trainer.nodes and "" not in trainer.members:
-                raise AlreadyExists(
-                    f"--role: {base_model} has its trainer on {', '.join(trainer.hosts)} already. Start samplers here, "
-                    "or, if that machine is gone for good, add --replace: its runs then go on from their checkpoints "
-                    "only"
-                )
             if "" not in trainer.members:
                 trainer.members.append("")
                 trainer.hosts.append("")
             trainer.members[trainer.members.index("")] = member_id
         elif nodes != trainer.nodes:
-            self._end(base_model)
-            trainer = self.trainers[base_model] = Trainer(nodes, ranks_port, [member_id], [host])
+            self._end(slot)
+            trainer = self.trainers[slot] = Trainer(nodes, ranks_port, [member_id], [host])
         rank = trainer.members.index(member_id)
         trainer.hosts[rank] = host
         if rank == 0:
@@ -119,9 +137,13 @@ class Members:
             member.samplers = ()
         self.save()
 
-    def _end(self, base_model: str) -> None:
+    def _slots(self, base_model: str) -> list[str]:
+        """Keys of the base model's trainers."""
+        return [slot for slot in self.trainers if re.fullmatch(rf"{re.escape(base_model)}( \d+)?", slot)]
+
+    def _end(self, slot: str) -> None:
         """Ends a trainer: calls go to its machines no more."""
-        for member_id in self.trainers.pop(base_model).members:
+        for member_id in self.trainers.pop(slot).members:
             if member_id in self.members:
                 self.members[member_id].trainers = ()
 

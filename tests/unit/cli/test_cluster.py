@@ -241,14 +241,30 @@ async def test_settings_that_must_be_alike_are_compared(
     await join(joined, settings={"dtype": "float32"})
 
 
-async def test_a_base_model_has_one_trainer(first: First, further: Make) -> None:
+async def test_a_base_model_may_have_several_trainers_each_with_its_place(first: First, further: Make) -> None:
+    one, two, three = [await asyncio.to_thread(further, name) for name in "abc"]
+    for machine in (one, two):
+        admission = await join(machine, "trainer")
+        assert [node.rank for node in admission.nodes] == [0]
+    await join(one, "trainer")  # restarted
+    assert len(json.loads((first.folder / "cluster/members.json").read_text())["trainers"]) == 2
+    following = [
+        asyncio.create_task(machine.follow(trainers=[f"h{n}:8101"], samplers=[]))
+        for n, machine in enumerate((one, two), start=1)
+    ]
+    await until(lambda: sorted(first.services.trainers) == ["h1:8101", "h2:8101"])
+    with pytest.raises(UsageError, match=r"--replace: m has several trainers, on 127\.0\.0\.1; 127\.0\.0\.1"):
+        await join(three, "trainer", replace=True)
+    for task in following:
+        task.cancel()
+
+
+async def test_a_trainer_that_is_gone_for_good_can_be_replaced(first: First, further: Make) -> None:
     one, two = await asyncio.to_thread(further, "a"), await asyncio.to_thread(further, "b")
     await join(one, "trainer")
     following = asyncio.create_task(one.follow(trainers=["h1:8101"], samplers=["h1:8201"]))
     await until(lambda: first.services.trainers)
     await join(one, "trainer")  # restarted
-    with pytest.raises(UsageError, match=r"--role: m has its trainer on 127\.0\.0\.1 already.* add --replace"):
-        await join(two, "trainer")
     await join(two, "trainer", replace=True)
     assert first.services == Addresses((), ("h1:8201",))
     following.cancel()
@@ -266,11 +282,9 @@ async def test_a_trainer_of_two_machines_has_two_places(first: First, further: M
     assert [(node.rank, node.master_port) for (node,) in nodes] == [(0, 9000), (1, 9000)]
     again = await join(machines[1], "trainer", trainer_nodes=2)
     assert [node.rank for node in again.nodes] == [1]
-    with pytest.raises(UsageError, match=r"has its trainer on 127\.0\.0\.1, 127\.0\.0\.1 already"):
-        await join(machines[2], "trainer", trainer_nodes=2)
+    await machines[0].leave(gives_up_trainers=True)
     with pytest.raises(UsageError, match="--trainer-nodes: 3 here, and 2 on the first machine of the trainer of m"):
         await join(machines[2], "trainer", trainer_nodes=3)
-    await machines[0].leave(gives_up_trainers=True)
     assert [node.rank for node in (await join(machines[2], "trainer", trainer_nodes=2)).nodes] == [0]
 
 
