@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +10,15 @@ from urllib.parse import quote
 
 import pytest
 import tinker
+from PIL import Image
 from playwright.sync_api import Page, Route, expect
 from transformers import AutoTokenizer
 
+from gateway.dashboard.thumbnails import thumbnail
 from tests.dashboard.conftest import KEY, OTHER_KEY, Visitor
 from tests.support.examples import BASE_MODEL, PROMPT, batch, new_model, sample, train
 from tests.support.stack import Stack
+from tinsmith.v1 import types_pb2
 
 pytestmark = pytest.mark.slow
 
@@ -165,6 +169,41 @@ def test_a_models_output_is_shown_as_text_and_nothing_else(
     page.locator(".tok").first.hover()
     expect(page.locator("#tip")).to_contain_text("onerror")
     assert page.locator("main img, main script, #tip img").count() == 0
+    assert page.evaluate("window.hacked") is None
+
+
+def test_pictures_of_a_prompt_are_small_and_come_from_this_server_only(
+    visitor: Visitor, trainer: tinker.TrainingClient
+) -> None:
+    file = io.BytesIO()
+    Image.effect_noise((300, 200), 150).save(file, "PNG")
+    good = thumbnail(types_pb2.Image(data=file.getvalue(), format="png"))
+    assert good is not None
+
+    def with_pictures(route: Route) -> None:
+        answer = route.fetch()
+        content = answer.json()
+        for found in content["samples"]:
+            found["pictures"] = [
+                good,
+                None,
+                "https://example.invalid/a.png",
+                "data:text/html,<script>hacked=1</script>",
+            ]
+        route.fulfill(response=answer, json=content)
+
+    page = visitor.open()
+    page.route("**/samples*", with_pictures)
+    page.goto(f"{visitor.base_url}/#/{run_path(trainer, 'samples')}")
+    card = page.locator(".sample").first
+    picture = card.locator("img")
+    expect(picture).to_have_count(1)
+    expect(picture).to_have_attribute("alt", "Picture 1 of the prompt")
+    assert picture.evaluate("one => one.decode().then(() => [one.naturalWidth, one.naturalHeight])") == [96, 64]
+    assert picture.evaluate("one => one.clientWidth / one.clientHeight") == pytest.approx(1.5, rel=0.05), (
+        "not stretched"
+    )
+    expect(card.locator(".no-picture")).to_have_count(3)
     assert page.evaluate("window.hacked") is None
 
 
