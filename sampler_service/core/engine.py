@@ -154,9 +154,11 @@ class OpenRequests:
         *,
         cancel: Callable[[SequenceGroup, ServiceError], None],
         release: Callable[[SequenceGroup], None],
+        lingers: bool,
     ) -> None:
         """`cancel` is to end a request before its time, with an error. `release` is to let go of what an ended request
-        holds of the engine, its versions among it."""
+        holds of the engine, its versions among it. `lingers`: the engine may still compute a request that was cancelled
+        when it ends here."""
         self.limits = limits
         self.stops = stops
         self.died = asyncio.Event()
@@ -173,6 +175,7 @@ class OpenRequests:
         self._metrics = metrics
         self._cancel = cancel
         self._release = release
+        self._lingers = lingers
         self._open: dict[SequenceGroup, None] = {}
         """In the order of their arrival."""
         self._waiting: dict[SequenceGroup, None] = {}
@@ -263,7 +266,7 @@ class OpenRequests:
         if group not in self._open:
             return
         del self._open[group]
-        self.room.leave(cancelled=isinstance(outcome, Cancelled | NotReady))
+        self.room.leave(cancelled=self._lingers and isinstance(outcome, Cancelled | NotReady))
         self._waiting.pop(group, None)
         self._metrics.waiting.set(len(self._waiting))
         self.held_bytes -= group.request.num_bytes

@@ -66,6 +66,7 @@ class VllmEngine:
             self.store,
             metrics.requests,
             cancel=lambda group, error: self.requests.end(group, error),
+            lingers=True,
             release=lambda group: self._sequences.drop(group),
         )
         self._queue = Queue()
