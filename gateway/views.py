@@ -66,11 +66,12 @@ def checkpoint_details(checkpoint: Checkpoint, files: Sequence[types_pb2.Checkpo
     }
 
 
-_APPLIED: dict[int, Literal["yes", "too weak to tell", "no"] | None] = {
+_APPLIED: dict[int, Literal["yes", "too weak to tell", "no", "differently"] | None] = {
     types_pb2.APPLIED_UNSPECIFIED: None,
     types_pb2.APPLIED_YES: "yes",
     types_pb2.APPLIED_TOO_WEAK_TO_TELL: "too weak to tell",
     types_pb2.APPLIED_NO: "no",
+    types_pb2.APPLIED_DIFFERENTLY: "differently",
 }
 
 
@@ -90,6 +91,7 @@ def certificate_view(certificate: types_pb2.PublishCertificate) -> answers.Certi
                 "mean_gap": gap.mean_gap if math.isfinite(gap.mean_gap) else "inf",
                 "num_tokens": gap.num_tokens,
                 "applied": _APPLIED[gap.applied],
+                "factor": gap.factor if gap.HasField("factor") else None,
             }
             for gap in certificate.samplers
         ],

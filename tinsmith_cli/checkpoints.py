@@ -98,6 +98,7 @@ def run_certificate(arguments: argparse.Namespace) -> int:
 _APPLIED = {
     "yes": "it applies the version",
     "no": "it does NOT apply the version",
+    "differently": "it does NOT apply the version as the trainer does",
     "too weak to tell": "the version is too weak to tell whether it is applied",
     None: "whether it applies the version was not asked",
 }
@@ -113,10 +114,15 @@ def _lines(certificate: Mapping[str, Any]) -> Iterator[str]:
     for gap in certificate["samplers"]:
         gaps = f"largest gap {float(gap['max_gap']):.2e} nats, mean {float(gap['mean_gap']):.2e}"
         yield f"sampler    {gap['address']} ({gap['engine']}): {gaps}, {gap['num_tokens']} tokens"
-        yield f"           {_APPLIED[gap['applied']]}"
+        factor = "" if gap.get("factor") is None else f" (factor {gap['factor']:.2f})"  # older gateways send none
+        yield f"           {_APPLIED[gap['applied']]}{factor}"
     if not certificate["samplers"]:
         yield "sampler    none has scored the version"
-    yield "passed" if certificate["passed"] else "NOT passed: a gap is above a limit, or the version is not applied"
+    yield (
+        "passed"
+        if certificate["passed"]
+        else "NOT passed: a gap is above a limit, or the version is not applied as it should be"
+    )
 
 
 def _only_model(server: ApiClient) -> str:

@@ -162,7 +162,7 @@ class PublishingMetrics:
             "Measured samplers, by whether the version changes their logprobs as it changes the trainer's.",
             "applied",
         )
-        for state in ("yes", "too_weak_to_tell", "no"):
+        for state in ("yes", "too_weak_to_tell", "no", "differently"):
             self.applied.labels(state)
         self.publish_bytes = declare.counter("publish_bytes", "Bytes of sent versions, counted once for each publish.")
         self.publish_failures = declare.counter("publish_failures", "Attempts to publish that failed.")

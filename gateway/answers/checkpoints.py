@@ -120,7 +120,8 @@ class SamplerGap(TypedDict):
     max_gap: float | Literal["inf"]
     mean_gap: float | Literal["inf"]
     num_tokens: int
-    applied: Literal["yes", "too weak to tell", "no"] | None
+    applied: Literal["yes", "too weak to tell", "no", "differently"] | None
+    factor: float | None
 
 
 class Certificate(TypedDict):

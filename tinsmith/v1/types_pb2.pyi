@@ -17,6 +17,7 @@ class Applied(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     APPLIED_YES: _ClassVar[Applied]
     APPLIED_TOO_WEAK_TO_TELL: _ClassVar[Applied]
     APPLIED_NO: _ClassVar[Applied]
+    APPLIED_DIFFERENTLY: _ClassVar[Applied]
 
 class Dtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -61,6 +62,7 @@ APPLIED_UNSPECIFIED: Applied
 APPLIED_YES: Applied
 APPLIED_TOO_WEAK_TO_TELL: Applied
 APPLIED_NO: Applied
+APPLIED_DIFFERENTLY: Applied
 DTYPE_UNSPECIFIED: Dtype
 DTYPE_FLOAT32: Dtype
 DTYPE_INT64: Dtype
@@ -281,20 +283,22 @@ class PublishCertificate(_message.Message):
     def __init__(self, version_id: _Optional[str] = ..., weights_hash: _Optional[str] = ..., num_bytes: _Optional[int] = ..., publish_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., limit: _Optional[float] = ..., passed: _Optional[bool] = ..., samplers: _Optional[_Iterable[_Union[SamplerGap, _Mapping]]] = ..., issued_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., mean_limit: _Optional[float] = ..., change: _Optional[float] = ...) -> None: ...
 
 class SamplerGap(_message.Message):
-    __slots__ = ("address", "engine", "max_gap", "mean_gap", "num_tokens", "applied")
+    __slots__ = ("address", "engine", "max_gap", "mean_gap", "num_tokens", "applied", "factor")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     MAX_GAP_FIELD_NUMBER: _ClassVar[int]
     MEAN_GAP_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
     address: str
     engine: str
     max_gap: float
     mean_gap: float
     num_tokens: int
     applied: Applied
-    def __init__(self, address: _Optional[str] = ..., engine: _Optional[str] = ..., max_gap: _Optional[float] = ..., mean_gap: _Optional[float] = ..., num_tokens: _Optional[int] = ..., applied: _Optional[_Union[Applied, str]] = ...) -> None: ...
+    factor: float
+    def __init__(self, address: _Optional[str] = ..., engine: _Optional[str] = ..., max_gap: _Optional[float] = ..., mean_gap: _Optional[float] = ..., num_tokens: _Optional[int] = ..., applied: _Optional[_Union[Applied, str]] = ..., factor: _Optional[float] = ...) -> None: ...
 
 class TopkLogprobs(_message.Message):
     __slots__ = ("token_ids", "logprobs", "k", "length")

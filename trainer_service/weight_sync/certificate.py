@@ -43,9 +43,23 @@ once."""
 _TELLS = 3.0
 """A version's change of the trainer's logprobs is conclusive if it is this many times the gap between sampler and
 trainer without the version."""
-_YES, _NO = 0.5, 0.25
-"""A sampler that shows at least the first share of that change has applied the version. One that shows at most the
-second has not."""
+_NO = 0.25
+"""A sampler that shows at most this share of that change has not applied the version."""
+_RIGHT = 2 / 3, 3 / 2
+"""Least and largest factor between the sampler's change and the trainer's. Outside, the version is refused."""
+_TOLD = 1 / 2, 2
+"""A factor within these bounds is neither that of a version which is applied by half, nor of one which is applied
+twice."""
+_ERRORS = 3.0
+"""A factor is outside or within bounds if it is so by this many standard errors."""
+_DEVIATES = 0.25
+"""A sampler whose change deviates from the trainer's by this share of it, in the median over the tokens, does not apply
+the version as the trainer does, whatever the factor is: one that applies a strong version twice shows no certain
+factor."""
+_NOISES = 8.0
+"""This holds only for a deviation that is this many times the gap without the version, in the median, ..."""
+_SHARE_OF_MEAN_LIMIT = 0.2
+"""... and at least this share of the limit of the mean gap."""
 _ROUNDING = 1e-5
 """A smaller change per token, in nats, may be rounding."""
 
@@ -93,43 +107,64 @@ class _Measured:
     unadapted: Scores
     """Scores of the base model alone."""
 
-    def gap(self, ours: Scores, ours_unadapted: Scores) -> types_pb2.SamplerGap:
+    def gap(self, ours: Scores, ours_unadapted: Scores, *, mean_limit: float) -> types_pb2.SamplerGap:
         theirs = self.scores.astype(np.float64)
         with np.errstate(invalid="ignore"):
             gaps_M = np.where(theirs == ours, 0.0, np.abs(theirs - ours))
         gaps_M[np.isnan(gaps_M)] = np.inf  # NaN logprobs count as infinitely far apart
+        state, factor = applied(ours, ours_unadapted, self.scores, self.unadapted, mean_limit=mean_limit)
         return types_pb2.SamplerGap(
             address=self.address,
             engine=self.engine,
             max_gap=gaps_M.max(),
             mean_gap=gaps_M.mean(),
             num_tokens=gaps_M.size,
-            applied=applied(ours, ours_unadapted, self.scores, self.unadapted),
+            applied=state,
+            factor=factor,
         )
 
 
 def applied(
-    ours_M: Scores, ours_unadapted_M: Scores, theirs_M: Scores, theirs_unadapted_M: Scores
-) -> types_pb2.Applied:
+    ours_M: Scores, ours_unadapted_M: Scores, theirs_M: Scores, theirs_unadapted_M: Scores, *, mean_limit: float
+) -> tuple[types_pb2.Applied, float | None]:
     """Tells whether a sampler applies a version: compares the version's change of its scores with the trainer's change.
 
-    All arguments are scores [M] of the canary: `ours` the trainer's, `theirs` the sampler's, `unadapted` without the
-    version.
+    The scores [M] are those of the canary: `ours` the trainer's, `theirs` the sampler's, `unadapted` without the
+    version. `mean_limit`: limit of the mean gap, in nats.
+
+    Returns the state, and the factor between the changes, from a linear regression through the origin; None if the
+    version is too weak to tell. The factor's standard error comes from the regression's residuals, or from the rounding
+    without the version if that is larger: it enters a difference of changes twice.
     """
     all_4_M = np.stack([ours_M, ours_unadapted_M, theirs_M, theirs_unadapted_M]).astype(np.float64)
     ours, ours_without, theirs, theirs_without = all_4_M[:, np.isfinite(all_4_M).all(0)]
     ours_change, theirs_change = ours - ours_without, theirs - theirs_without
     change = np.abs(ours_change).sum()
     if change <= _ROUNDING * ours.size:
-        return types_pb2.APPLIED_TOO_WEAK_TO_TELL
+        return types_pb2.APPLIED_TOO_WEAK_TO_TELL, None
     if not theirs_change.any() and (ours_change != 0).mean() > 0.5:  # the sampler's scores are the same to the last bit
-        return types_pb2.APPLIED_NO
-    if change <= _TELLS * np.abs(theirs_without - ours_without).sum():
-        return types_pb2.APPLIED_TOO_WEAK_TO_TELL
-    share = (ours_change @ theirs_change) / (ours_change @ ours_change)
-    if share >= _YES:
-        return types_pb2.APPLIED_YES
-    return types_pb2.APPLIED_NO if share <= _NO else types_pb2.APPLIED_TOO_WEAK_TO_TELL
+        return types_pb2.APPLIED_NO, 0.0
+    rounding = theirs_without - ours_without
+    if change <= _TELLS * np.abs(rounding).sum():
+        return types_pb2.APPLIED_TOO_WEAK_TO_TELL, None
+    square = ours_change @ ours_change
+    factor = float(ours_change @ theirs_change / square)
+    if factor <= _NO:
+        return types_pb2.APPLIED_NO, factor
+    residuals = theirs_change - factor * ours_change
+    variance = max(residuals @ residuals / max(1, ours.size - 1), 2 * (rounding @ rounding) / ours.size)
+    error = _ERRORS * math.sqrt(variance / square)
+    deviation = np.median(np.abs(theirs_change - ours_change))
+    deviates = (
+        deviation > _DEVIATES * np.median(np.abs(ours_change))
+        and deviation > _NOISES * np.median(np.abs(rounding))
+        and deviation > _SHARE_OF_MEAN_LIMIT * mean_limit
+    )
+    if deviates or factor + error < _RIGHT[0] or factor - error > _RIGHT[1]:
+        return types_pb2.APPLIED_DIFFERENTLY, factor
+    if _TOLD[0] < factor - error and factor + error < _TOLD[1]:
+        return types_pb2.APPLIED_YES, factor
+    return types_pb2.APPLIED_TOO_WEAK_TO_TELL, None
 
 
 class Publisher:
@@ -231,8 +266,8 @@ class Publisher:
     def _certificate(
         self, published: Published, version_id: str, measured: Sequence[_Measured | None], ours: Scores
     ) -> PublishCertificate:
-        gaps = [one.gap(ours, self._unadapted) for one in measured if one is not None]
-        limit = self._rule.limit
+        limit, mean_limit = self._rule.limit, self._rule.mean_limit
+        gaps = [one.gap(ours, self._unadapted, mean_limit=mean_limit) for one in measured if one is not None]
         with np.errstate(invalid="ignore"):
             change = float(np.abs(ours.astype(np.float64) - self._unadapted).mean())
         return PublishCertificate(
@@ -244,7 +279,7 @@ class Publisher:
             passed=bool(gaps) and not any(self._is_wrong(gap) for gap in gaps),
             samplers=gaps,
             issued_at=timestamp(time.time()),
-            mean_limit=self._rule.mean_limit if limit else 0,
+            mean_limit=mean_limit if limit else 0,
             change=change,
         )
 
@@ -253,7 +288,7 @@ class Publisher:
         if not limit:
             return False
         too_far = gap.max_gap > limit or (mean_limit > 0 and gap.mean_gap > mean_limit)
-        return too_far or gap.applied == types_pb2.APPLIED_NO
+        return too_far or gap.applied in _WRONGLY
 
     def _is_refused(self, certificate: PublishCertificate) -> bool:
         return self._rule.refuses and bool(certificate.samplers) and not certificate.passed
@@ -344,11 +379,13 @@ _STATES = {
     types_pb2.APPLIED_YES: "yes",
     types_pb2.APPLIED_TOO_WEAK_TO_TELL: "too_weak_to_tell",
     types_pb2.APPLIED_NO: "no",
+    types_pb2.APPLIED_DIFFERENTLY: "differently",
 }
+_WRONGLY = (types_pb2.APPLIED_NO, types_pb2.APPLIED_DIFFERENTLY)
 
 
 def _worst(certificate: PublishCertificate) -> types_pb2.SamplerGap:
-    return max(certificate.samplers, key=lambda gap: (gap.applied == types_pb2.APPLIED_NO, gap.max_gap))
+    return max(certificate.samplers, key=lambda gap: (gap.applied in _WRONGLY, gap.max_gap))
 
 
 def _described(gap: types_pb2.SamplerGap, certificate: PublishCertificate) -> str:
@@ -359,6 +396,14 @@ def _described(gap: types_pb2.SamplerGap, certificate: PublishCertificate) -> st
         return (
             f"{who} does not apply it: with it the canary keeps the base model's logprobs, which the trainer's leave "
             f"by {certificate.change:.3g} nats on average"
+        )
+    mean_limit = certificate.mean_limit or math.inf
+    is_near = gap.max_gap <= certificate.limit and gap.mean_gap <= mean_limit
+    if is_near and gap.applied == types_pb2.APPLIED_DIFFERENTLY:
+        return (
+            f"{who} applies it differently than the trainer, as if it were applied twice or in part: it changes the "
+            f"canary's logprobs by {gap.factor:.2f} times the trainer's change, which is {certificate.change:.3g} nats "
+            "on average"
         )
     gaps = f"up to {gap.max_gap:.3g} nats in the logprob of a canary token ({gap.mean_gap:.3g} on average)"
     above = f"publish_gap_limit {certificate.limit:g}"

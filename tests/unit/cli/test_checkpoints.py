@@ -170,6 +170,7 @@ CERTIFICATE: dict[str, Any] = {
             "mean_gap": 6e-7,
             "num_tokens": 60,
             "applied": "yes",
+            "factor": 1.0,
         }
     ],
     "weights_hash": "c0ffee",
@@ -196,7 +197,7 @@ def test_a_certificate_is_shown(server: Server, capsys: pytest.CaptureFixture[st
         "issued     2023-11-14T22:13:20.500000Z",
         "limit      0.01 nats, of the mean 0.003 nats",
         "sampler    10.0.0.7:8002 (torch): largest gap 2.50e-06 nats, mean 6.00e-07, 60 tokens",
-        "           it applies the version",
+        "           it applies the version (factor 1.00)",
         "passed",
     ]
     assert main(["checkpoints", "certificate", version, "--json"]) == 0
@@ -208,7 +209,7 @@ def test_one_that_was_not_passed_is_the_exit_status(server: Server, capsys: pyte
     server.certificate = {**CERTIFICATE, "passed": False, "samplers": [gap]}
     assert main(["checkpoints", "certificate", "s:sample:0"]) == 1
     assert "largest gap inf nats" in (shown := capsys.readouterr().out)
-    assert shown.endswith("NOT passed: a gap is above a limit, or the version is not applied\n")
+    assert shown.endswith("NOT passed: a gap is above a limit, or the version is not applied as it should be\n")
     server.certificate = {**CERTIFICATE, "limit": None, "samplers": []}
     assert main(["checkpoints", "certificate", "s:sample:0"]) == 0
     shown = capsys.readouterr().out

@@ -16,7 +16,13 @@ from tinsmith.v1 import types_pb2
 
 def issue(stack: Stack, version_id: str, *, max_gap: float = 2.5e-6) -> None:
     gap = types_pb2.SamplerGap(
-        address="10.0.0.7:8002", engine="torch", max_gap=max_gap, mean_gap=max_gap / 4, num_tokens=60, applied=1
+        address="10.0.0.7:8002",
+        engine="torch",
+        max_gap=max_gap,
+        mean_gap=max_gap / 4,
+        num_tokens=60,
+        applied=1,
+        factor=1,
     )
     stack.trainer.certificates[version_id] = types_pb2.PublishCertificate(
         version_id=version_id,
@@ -56,6 +62,7 @@ async def test_a_published_checkpoint_shows_its_certificate(stack: Stack, client
                 "mean_gap": 6.25e-7,
                 "num_tokens": 60,
                 "applied": "yes",
+                "factor": 1.0,
             }
         ],
         "weights_hash": "c0ffee",

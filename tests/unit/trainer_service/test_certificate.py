@@ -375,7 +375,7 @@ def test_tokens_that_are_impossible_to_both_are_no_gap() -> None:
     ours = np.array([-1.0, -np.inf, -2.0], np.float32)
 
     def gap(theirs: Scores) -> float:
-        return _Measured("a", "e", theirs, theirs).gap(ours, ours).max_gap
+        return _Measured("a", "e", theirs, theirs).gap(ours, ours, mean_limit=0.0).max_gap
 
     assert gap(ours.copy()) == 0
     assert gap(np.array([-1.0, -9.0, -2.0], np.float32)) == np.inf
@@ -439,19 +439,104 @@ async def test_many_middling_gaps_are_refused_where_one_would_not_be(base: BaseM
         bench.publisher.check(certificate, location="x")
 
 
+def scaled(factor: float) -> Callable[[Weights], Weights]:
+    """Applies the adapter as many times."""
+
+    def change(weights: Weights) -> Weights:
+        changed = weights.like(weights.flat.clone())
+        assert isinstance(changed, Adapter)
+        for one in changed.weights.values():
+            one.b_O_R.mul_(factor)
+        return changed
+
+    return change
+
+
+STATES = {
+    0.0: types_pb2.APPLIED_NO,
+    0.5: types_pb2.APPLIED_DIFFERENTLY,
+    1.0: types_pb2.APPLIED_YES,
+    2.0: types_pb2.APPLIED_DIFFERENTLY,
+}
+
+
+@pytest.mark.parametrize("strength", [0.03, 0.1, 0.15])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("factor", STATES)
+async def test_an_adapter_that_is_applied_twice_or_by_half_is_refused_by_name(
+    base: BaseModel, half: BaseModel, make_bench: MakeBench, factor: float, dtype: torch.dtype, strength: float
+) -> None:
+    model = base if dtype == torch.float32 else half
+    limits = {"limit": GAP_LIMITS[torch.bfloat16], "mean_limit": MEAN_LIMITS[torch.bfloat16]}
+    bench = await make_bench(Sampler(model, scaled(factor)), base=model, strength=strength, **limits)
+    certificate = await bench.publish()
+    (gap,) = certificate.samplers
+    assert gap.max_gap < certificate.limit  # which let it pass
+    assert gap.mean_gap < certificate.mean_limit
+    if factor == 0.5 and dtype == torch.bfloat16:  # rounding may hide it
+        assert gap.applied in (types_pb2.APPLIED_DIFFERENTLY, types_pb2.APPLIED_TOO_WEAK_TO_TELL)
+        return
+    assert gap.applied == STATES[factor]
+    assert certificate.passed == (factor == 1)
+    if strength <= 0.03:  # a stronger one changes logprobs by no certain factor
+        assert gap.factor == pytest.approx(factor, abs=0.25)
+    if gap.applied == types_pb2.APPLIED_DIFFERENTLY:
+        why = f"applies it differently than the trainer.* {gap.factor:.2f} times the trainer's change"
+        with pytest.raises(VersionRefused, match=why):
+            bench.publisher.check(certificate, location="x")
+
+
+@pytest.mark.parametrize("factor", STATES)
+@pytest.mark.parametrize("strength", [1e-4, 0.1])
+async def test_a_sampler_that_rounds_otherwise_is_judged_by_the_rounding(
+    base: BaseModel, half: BaseModel, make_bench: MakeBench, factor: float, strength: float
+) -> None:
+    """It computes in float32, and the trainer in bfloat16."""
+    bench = await make_bench(Sampler(base, scaled(factor)), base=half, strength=strength, **LOOSE)
+    certificate = await bench.publish()
+    (gap,) = certificate.samplers
+    if strength < 0.01 and factor:
+        assert gap.applied == types_pb2.APPLIED_TOO_WEAK_TO_TELL
+        assert not gap.HasField("factor")
+        assert certificate.passed
+    elif factor != 0.5:
+        assert gap.applied == STATES[factor]
+
+
 def test_a_change_of_a_sampler_is_told_from_rounding() -> None:
     ours = np.random.default_rng(0).normal(0, 0.1, 60).astype(np.float32)
     weak, without = ours / np.float32(100), np.zeros_like(ours)
+
+    def state(ours: Scores, theirs: Scores, without: Scores) -> types_pb2.Applied:
+        return applied(ours, 0 * ours, theirs, without, mean_limit=0.25)[0]
+
     for seed in range(200):
         noise = np.random.default_rng(seed).normal(0, 0.02, (2, 60)).astype(np.float32)
         without, with_it = noise
-        assert applied(ours, 0 * ours, ours + with_it, without) == types_pb2.APPLIED_YES
-        assert applied(ours, 0 * ours, with_it, without) == types_pb2.APPLIED_NO
-        assert applied(weak, 0 * weak, weak + with_it, without) == types_pb2.APPLIED_TOO_WEAK_TO_TELL
-        assert applied(weak, 0 * weak, with_it, without) == types_pb2.APPLIED_TOO_WEAK_TO_TELL
-    assert applied(weak, 0 * weak, without, without) == types_pb2.APPLIED_NO  # no rounding at all: it is not computed
+        for factor, expected in STATES.items():
+            assert state(ours, np.float32(factor) * ours + with_it, without) in (
+                expected,
+                *((types_pb2.APPLIED_TOO_WEAK_TO_TELL,) if factor == 0.5 else ()),
+            )
+            assert state(weak, np.float32(factor) * weak + with_it, without) == types_pb2.APPLIED_TOO_WEAK_TO_TELL
+    assert state(weak, without, without) == types_pb2.APPLIED_NO  # no rounding at all: it is not computed
     not_a_number = np.full(60, np.nan, np.float32)
-    assert applied(ours, 0 * ours, not_a_number, without) == types_pb2.APPLIED_TOO_WEAK_TO_TELL
+    assert state(ours, not_a_number, without) == types_pb2.APPLIED_TOO_WEAK_TO_TELL
+
+
+@pytest.mark.parametrize("num_tokens", [15, 60])
+def test_a_right_sampler_is_never_refused_for_its_rounding(num_tokens: int) -> None:
+    """Rounding of every size, with a few large values as logprobs of unlikely tokens have. APPLIED_NO is left out: it
+    needs no certainty about the factor."""
+    for seed in range(3000):
+        rng = np.random.default_rng(seed)
+        change = rng.normal(0, 0.1, num_tokens)
+        size = 10 ** rng.uniform(-3, 1) * 0.1
+        ours_without, ours, theirs_without, theirs = size * rng.standard_t(3, (4, num_tokens))
+        scores = [ours + change, ours_without, theirs + change, theirs_without]
+        ours_M, ours_without_M, theirs_M, theirs_without_M = (one.astype(np.float32) for one in scores)
+        state, _ = applied(ours_M, ours_without_M, theirs_M, theirs_without_M, mean_limit=0.0)
+        assert state != types_pb2.APPLIED_DIFFERENTLY
 
 
 async def test_a_version_that_the_trainer_cannot_score_is_on_no_sampler(base: BaseModel, make_bench: MakeBench) -> None:
