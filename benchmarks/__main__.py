@@ -19,6 +19,7 @@ COMMANDS = {
     "sampler": "sampling through the SDK, against other engines",
     "publish": "new weights to a sampler",
     "durability": "journal and snapshots",
+    "journal": "the journal in PostgreSQL against that in a file",
     "ranks": "the trainer on several ranks",
     "starts": "starts of the stack",
     "load": "a thousand samples and two hundred sessions at once",

@@ -21,6 +21,8 @@ from tinsmith_cli.base_models import UsageError
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
+    from trainer_service.durability.stopped import OfTrainer
+
 _TIMEOUT_S = 60.0
 
 
@@ -65,6 +67,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--state-dir", type=Path, default=Path("~/.tinsmith"), metavar="FOLDER",
         help="folder of a stopped trainer, or of `tinsmith up` (default: ~/.tinsmith)",
     )  # fmt: skip
+    where.add_argument(
+        "--journal", nargs="?", const=os.environ.get("TRAINER_JOURNAL", ""), metavar="URL",
+        help="the journals of stopped trainers in a PostgreSQL database, postgresql://USER:PASSWORD@HOST/NAME; without "
+        "URL, that of TRAINER_JOURNAL in the environment, which keeps it out of `ps`",
+    )  # fmt: skip
+    parser.add_argument(
+        "--name", metavar="NAME", help="with --journal: only the trainer of this name (default: all in the database)"
+    )
     parser.add_argument(
         "--api-key", default=os.environ.get("TRAINER_SERVICE_KEY", ""),
         help="key for a running trainer: the service key, or one with \"admin\": true (default: TRAINER_SERVICE_KEY). "
@@ -80,7 +90,7 @@ def run_show(arguments: argparse.Namespace) -> int:
         return 0
     from trainer_service.durability import stopped  # for a stopped trainer only
 
-    for path in _journals(arguments.state_dir):
+    for path in _journals(arguments):
         with _opening():
             models = stopped.summaries(path)
         _print_models(str(path), [model.to_proto() for model in models])
@@ -103,7 +113,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
         return 0
     from trainer_service.durability import stopped  # for a stopped trainer only
 
-    for path in _journals(arguments.state_dir):
+    for path in _journals(arguments):
         expired_before = time.time() - arguments.expired_after
         with _opening():
             pruned = stopped.prune(path, expired_before=expired_before, dry_run=not arguments.yes)
@@ -119,14 +129,15 @@ def _delete_model(arguments: argparse.Namespace) -> int:
     from trainer_service.durability import stopped  # for a stopped trainer only
 
     num_found = 0
-    for path in _journals(arguments.state_dir):
+    for path in _journals(arguments):
         with _opening():
             is_found = stopped.delete_model(path, arguments.model, dry_run=not arguments.yes)
         if is_found:
             num_found += 1
             print(f"{path}: {'deleted' if arguments.yes else 'would delete'} {arguments.model}")
     if not num_found:
-        raise UsageError(f"--model: no journal below {arguments.state_dir} has a model {arguments.model!r}")
+        where = arguments.state_dir if arguments.journal is None else "the database"
+        raise UsageError(f"--model: no journal in {where} has a model {arguments.model!r}")
     if not arguments.yes:
         print("nothing was changed; --yes does it")
     return 0
@@ -173,14 +184,37 @@ def _print_pruned(where: str, pruned: pb.PruneJournalResponse, *, done: bool) ->
         print("nothing was changed; --yes does it")
 
 
-def _journals(folder: Path) -> list[Path]:
+def _journals(arguments: argparse.Namespace) -> Sequence[Path | OfTrainer]:
     from trainer_service.durability import stopped
 
-    folder = folder.expanduser()
+    if arguments.journal is not None:
+        return _journals_in(arguments.journal, arguments.name)
+    if arguments.name is not None:
+        raise UsageError("--name: it names a trainer in a PostgreSQL database, so --journal must be given, too")
+    folder = arguments.state_dir.expanduser()
     found = stopped.find(folder)
     if not found:
         raise UsageError(f"--state-dir: {folder} holds no journal.sqlite, nor trainers/*/journal.sqlite")
     return found
+
+
+def _journals_in(url: str, name: str | None) -> Sequence[OfTrainer]:
+    from tinsmith.rpc.postgres import check_url
+    from trainer_service.durability import stopped
+
+    if not url:
+        raise UsageError("--journal: no URL is given, and TRAINER_JOURNAL is not set")
+    try:
+        check_url(url)
+    except ValueError as error:
+        raise UsageError(f"--journal: the URL {error}") from None
+    with _opening():
+        found = stopped.find_in(url)
+    if name is not None and name not in [one.trainer for one in found]:
+        raise UsageError(f"--name: no trainer {name!r} is in the database; it has {[one.trainer for one in found]}")
+    if not found:
+        raise UsageError("--journal: no trainer has a journal in this database")
+    return [one for one in found if name in (None, one.trainer)]
 
 
 @contextlib.contextmanager

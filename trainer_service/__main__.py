@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import uuid
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -29,11 +30,14 @@ from tinsmith.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from tinsmith.weight_channel.ring_memory import gpu_uuid
 from trainer_service.admin_servicer import TrainerAdminServicer
 from trainer_service.config import TrainerConfig
-from trainer_service.durability import journal_file
+from trainer_service.durability import journal_file, stored_snapshots
 from trainer_service.durability.executing import Executing
 from trainer_service.durability.journal import Journal
+from trainer_service.durability.journal_database import Database, Superseded
+from trainer_service.durability.journal_postgres import PostgresDatabase
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
+from trainer_service.durability.stored_snapshots import SnapshotStore, StoredSnapshots
 from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.measure import Bounds, measure
@@ -41,7 +45,7 @@ from trainer_service.metrics import Metrics
 from trainer_service.operations.missing import LostOperations
 from trainer_service.operations.models import LiveModels
 from trainer_service.operations.operations import Operations
-from trainer_service.operations.restore import Restorer, check_journal
+from trainer_service.operations.restore import Restorer, check_journal, check_no_file
 from trainer_service.ranks import process
 from trainer_service.ranks.follower import Follower
 from trainer_service.ranks.group import RankGroup
@@ -50,7 +54,7 @@ from trainer_service.ranks.place import Place
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.servicer import Trainer, TrainerServicer
 from trainer_service.storage.checkpoints import CheckpointStore
-from trainer_service.storage.choice import open_storage, trainer_id
+from trainer_service.storage.choice import keep_trainer_id, open_storage, trainer_id
 from trainer_service.storage.imports import Importer
 from trainer_service.storage.protocol import StorageUnusable
 from trainer_service.weight_sync import WeightSender
@@ -82,7 +86,7 @@ async def serve(config: TrainerConfig, group: RankGroup | None, cores: Cores) ->
     registry = new_registry()
     metrics = Metrics(registry)
     serve_metrics(registry, config.metrics_host, config.metrics_port)
-    journal = open_journal(config, metrics)
+    journal = await in_pool(open_journal, config, metrics)
     executing = Executing(journal.folder)
     servicer = TrainerServicer()
     server = new_server(config, servicer, registry)
@@ -91,7 +95,11 @@ async def serve(config: TrainerConfig, group: RankGroup | None, cores: Cores) ->
         logger.info("listening on port %d", server.port)
         stopping = asyncio.create_task(stop.wait())
         starting = asyncio.create_task(start(config, journal, executing, metrics, group, cores))
-        await asyncio.wait({stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
+        superseded = asyncio.wrap_future(journal.writer.superseded)
+        await asyncio.wait({stopping, starting, superseded}, return_when=asyncio.FIRST_COMPLETED)
+        if superseded.done():
+            executing.close()
+            _end_superseded(superseded.result())
         if not starting.done():
             executing.close()  # restored models may run operations already
             _leave("stopped while the base model was loading")
@@ -100,8 +108,12 @@ async def serve(config: TrainerConfig, group: RankGroup | None, cores: Cores) ->
         logger.info("serving %s", ", ".join(config.public_names))
         background = _begin_background(config, trainer)
         died = asyncio.create_task(trainer.scheduler.engine_died.wait())
-        await asyncio.wait({stopping, died}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({stopping, died, superseded}, return_when=asyncio.FIRST_COMPLETED)
         await server.set_serving(False)
+        if superseded.done():
+            executing.close()  # no operation is to blame
+            await server.stop(0)
+            _end_superseded(superseded.result())
         logger.info("stopping")
         for task in background:
             task.cancel()
@@ -115,15 +127,29 @@ async def serve(config: TrainerConfig, group: RankGroup | None, cores: Cores) ->
 
 
 def open_journal(config: TrainerConfig, metrics: Metrics) -> Journal:
-    """Opens the journal of `state_dir`, or creates it. Raises SystemExit when it cannot be used."""
+    """Opens the journal of `state_dir` or the one in PostgreSQL, or creates it. Raises SystemExit when it cannot be
+    used. Blocks, and may not be called on the thread of an event loop."""
     path = config.state_dir / journal_file.NAME
+    where: Path | tuple[Database, Path] = path
     try:
-        check_journal(path, config.state_dir / _SNAPSHOTS)
+        if url := config.journal.get_secret_value():
+            check_no_file(path)
+            database = PostgresDatabase(url, config.name_in_journal)
+            where = database, config.state_dir
+            keep_trainer_id(config.state_dir, database.trainer_id)
+        else:
+            check_journal(path, config.state_dir / _SNAPSHOTS)
     except OSError as error:
         raise SystemExit(f"state_dir: {config.state_dir} cannot be used: {error}") from None
     return Journal(
-        path, max_bytes=config.journal_max_bytes, result_retention_s=config.result_retention_s, metrics=metrics
+        where, max_bytes=config.journal_max_bytes, result_retention_s=config.result_retention_s, metrics=metrics
     )
+
+
+def _end_superseded(reason: Superseded) -> NoReturn:
+    """Ends a process whose journal belongs to another one. What it still computes, that one computes again."""
+    logger.error("%s; this process ends", reason)
+    _leave("ended, because another trainer has taken over the journal", status=1)
 
 
 def new_server(config: TrainerConfig, servicer: TrainerServicer, registry: CollectorRegistry) -> Server:
@@ -214,8 +240,11 @@ async def start(
     scheduler = new_scheduler(config, engine, journal, executing, cores, metrics)
     sequences = canary_of(base)
     unadapted = await in_pool(engine.score, None, sequences)
-    publisher = Publisher(sender, sequences, gap_rule(config, base.dtype), metrics, unadapted)
-    snapshots = Snapshots(await _open_snapshots(config), journal, snapshot_policy(config), metrics, executing)
+    publisher = Publisher(
+        sender, sequences, gap_rule(config, base.dtype), metrics, unadapted, check_ours=journal.check_ours
+    )
+    files = await _open_snapshots(config, journal, metrics)
+    snapshots = Snapshots(files, journal, snapshot_policy(config), metrics, executing)
     models = LiveModels(config.public_names, base.weights_sum, allow_other_weights=config.allow_other_base_weights)
     operations = Operations(
         engine,
@@ -317,8 +346,19 @@ def new_scheduler(
     )
 
 
-async def _open_snapshots(config: TrainerConfig) -> SnapshotFiles:
-    """The folder of snapshots. Raises _RestoringFailed when it cannot be used."""
+async def _open_snapshots(config: TrainerConfig, journal: Journal, metrics: Metrics) -> SnapshotStore:
+    """The snapshots: a folder of state_dir, or with a journal in PostgreSQL, a part of the checkpoints' storage. Raises
+    StorageUnusable, and _RestoringFailed when the folder cannot be used."""
+    if journal.shared_id:
+        storage = await in_pool(
+            open_storage,
+            f"{config.checkpoint_dir.rstrip('/')}/{stored_snapshots.FOLDER}/{journal.shared_id}",
+            state_dir=config.state_dir,
+            metrics=metrics,
+            min_free_bytes=config.min_free_bytes,
+            scratch="snapshots.scratch",
+        )
+        return StoredSnapshots(storage)
     try:
         return await in_pool(SnapshotFiles, config.state_dir / _SNAPSHOTS, min_free_bytes=config.min_free_bytes)
     except OSError as error:

@@ -12,6 +12,7 @@ from tinsmith.quantization import Setting as Quantize
 from tinsmith.rpc.addresses import Addresses, read_addresses
 from tinsmith.rpc.auth import AnyKey, ServiceKey, accepted, admins, host_of, require_keys
 from tinsmith.rpc.paths import check_checkpoint_root
+from tinsmith.rpc.postgres import check_url
 from tinsmith.rpc.tls import GrpcTls
 from tinsmith.sizing import MAX_LORA_RANK
 
@@ -60,7 +61,14 @@ class TrainerConfig(GrpcTls, BaseSettings):
     """Bytes that must stay free on the disk. A checkpoint that would leave less is refused before it is written; a
     snapshot is not taken. The default is a twentieth of the disk, at most 1 GiB."""
     state_dir: Path = Path(".tinsmith/trainer")
-    """Folder of the journal and the snapshots; one trainer at a time uses it."""
+    """Folder of the journal and the snapshots, unless these lie elsewhere (journal); one trainer at a time uses it."""
+    journal: SecretStr = SecretStr("")
+    """PostgreSQL database of the journal, postgresql://USER:PASSWORD@HOST/NAME, which several trainers may share. The
+    snapshots then lie in checkpoint_dir. When this machine is lost, the trainer can be started on another one, with the
+    same journal, journal_name and checkpoint_dir. Needs the extra postgres. Empty means a file in state_dir."""
+    journal_name: str = ""
+    """Name of this trainer in a journal in PostgreSQL. No two trainers may have the same; a trainer that finds an
+    earlier process of its name alive does not start. Empty means the first of model_names, or base_model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes CUDA where there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -194,6 +202,13 @@ class TrainerConfig(GrpcTls, BaseSettings):
     def _known_store(cls, root: str) -> str:
         return check_checkpoint_root(root)
 
+    @field_validator("journal")
+    @classmethod
+    def _known_database(cls, url: SecretStr) -> SecretStr:
+        if url.get_secret_value():
+            check_url(url.get_secret_value())
+        return url
+
     @model_validator(mode="after")
     def _unique(self) -> TrainerConfig:
         for name, values in (("model_names", self.model_names), ("samplers", self.samplers)):
@@ -234,6 +249,11 @@ class TrainerConfig(GrpcTls, BaseSettings):
     def _keys_off_loopback(self) -> TrainerConfig:
         require_keys(host_of(self.listen), self.accepted_keys, setting="listen", env="TRAINER_API_KEYS")
         return self
+
+    @property
+    def name_in_journal(self) -> str:
+        """journal_name, or its default."""
+        return self.journal_name or self.public_names[0]
 
     @property
     def services(self) -> Addresses:

@@ -44,6 +44,10 @@ class Process:
         """From the next start on, over its own."""
         self._env |= env
 
+    def set_flag(self, flag: str, value: str) -> None:
+        """From the next start on, instead of its own value."""
+        self._argv[self._argv.index(flag) + 1] = value
+
     @property
     def pid(self) -> int:
         assert self._process is not None, f"{self.name} does not run"

@@ -31,8 +31,17 @@ def installed() -> Path | None:
 class Postgres:
     """A running cluster. `new_database` makes an empty database."""
 
-    def __init__(self, programs: Path, folder: Path, *, address: str = "127.0.0.1", within: Sequence[str] = ()) -> None:
-        """`within`: before its commands, where `address` is another machine's, or as good as that."""
+    def __init__(
+        self,
+        programs: Path,
+        folder: Path,
+        *,
+        address: str = "127.0.0.1",
+        within: Sequence[str] = (),
+        fsync: bool = False,
+    ) -> None:
+        """`within`: before its commands, where `address` is another machine's, or as good as that. `fsync`: for
+        measurements; nothing here outlives the machine."""
         self._programs = programs
         self._data = folder / "data"
         # PostgreSQL does not run as root, which tests in a container often are.
@@ -47,7 +56,7 @@ class Postgres:
             "port": str(self.port),
             "listen_addresses": f"'{address}'",
             "unix_socket_directories": f"'{folder}'",
-            "fsync": "off",  # nothing here outlives the machine
+            "fsync": "on" if fsync else "off",
             "max_connections": "200",
         }
         lines = "".join(f"{name} = {value}\n" for name, value in settings.items())
@@ -79,7 +88,7 @@ class Postgres:
 
 
 @contextlib.contextmanager
-def running(*, address: str = "127.0.0.1", within: Sequence[str] = ()) -> Iterator[Postgres]:
+def running(*, address: str = "127.0.0.1", within: Sequence[str] = (), fsync: bool = False) -> Iterator[Postgres]:
     """Skips the test where there is no PostgreSQL, except where REQUIRED is set."""
     programs = installed()
     if programs is None:
@@ -88,7 +97,7 @@ def running(*, address: str = "127.0.0.1", within: Sequence[str] = ()) -> Iterat
     # Not pytest's tmp_path: its parents are closed to other users.
     folder = Path(tempfile.mkdtemp(prefix="tinsmith-postgres-"))
     try:
-        cluster = Postgres(programs, folder, address=address, within=within)
+        cluster = Postgres(programs, folder, address=address, within=within, fsync=fsync)
         try:
             yield cluster
         finally:

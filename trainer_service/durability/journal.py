@@ -1,7 +1,9 @@
-"""The journal: every accepted operation of the trainer, in order, with its answer. SQLite, durable at every commit.
+"""The journal: every accepted operation of the trainer, in order, with its answer, durable at every commit.
 
-journal_file.py describes the file, which is locked: a second trainer on the same journal is refused. One thread owns
-the connection (journal_writer.py), and a write returns only when its transaction is on disk.
+It is a SQLite file (journal_file.py, which describes the tables), or lies in PostgreSQL (journal_postgres.py). A second
+trainer on the same file is refused. In PostgreSQL it is refused while the first one is alive, and otherwise takes over:
+the first one, should it still be there, can do nothing more. One thread owns the connection (journal_writer.py), and a
+write returns only when its transaction is on disk.
 
 A request's body is cut once two snapshots of its model cover it, so that a damaged snapshot loses nothing. When the
 journal exceeds max_bytes, one snapshot is enough (Bound). If even that does not suffice, as in a very long
@@ -10,25 +12,28 @@ batch, bodies are cut that a replay would need. The model can then not be restor
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-import sqlite3
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 import zstandard
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from tinsmith.errors import DataCorrupted, ModelLost, ModelNotFound, OutOfCapacity, ServiceError
+from tinsmith.errors import DataCorrupted, ModelLost, ModelNotFound, NotReady, OutOfCapacity, ServiceError
 from tinsmith.rpc import errors, tracing
 from tinsmith.threads import in_pool
 from tinsmith.v1 import trainer_pb2
 from trainer_service.durability import journal_file
+from trainer_service.durability.journal_database import Database, Superseded
 from trainer_service.durability.journal_pruning import Pruned, Sizes, Summary, prune, summaries
 from trainer_service.durability.journal_writer import Bound, Writer
 from trainer_service.metrics import Metrics
@@ -41,6 +46,10 @@ _LIVE_MODELS = (
 
 _DATUMS_AT_ONCE = 64
 """Datums of a batch that are serialized in one go."""
+_READ_AGAIN_S = 1.0
+"""Pause between two attempts to read what a restart needs, in seconds."""
+
+T = TypeVar("T")
 
 
 class EntryState(IntEnum):
@@ -122,23 +131,37 @@ class Entry:
 class Journal:
     """The open journal. Its coroutines run on one event loop; `close` waits for all earlier calls."""
 
-    def __init__(self, path: Path, *, max_bytes: int, result_retention_s: float, metrics: Metrics) -> None:
-        self._path = path
+    def __init__(
+        self,
+        where: Path | tuple[Database, Path],
+        *,
+        max_bytes: int,
+        result_retention_s: float,
+        metrics: Metrics,
+    ) -> None:
+        """`where`: a SQLite file, which is created if it does not exist, or an open database, with the trainer's own
+        folder on the disk of this machine."""
+        folder = where.parent if isinstance(where, Path) else where[1]
+        folder.mkdir(parents=True, exist_ok=True)
+        database = journal_file.connect(where) if isinstance(where, Path) else where[0]
+        self.folder = folder
         self._result_retention_s = result_retention_s
         metrics.durability.journal_limit_bytes.set(max_bytes)
-        metrics.durability.state_free_bytes.set_function(lambda: shutil.disk_usage(path.parent).free)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        connection = journal_file.connect(path)
-        self._bound = Bound(Sizes.of(connection), max_bytes=max_bytes, result_retention_s=result_retention_s)
+        metrics.durability.state_free_bytes.set_function(lambda: shutil.disk_usage(folder).free)
+        self._name = database.name
+        self.shared_id = database.journal_id
+        """Random id of the journal's tables in PostgreSQL; empty for a file."""
+        self._bound = Bound(Sizes.of(database), max_bytes=max_bytes, result_retention_s=result_retention_s)
         self._appended: Counter[str] = Counter()
-        self.writer = Writer(connection, self._bound, metrics, path=path)
-
-    @property
-    def folder(self) -> Path:
-        return self._path.parent
+        self.writer = Writer(database, self._bound, metrics)
 
     def close(self) -> None:
         self.writer.close()
+
+    async def check_ours(self) -> None:
+        """Raises Superseded when another trainer has taken over the journal, and NotReady when this cannot be known."""
+        if self.shared_id:
+            await self.writer.submit(lambda _: None)
 
     def appended_bytes(self, model_id: str) -> int:
         """Bytes of the bodies that this process has appended for a model. May be called on any thread."""
@@ -162,7 +185,7 @@ class Journal:
 
         num_bytes = len(body.compressed)
 
-        def run(connection: sqlite3.Connection) -> None:
+        def run(database: Database) -> None:
             pending, max_bytes = self._bound.sizes.pending, self._bound.max_bytes
             if pending + num_bytes > max_bytes:
                 raise OutOfCapacity(
@@ -170,7 +193,7 @@ class Journal:
                     f"{num_bytes} more are above journal_max_bytes {max_bytes}"
                 )
             if within_share and 2 * (pending + num_bytes) > max_bytes:  # below that, no model can be above its share
-                own = Sizes.of(connection, model_id=model_id).pending
+                own = Sizes.of(database, model_id=model_id).pending
                 if own + num_bytes > max_bytes - pending - num_bytes:
                     raise OutOfCapacity(
                         f"{model_id}: its operations that have not run take {own} bytes of the journal and this one "
@@ -179,21 +202,41 @@ class Journal:
                     )
             now = time.time()
             if seq_id == 0:
-                connection.execute("INSERT INTO models (model_id, created_at) VALUES (?, ?)", (model_id, now))
-            elif not connection.execute("SELECT 1 FROM models WHERE model_id = ?", (model_id,)).fetchone():
-                raise ModelNotFound(f"model_id: {model_id!r} was deleted", model_id=model_id)
-            connection.execute(
-                "INSERT INTO operations (model_id, seq_id, kind, digest, request, accepted_at, request_sum) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (model_id, seq_id, body.kind, body.digest, body.compressed, now, request_sum),
+                new = "INSERT INTO models (model_id, created_at) VALUES (?, ?) ON CONFLICT (model_id) DO NOTHING"
+                if (
+                    not database.execute(new, (model_id, now)).rowcount
+                    and _waiting_bytes(database, model_id, 0) is None
+                ):
+                    raise ServiceError(f"model_id: {model_id!r} exists already in the journal", model_id=model_id)
+            row = (body.kind, body.digest, body.compressed, now, request_sum, model_id, seq_id)
+            inserted = database.execute(
+                "INSERT INTO operations (kind, digest, request, accepted_at, request_sum, model_id, seq_id) "
+                "SELECT ?, ?, ?, ?, ?, ?, ? WHERE EXISTS (SELECT 1 FROM models WHERE model_id = ?) "
+                "ON CONFLICT (model_id, seq_id) DO NOTHING",
+                (*row, model_id),
             )
-            self._bound.sizes.total += num_bytes
-            self._bound.sizes.pending += num_bytes
+            replaced_bytes = 0
+            if not inserted.rowcount:
+                if not database.execute("SELECT 1 FROM models WHERE model_id = ?", (model_id,)).fetchone():
+                    raise ModelNotFound(f"model_id: {model_id!r} was deleted", model_id=model_id)
+                # An earlier attempt was written, but an outage kept its outcome from us, so nobody was told of it. This
+                # one is told, so it is the one that stays.
+                waiting = _waiting_bytes(database, model_id, seq_id)
+                if waiting is None:
+                    raise ServiceError(f"{model_id}, seq_id {seq_id}, is in the journal already", model_id=model_id)
+                replaced_bytes = waiting
+                database.execute(
+                    "UPDATE operations SET kind = ?, digest = ?, request = ?, accepted_at = ?, request_sum = ? "
+                    "WHERE model_id = ? AND seq_id = ?",
+                    row,
+                )
+            self._bound.sizes.total += num_bytes - replaced_bytes
+            self._bound.sizes.pending += num_bytes - replaced_bytes
 
         request_sum = sum_of(model_id, seq_id, body.kind, body.compressed)
         with tracing.span("journal"):
             await self.writer.submit(run)
-        self._appended[model_id] += num_bytes  # not in `run`, which may run twice
+        self._appended[model_id] += num_bytes  # not in `run`, which may run several times
 
     async def finish(
         self,
@@ -209,18 +252,18 @@ class Journal:
         deleted meanwhile. Raises Unstorable.
         """
 
-        def run(connection: sqlite3.Connection) -> None:
+        def run(database: Database) -> None:
             failed = isinstance(outcome, ServiceError)
             state = EntryState.FAILED if failed else EntryState.DONE
             result = None if outcome is None else _result(outcome)
             checksum = None if result is None else result_sum(model_id, seq_id, state, result)
-            row = connection.execute(
+            row = database.execute(
                 "SELECT length(request) FROM operations WHERE model_id = ? AND seq_id = ? AND state = 0",
                 (model_id, seq_id),
             ).fetchone()
             if row is None:
                 return
-            connection.execute(
+            database.execute(
                 "UPDATE operations SET state = ?, result = ?, result_sum = ?, finished_at = ?, "
                 "request = CASE WHEN ? THEN request END WHERE model_id = ? AND seq_id = ?",
                 (state, result, checksum, time.time(), keep_body, model_id, seq_id),
@@ -230,7 +273,7 @@ class Journal:
             if not keep_body:
                 self._bound.sizes.total -= row[0]
             if failed and seq_id == 0:
-                connection.execute(
+                database.execute(
                     "UPDATE models SET state = 'failed', ended_at = ? WHERE model_id = ?", (time.time(), model_id)
                 )
 
@@ -239,8 +282,8 @@ class Journal:
     async def find(self, model_id: str, seq_id: int) -> Record | None:
         """The operation; None when it was never accepted, or nothing of it is left."""
 
-        def run(connection: sqlite3.Connection) -> tuple[str, bytes, int, bytes | None, bytes | None] | None:
-            return connection.execute(
+        def run(database: Database) -> tuple[str, bytes, int, bytes | None, bytes | None] | None:
+            return database.execute(
                 "SELECT kind, digest, state, result, result_sum FROM operations WHERE model_id = ? AND seq_id = ?",
                 (model_id, seq_id),
             ).fetchone()
@@ -265,29 +308,40 @@ class Journal:
 
     # What a restart reads
 
+    async def _read(self, run: Callable[[Database], T]) -> T:
+        """As Writer.submit, but waits for the end of an outage however long it is: a model that could not be read would
+        count as lost."""
+        while True:
+            try:
+                return await self.writer.submit(run)
+            except Superseded:
+                raise
+            except NotReady:
+                if self.writer.is_closed:
+                    raise
+            await asyncio.sleep(_READ_AGAIN_S)
+
     async def live_models(self) -> list[LiveModel]:
         """All live models, in the order of their creation."""
-        rows = await self.writer.submit(
-            lambda connection: connection.execute(f"{_LIVE_MODELS} ORDER BY created_at").fetchall()
-        )
+        rows = await self._read(lambda database: database.execute(f"{_LIVE_MODELS} ORDER BY created_at").fetchall())
         return [LiveModel(*row) for row in rows]
 
     async def live_model(self, model_id: str) -> LiveModel | None:
         """A live model; None when the journal has no live model of this id."""
-        row = await self.writer.submit(
-            lambda connection: connection.execute(f"{_LIVE_MODELS} AND model_id = ?", (model_id,)).fetchone()
+        row = await self._read(
+            lambda database: database.execute(f"{_LIVE_MODELS} AND model_id = ?", (model_id,)).fetchone()
         )
         return None if row is None else LiveModel(*row)
 
     async def model_ids(self) -> set[str]:
-        """Ids of all models, lost and failed ones included."""
-        rows = await self.writer.submit(lambda connection: connection.execute("SELECT model_id FROM models").fetchall())
+        """Ids of all models, lost and failed ones included, and those of other trainers in the same database."""
+        rows = await self._read(lambda database: database.execute(database.all_model_ids).fetchall())
         return {model_id for (model_id,) in rows}
 
     async def history(self, model_id: str) -> list[Entry]:
         """The model's operations, in the order of seq_id."""
-        rows = await self.writer.submit(
-            lambda connection: connection.execute(
+        rows = await self._read(
+            lambda database: database.execute(
                 "SELECT seq_id, kind, digest, state, coalesce(length(request), 0) FROM operations WHERE model_id = ? "
                 "ORDER BY seq_id",
                 (model_id,),
@@ -296,10 +350,10 @@ class Journal:
         return [Entry(seq_id, kind, digest, EntryState(state), size) for seq_id, kind, digest, state, size in rows]
 
     async def body(self, model_id: str, seq_id: int) -> Body:
-        """The body of an operation that has one. Raises DataCorrupted, which names the journal's file, for a body that
+        """The body of an operation that has one. Raises DataCorrupted, which names the journal, for a body that
         differs from the one that was appended."""
-        row = await self.writer.submit(
-            lambda connection: connection.execute(
+        row = await self._read(
+            lambda database: database.execute(
                 "SELECT kind, digest, request, request_sum FROM operations WHERE model_id = ? AND seq_id = ?",
                 (model_id, seq_id),
             ).fetchone()
@@ -321,7 +375,7 @@ class Journal:
 
     def _damaged(self, what: str, model_id: str, seq_id: int, why: str) -> DataCorrupted:
         return DataCorrupted(
-            f"the {what} of {model_id}, seq_id {seq_id}, in the journal {self._path} is damaged: {why}",
+            f"the {what} of {model_id}, seq_id {seq_id}, in the journal {self._name} is damaged: {why}",
             model_id=model_id,
             seq_id=seq_id,
         )
@@ -329,16 +383,16 @@ class Journal:
     async def lose(self, model_id: str, reason: str) -> None:
         """Records that a model can never be restored. Its operations that have not run fail."""
 
-        def run(connection: sqlite3.Connection) -> None:
+        def run(database: Database) -> None:
             now = time.time()
             status = errors.to_bytes(lost(model_id, reason))
-            (num_bytes,) = connection.execute(
+            (num_bytes,) = database.execute(
                 "SELECT coalesce(sum(length(request)), 0) FROM operations WHERE model_id = ? AND state = 0", (model_id,)
             ).fetchone()
-            waiting = connection.execute(
+            waiting = database.execute(
                 "SELECT seq_id FROM operations WHERE model_id = ? AND state = 0", (model_id,)
             ).fetchall()
-            connection.executemany(
+            database.executemany(
                 "UPDATE operations SET state = ?, result = ?, result_sum = ?, finished_at = ? "
                 "WHERE model_id = ? AND seq_id = ?",
                 [
@@ -353,7 +407,7 @@ class Journal:
                     for (seq_id,) in waiting
                 ],
             )
-            connection.execute(
+            database.execute(
                 "UPDATE models SET state = 'lost', reason = ?, ended_at = ? WHERE model_id = ?", (reason, now, model_id)
             )
             self._bound.sizes.pending -= num_bytes
@@ -364,7 +418,7 @@ class Journal:
     async def check_not_lost(self, model_id: str) -> None:
         """Raises ModelLost for a model that could not be restored."""
         row = await self.writer.submit(
-            lambda connection: connection.execute(
+            lambda database: database.execute(
                 "SELECT state, reason FROM models WHERE model_id = ?", (model_id,)
             ).fetchone()
         )
@@ -381,30 +435,37 @@ class Journal:
         operation has no answer yet, when the model has a newer snapshot, or when the model was deleted.
         """
 
-        def run(connection: sqlite3.Connection) -> int | None:
-            row = connection.execute(
+        found: list[
+            int
+        ] = []  # the previous snapshot, by an earlier call of `run` whose transaction may have taken place
+
+        def run(database: Database) -> int | None:
+            row = database.execute(
                 "SELECT coalesce(snapshot_seq_id, -1), cut_seq_id FROM models WHERE model_id = ?", (model_id,)
             ).fetchone()
+            if row is not None and row[0] == seq_id and found:
+                return found[0]
             if row is None or row[0] >= seq_id:
                 return None
             before, cut = row
             unanswered = "SELECT 1 FROM operations WHERE model_id = ? AND state = 0 AND seq_id <= ? LIMIT 1"
-            if connection.execute(unanswered, (model_id, seq_id)).fetchone():
+            if database.execute(unanswered, (model_id, seq_id)).fetchone():
                 return None
             if before > cut:
-                self._bound.cut_up_to(connection, model_id, before)
-            connection.execute(
+                self._bound.cut_up_to(database, model_id, before)
+            database.execute(
                 "UPDATE models SET snapshot_seq_id = ?, snapshot_at = ?, snapshot_bytes = ? WHERE model_id = ?",
                 (seq_id, time.time(), num_bytes, model_id),
             )
+            found[:] = [before]
             return before
 
         return await self.writer.submit(run)
 
     async def fall_back(self, model_id: str, seq_id: int | None) -> None:
         """Records that the newest intact snapshot is an older one, after `seq_id`, or that there is none (None)."""
-        await self.writer.submit(
-            lambda connection: connection.execute(
+        await self._read(
+            lambda database: database.execute(
                 "UPDATE models SET snapshot_seq_id = ? WHERE model_id = ?", (seq_id, model_id)
             )
         )
@@ -412,9 +473,9 @@ class Journal:
     async def delete_model(self, model_id: str) -> None:
         """Removes the model and its operations; an unknown one is no error."""
 
-        def run(connection: sqlite3.Connection) -> None:
-            gone = Sizes.of(connection, model_id=model_id)
-            connection.execute("DELETE FROM models WHERE model_id = ?", (model_id,))
+        def run(database: Database) -> None:
+            gone = Sizes.of(database, model_id=model_id)
+            database.execute("DELETE FROM models WHERE model_id = ?", (model_id,))
             self._bound.sizes.total -= gone.total
             self._bound.sizes.pending -= gone.pending
 
@@ -429,12 +490,19 @@ class Journal:
         """Deletes expired results, expired ended models, and bodies that the newest snapshot covers. Older snapshots
         can then no longer restore their models. `dry_run`: only counts what would be deleted."""
 
-        def run(connection: sqlite3.Connection) -> Pruned:
-            pruned = prune(connection, expired_before=time.time() - self._result_retention_s, dry_run=dry_run)
-            self._bound.sizes = Sizes.of(connection)
+        def run(database: Database) -> Pruned:
+            pruned = prune(database, expired_before=time.time() - self._result_retention_s, dry_run=dry_run)
+            self._bound.sizes = Sizes.of(database)
             return pruned
 
         return await self.writer.submit(run)
+
+
+def _waiting_bytes(database: Database, model_id: str, seq_id: int) -> int | None:
+    """Size of the body of an operation that has not run, in bytes; None when there is no such operation."""
+    select = "SELECT length(request) FROM operations WHERE model_id = ? AND seq_id = ? AND state = 0"
+    row = database.execute(select, (model_id, seq_id)).fetchone()
+    return None if row is None else row[0]
 
 
 def _serialized(request: Message) -> bytes:

@@ -1,4 +1,4 @@
-"""The journal's file: its tables, and how it is opened.
+"""The journal in a SQLite file: its tables, how it is opened, and its errors. A Database of journal_database.py.
 
 Format 3 (PRAGMA user_version), enough to replay a model after a crash:
 
@@ -27,6 +27,11 @@ from __future__ import annotations
 import sqlite3
 from contextlib import closing, suppress
 from pathlib import Path
+
+from google.protobuf.message import EncodeError
+
+from tinsmith.errors import OutOfCapacity, ServiceError
+from trainer_service.durability.journal_database import Unstorable
 
 FORMAT = 3
 NAME = "journal.sqlite"
@@ -75,7 +80,41 @@ CREATE INDEX expiring ON operations (finished_at) WHERE result IS NOT NULL;
 """
 
 
-def connect(path: Path) -> sqlite3.Connection:
+class JournalFile(sqlite3.Connection):
+    """An open journal, which no other process can open."""
+
+    path: Path
+    renew_s: float | None = None
+    journal_id = ""
+    all_model_ids = "SELECT model_id FROM models"
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    def begin(self) -> None:
+        if self.in_transaction:  # an earlier transaction that could not be rolled back
+            self.rollback()
+        self.execute("BEGIN")
+
+    def is_outage(self, error: Exception) -> bool:
+        return False
+
+    def compact(self) -> None:
+        self.execute("VACUUM")
+
+    def in_words(self, error: Exception) -> ServiceError:
+        if passes(error) or isinstance(error, MemoryError):
+            return OutOfCapacity(f"the journal cannot be written: {str(error) or 'no memory is left'}")
+        if isinstance(error, sqlite3.DataError | OverflowError | EncodeError):
+            return Unstorable(f"the journal {self.path} cannot hold it: {error}")
+        # These classes are about the file; the other subclasses of DatabaseError are about one statement.
+        if type(error) in (sqlite3.DatabaseError, sqlite3.OperationalError, UnicodeDecodeError):
+            return ServiceError(damaged(self.path, error))
+        return ServiceError(f"internal error at the journal {self.path}: {error!r}; the log has the cause")
+
+
+def connect(path: Path) -> JournalFile:
     """Opens and locks the journal. Creates it if it does not exist.
 
     Raises SystemExit, which says what to do, for a journal that another process has open, that is damaged, or that has
@@ -86,7 +125,10 @@ def connect(path: Path) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?psow=0"
     with suppress(OSError):  # SQLite's own error, below, is clearer
         path.touch(mode=0o600)  # the journal holds training data
-    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=1.0)
+    connection = sqlite3.connect(
+        uri, uri=True, isolation_level=None, check_same_thread=False, timeout=1.0, factory=JournalFile
+    )
+    connection.path = path
     try:
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         connection.execute("PRAGMA journal_mode = WAL")

@@ -5,12 +5,12 @@ Imports no torch.
 
 from __future__ import annotations
 
-import sqlite3
 from dataclasses import asdict, dataclass
 
 from tinsmith.rpc.times import timestamp
 from tinsmith.rpc.words import value_of
 from tinsmith.v1 import trainer_admin_pb2 as pb
+from trainer_service.durability.journal_database import Database
 
 _SIZES = (
     "SELECT coalesce(sum(coalesce(length(request), 0) + coalesce(length(result), 0)), 0), "
@@ -73,70 +73,72 @@ class Sizes:
     """Bytes of the requests that have not run."""
 
     @classmethod
-    def of(cls, connection: sqlite3.Connection, *, model_id: str | None = None) -> Sizes:
+    def of(cls, database: Database, *, model_id: str | None = None) -> Sizes:
         """Counts the bytes of all models, or of one."""
         if model_id is None:
-            return cls(*connection.execute(_SIZES).fetchone())
-        return cls(*connection.execute(_SIZES + " WHERE model_id = ?", (model_id,)).fetchone())
+            return cls(*database.execute(_SIZES).fetchone())
+        return cls(*database.execute(_SIZES + " WHERE model_id = ?", (model_id,)).fetchone())
 
 
-def summaries(connection: sqlite3.Connection) -> list[Summary]:
+def summaries(database: Database) -> list[Summary]:
     """Summaries of all models, in the order of their creation. Operations whose rows were deleted are not counted."""
-    rows = connection.execute(
+    rows = database.execute(
         "SELECT models.model_id, models.state, reason, created_at, snapshot_seq_id, snapshot_at, snapshot_bytes, "
-        "cut_seq_id, coalesce(sum(operations.state = 0), 0), coalesce(sum(operations.state = 1), 0), "
-        "coalesce(sum(operations.state = 2), 0), coalesce(sum(length(request)), 0), coalesce(sum(length(result)), 0) "
-        "FROM models LEFT JOIN operations USING (model_id) GROUP BY models.model_id ORDER BY created_at"
+        "cut_seq_id, count(CASE operations.state WHEN 0 THEN 1 END), count(CASE operations.state WHEN 1 THEN 1 END), "
+        "count(CASE operations.state WHEN 2 THEN 1 END), coalesce(sum(length(request)), 0), "
+        "coalesce(sum(length(result)), 0) FROM models LEFT JOIN operations ON operations.model_id = models.model_id "
+        "GROUP BY models.model_id, models.state, reason, created_at, snapshot_seq_id, snapshot_at, snapshot_bytes, "
+        "cut_seq_id ORDER BY created_at"
     ).fetchall()
     return [Summary(*row) for row in rows]
 
 
-def prune(connection: sqlite3.Connection, *, expired_before: float, dry_run: bool) -> Pruned:
+def prune(database: Database, *, expired_before: float, dry_run: bool) -> Pruned:
     """Deletes models that ended, and results that were finished, before `expired_before`, and bodies that the newest
     snapshot covers.
 
     A model that was lost later stays, because its client may not know why yet. `dry_run`: deletes nothing in the end.
     """
-    ended = connection.execute("SELECT model_id FROM models WHERE ended_at < ?", (expired_before,))
+    ended = database.execute("SELECT model_id FROM models WHERE ended_at < ?", (expired_before,))
     model_ids = [row[0] for row in ended]
-    connection.execute("SAVEPOINT prune")
-    before = Sizes.of(connection).total
-    num_results = expire(connection, before=expired_before)
-    num_bodies = cut_covered(connection)
-    drop_empty(connection)
-    pruned = Pruned(num_results, num_bodies, tuple(model_ids), before - Sizes.of(connection).total)
+    database.execute("SAVEPOINT prune")
+    before = Sizes.of(database).total
+    num_results = expire(database, before=expired_before)
+    num_bodies = cut_covered(database)
+    drop_empty(database)
+    pruned = Pruned(num_results, num_bodies, tuple(model_ids), before - Sizes.of(database).total)
     if dry_run:
-        connection.execute("ROLLBACK TO prune")
-    connection.execute("RELEASE prune")
+        database.execute("ROLLBACK TO prune")
+    database.execute("RELEASE prune")
     return pruned
 
 
-def expire(connection: sqlite3.Connection, *, before: float) -> int:
+def expire(database: Database, *, before: float) -> int:
     """Deletes models that ended, and results that were finished, before `before`. Returns the number of results."""
-    connection.execute("DELETE FROM models WHERE ended_at < ?", (before,))
-    return connection.execute(
+    database.execute("DELETE FROM models WHERE ended_at < ?", (before,))
+    return database.execute(
         "UPDATE operations SET result = NULL WHERE result IS NOT NULL AND finished_at < ?", (before,)
     ).rowcount
 
 
-def cut_covered(connection: sqlite3.Connection) -> int:
+def cut_covered(database: Database) -> int:
     """Cuts bodies that no replay needs: those up to the newest snapshot, and those of ended models. Returns their
     number.
 
     Bodies of operations that have not run stay.
     """
-    num_cut = connection.execute(
+    num_cut = database.execute(
         "UPDATE operations SET request = NULL WHERE request IS NOT NULL AND state != 0 AND seq_id <= "
         "(SELECT CASE state WHEN 'live' THEN snapshot_seq_id ELSE operations.seq_id END "
         "FROM models WHERE models.model_id = operations.model_id)"
     ).rowcount
-    connection.execute("UPDATE models SET cut_seq_id = snapshot_seq_id WHERE snapshot_seq_id > cut_seq_id")
+    database.execute("UPDATE models SET cut_seq_id = snapshot_seq_id WHERE snapshot_seq_id > cut_seq_id")
     return num_cut
 
 
-def drop_empty(connection: sqlite3.Connection) -> None:
+def drop_empty(database: Database) -> None:
     """Deletes rows of executed operations that have neither a body nor a result, up to each model's cut_seq_id."""
-    connection.execute(
+    database.execute(
         "DELETE FROM operations WHERE state != 0 AND request IS NULL AND result IS NULL AND seq_id <= "
         "(SELECT cut_seq_id FROM models WHERE models.model_id = operations.model_id)"
     )

@@ -1,6 +1,7 @@
-"""The thread that owns the journal's connection, and keeps the journal within its bound.
+"""The thread that owns the journal's database, and keeps the journal within its bound.
 
-Waiting writes share one transaction (group commit).
+Waiting writes share one transaction (group commit). In an outage of the database they wait, and their transaction is
+tried again; it is unknown then whether the earlier attempt took place, so all jobs can be repeated.
 """
 
 from __future__ import annotations
@@ -8,19 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
-import sqlite3
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
-from google.protobuf.message import EncodeError
-
-from tinsmith.errors import NotReady, OutOfCapacity, ServiceError
-from trainer_service.durability import journal_file
+from tinsmith.errors import NotReady, ServiceError
+from trainer_service.durability.journal_database import Database, Superseded
 from trainer_service.durability.journal_pruning import Sizes, cut_covered, drop_empty, expire
 from trainer_service.metrics import Metrics
 
@@ -30,6 +27,11 @@ T = TypeVar("T")
 
 _SHARES_S = 0.02
 """Time that a job that is not urgent waits for an urgent one, to share its transaction, in seconds."""
+_OUTAGE_PATIENCE_S = 10.0
+"""Longest time for which jobs wait for the end of an outage, in seconds. Then they fail, and their callers may try
+again."""
+_OUTAGE_PAUSE_S = 0.25
+"""Pause between two attempts in an outage, in seconds."""
 _PRUNE_INTERVAL_S = 60.0
 _LOW_WATER = 0.9
 """Share of max_bytes down to which the journal is cut, so that not every commit has to cut again."""
@@ -37,13 +39,9 @@ _PRESSED = 0.5
 """Share of max_bytes above which a snapshot is taken at every step."""
 
 
-class Unstorable(ServiceError):
-    """SQLite or protobuf cannot represent a value of the transaction, so trying again would not help."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Job:
-    run: Callable[[sqlite3.Connection], Any]
+    run: Callable[[Database], Any]
     done: Future[Any]
     urgent: bool
 
@@ -66,49 +64,48 @@ class Bound:
     def is_pressed(self) -> bool:
         return self.sizes.total > self.max_bytes * _PRESSED
 
-    def prune(self, connection: sqlite3.Connection) -> None:
+    def prune(self, database: Database) -> None:
         """Deletes expired results and models that ended long ago, at most once a minute. Above the bound it runs at
         once, and cuts more, in the order that the class's docstring has."""
         if time.time() < self._next_prune and self.sizes.total <= self.max_bytes:
             return
         self._next_prune = time.time() + _PRUNE_INTERVAL_S
-        expire(connection, before=time.time() - self._result_retention_s)
-        self.sizes = Sizes.of(connection)
+        expire(database, before=time.time() - self._result_retention_s)
+        self.sizes = Sizes.of(database)
         if self.sizes.total > self.max_bytes:
-            cut_covered(connection)
-            self.sizes = Sizes.of(connection)
-            self._cut_results(connection)
-            self._cut_needed_bodies(connection)
-        drop_empty(connection)
+            cut_covered(database)
+            self.sizes = Sizes.of(database)
+            self._cut_results(database)
+            self._cut_needed_bodies(database)
+        drop_empty(database)
 
-    def cut_up_to(self, connection: sqlite3.Connection, model_id: str, seq_id: int) -> None:
+    def cut_up_to(self, database: Database, model_id: str, seq_id: int) -> None:
         """Cuts a model's bodies up to that of the operation `seq_id`."""
-        (num_bytes,) = connection.execute(
+        (num_bytes,) = database.execute(
             "SELECT coalesce(sum(length(request)), 0) FROM operations WHERE model_id = ? AND seq_id <= ?",
             (model_id, seq_id),
         ).fetchone()
-        connection.execute(
-            "UPDATE operations SET request = NULL WHERE model_id = ? AND seq_id <= ?", (model_id, seq_id)
-        )
-        connection.execute("UPDATE models SET cut_seq_id = ? WHERE model_id = ?", (seq_id, model_id))
+        database.execute("UPDATE operations SET request = NULL WHERE model_id = ? AND seq_id <= ?", (model_id, seq_id))
+        database.execute("UPDATE models SET cut_seq_id = ? WHERE model_id = ?", (seq_id, model_id))
         self.sizes.total -= num_bytes
 
-    def _cut_results(self, connection: sqlite3.Connection) -> None:
+    def _cut_results(self, database: Database) -> None:
         rows = self._oldest(
-            connection, "SELECT id, model_id, seq_id, length(result) FROM operations WHERE result IS NOT NULL"
+            database, "SELECT id, model_id, seq_id, length(result) FROM operations WHERE result IS NOT NULL"
         )
-        connection.executemany("UPDATE operations SET result = NULL WHERE id = ?", [(row[0],) for row in rows])
+        database.executemany("UPDATE operations SET result = NULL WHERE id = ?", [(row[0],) for row in rows])
         if rows:
             logger.warning("cut %d results from the journal before they expired", len(rows))
 
-    def _cut_needed_bodies(self, connection: sqlite3.Connection) -> None:
+    def _cut_needed_bodies(self, database: Database) -> None:
         rows = self._oldest(
-            connection,
+            database,
             "SELECT id, model_id, seq_id, length(request) FROM operations WHERE request IS NOT NULL AND seq_id > 0",
         )
-        connection.executemany("UPDATE operations SET request = NULL WHERE id = ?", [(row[0],) for row in rows])
-        connection.executemany(
-            "UPDATE models SET cut_seq_id = max(cut_seq_id, ?) WHERE model_id = ?", [(row[2], row[1]) for row in rows]
+        database.executemany("UPDATE operations SET request = NULL WHERE id = ?", [(row[0],) for row in rows])
+        database.executemany(
+            "UPDATE models SET cut_seq_id = ? WHERE model_id = ? AND cut_seq_id < ?",
+            [(row[2], row[1], row[2]) for row in rows],
         )
         if rows:
             logger.warning(
@@ -119,13 +116,13 @@ class Bound:
                 ", ".join(sorted({row[1] for row in rows})),
             )
 
-    def _oldest(self, connection: sqlite3.Connection, select: str) -> list[tuple[int, str, int, int]]:
+    def _oldest(self, database: Database, select: str) -> list[tuple[int, str, int, int]]:
         """Selects executed operations to cut, the oldest first, until the journal would be below _LOW_WATER.
 
         `select`: a query for (id, model_id, seq_id, bytes to be cut).
         """
         chosen: list[tuple[int, str, int, int]] = []
-        for row in connection.execute(f"{select} AND state != 0 ORDER BY id"):
+        for row in database.execute(f"{select} AND state != 0 ORDER BY id"):
             if self.sizes.total <= self.max_bytes * _LOW_WATER:
                 break
             self.sizes.total -= row[3]
@@ -134,18 +131,25 @@ class Bound:
 
 
 class Writer:
-    """Runs jobs from its creation until `close`, which waits for all submitted jobs and closes the connection."""
+    """Runs jobs from its creation until `close`, which waits for all submitted jobs and closes the database."""
 
-    def __init__(self, connection: sqlite3.Connection, bound: Bound, metrics: Metrics, *, path: Path) -> None:
-        self._path = path
-        self._connection = connection
+    def __init__(self, database: Database, bound: Bound, metrics: Metrics) -> None:
+        self._database = database
         self._bound = bound
         self._metrics = metrics
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
         self._closed = False
+        self._in_outage = False
+        """True from an outage until the next successful transaction, which counts the journal's bytes again."""
+        self.superseded: Future[Superseded] = Future()
+        """Has the reason once another trainer has taken over the journal. No later job runs."""
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
         self._thread.start()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     def close(self) -> None:
         with self._closing:
@@ -153,15 +157,16 @@ class Writer:
             self._jobs.put(None)
         self._thread.join()
 
-    async def submit(self, run: Callable[[sqlite3.Connection], T], *, urgent: bool = True) -> T:
+    async def submit(self, run: Callable[[Database], T], *, urgent: bool = True) -> T:
         """Calls `run` on the writer's thread. Returns its result once the transaction is on disk.
 
-        `run` may be called twice; the first call's changes are then rolled back. It may raise a ServiceError, which is
-        raised here, but only before it writes. A job that is not urgent may take 20 ms longer; it mostly shares another
-        job's write to the disk.
+        `run` may be called several times. An earlier call's changes are then rolled back; after an outage they may also
+        have been made. It may raise a ServiceError, which is raised here, but only before it writes. A job that is not
+        urgent may take 20 ms longer; it mostly shares another job's write to the disk.
 
         Raises OutOfCapacity when the disk does not take the transaction, Unstorable when no disk would, NotReady after
-        `close`, and a plain ServiceError for a damaged journal and for any other error of `run`.
+        `close` and in a long outage, Superseded when the journal belongs to another trainer by now, and a plain
+        ServiceError for a damaged journal and for any other error of `run`.
         """
         done: Future[T] = Future()
         with self._closing:
@@ -172,24 +177,28 @@ class Writer:
 
     def _work(self) -> None:
         """The writer's thread: runs all waiting jobs in one transaction, again and again."""
-        while jobs := self._take():
-            self._commit(jobs)
-        self._connection.close()
+        while (jobs := self._take()) is not None:
+            if jobs:
+                self._commit(jobs)
+            elif not self.superseded.done():
+                self._note(self._attempt([]))
+        self._database.close()
 
-    def _take(self) -> list[_Job]:
-        """Waits for jobs, and returns them once one is urgent or has waited for _SHARES_S. Returns none when the thread
-        is to end."""
+    def _take(self) -> list[_Job] | None:
+        """Waits for jobs, and returns them once one is urgent or has waited for _SHARES_S. Returns no jobs after a
+        pause in which an idle journal is to be renewed, and None when the thread is to end."""
         jobs: list[_Job] = []
         latest = 0.0
         while True:
             try:
-                job = self._jobs.get(timeout=max(0.0, latest - time.monotonic())) if jobs else self._jobs.get()
+                timeout = max(0.0, latest - time.monotonic()) if jobs else self._database.renew_s
+                job = self._jobs.get(timeout=timeout)
             except queue.Empty:
                 return jobs
             if job is None:
                 if jobs:
                     self._jobs.put(None)
-                return jobs
+                return jobs or None
             if job.urgent:
                 latest = 0.0
             elif not jobs:
@@ -198,8 +207,10 @@ class Writer:
 
     def _commit(self, jobs: list[_Job]) -> None:
         started = time.perf_counter()
-        outcomes = self._attempt(jobs, prune=True)
-        if isinstance(outcomes, ServiceError):  # jobs that only read, or are small enough, may succeed alone
+        outcomes = self._patient_attempt(jobs)
+        if isinstance(outcomes, NotReady):  # every job fails: none reached the database
+            outcomes = [(job, outcomes) for job in jobs]
+        elif isinstance(outcomes, ServiceError):  # jobs that only read, or are small enough, may succeed alone
             outcomes = [self._alone(job) for job in jobs]
         self._metrics.durability.journal_commit_seconds.observe(time.perf_counter() - started)
         self._metrics.durability.journal_bytes.set(self._bound.sizes.total)
@@ -211,6 +222,22 @@ class Writer:
             else:
                 job.done.set_result(outcome)
 
+    def _patient_attempt(self, jobs: list[_Job]) -> list[tuple[_Job, Any]] | ServiceError:
+        """`_attempt` with pruning, again and again in an outage, for at most _OUTAGE_PATIENCE_S."""
+        if self.superseded.done():
+            return self.superseded.result()
+        until = time.monotonic() + _OUTAGE_PATIENCE_S
+        while True:
+            outcomes = self._attempt(jobs, prune=True)
+            self._note(outcomes)
+            if not self._in_outage or self.superseded.done() or self._closed or time.monotonic() > until:
+                return outcomes
+            time.sleep(_OUTAGE_PAUSE_S)
+
+    def _note(self, outcomes: list[tuple[_Job, Any]] | ServiceError) -> None:
+        if isinstance(outcomes, Superseded) and not self.superseded.done():
+            self.superseded.set_result(outcomes)
+
     def _alone(self, job: _Job) -> tuple[_Job, Any]:
         outcomes = self._attempt([job])
         return (job, outcomes) if isinstance(outcomes, ServiceError) else outcomes[0]
@@ -220,36 +247,36 @@ class Writer:
         sizes = replace(self._bound.sizes)
         outcomes: list[tuple[_Job, Any]] = []
         try:
-            if self._connection.in_transaction:  # an earlier transaction that could not be rolled back
-                self._connection.execute("ROLLBACK")
-            self._connection.execute("BEGIN")
+            self._database.begin()
+            if self._in_outage:
+                self._bound.sizes = Sizes.of(self._database)
             for job in jobs:
                 try:
-                    outcomes.append((job, job.run(self._connection)))
+                    outcomes.append((job, job.run(self._database)))
                 except ServiceError as error:  # the job refused before it wrote anything
                     outcomes.append((job, error))
             if prune:
-                self._bound.prune(self._connection)
-            self._connection.execute("COMMIT")
+                self._bound.prune(self._database)
+            self._database.commit()
         except Exception as error:  # no error may end this thread: every later caller would wait for ever
-            logger.exception("a transaction of %d journal jobs failed", len(jobs))
-            try:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-            except sqlite3.Error:
-                logger.exception("the transaction cannot be rolled back now; this is tried again before the next one")
             self._bound.sizes = sizes
-            self._metrics.durability.journal_failures.inc()
-            return self._in_words(error)
+            self._roll_back(error, num_jobs=len(jobs))
+            return error if isinstance(error, Superseded) else self._database.in_words(error)
+        if self._in_outage:
+            self._in_outage = False
+            logger.info("the journal %s is there again", self._database.name)
         return outcomes
 
-    def _in_words(self, error: Exception) -> ServiceError:
-        """The ServiceError for an error of a transaction."""
-        if journal_file.passes(error) or isinstance(error, MemoryError):
-            return OutOfCapacity(f"the journal cannot be written: {str(error) or 'no memory is left'}")
-        if isinstance(error, sqlite3.DataError | OverflowError | EncodeError):
-            return Unstorable(f"the journal {self._path} cannot hold it: {error}")
-        # These classes are about the file; the other subclasses of DatabaseError are about one statement.
-        if type(error) in (sqlite3.DatabaseError, sqlite3.OperationalError, UnicodeDecodeError):
-            return ServiceError(journal_file.damaged(self._path, error))
-        return ServiceError(f"internal error at the journal {self._path}: {error!r}; the log has the cause")
+    def _roll_back(self, error: Exception, *, num_jobs: int) -> None:
+        if isinstance(error, Superseded):
+            return
+        if not self._database.is_outage(error):
+            logger.exception("a transaction of %d journal jobs failed", num_jobs)
+        elif not self._in_outage:
+            self._in_outage = True
+            logger.error("the journal %s cannot be reached, and is tried again: %s", self._database.name, error)
+        try:
+            self._database.rollback()
+        except Exception:
+            logger.exception("the transaction cannot be rolled back now; this is tried again before the next one")
+        self._metrics.durability.journal_failures.inc()

@@ -1,4 +1,5 @@
-"""Snapshots on disk: folders "<model_id>/<seq_id>" below one root, each a model as it was after that operation.
+"""Snapshots on the trainer's disk: folders "<model_id>/<seq_id>" below one root, each a model as it was after that
+operation. A SnapshotStore of stored_snapshots.py.
 
     adapter.npy            flat buffer of the adapter or the full model, float32 [numel]
     optimizer.<name>.npy   the optimizer's tensors
@@ -68,16 +69,7 @@ class SnapshotFiles:
         folder = self._temporary / uuid.uuid4().hex
         try:
             folder.mkdir()
-            _save(folder / f"{_ADAPTER}.npy", state.adapter.flat)
-            if state.optimizer is not None:
-                for name, tensor in state.optimizer.tensors.items():
-                    _save(folder / f"{_OPTIMIZER}{name}.npy", tensor)
-            if (accumulation := state.accumulation) is not None:
-                tainted = {"tainted": accumulation.tainted, "tainted_by": accumulation.tainted_by}
-                (folder / _ACCUMULATION).write_text(json.dumps(tainted))
-                if accumulation.gradient is not None:
-                    _save(folder / f"{_GRADIENT}.npy", accumulation.gradient)
-            (folder / _LAYOUT).write_text(json.dumps(_layout(state.adapter)))
+            save_state(folder, state)
             written = Manifest.of(info, [manifest.describe(path) for path in sorted(folder.iterdir())])
             written.write(folder)
             for path in [*folder.iterdir(), folder]:
@@ -94,7 +86,7 @@ class SnapshotFiles:
     def _check_room(self, state: CapturedState) -> None:
         """Raises OSError when the snapshot would leave too little free. The journal is on the same disk, and training
         stops when the journal cannot be written."""
-        needed = _num_bytes(state)
+        needed = num_bytes_of(state)
         free = shutil.disk_usage(self.root).free
         if free - needed < self._min_free_bytes:
             raise OSError(
@@ -109,7 +101,7 @@ class SnapshotFiles:
             names = [path.name for path in (self.root / model_id).iterdir() if path.is_dir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted((int(name) for name in names if _SEQ_ID.fullmatch(name)), reverse=True)
+        return newest_first(names)
 
     def model_ids(self) -> list[str]:
         """Ids of the models that have snapshots, damaged ones included."""
@@ -126,23 +118,7 @@ class SnapshotFiles:
     def read(self, model_id: str, seq_id: int, base: BaseModel) -> tuple[pb.CheckpointInfo, CapturedState]:
         """Reads a snapshot's state. Raises DataCorrupted when it cannot be read, or was made for other layers."""
         found = self._manifest(model_id, seq_id)
-        info, folder = found.checkpoint, self._path(model_id, seq_id)
-        config = config_from_proto(info.lora_config, max_rank=info.lora_config.rank)
-        try:
-            tensors = {name: _load(folder / name) for name in found.files if name.endswith(".npy")}
-            flat, gradient = tensors.pop(f"{_ADAPTER}.npy"), tensors.pop(f"{_GRADIENT}.npy", None)
-            accumulation = None
-            if _ACCUMULATION in found.files:
-                accumulation = Accumulation(gradient, **json.loads((folder / _ACCUMULATION).read_text()))
-            weights = Adapter(config, base.targets, flat) if config.rank else FullWeights(base, flat)
-            fits = json.loads((folder / _LAYOUT).read_text()) == _layout(weights)
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-            raise DataCorrupted(f"the snapshot {model_id}/{seq_id} cannot be read: {error}") from None
-        if not fits:
-            raise DataCorrupted(f"the snapshot {model_id}/{seq_id} was made for other layers of a base model")
-        optimizer = {name.removeprefix(_OPTIMIZER).removesuffix(".npy"): tensor for name, tensor in tensors.items()}
-        state = OptimizerState(word_of(pb.Optimizer, info.optimizer), optimizer) if optimizer else None
-        return info, CapturedState(config, weights, info.step, state, accumulation)
+        return found.checkpoint, load_state(self._path(model_id, seq_id), found, base, name=f"{model_id}/{seq_id}")
 
     def delete(self, model_id: str, seq_ids: Iterable[int]) -> None:
         """Deletes snapshots, those that exist."""
@@ -151,11 +127,6 @@ class SnapshotFiles:
 
     def delete_all(self, model_id: str) -> None:
         shutil.rmtree(self.root / model_id, ignore_errors=True)
-
-    def delete_others(self, model_ids: Iterable[str]) -> None:
-        """Deletes the snapshots of all models but these. Other files stay."""
-        for model_id in set(self.model_ids()) - set(model_ids):
-            self.delete_all(model_id)
 
     def _path(self, model_id: str, seq_id: int) -> Path:
         return self.root / model_id / str(seq_id)
@@ -169,7 +140,48 @@ class SnapshotFiles:
         return Manifest.parse(data, location=location)
 
 
-def _num_bytes(state: CapturedState) -> int:
+def newest_first(names: Iterable[str]) -> list[int]:
+    """The seq_ids among names of folders."""
+    return sorted((int(name) for name in names if _SEQ_ID.fullmatch(name)), reverse=True)
+
+
+def save_state(folder: Path, state: CapturedState) -> None:
+    """Writes a snapshot's files, all but the manifest."""
+    _save(folder / f"{_ADAPTER}.npy", state.adapter.flat)
+    if state.optimizer is not None:
+        for name, tensor in state.optimizer.tensors.items():
+            _save(folder / f"{_OPTIMIZER}{name}.npy", tensor)
+    if (accumulation := state.accumulation) is not None:
+        tainted = {"tainted": accumulation.tainted, "tainted_by": accumulation.tainted_by}
+        (folder / _ACCUMULATION).write_text(json.dumps(tainted))
+        if accumulation.gradient is not None:
+            _save(folder / f"{_GRADIENT}.npy", accumulation.gradient)
+    (folder / _LAYOUT).write_text(json.dumps(_layout(state.adapter)))
+
+
+def load_state(folder: Path, found: Manifest, base: BaseModel, *, name: str) -> CapturedState:
+    """Reads a snapshot's files. `name`: the snapshot's, for messages. Raises DataCorrupted when they cannot be read, or
+    were made for other layers."""
+    info = found.checkpoint
+    config = config_from_proto(info.lora_config, max_rank=info.lora_config.rank)
+    try:
+        tensors = {file: _load(folder / file) for file in found.files if file.endswith(".npy")}
+        flat, gradient = tensors.pop(f"{_ADAPTER}.npy"), tensors.pop(f"{_GRADIENT}.npy", None)
+        accumulation = None
+        if _ACCUMULATION in found.files:
+            accumulation = Accumulation(gradient, **json.loads((folder / _ACCUMULATION).read_text()))
+        weights = Adapter(config, base.targets, flat) if config.rank else FullWeights(base, flat)
+        fits = json.loads((folder / _LAYOUT).read_text()) == _layout(weights)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise DataCorrupted(f"the snapshot {name} cannot be read: {error}") from None
+    if not fits:
+        raise DataCorrupted(f"the snapshot {name} was made for other layers of a base model")
+    optimizer = {file.removeprefix(_OPTIMIZER).removesuffix(".npy"): tensor for file, tensor in tensors.items()}
+    state = OptimizerState(word_of(pb.Optimizer, info.optimizer), optimizer) if optimizer else None
+    return CapturedState(config, weights, info.step, state, accumulation)
+
+
+def num_bytes_of(state: CapturedState) -> int:
     """Size of a snapshot's arrays, in bytes; its other files are small."""
     tensors = [state.adapter.flat, *(state.optimizer.tensors.values() if state.optimizer is not None else ())]
     if state.accumulation is not None and state.accumulation.gradient is not None:

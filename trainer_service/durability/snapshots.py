@@ -21,7 +21,7 @@ from tinsmith.threads import in_pool, in_pool_of
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.durability.executing import Executing, Name, other_work
 from trainer_service.durability.journal import Journal
-from trainer_service.durability.snapshot_files import SnapshotFiles
+from trainer_service.durability.stored_snapshots import SnapshotStore
 from trainer_service.engine.engine import CapturedState
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Turn
@@ -67,7 +67,7 @@ class Snapshots:
     loop."""
 
     def __init__(
-        self, files: SnapshotFiles, journal: Journal, policy: Policy, metrics: Metrics, executing: Executing
+        self, files: SnapshotStore, journal: Journal, policy: Policy, metrics: Metrics, executing: Executing
     ) -> None:
         self.files = files
         self._executing = executing

@@ -1,17 +1,31 @@
 """Reads and prunes the journals of stopped trainers, for `tinsmith journal` and `tinsmith up`.
 
-All functions but `find` and `num_live_runs` raise SystemExit when a journal cannot be opened, as `journal_file.connect`
-does.
+All functions but `find` and `num_live_runs` raise SystemExit when a journal cannot be opened, or when its trainer is at
+work.
 """
 
 from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer_service.durability import journal_file, journal_pruning
+from tinsmith.rpc.postgres import described
+from trainer_service.durability import journal_file, journal_postgres, journal_pruning
+from trainer_service.durability.journal_database import Database
 from trainer_service.durability.journal_pruning import Pruned, Summary
+
+
+@dataclass(frozen=True, slots=True)
+class OfTrainer:
+    """The journal of one trainer in PostgreSQL."""
+
+    url: str = field(repr=False)
+    trainer: str
+
+    def __str__(self) -> str:
+        return f"{described(self.url)}, trainer {self.trainer}"
 
 
 def find(folder: Path) -> list[Path]:
@@ -20,29 +34,34 @@ def find(folder: Path) -> list[Path]:
     return [path for path in (folder / name, *sorted(folder.glob(f"trainers/*/{name}"))) if path.is_file()]
 
 
-def summaries(path: Path) -> list[Summary]:
+def find_in(url: str) -> list[OfTrainer]:
+    """The journals of all trainers in a PostgreSQL database."""
+    return [OfTrainer(url, name) for name in journal_postgres.trainer_names(url)]
+
+
+def summaries(where: Path | OfTrainer) -> list[Summary]:
     """Summaries of all models of a journal."""
-    with closing(journal_file.connect(path)) as connection:
-        return journal_pruning.summaries(connection)
+    with closing(_opened(where)) as database:
+        return journal_pruning.summaries(database)
 
 
-def prune(path: Path, *, expired_before: float, dry_run: bool) -> Pruned:
+def prune(where: Path | OfTrainer, *, expired_before: float, dry_run: bool) -> Pruned:
     """Prunes a journal as `journal_pruning.prune` does, and returns the freed space to the disk."""
-    with closing(journal_file.connect(path)) as connection:
-        connection.execute("BEGIN")
-        pruned = journal_pruning.prune(connection, expired_before=expired_before, dry_run=dry_run)
-        connection.execute("COMMIT")
+    with closing(_opened(where)) as database:
+        database.begin()
+        pruned = journal_pruning.prune(database, expired_before=expired_before, dry_run=dry_run)
+        database.commit()
         if not dry_run:
-            connection.execute("VACUUM")
+            database.compact()
         return pruned
 
 
-def delete_model(path: Path, model_id: str, *, dry_run: bool) -> bool:
+def delete_model(where: Path | OfTrainer, model_id: str, *, dry_run: bool) -> bool:
     """Deletes a model and its operations. Returns False when the journal has no model of this id."""
-    with closing(journal_file.connect(path)) as connection:
-        found = connection.execute("SELECT 1 FROM models WHERE model_id = ?", (model_id,)).fetchone() is not None
+    with closing(_opened(where)) as database:
+        found = database.execute("SELECT 1 FROM models WHERE model_id = ?", (model_id,)).fetchone() is not None
         if found and not dry_run:
-            connection.execute("DELETE FROM models WHERE model_id = ?", (model_id,))
+            database.execute("DELETE FROM models WHERE model_id = ?", (model_id,))
         return found
 
 
@@ -55,3 +74,9 @@ def num_live_runs(path: Path) -> int:
             return count
     except sqlite3.Error:
         return 0
+
+
+def _opened(where: Path | OfTrainer) -> Database:
+    if isinstance(where, Path):
+        return journal_file.connect(where)
+    return journal_postgres.PostgresDatabase(where.url, where.trainer)

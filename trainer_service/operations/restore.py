@@ -23,11 +23,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinsmith.errors import DataCorrupted, FailedPrecondition, InvalidRequest, NotFinite, OutOfCapacity, ServiceError
+from tinsmith.errors import (
+    DataCorrupted,
+    FailedPrecondition,
+    InvalidRequest,
+    NotFinite,
+    NotReady,
+    OutOfCapacity,
+    ServiceError,
+)
 from tinsmith.rpc.paths import version_number
 from tinsmith.threads import in_pool, in_pool_of
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
+from trainer_service.durability import stopped
 from trainer_service.durability.executing import Name, other_work
 from trainer_service.durability.journal import Entry, EntryState, Journal, LiveModel
 from trainer_service.durability.snapshot_files import SnapshotFiles
@@ -61,6 +70,16 @@ def check_journal(journal: Path, snapshots: Path) -> None:
         )
 
 
+def check_no_file(journal: Path) -> None:
+    """Raises SystemExit when the journal is to be in PostgreSQL and this file has live runs, which would not come
+    back."""
+    if journal.exists() and (count := stopped.num_live_runs(journal)):
+        raise SystemExit(
+            f"TRAINER_JOURNAL is set, and the journal {journal} has {count} live runs, which stay there. Let them end "
+            "without TRAINER_JOURNAL first, or remove that file and the snapshots beside it to start without these runs"
+        )
+
+
 class _Lost(Exception):
     """The model can never be restored; the text says why."""
 
@@ -80,12 +99,20 @@ class Restorer:
         self.scheduler.parking.shelf = self
         models = await self.journal.live_models()
         self.scheduler.executing.keep_models({model.model_id for model in models})
-        await in_pool(self.snapshots.files.delete_others, await self.journal.model_ids())
+        await self._delete_orphans()
         for model in models:
             if model.is_covered:
                 self.scheduler.leave_parked(model.model_id)
             else:
                 await self._try_to_restore(model, unparks=False)
+
+    async def _delete_orphans(self) -> None:
+        """Deletes snapshots of models that the journal does not have. It is read after the snapshots, because other
+        trainers, whose models begin in the journal, may have snapshots in the same place."""
+        files = self.snapshots.files
+        found = await in_pool(files.model_ids)
+        for model_id in set(found) - await self.journal.model_ids():
+            await in_pool(files.delete_all, model_id)
 
     async def put_away(self, model_id: str, seq_id: int) -> None:
         """See Shelf.put_away."""
@@ -118,7 +145,7 @@ class Restorer:
             await self.journal.lose(model.model_id, str(error))
             self.metrics.durability.unrestored_models.inc()
         except ServiceError as error:
-            if unparks and isinstance(error, OutOfCapacity):  # for example, the journal's disk is full
+            if unparks and isinstance(error, OutOfCapacity | NotReady):  # for example, the journal's disk is full
                 raise
             self.scheduler.give_up(model.model_id, str(error))
 

@@ -30,7 +30,7 @@ from tinsmith.rpc import logs, tracing
 from tinsmith.threads import in_pool
 from trainer_service.durability.executing import Executing, Name, arriving, deletion
 from trainer_service.durability.journal import Body, Entry, EntryState, Journal
-from trainer_service.durability.journal_writer import Unstorable
+from trainer_service.durability.journal_database import Unstorable
 from trainer_service.engine.batch import Batch, Output
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Answer, Call, Operation, Outcome, Turn, Work
@@ -442,7 +442,8 @@ class Scheduler:
         operation.accepted.set_result(error)
 
     async def _stored(self, model_id: str, seq_id: int) -> Operation | None:
-        """A finished operation from the journal; None when the journal does not have it.
+        """A finished operation from the journal; None when the journal does not have it, or has it without anybody
+        having been told.
 
         Raises ModelLost for an unfinished operation of a model that could not be restored.
         """
@@ -451,6 +452,8 @@ class Scheduler:
             return None
         if record.state == EntryState.ACCEPTED and model_id in self._models.unrestored:
             raise self._models.unrestored[model_id]
+        if record.state == EntryState.ACCEPTED and model_id not in self._models:
+            return None  # a creation that was appended in an outage of the journal, and never acknowledged
         loop = asyncio.get_running_loop()
         operation = Operation(
             model_id, seq_id, record.kind, record.digest, accepted=loop.create_future(), outcome=loop.create_future()

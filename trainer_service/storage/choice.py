@@ -13,8 +13,16 @@ from trainer_service.storage.objects import ObjectStorage
 from trainer_service.storage.protocol import Storage, StorageUnusable
 
 
-def open_storage(root: str, *, state_dir: Path, metrics: Metrics, min_free_bytes: int | None) -> Storage:
+def open_storage(
+    root: str,
+    *,
+    state_dir: Path,
+    metrics: Metrics,
+    min_free_bytes: int | None,
+    scratch: str = "checkpoints.scratch",
+) -> Storage:
     """Opens the storage at `root`, a path or an s3:// or gs:// URL. `state_dir`: folder of this trainer alone.
+    `scratch`: name of a folder there that no other storage uses.
 
     Raises StorageUnusable.
     """
@@ -23,7 +31,7 @@ def open_storage(root: str, *, state_dir: Path, metrics: Metrics, min_free_bytes
     return ObjectStorage(
         root,
         metrics,
-        scratch=state_dir / "checkpoints.scratch",
+        scratch=state_dir / scratch,
         writer=trainer_id(state_dir),
         min_free_bytes=min_free_bytes,
     )
@@ -45,3 +53,12 @@ def trainer_id(state_dir: Path) -> str:
         return path.read_text().strip()
     except OSError as error:
         raise StorageUnusable(f"state_dir: {state_dir} cannot be used: {error}") from error
+
+
+def keep_trainer_id(state_dir: Path, trainer_id: str) -> None:
+    """Makes `trainer_id` the id of this state folder. It is that of a trainer whose journal is elsewhere, and whose
+    last state folder may be lost."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    new = state_dir / "writer_id.new"
+    new.write_text(trainer_id)
+    new.rename(state_dir / "writer_id")

@@ -97,6 +97,14 @@ class LocalStorage:
     def exists(self, location: Location) -> bool:
         return (self.path(location) / manifest.NAME).exists()
 
+    def run_ids(self) -> list[str]:
+        return [path.name for path in self._root.iterdir() if path.is_dir() and not path.name.startswith("~")]
+
+    def names(self, run_id: str, kind: str) -> list[str]:
+        with contextlib.suppress(FileNotFoundError):
+            return [path.name for path in (self._root / run_id / kind).iterdir()]
+        return []
+
     @contextlib.contextmanager
     def reading(self, location: Location) -> Iterator[Manifest]:
         with self._counted(location):

@@ -111,6 +111,12 @@ class ObjectStorage:
     def exists(self, location: Location) -> bool:
         return self._call("exists", self._manifest_key(location))
 
+    def run_ids(self) -> list[str]:
+        return [name for name in self._list(self._root) if not name.startswith("~")]
+
+    def names(self, run_id: str, kind: str) -> list[str]:
+        return self._list(f"{self._root}/{run_id}/{kind}")
+
     @contextlib.contextmanager
     def reading(self, location: Location) -> Iterator[Manifest]:
         with contextlib.ExitStack() as stack:
@@ -307,6 +313,12 @@ class ObjectStorage:
 
     def _find(self, folder: str) -> list[str]:
         return self._call("find", f"{folder}/")
+
+    def _list(self, folder: str) -> list[str]:
+        """Names of the objects and folders in a folder."""
+        with contextlib.suppress(FileNotFoundError):
+            return [path.rstrip("/").rpartition("/")[2] for path in self._call("ls", f"{folder}/", False)]
+        return []
 
     def _delete_keys(self, keys: list[str]) -> None:
         if keys:

@@ -69,6 +69,14 @@ class Storage(Protocol):
 
     def exists(self, location: Location) -> bool: ...
 
+    def run_ids(self) -> list[str]:
+        """Ids of the runs that have checkpoints; also of some that no longer have any."""
+        ...
+
+    def names(self, run_id: str, kind: str) -> list[str]:
+        """Names of a run's checkpoints of one kind; also of some that were only begun, or are damaged."""
+        ...
+
     def reading(self, location: Location) -> AbstractContextManager[Manifest]:
         """A context in which the checkpoint's files can be read as they were at its beginning, also after the
         checkpoint is replaced or deleted. Nobody waits for its end. Raises CheckpointNotFound, DataCorrupted."""

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 from weakref import WeakValueDictionary
@@ -177,9 +177,13 @@ class Publisher:
         rule: GapRule,
         metrics: Metrics,
         unadapted: Scores,
+        *,
+        check_ours: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`unadapted`: the trainer's scores of the base model alone."""
+        """`unadapted`: the trainer's scores of the base model alone. `check_ours`: raises NotReady when another trainer
+        may have taken over the runs of this one; called before a version is sent, and before samplers serve it."""
         self.sender = sender
+        self._check_ours = check_ours
         self.sequences = sequences
         self._rule = rule
         self._metrics = metrics
@@ -212,6 +216,8 @@ class Publisher:
         """
         scores.add_done_callback(lambda ours: ours.cancelled() or ours.exception())  # retrieve its error in any case
         async with self._turns.setdefault(version.version_id, asyncio.Lock()):
+            if self._check_ours is not None:
+                await self._check_ours()
             return await self._publish(version, scores, sent or asyncio.Event())
 
     async def _publish(self, version: Version, scores: asyncio.Future[Scores], sent: asyncio.Event) -> Certified | None:
@@ -241,6 +247,8 @@ class Publisher:
                 f"{certificate.version_id} is not confirmed: no sampler could be measured within "
                 f"{self._rule.timeout_s:g} s"
             )
+        if self._check_ours is not None:
+            await self._check_ours()
         serving = await self.sender.confirm(certificate.version_id, members)
         if not serving:
             raise NotReady(f"{certificate.version_id} was measured, and then no sampler has confirmed it")

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tinsmith.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith_cli import main
 from trainer_service.durability.journal import Body, Journal
+from trainer_service.durability.journal_postgres import PostgresDatabase
 from trainer_service.metrics import Metrics
 
 LIVE, LOST = "s:train:0", "s:train:1"
@@ -20,9 +22,11 @@ def done() -> pb.WaitResultResponse:
 
 
 async def filled(folder: Path) -> Journal:
-    journal = Journal(
-        folder / "journal.sqlite", max_bytes=1 << 20, result_retention_s=0.0, metrics=Metrics(CollectorRegistry())
-    )
+    metrics = Metrics(CollectorRegistry())
+    return await fill(Journal(folder / "journal.sqlite", max_bytes=1 << 20, result_retention_s=0.0, metrics=metrics))
+
+
+async def fill(journal: Journal) -> Journal:
     journal._bound._next_prune = float("inf")
     for model_id in (LIVE, LOST):
         await journal.append(model_id, 0, Body.pack("create_model", pb.CreateModelRequest(model_id=model_id)))
@@ -122,3 +126,64 @@ def test_an_age_that_is_none_is_refused(age: str, stopped: Path, capsys: pytest.
         journal("prune", stopped, "--expired-after", age)
     assert ended.value.code == 2
     assert f"--expired-after: {age} is not an age in seconds" in capsys.readouterr().err
+
+
+@pytest.fixture
+def url(postgres: Postgres, tmp_path: Path) -> str:  # noqa: F811
+    """A database with the journal of the stopped trainer "tiny"."""
+    url = postgres.new_database().replace("+asyncpg", "")
+    database = PostgresDatabase(url, "tiny")
+    metrics = Metrics(CollectorRegistry())
+    journal = Journal((database, tmp_path), max_bytes=1 << 20, result_retention_s=0.0, metrics=metrics)
+    asyncio.run(fill(journal))
+    journal.close()
+    return url
+
+
+def test_journals_in_postgresql_are_shown_and_pruned_alike(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = f"postgresql://{url.rpartition('@')[2]}, trainer tiny: "
+    assert main(["journal", "show", "--journal", url]) == 0
+    first, live, lost, _ = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{where}2 models, ")
+    assert live.startswith(f"{LIVE}  live, snapshot after seq_id 2, ")
+    assert lost.startswith(f"{LOST}  lost, ")
+    monkeypatch.setenv("TRAINER_JOURNAL", url)
+    assert main(["journal", "prune", "--journal", "--name", "tiny", "--expired-after", "0", "--yes"]) == 0
+    assert f"{where}deleted " in capsys.readouterr().out
+    assert main(["journal", "prune", "--journal", "--model", LIVE, "--yes"]) == 0
+    assert f": deleted {LIVE}" in capsys.readouterr().out
+    assert main(["journal", "show", "--journal"]) == 0
+    assert "0 models" in capsys.readouterr().out
+
+
+def test_a_journal_in_postgresql_that_cannot_be_shown_says_why(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TRAINER_JOURNAL", raising=False)
+    refusals = {
+        ("--journal",): "--journal: no URL is given, and TRAINER_JOURNAL is not set",
+        ("--journal", "sqlite:///a"): "--journal: the URL is not of the form postgresql://",
+        ("--journal", url, "--name", "large"): "--name: no trainer 'large' is in the database; it has ['tiny']",
+        ("--name", "tiny"): "--name: it names a trainer in a PostgreSQL database, so --journal must be given",
+        ("--journal", "postgresql://me:secret@127.0.0.1:1/none"): "cannot open the journal postgresql://127.0.0.1:1/",
+    }
+    for flags, message in refusals.items():
+        assert main(["journal", "show", *flags]) == 2
+        shown = capsys.readouterr().err
+        assert message in shown
+        assert "secret" not in shown
+
+
+def test_the_journal_of_a_trainer_at_work_in_postgresql_is_not_touched(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    database = PostgresDatabase(url, "tiny", renew_s=0.05)
+    metrics = Metrics(CollectorRegistry())
+    running = Journal((database, Path("/tmp")), max_bytes=1 << 20, result_retention_s=0.0, metrics=metrics)
+    try:
+        assert main(["journal", "show", "--journal", url]) == 2
+        assert "trainer 'tiny' is at work" in capsys.readouterr().err
+    finally:
+        running.close()

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.support.stores import BUCKET, Place, gs, s3
+from tests.unit.trainer_service.journals import Journals
 from tests.unit.trainer_service.scheduling import Bench, FakeEngine, MakeBench
 from trainer_service.durability.journal import Journal
 from trainer_service.metrics import Metrics
@@ -38,6 +40,18 @@ async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
 @pytest.fixture
 async def bench(make_bench: MakeBench) -> Bench:
     return await make_bench()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def journals(request: pytest.FixtureRequest, tmp_path: Path) -> Journals:
+    """One of each form."""
+    return Journals(tmp_path, "") if request.param == "sqlite" else request.getfixturevalue("in_postgres")
+
+
+@pytest.fixture
+def in_postgres(postgres: Postgres, tmp_path: Path) -> Journals:  # noqa: F811
+    """In a database of this test alone."""
+    return Journals(tmp_path, postgres.new_database().replace("+asyncpg", ""))
 
 
 @pytest.fixture(scope="session")

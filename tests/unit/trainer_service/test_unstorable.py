@@ -16,7 +16,8 @@ from tests.unit.trainer_service.scheduling import Bench, MakeBench, fake_batch
 from tinsmith.errors import OutOfCapacity, ResultNotFound, ServiceError
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability.journal import Body, EntryState, Journal
-from trainer_service.durability.journal_writer import Unstorable
+from trainer_service.durability.journal_database import Database, Unstorable
+from trainer_service.durability.journal_file import JournalFile
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Operation
 from trainer_service.scheduling import scheduler as scheduler_module
@@ -28,7 +29,9 @@ async def test_an_answer_that_is_too_large_for_the_journal_is_given_once_and_not
 ) -> None:
     bench = await make_bench()
     await bench.create("a")
-    bench.journal.writer._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4000)
+    database = bench.journal.writer._database
+    assert isinstance(database, JournalFile)
+    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4000)
     operation = await bench.batch("a", 1, "x" * 5000)
     assert (await operation.wait()).forward_backward.metrics == {"x" * 5000: 1.0}
     async with asyncio.timeout(5):
@@ -46,7 +49,7 @@ async def test_an_answer_that_is_too_large_for_the_journal_is_given_once_and_not
 async def test_data_that_no_disk_would_take_is_told_from_a_disk_that_does_not_take_it_now(
     bench: Bench, error: Exception
 ) -> None:
-    def run(_: sqlite3.Connection) -> None:
+    def run(_: Database) -> None:
         raise error
 
     with pytest.raises(Unstorable, match=f"cannot hold it: {error}"):
@@ -81,12 +84,14 @@ async def test_a_transaction_that_runs_again_counts_its_bytes_once(tmp_path: Pat
     body = Body.pack("create_model", pb.CreateModelRequest(model_id="a"))
     free = threading.Event()
     blocked = asyncio.create_task(journal.writer.submit(lambda _: free.wait(10)))  # what comes now shares the next one
-    appends = [asyncio.create_task(journal.append("a", 0, body)) for _ in range(2)]
+    append = asyncio.create_task(journal.append("a", 0, body))
+    failing = asyncio.create_task(journal.writer.submit(lambda database: database.execute("no statement")))
     await asyncio.sleep(0.05)
     free.set()
     await blocked
-    outcomes = await asyncio.gather(*appends, return_exceptions=True)
-    assert sorted(isinstance(one, ServiceError) for one in outcomes) == [False, True]
+    with pytest.raises(ServiceError, match="syntax error"):
+        await failing
+    await append
     assert journal.appended_bytes("a") == len(body.compressed)
     await journal.delete_model("a")
     assert journal.appended_bytes("a") == 0
