@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -38,7 +39,7 @@ from tinsmith.errors import (
     ServiceError,
 )
 from tinsmith.rpc.parts import varint
-from tinsmith.threads import LARGE_MESSAGES, in_pool_of
+from tinsmith.threads import in_pool_of
 
 if TYPE_CHECKING:
     from gateway.gateway import Gateway
@@ -58,6 +59,10 @@ IDS_BYTES = 4096
 """Bytes at either end of a forward_backward in which its ids lie: first in protobuf, last in JSON."""
 _MAX_DRAINED_BYTES = 2**30
 _MAX_KEY_CHARACTERS = 300
+
+_PARSER = ThreadPoolExecutor(1, "bodies")
+"""One thread, which parses one body at a time. A parser holds the interpreter's lock, so with several threads the event
+loop would wait for several parsers in turn."""
 
 T = TypeVar("T")
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -365,7 +370,7 @@ async def off_loop(work: Callable[[], T], *, num_bytes: int, config: GatewayConf
     """Does work on a number of bytes; in a thread when they are many, so that other requests go on."""
     if num_bytes <= config.thread_body_bytes:
         return work()
-    return await in_pool_of(LARGE_MESSAGES, _announced, work, config.cores_page)
+    return await in_pool_of(_PARSER, _announced, work, config.cores_page)
 
 
 def _announced(work: Callable[[], T], cores_page: str) -> T:

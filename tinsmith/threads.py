@@ -5,22 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import ParamSpec, TypeVar
 
-from tinsmith.cores import yield_to_event_loops
 from tinsmith.errors import storable
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-LARGE_MESSAGES = ThreadPoolExecutor(1, "large-messages", initializer=yield_to_event_loops)
-"""The thread of this process that checks, decodes, packs and makes large messages, one at a time.
-
-Such work holds the interpreter's lock. An event loop and a compute thread, which need the lock hundreds of times in a
-micro-batch, would wait each time for as many threads as do such work. The thread's priority is that of the compute
-thread, so it takes no core from it or from an event loop.
-"""
 
 
 async def in_pool(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

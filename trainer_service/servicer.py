@@ -9,6 +9,7 @@ import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +38,7 @@ from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.server import ACCEPTED, RAN
 from tinsmith.rpc.times import check_ttl, duration
 from tinsmith.rpc.words import value_of
-from tinsmith.threads import LARGE_MESSAGES, in_pool_of
+from tinsmith.threads import in_pool_of
 from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc, types_pb2
@@ -68,7 +69,9 @@ _MAX_CHECKS_OF_NO_MODEL = 64
 _MANY_DATUMS = 64
 """A batch of more datums counts as large, without adding up its bytes."""
 _LARGE_BYTES = 64 * 1024
-"""Messages above this size are packed and made into batches on `LARGE_MESSAGES`, to keep the event loop free."""
+"""Messages above this size are packed and made into batches on a thread, to keep the event loop free."""
+_READER = ThreadPoolExecutor(1, "reader")
+"""That thread. It reads one message at a time: it holds the interpreter's lock, for which the compute thread waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -526,7 +529,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             with cores.reading():
                 return call()
 
-        return await in_pool_of(LARGE_MESSAGES, announced)
+        return await in_pool_of(_READER, announced)
 
     async def _answer(self, operation: Operation, context: Context) -> Answer:
         """The operation's answer. Records for the model's next optim_step that the caller is told of it."""

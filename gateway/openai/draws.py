@@ -17,7 +17,6 @@ from gateway.convert import check_int32, fold_seed
 from gateway.openai.generator import Generator, Source, TokenizerInfo
 from gateway.openai.schemas import Generate
 from gateway.openai.text import TextStream
-from tinsmith.cores import yield_to_event_loops
 from tinsmith.threads import in_pool_of
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2
@@ -28,7 +27,7 @@ _EMPTY_LOGPROB = -99999.0
 
 _MANY_TOKENS = 1024
 """Text of more tokens than this is made in `_THREAD`, because it would block the event loop."""
-_THREAD = ThreadPoolExecutor(1, "text", initializer=yield_to_event_loops)
+_THREAD = ThreadPoolExecutor(1, "text")
 """One thread only, because several would keep the interpreter's lock from the event loop."""
 
 _owners: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

@@ -26,7 +26,7 @@ from tinsmith.rpc.parts import check_parts, refuse_unknown
 from tinsmith.rpc.paths import run_of
 from tinsmith.rpc.reflection import add_reflection
 from tinsmith.rpc.tls import Certificates, Pinned, warn_of_clear_text
-from tinsmith.threads import LARGE_MESSAGES, in_pool_of
+from tinsmith.threads import in_pool
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ async def _parse(handler: Any, body: bytes, method: str) -> Any:
 async def _decoded(handler: Any, body: bytes, method: str) -> Any:
     decode = handler.request_deserializer
     if len(body) > _FEW_BYTES:
-        await in_pool_of(LARGE_MESSAGES, check_parts, body, decode.__self__.DESCRIPTOR)  # a message type's FromString
+        await in_pool(check_parts, body, decode.__self__.DESCRIPTOR)  # a message type's FromString
     try:
         message = decode(body)
     except DecodeError:

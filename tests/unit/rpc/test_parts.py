@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import os
 import re
-import sys
-import threading
-import time
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,7 +14,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.waiting import until
 from tinsmith.errors import InvalidRequest
-from tinsmith.rpc import server as rpc
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.parts import check_parts
@@ -30,22 +24,6 @@ from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_
 class Sampler(sampler_pb2_grpc.SamplerServiceServicer):
     async def Sample(self, request: Any, context: Any) -> sampler_pb2.SampleResponse:
         return sampler_pb2.SampleResponse()
-
-
-class Checked:
-    """Stands in for check_parts: how many checks run at once, and the names and priorities of their threads."""
-
-    def __init__(self) -> None:
-        self.num_running = self.most_running = self.num_checks = 0
-        self.threads: set[tuple[str, int]] = set()
-
-    def __call__(self, body: bytes, kind: Any) -> None:
-        self.num_running += 1
-        self.most_running = max(self.most_running, self.num_running)
-        self.threads.add((threading.current_thread().name, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
-        time.sleep(0.02)  # lets another thread begin, if there is one
-        self.num_checks += 1
-        self.num_running -= 1
 
 
 class Held:
@@ -221,17 +199,3 @@ async def test_a_refused_call_leaves_nothing_of_its_handler_for_the_garbage_coll
         await until(lambda: held[0]() is None, limit_s=3)
     finally:
         gc.enable()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux")
-async def test_large_messages_are_checked_one_at_a_time_below_the_event_loops_priority(
-    stubs: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checked = Checked()
-    monkeypatch.setattr(rpc, "check_parts", checked)
-    message = trainer_pb2.ForwardBackwardRequest(model_id="m" * 100_000)
-    await asyncio.gather(*(stubs[1].ForwardBackward(message) for _ in range(8)))
-    assert (checked.num_checks, checked.most_running) == (8, 1)
-    [(name, niceness)] = checked.threads
-    assert name.startswith("large-messages")
-    assert niceness == min(19, os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + 5)
