@@ -111,11 +111,12 @@ async def measure(folder: Path, *, minutes: float, interval_s: float) -> list[fl
     config = SamplerConfig.model_validate({"base_model": str(folder), "num_threads": 1, **SETTINGS})
     engine = await TorchEngine.load(config, SamplerMetrics(CollectorRegistry()))
     load, ends = Load(engine), time.monotonic() + 60 * minutes
-    sizes, *_ = await asyncio.gather(
-        load.report(ends, interval_s=interval_s), *(load.client(ends) for _ in range(CLIENTS))
-    )
+    async with asyncio.TaskGroup() as tasks:
+        report = tasks.create_task(load.report(ends, interval_s=interval_s))
+        for _ in range(CLIENTS):
+            tasks.create_task(load.client(ends))
     await engine.stop()
-    return sizes
+    return report.result()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

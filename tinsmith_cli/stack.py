@@ -324,6 +324,9 @@ class Stack:
             **self._cores(trainer, most=self.most_threads.trainer),
             **self.settings.passed_to("trainer"),
         }
+        if number:  # the first has the name in TRAINER_JOURNAL that it has where it is the only one
+            name = os.environ.get("TRAINER_JOURNAL_NAME") or group.model.names[0]
+            flags["journal-name"] = f"{name}-{number + 1}"
         ranks = self.settings.trainer_ranks or 1 if group.plan is None else group.plan.trainer.ranks
         service = self._grpc_service(
             "trainer",

@@ -199,6 +199,17 @@ def test_a_trainers_state_folder_does_not_depend_on_its_neighbours() -> None:
     assert folders[1] == folder != folders[0]
 
 
+@pytest.mark.parametrize(("given", "second"), [("", "org/a-2"), ("mine", "mine-2")])
+def test_several_trainers_have_names_of_their_own_in_a_shared_journal(
+    given: str, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINER_JOURNAL_NAME", given)
+    stack = make_stack([ServedModel("/m/a", ("org/a",))], trainers=2)
+    trainers = [service for service in stack.services(stack.groups()) if service.name.startswith("trainer")]
+    assert "--journal-name" not in trainers[0].argv, "the first has the name that it has alone"
+    assert flag(trainers[1], "journal-name") == second
+
+
 def test_keys_travel_by_environment_and_not_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TRAINER_API_KEYS", "SAMPLER_API_KEYS"):
         monkeypatch.delenv(name, raising=False)
