@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,9 @@ from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+"""How long a gateway waits for all services after its start, in seconds, although some base model is served."""
 
 _TRAINER = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
 _REPLIES: dict[str, Any] = {
@@ -119,6 +123,7 @@ class Clients:
         )
         self._watches: dict[str, asyncio.Task[None]] = {}
         """By address of the trainer."""
+        self._started_s = time.monotonic()
         self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -224,9 +229,21 @@ class Clients:
                 stores[key] = trainer
         return list(stores.values())
 
+    @property
+    def awaited(self) -> list[str]:
+        """Addresses of the services without which this gateway is not ready.
+
+        These are the unreached ones. `PATIENCE_S` after the start there are none if some base model can be trained and
+        sampled: a service that is down keeps nobody from the others.
+        """
+        is_patient = time.monotonic() < self._started_s + PATIENCE_S
+        sampled = {name for info in self.samplers.infos() for name in info.base_models}
+        serves = any(info.base_models and sampled.issuperset(info.base_models) for info in self.trainer_infos())
+        return [] if serves and not is_patient else self.unreached
+
     def check_all_known(self) -> None:
-        """Raises NotReady while a service that may be needed has not said yet what it serves."""
-        if self.unreached:
+        """Raises NotReady while the gateway awaits a service."""
+        if self.awaited:
             raise NotReady("not every service has been reached yet")
 
     def any_trainer(self) -> Trainer:

@@ -20,8 +20,8 @@ async def healthz(request: Request) -> Response:
 
     503 until the services that are needed have said what they serve, then 200.
     """
-    if unreached := request.gateway.clients.unreached:
-        return json_response({"status": "starting", "waiting_for": unreached}, status=503)
+    if awaited := request.gateway.clients.awaited:
+        return json_response({"status": "starting", "waiting_for": awaited}, status=503)
     return json_response({"status": "ok"})
 
 

@@ -82,6 +82,23 @@ async def test_a_run_goes_to_a_trainer_that_answers(stack: Stack, client: Client
     assert trained(stack.trainer, await client.model(await client.session()))
 
 
+async def test_a_gateway_that_starts_beside_a_dead_trainer_serves_the_others_after_a_while(
+    stack: Stack, other: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await other.stop()
+    await stack.restart_gateway()
+    async with Client(base_url=stack.url, timeout=20, headers={"x-api-key": "tml-test"}) as client:
+        reached = stack.gateway.clients
+        await until(lambda: len(reached.unreached) == 1)
+        waiting = await client.get("/api/v1/healthz")
+        assert (waiting.status_code, waiting.json()["waiting_for"]) == (503, [f"127.0.0.1:{other.port}"])
+        monkeypatch.setattr("gateway.clients.PATIENCE_S", 0.0)
+        assert (await client.get("/api/v1/healthz")).json() == {"status": "ok"}
+        assert (await client.get("/api/v1/get_server_capabilities")).json()["supported_models"]
+        assert trained(stack.trainer, await client.model(await client.session()))
+        assert reached.unreached, "the dashboard still names it"
+
+
 # A run and its trainer
 
 
