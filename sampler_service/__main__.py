@@ -19,7 +19,7 @@ from sampler_service.vllm.processes import kill_all_below
 from sampler_service.weights.weight_sync import WeightSyncServicer
 from tinsmith.allocator import exempt_from_collections, keep_freed_memory
 from tinsmith.cores import SWITCH_S
-from tinsmith.modeling.base_model import UnsupportedModel
+from tinsmith.modeling.pretrained import UnsupportedModel
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.metrics import new_registry, serve_metrics
 from tinsmith.rpc.metrics_service import MetricsServicer

@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry
 from tinsmith.allocator import exempt_from_collections, keep_freed_memory
 from tinsmith.cores import SWITCH_S, Cores, usable_cores
 from tinsmith.memory import host_bytes
-from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.pretrained import UnsupportedModel
 from tinsmith.rpc import tracing
 from tinsmith.rpc.metrics import new_registry, serve_metrics
 from tinsmith.rpc.metrics_service import MetricsServicer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sampler_service.core.request import Ints, Params, Request, Result
-from tinsmith.modeling.base_model import UnsupportedModel
+from tinsmith.modeling.pretrained import UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True)

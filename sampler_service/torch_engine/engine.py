@@ -43,8 +43,9 @@ from sampler_service.torch_engine.waiting import Job
 from tinsmith.cores import Cores, yield_to_event_loops
 from tinsmith.errors import ServiceError
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
-from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
+from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
+from tinsmith.modeling.pretrained import UnsupportedModel
 from tinsmith.modeling.self_check import TOLERANCE, random_adapter
 from tinsmith.modeling.tower import Tower
 from tinsmith.rpc.paths import run_of

@@ -29,8 +29,8 @@ from sampler_service.vllm.start import VllmProcess, check_installed, start
 from sampler_service.vllm.versions import SharedAdapter, SharedFull, WorkerVersions, no_full_versions
 from tinsmith.errors import EngineDead, ServiceError, Unsupported
 from tinsmith.modeling.adapter import Adapter, Group, Target
-from tinsmith.modeling.base_model import UnsupportedModel
 from tinsmith.modeling.full_weights import Weights
+from tinsmith.modeling.pretrained import UnsupportedModel
 
 logger = logging.getLogger(__name__)
 

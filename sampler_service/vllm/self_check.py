@@ -14,7 +14,7 @@ from sampler_service.core.request import Params, Request, StopCondition
 from sampler_service.core.self_check import Comparison
 from sampler_service.vllm.reference import Reference, Sample
 from tinsmith.modeling.adapter import Group
-from tinsmith.modeling.base_model import UnsupportedModel
+from tinsmith.modeling.pretrained import UnsupportedModel
 from tinsmith.modeling.self_check import TOLERANCE, random_adapter
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from sampler_service.threads import in_thread
 from sampler_service.vllm.reference import Reference
 from sampler_service.vllm.settings import engine_args, is_installed, set_environment
 from tinsmith.errors import EngineDead
-from tinsmith.modeling.base_model import UnsupportedModel
+from tinsmith.modeling.pretrained import UnsupportedModel
 
 
 def check_installed() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from transformers.utils import logging as transformers_logging
 
 from tinsmith.errors import Unsupported
 from tinsmith.modeling import attention
-from tinsmith.modeling.adaptation import adapt, decoder_layers, decoder_of, hand_on_layout, quantizable
+from tinsmith.modeling.adaptation import adapt, decoder_layers, decoder_of, quantizable
 from tinsmith.modeling.adapter import GROUPS, Group, Target
-from tinsmith.modeling.attention import Layout, Packed, WithoutLayout
+from tinsmith.modeling.attention import Layout, Packed
 from tinsmith.modeling.base_weights import sum_of
+from tinsmith.modeling.capabilities import MISFITS, checked
 from tinsmith.modeling.config import load_config
 from tinsmith.modeling.kernels import prepacked
 from tinsmith.modeling.kernels.choice import PLAIN, Kernels, Setting, choose
@@ -38,12 +39,19 @@ from tinsmith.modeling.parallel import Division
 from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.modeling.parallel_tensor import CannotDivide, TensorParallel
 from tinsmith.modeling.picture_check import PictureProbe
-from tinsmith.modeling.pretrained import auto_class, beside_text, listed, load_causal_lm, persistent_buffers
+from tinsmith.modeling.pretrained import (
+    UnsupportedModel,
+    auto_class,
+    beside_text,
+    listed,
+    load_causal_lm,
+    persistent_buffers,
+)
 from tinsmith.modeling.quantized import LoadingConfig, all_quantized, num_weights
 from tinsmith.modeling.recurrent import call_packages_where_they_work, pack_recurrent
-from tinsmith.modeling.self_check import TOLERANCE, Gaps, Probe
+from tinsmith.modeling.self_check import Probe
 from tinsmith.modeling.tower import Sights, Tower, tower_of
-from tinsmith.modeling.whole_layers import give_back, take_over
+from tinsmith.modeling.whole_layers import take_over
 from tinsmith.pictures.families import FAMILIES
 from tinsmith.quantization import Quantization
 
@@ -58,17 +66,6 @@ to one: on two idle cores 0.92 of the time with 16 tokens and 0.7 with 64 tokens
 
 NO_LIMIT = 2**20
 """Context length, in tokens, of a model that has no position embeddings, and so no limit of its own."""
-_PACKABLE = {
-    "full_attention", "sliding_attention", "linear_attention", "attention", "mamba", "conv", "hybrid", "moe", "mlp",
-}  # fmt: skip
-"""Kinds of layers, as in `layer_types` of a configuration, that compute packed sequences if the check on short ones
-passes. Other kinds do something else from a certain length on, such as attention in chunks."""
-_MISFITS = (TypeError, AttributeError, LookupError, ValueError, RuntimeError)
-"""Errors of a layer that was called in a way that it does not support."""
-
-
-class UnsupportedModel(Exception):
-    """The base model cannot be run here. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +192,7 @@ class BaseModel:
             )
 
         base, probe = prepare() if division is None else division.in_turns(prepare)
-        return base._checked(probe)
+        return checked(base, probe)
 
     @classmethod
     def of(cls, model: PreTrainedModel, *, path: str, trainable: bool = False, kernels: Setting = "auto") -> BaseModel:
@@ -206,7 +203,7 @@ class BaseModel:
         base, probe = cls._prepared(
             model, path=path, device=model.device, trainable=trainable, kernels=kernels, prepacks=False, division=None
         )
-        return base._checked(probe)
+        return checked(base, probe)
 
     @classmethod
     def _prepared(
@@ -293,131 +290,6 @@ class BaseModel:
             why_no_pictures=why_no_pictures,
         )
         return base, probe
-
-    def _checked(self, probe: Probe) -> BaseModel:
-        """Compares this model with the probe. Returns the model without the groups whose adapters are computed wrongly.
-        Raises UnsupportedModel."""
-        logger.info("kernels of %s: %s", self.path, self.kernels)
-        if not probe.is_finite:
-            raise UnsupportedModel(
-                f"{self.architecture}: the model's own logprobs are not finite (nan or inf) in {self.dtype}, even "
-                "in its own forward: its weights are broken; fetch them again"
-            )
-        base, limit = self, TOLERANCE[self.dtype]
-        reason = _unpackable(self.config)
-        gaps = None if reason else self._gaps(probe)
-        if isinstance(gaps, WithoutLayout):
-            hand_on_layout(self.decoder, self.active)
-            gaps = self._gaps(probe)
-        if isinstance(gaps, Exception):  # a layer was not given what it needs, or met what it does not know
-            logger.info("packed sequences in %s failed", self.path, exc_info=gaps)
-            reason = "its layers do not take packed sequences: they fail on them, as the log shows at level INFO"
-        elif gaps is not None and not gaps.base <= limit:
-            reason = (
-                f"packed, its logprobs differ by {gaps.base:.3g} (limit {limit:g}) from those of its own forward; "
-                "sequences probably see each other through a layer that is no attention"
-            )
-        if reason:
-            base = self._one_by_one(reason)
-            gaps = base._gaps(probe)
-            if isinstance(gaps, Exception):
-                raise gaps
-        assert isinstance(gaps, Gaps)
-        logger.info("self-check of %s: this and the plain forward differ by %s at most", self.path, gaps)
-        if not gaps.base <= limit:
-            raise UnsupportedModel(
-                f"{self.architecture}: with layers that can take adapters, its logprobs differ by {gaps.base:.3g} "
-                f"(limit {limit:g}) from those of its own forward"
-            )
-        refused = {**base.refused_groups, **gaps.refused(limit)}
-        targets = [target for target in base.targets if target.group not in refused]
-        base = base._without_wrong_pictures(probe)
-        base = replace(base, targets=targets, refused_groups=refused)._sharing(probe)
-        return base._continuing(probe)
-
-    def _sharing(self, probe: Probe) -> BaseModel:
-        """This model, knowing whether sequences may share the rows of a common beginning."""
-        if self.one_by_one or self.recurrent:
-            reason = "it runs one sequence at a time" if self.one_by_one else "its layers carry a state"
-            return replace(self, why_not_shared=reason)
-        if self.device.type != "cpu":
-            return replace(self, why_not_shared="attention to shared rows is computed on CPUs only")
-        try:
-            gap = probe.shared_gap(self)
-        except torch.OutOfMemoryError:
-            raise
-        except _MISFITS as error:
-            return replace(self, why_not_shared=f"its layers fail on it ({type(error).__name__}: {error})")
-        finally:
-            if self.sharded is not None:
-                self.sharded.reset()
-        if gap <= TOLERANCE[self.dtype]:
-            return self
-        reason = f"with a common beginning, its logprobs differ by {gap:.3g} from those of its own forward"
-        return replace(self, why_not_shared=reason)
-
-    def _continuing(self, probe: Probe) -> BaseModel:
-        """This model, knowing whether its layers, or transformers' own cache, go on from earlier tokens, and with how
-        many at a time. Attention that does not go through attention.py, as GPT-J's, does not read the cache here."""
-        if self.why_not_cached or self.tensor_parallel is not None or self.sharded is not None:
-            return self
-        reasons = []
-        for base in (self, replace(self, token_by_token=True)):
-            try:
-                gap = probe.continued_gap(base)
-            except torch.OutOfMemoryError:
-                raise
-            except _MISFITS as error:
-                reasons.append(f"it cannot be computed in pieces ({type(error).__name__}: {error})")
-                continue
-            if gap <= TOLERANCE[self.dtype]:
-                return base
-            reasons.append(f"computed in pieces, its logprobs differ by {gap:.3g} from those of its own forward")
-        return replace(self, why_not_cached=reasons[-1])
-
-    def _without_wrong_pictures(self, probe: Probe) -> BaseModel:
-        """This model, without its tower if pictures are computed wrongly."""
-        if self.tower is None or probe.pictures is None:
-            return self
-        limit = TOLERANCE[self.dtype]
-        usual = self.dtype != torch.float32 and any(target.num_experts is not None for target in self.targets)
-        try:
-            gap = probe.pictures.gap(self, usual=usual)
-        except _MISFITS as error:
-            reason = f"its layers do not take pictures packed with text ({type(error).__name__}: {error})"
-        else:
-            logger.info("self-check of %s: with pictures, this and the plain forward differ by %.2g", self.path, gap)
-            if gap <= limit:
-                return self
-            reason = f"with pictures, its logprobs differ by {gap:.3g} (limit {limit:g}) from those of its own forward"
-        logger.warning("%s (%s) takes no pictures: %s", self.path, self.architecture, reason)
-        return replace(self, tower=None, why_no_pictures=reason)
-
-    def _gaps(self, probe: Probe) -> Gaps | Exception:
-        """The gaps between this model and the probe, or the error of a layer that was called in a way that it does not
-        support."""
-        try:
-            return probe.gaps(self)
-        except torch.OutOfMemoryError:
-            raise
-        except _MISFITS as error:
-            return error
-        finally:
-            if self.sharded is not None:
-                self.sharded.reset()
-
-    def _one_by_one(self, reason: str) -> BaseModel:
-        """This model, computing one sequence at a time with its own attention. Raises CannotDivide if it is divided
-        among ranks."""
-        if self.tensor_parallel is not None or self.sharded is not None:
-            raise CannotDivide(
-                f"{self.architecture} runs one sequence at a time, and cannot be divided among ranks then; set "
-                f"tensor_parallel_size to 1 and shard_base to false. The reason: {reason}"
-            )
-        logger.warning("%s (%s) runs one sequence at a time, which is slow: %s", self.path, self.architecture, reason)
-        give_back(self.decoder, self.layers)
-        self.decoder.set_attn_implementation("eager")  # type: ignore[operator]  # every decoder of transformers has it
-        return replace(self, one_by_one=reason)
 
     @property
     def device(self) -> torch.device:
@@ -597,7 +469,7 @@ def _tower(model: PreTrainedModel, path: str, probe: Probe) -> tuple[Tower | Non
         probe.pictures = PictureProbe.run(model, tower)
     except torch.OutOfMemoryError:
         raise
-    except _MISFITS as error:
+    except MISFITS as error:
         return None, str(error)
     return tower, ""
 
@@ -626,14 +498,6 @@ def _weights_sum(model: PreTrainedModel, quantization: LoadingConfig | None) -> 
     stored = {id(one) for _, parameter in all_quantized(model) for one in parameter.parameters()}
     others = (parameter for parameter in used if id(parameter) not in stored)
     return f"{sum_of(others, quantization.samples)}-{quantization.quantize}"
-
-
-def _unpackable(config: PretrainedConfig) -> str:
-    """The reason for which the check on short sequences would not suffice for this model; empty if it does."""
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _PACKABLE)
-    if not kinds:
-        return ""
-    return f"it has layers of the kinds {', '.join(kinds)}, which are not known to take packed sequences"
 
 
 def _prepack(model: PreTrainedModel, head: Head, device: torch.device, *, path: str, always: bool | None) -> bool:

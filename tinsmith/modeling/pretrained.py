@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 _SHOWN = 4
 
 
+class UnsupportedModel(Exception):
+    """The base model cannot be run here. The message says why."""
+
+
 def auto_class(config: PretrainedConfig) -> Any:
     """The class of transformers that makes a causal language model with this configuration; None if there is none. A
     model that also sees pictures counts as one: transformers has its language model alone for some, and all of it for

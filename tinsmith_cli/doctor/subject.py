@@ -20,9 +20,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from tinsmith.errors import ServiceError
 from tinsmith.modeling.adapter import GROUPS, AdapterConfig, Group
-from tinsmith.modeling.base_model import UnsupportedModel
 from tinsmith.modeling.config import load_config
-from tinsmith.modeling.pretrained import auto_class
+from tinsmith.modeling.pretrained import UnsupportedModel, auto_class
 from tinsmith.modeling.self_check import only
 from tinsmith.quantization import Quantization
 

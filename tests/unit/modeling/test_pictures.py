@@ -19,6 +19,7 @@ from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.capabilities import one_by_one
 from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.lora import Run
 from tinsmith.modeling.tower import Placed, Tower, positions_with_pictures
@@ -122,7 +123,7 @@ def test_pictures_packed_with_text_equal_transformers_and_peft_gradients_include
         torch.testing.assert_close(ours.detach(), torch.cat(apart), rtol=1e-5, atol=2e-5)
         assert base.tower is not None
         if not base.tower.processor.sees_ahead:  # one sequence at a time, such models take no pictures
-            slowly = packed(base._one_by_one("for this test"), sequences, [Run(adapter, slice(0, len(factors)))])
+            slowly = packed(one_by_one(base, "for this test"), sequences, [Run(adapter, slice(0, len(factors)))])
             torch.testing.assert_close(ours.detach(), slowly, rtol=1e-5, atol=2e-5)
 
 
@@ -133,7 +134,7 @@ def test_the_tokens_of_a_picture_see_each_other_in_gemma_3(tmp_path: Path, monke
         patch.setattr(Tower, "ahead", lambda self, sights, num_rows: None)
         causal = BaseModel.load(folder, device=CPU, dtype=torch.float32)
     assert "with pictures, its logprobs differ by" in causal.why_no_pictures
-    monkeypatch.setattr("tinsmith.modeling.base_model._unpackable", lambda config: "a test")
+    monkeypatch.setattr("tinsmith.modeling.capabilities._unpackable", lambda config: "a test")
     slow = BaseModel.load(folder, device=CPU, dtype=torch.float32)
     assert slow.one_by_one == "a test"
     assert "with pictures, its logprobs differ by" in slow.why_no_pictures

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 from tests.support.models import make_model
 from tests.unit.modeling.test_families import SPARSE, make
 from tinsmith.errors import InvalidRequest
-from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
+from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights, TrainedWeights
+from tinsmith.modeling.pretrained import UnsupportedModel
 
 CPU = torch.device("cpu")
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"

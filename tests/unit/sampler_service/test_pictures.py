@@ -91,7 +91,7 @@ async def test_the_sampler_is_transformers(
     """Prompts of one and two pictures and of text alone, computed in pieces of 8 tokens, beside each other; their
     samples go on from one prompt. The pieces cut pictures, except those of Gemma 3 and 4."""
     if not packs:  # one sequence at a time
-        monkeypatch.setattr("tinsmith.modeling.base_model._unpackable", lambda config: "a test")
+        monkeypatch.setattr("tinsmith.modeling.capabilities._unpackable", lambda config: "a test")
     oracle = Oracle(make_vision_model(tmp_path, family))
     prompts: list[tuple[list[types_pb2.Chunk], list[Image.Image]]] = [
         (

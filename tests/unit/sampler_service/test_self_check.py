@@ -9,7 +9,7 @@ import torch
 from sampler_service.torch_engine import runner
 from tests.unit.sampler_service.serving import serving
 from tinsmith.modeling import kv_cache
-from tinsmith.modeling.base_model import UnsupportedModel
+from tinsmith.modeling.pretrained import UnsupportedModel
 
 
 async def test_decoding_that_is_not_the_model_is_refused_at_load(
