@@ -49,7 +49,7 @@ def measure(name: str, argv: list[str]) -> int:
     if getattr(arguments, "one_rank", False):  # a process of `ranks`, which reports to that command
         module.run(arguments, None)
         return 0
-    report = Report(settings, model=getattr(arguments, "model_shape", None) or arguments.size or "")
+    report = Report(settings, model=getattr(arguments, "model_shape", None) or getattr(arguments, "size", ""))
     with report.kept(arguments.json):
         module.run(arguments, report)
     return 0

@@ -89,7 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="postgresql://USER:PASSWORD@HOST/NAME (default: a server of its own)")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds (%(default)s)")
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: a temporary folder)")
-    parser.set_defaults(size="")
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ checkpoint. Other owners do not see it.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections import deque
@@ -20,6 +19,7 @@ from sqlalchemy import delete, insert, select
 from gateway.dashboard.thumbnails import shown, thumbnail
 from gateway.database.store import Store
 from gateway.database.tables.samples import RecentSample
+from tinsmith.threads import in_pool
 from tinsmith.v1 import sampler_pb2, types_pb2
 
 MAX_PROMPT_TOKENS = 256
@@ -101,7 +101,7 @@ class RecentSamples:
         self._drawn.clear()
         self._picture_bytes = 0
         if any(each.pictures for each in drawn):
-            drawn = await asyncio.to_thread(lambda: [_with_thumbnails(each) for each in drawn])
+            drawn = await in_pool(lambda: [_with_thumbnails(each) for each in drawn])
         if drawn:
             await self._write(drawn)
 

@@ -127,7 +127,7 @@ async def test_a_service_key_that_a_trainer_does_not_know_is_told_in_the_log(cap
     with caplog.at_level("INFO"):
         for clients in (right, wrong):
             await clients.start()
-        assert (await right.trainer(BASE_MODEL)).address == address
+        assert (await right.settle(lambda: right.serving(BASE_MODEL)))[0].address == address
         await until(lambda: f"{address} does not say yet what it serves: the metadata x-api-key" in caplog.text)
     assert wrong.unreached == [address]
     for clients in (right, wrong):

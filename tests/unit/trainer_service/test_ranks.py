@@ -226,7 +226,8 @@ def test_every_change_of_an_engine_is_done_on_every_rank() -> None:
         "weights",
         "is_tainted",
         "check_trainable",
-        "version_bytes",  # computes nothing
+        "version_bytes",
+        "reserved_bytes",  # computes nothing
         # values of a plan or of the settings, equal on every rank:
         "can_checkpoint",
         "always_checkpoints",
