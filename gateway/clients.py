@@ -99,10 +99,11 @@ class Clients:
         certificates: Certificates | None = None,
         sampler_timeout_s: float = 3.0,
         sampler_load_factor: float = 1.25,
+        has_peers: bool = False,
         services_file: Path | None = None,
     ) -> None:
-        """`services`: the addresses at the start. `api_key`: sent to all services, unless it is empty.
-        `services_file`: where the addresses may change."""
+        """`services`: the addresses at the start. `api_key`: sent to all services, unless it is empty. `has_peers`:
+        other gateways use the samplers, too. `services_file`: where the addresses may change."""
         self._services = services
         self._services_file = services_file
         self._connect = partial(Trainer, api_key=api_key, certificates=certificates)
@@ -119,6 +120,7 @@ class Clients:
             certificates=certificates,
             timeout_s=sampler_timeout_s,
             load_factor=sampler_load_factor,
+            are_shared=has_peers,
             may_join=services_file is not None,
         )
         self._watches: dict[str, asyncio.Task[None]] = {}

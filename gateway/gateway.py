@@ -84,6 +84,7 @@ class Core:
             certificates=config.certificates,
             sampler_timeout_s=config.sampler_timeout_s,
             sampler_load_factor=config.sampler_load_factor,
+            has_peers=bool(config.peer_url),
         )
         self.placement = Placement(self.store, self.clients, timeout_s=config.submit_timeout_s)
         self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics, ledger=self.ledger)

@@ -65,7 +65,7 @@ class Pause:
 class Drawing:
     """One request on its way to a sampler's answer.
 
-    A request with which a replica died is on trial at the next one, and may be sent to no other (lives.py).
+    A request that may have killed two replicas is sent to no more than one other, which it has to itself (lives.py).
     """
 
     def __init__(
@@ -99,6 +99,11 @@ class Drawing:
         self._was_provided = False
         self._pause = Pause()
 
+    @property
+    def is_suspect(self) -> bool:
+        """A sampler has died that this request may have killed."""
+        return self._suspicion.deaths > 0
+
     async def describe(self) -> types_pb2.QueueStatus:
         """Asks the service what the request waits for.
 
@@ -121,7 +126,7 @@ class Drawing:
             replica = await self.route()
             if self._request is not None and self._replicas.lacking(drawn_from.base_model, drawn_from.version_id):
                 self._publishing.top_up(drawn_from)
-            if self._suspicion.runs_alone:
+            if self.is_suspect:
                 self.progress.paused("a sampler died with this request in work; such requests run one at a time")
             elif replica.life.is_closed:
                 self.progress.paused("the sampler runs a request alone, with which other samplers died")
@@ -195,11 +200,10 @@ class Drawing:
     # Calls of one replica
 
     async def sample(self, replica: Replica) -> pb.SampleResponse:
-        """The answer in one piece. The call of a request that runs alone is a stream, because gRPC tells of the
-        sampler's confirmation only there."""
+        """The answer in one piece. A suspect's call is a stream, because its first piece may end its trial."""
         request = self._request
         assert request is not None
-        if not self._suspicion.runs_alone:
+        if not self.is_suspect:
             return await self.call(replica, replica.stub.Sample, request, weight=request.num_samples)
         result = pb.SampleResponse()
         async with aclosing(self.stream(replica)) as pieces:
@@ -222,43 +226,52 @@ class Drawing:
         request = self._request
         assert request is not None
         wrapped = pb.StreamSampleRequest(request=request)
-        async with self._in_work(replica, replica.stub.StreamSample, wrapped, weight=request.num_samples) as call:
+        async with self._in_work(replica, replica.stub.StreamSample, wrapped, weight=request.num_samples) as work:
+            call, begun = work
+            await self._confirmed(call)
             while (piece := await call.read()) is not grpc.aio.EOF:
-                replica.life.begun(self._suspicion)
+                begun()
                 yield piece
 
     async def ask(self, replica: Replica, rpc: Callable[[Any], Any], request: Any) -> Any:
         """The reply to an RPC about text, which `rpc` takes from a stub."""
-        if not self._suspicion.runs_alone:
+        if not self._asks_to_be_alone:
             return await self.call(replica, rpc(replica.stub), request)
-        async with self._in_work(replica, rpc(replica.confirming), request, weight=1) as call:
+        async with self._in_work(replica, rpc(replica.confirming), request, weight=1) as (call, _):
+            await self._confirmed(call)
             return await call.read()
 
     async def call(self, replica: Replica, rpc: Any, request: Any, *, weight: int = 1) -> Any:
         """The reply to a unary RPC of the replica's stub."""
-        async with self._in_work(replica, rpc, request, weight=weight) as call:
+        async with self._in_work(replica, rpc, request, weight=weight) as (call, _):
             return await call
 
-    @asynccontextmanager
-    async def _in_work(self, replica: Replica, rpc: Any, request: Any, *, weight: int) -> AsyncIterator[Any]:
-        """Starts a call, which is the replica's work until the block ends.
+    @property
+    def _asks_to_be_alone(self) -> bool:
+        """Whether the sampler must say that the request is alone there, because other gateways use it, too."""
+        return self._suspicion.runs_alone and self._replicas.are_shared
 
-        The call of a request that runs alone must be a stream. The block begins when the sampler has nothing else in
-        work.
-        """
+    async def _confirmed(self, call: Any) -> None:
+        """Waits until the sampler has nothing else in work, if that was asked."""
+        if self._asks_to_be_alone:
+            self._suspicion.is_alone_for_sure = ALONE in tuple(await call.initial_metadata() or ())
+
+    @asynccontextmanager
+    async def _in_work(
+        self, replica: Replica, rpc: Any, request: Any, *, weight: int
+    ) -> AsyncIterator[tuple[Any, Callable[[], None]]]:
+        """Starts a call, which is the replica's work until the block ends. Gives the call, and the function of
+        `_watched`."""
         metadata = ((REQUEST_ID_METADATA, self._request_id),) if self._request_id else ()
-        async with self._watched(replica):
-            runs_alone = self._suspicion.runs_alone  # it may have been released while it waited for its turn
-            if runs_alone:
-                metadata = (*metadata, ALONE)
+        if self._asks_to_be_alone:
+            metadata = (*metadata, ALONE)
+        async with self._watched(replica) as begun:
             self.progress.active("the sampler is working on it")
             self._describe = lambda: self._ask(replica)
             call = rpc(request, metadata=metadata or None)
             try:
-                with self._replicas.holding(replica, call, weight=weight) as held:
-                    if runs_alone and ALONE in tuple(await call.initial_metadata() or ()):
-                        replica.life.confirm(self._suspicion, held.take_away)
-                    yield call
+                with self._replicas.holding(replica, call, weight=weight):
+                    yield call, begun
             finally:
                 self._describe = None
                 call.cancel()
@@ -273,18 +286,19 @@ class Drawing:
         return (await replica.stub.DescribeRequest(request)).status
 
     @asynccontextmanager
-    async def _watched(self, replica: Replica) -> AsyncIterator[None]:
-        """Watches the request while the replica has it in work, which is until the block ends. Waits for the request's
-        turn.
+    async def _watched(self, replica: Replica) -> AsyncIterator[Callable[[], None]]:
+        """Watches the request while the replica has it in work, which is until the block ends. A suspect waits here for
+        its turn.
 
-        Raises NotReady when the replica is lost, and ServiceError when the request has killed it and another.
+        The block gets a function, and must call it at the first token. Raises NotReady when the replica is lost, and
+        ServiceError when the request has killed two replicas or more.
         """
         mine, life = self._suspicion, replica.life
-        async with life.work(mine):
+        async with life.work(mine) as begun:
             if life.is_over or replica.state != "serving":
                 raise NotReady(f"the sampler at {replica.address} went away before it had the request")
             try:
-                yield
+                yield begun
             except NotReady as error:
                 self._replicas.lost(replica)
                 if _is_death(error) and life.ends(mine):

@@ -1,15 +1,14 @@
 """Finds requests that kill samplers, and condemns none that does not.
 
 When a sampler's process or engine dies, any request that it had in work may be the cause, so the death counts against
-all of them. A request with a death is on trial: it asks the next sampler to run it while that one runs nothing else, of
-no gateway (sampler_service/core/room.py). If the sampler confirms this and dies, the request was the cause and is given
-to no other sampler.
+all of them. A request is condemned by its second death, or a later one, if it had the sampler to itself. Therefore a
+request with one death is on trial until its first token: a sampler takes one such request at a time, so that few
+requests share a second death. A request with two deaths has a sampler to itself until it ends, so it is given to no
+more than one sampler after these two.
 
-A trial takes twice the time for which the request had been in work when the first sampler died, and does not end before
-its first token. A request that survives its trial runs beside others again. Trials of many requests, after a sampler
-was killed from outside, would keep all others waiting for minutes. So a row of trials is bounded, and requests that
-have had none by then run beside others. If another sampler dies with such a request in work, the request runs alone
-until it ends.
+Requests of other gateways are not known here. Where there are several gateways, a request with two deaths asks the
+sampler to run it while it runs no other (sampler_service/core/room.py), and only a death after the sampler's
+confirmation condemns.
 """
 
 from __future__ import annotations
@@ -19,11 +18,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-TRIALS_S = 20.0
-"""Longest time for which a sampler runs trials in a row while other requests wait, in seconds."""
+from tinsmith.errors import NotReady, ServiceError
 
-MARGIN_S = 1.0
-"""Time of a trial beyond twice the time for which its request had been in work at the death, in seconds."""
+PATIENCE_S = 30.0
+"""Longest time for which a request that has to run alone waits for those in work, in seconds. They may be long, or have
+slow readers. They are taken away then, and sent again."""
+
+STEP_S = 10.0
+"""Longest time that a sampler goes on computing a request whose call was cancelled, in seconds: a step that has begun.
+A step has a bounded number of tokens, and takes less than a second nearly everywhere."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,151 +35,156 @@ class Suspicion:
 
     deaths: int = 0
     """Number of samplers that died and may have been killed by the request."""
-    was_in_work_s: float = 0.0
-    """Time for which the last of these samplers had had the request in work."""
-    is_released: bool = False
-    """Whether the request has survived its trial, or is excused from it."""
-    is_alone: bool = False
-    """Whether its sampler has confirmed that it runs no other request."""
-    has_begun: bool = False
-    """Whether its sampler has sent a first token."""
-    began_at: float = 0.0
-    """Time on the event loop's clock at which its sampler got it."""
-
-    @property
-    def is_on_trial(self) -> bool:
-        return self.deaths == 1 and not self.is_released
+    came_alone_as: int | None = None
+    """Its number among the requests of its sampler, if there were no others when it came."""
+    is_alone_for_sure: bool = False
+    """Whether its sampler has said that it runs no other request, of no gateway."""
 
     @property
     def runs_alone(self) -> bool:
         """Whether a sampler may have no other request in work beside this one."""
-        return self.is_on_trial or self.deaths >= 2
+        return self.deaths >= 2
 
 
 class Life:
     """One life of a sampler's process: from when it begins to serve until it is lost.
 
-    Requests that run alone, and the others, are let in by turns. Others wait for a row of trials, or for one request
-    that runs alone until it ends.
+    Requests that run alone, and the others, are let in by turns. So each request waits for no more than one that runs
+    alone, and for those in work before that.
     """
 
-    def __init__(self, boot_id: str = "") -> None:
+    def __init__(
+        self, boot_id: str = "", *, is_shared: bool = False, take_away: Callable[[], None] = lambda: None
+    ) -> None:
+        """`is_shared`: other gateways may use the sampler, too. `take_away` ends the calls in work, whose requests are
+        then sent again."""
         self.boot_id = boot_id
+        self.is_shared = is_shared
         self.is_over = False
+        self._take_away = take_away
+        self._trial = asyncio.Lock()
+        self._in_work: set[Suspicion] = set()
+        self._num_let_in = 0
         self._alone: Suspicion | None = None
-        """The request that has the sampler to itself, or waits there until it has."""
+        """The request that has the sampler to itself."""
         self._waiting: dict[Suspicion, asyncio.Future[None]] = {}
         """Requests that wait for their turn, in the order of their arrival."""
-        self._trials_until: float | None = None
-        """Time on the event loop's clock at which the row of trials ends; None before the first trial has begun."""
-        self._end_trial: Callable[[], None] | None = None
-        """Ends the call of the trial in progress."""
-        self._timer: asyncio.TimerHandle | None = None
-        """Runs until the trial in progress has taken its time."""
+        self._patience: asyncio.TimerHandle | None = None
+        """Runs while a request that has to run alone waits for those in work."""
+        self._empty_at = 0.0
+        """Time on the event loop's clock from which the sampler computes no cancelled call any more."""
+        self._emptying: asyncio.TimerHandle | None = None
+        """Runs while a request that has to run alone waits for that time."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether a request runs here alone, or will."""
+        """Whether a request runs here alone, or will as soon as those in work have ended."""
         return self._alone is not None or bool(self._waiting)
 
     @asynccontextmanager
-    async def work(self, mine: Suspicion) -> AsyncIterator[None]:
+    async def work(self, mine: Suspicion) -> AsyncIterator[Callable[[], None]]:
         """Waits for the request's turn. The sampler has the request in work until the block ends.
 
-        The block must look at `is_over`: the sampler may have died before the request's turn. For a request that runs
-        alone, the block must call `confirm`.
+        The block gets a function, and must call it at the first token. It must look at `is_over`: the sampler may have
+        died before the request's turn.
         """
-        mine.is_alone = mine.has_begun = False
+        on_trial = mine.deaths == 1
+        if on_trial:
+            await self._trial.acquire()
+
+        def begun() -> None:
+            nonlocal on_trial
+            if on_trial:
+                on_trial = False
+                self._trial.release()
+
         turn = self._waiting[mine] = asyncio.get_running_loop().create_future()
         try:
             self._let_in()
             await turn
-            mine.began_at = _now()
-            yield
+            yield begun
+        except BaseException as error:
+            # Any other error is the sampler's answer, which has ended the request there.
+            if mine in self._in_work and (isinstance(error, NotReady) or not isinstance(error, ServiceError)):
+                self._has_cancelled()
+            raise
         finally:
+            begun()
             self._leave(mine)
-
-    def confirm(self, mine: Suspicion, end_trial: Callable[[], None]) -> None:
-        """Notes that the sampler runs nothing beside this request. `end_trial`: ends the request's call, so that it is
-        sent again."""
-        mine.is_alone = True
-        if mine.is_on_trial and self._alone is mine:
-            if self._trials_until is None:
-                self._trials_until = _now() + TRIALS_S
-            self._end_trial = end_trial
-            ends_at = min(_now() + 2 * mine.was_in_work_s + MARGIN_S, self._trials_until)
-            self._timer = asyncio.get_running_loop().call_at(ends_at, self._has_stood_trial)
-
-    def begun(self, mine: Suspicion) -> None:
-        """Notes that the sampler has sent a token of this request."""
-        if not mine.has_begun:
-            mine.has_begun = True
-            self._end_trial_for_others()
 
     def ends(self, mine: Suspicion) -> bool:
         """Notes that the sampler died with this request in work. True when the request is condemned."""
         self.is_over = True
         self._let_in()
-        if mine.runs_alone and not mine.is_alone:
-            return False  # the sampler had not begun with it
         mine.deaths += 1
-        mine.was_in_work_s = _now() - mine.began_at
-        return mine.deaths >= 2 and mine.is_alone
+        was_alone = mine.came_alone_as == self._num_let_in and (mine.is_alone_for_sure or not self.is_shared)
+        return mine.deaths >= 2 and was_alone
 
     def _leave(self, mine: Suspicion) -> None:
         self._waiting.pop(mine, None)
+        self._in_work.discard(mine)
         was_alone = self._alone is mine
         if was_alone:
-            self._alone = self._end_trial = None
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+            self._alone = None
         self._let_in(others_first=was_alone)
 
     def _let_in(self, *, others_first: bool = False) -> None:
         """Begins the turns of those that may go now."""
         if self.is_over:
-            self._admit(list(self._waiting))
-        elif self._alone is not None:
-            self._end_trial_for_others()
-        else:
-            trials = [one for one in self._waiting if one.is_on_trial]
-            if self._trials_until is not None and _now() >= self._trials_until:
-                for one in trials:
-                    one.is_released = True
-                trials.clear()
-            if not trials:
-                self._trials_until = None
+            for turn in self._waiting.values():
+                _begin(turn)
+            self._waiting.clear()
+        elif self._alone is None:
+            alone = [one for one in self._waiting if one.runs_alone]
             others = [one for one in self._waiting if not one.runs_alone]
-            if trials:  # a request that kills samplers mostly does so soon after it came
-                self._run_alone(min(trials, key=lambda one: one.was_in_work_s))
-            elif others and (others_first or len(others) == len(self._waiting)):
+            if others and (others_first or not alone):
                 self._admit(others)
-            elif self._waiting:
-                self._run_alone(next(one for one in self._waiting if one.runs_alone))
+            elif alone and not self._in_work and self._is_empty:
+                self._alone = alone[0]
+                self._admit(alone[:1])
+            elif alone and not self._in_work and self._emptying is None:
+                self._emptying = asyncio.get_running_loop().call_at(self._empty_at, self._has_emptied)
+        self._set_patience()
 
-    def _run_alone(self, mine: Suspicion) -> None:
-        self._alone = mine
-        self._admit([mine])
+    @property
+    def _is_empty(self) -> bool:
+        return asyncio.get_running_loop().time() >= self._empty_at
+
+    def _has_cancelled(self) -> None:
+        self._empty_at = asyncio.get_running_loop().time() + STEP_S
+
+    def _has_emptied(self) -> None:
+        self._emptying = None
+        self._let_in()
 
     def _admit(self, those: list[Suspicion]) -> None:
         for mine in those:
-            turn = self._waiting.pop(mine)
-            if not turn.done():  # its caller may have left
-                turn.set_result(None)
+            self._num_let_in += 1
+            mine.came_alone_as = self._num_let_in if not self._in_work and self._is_empty else None
+            mine.is_alone_for_sure = False
+            self._in_work.add(mine)
+            _begin(self._waiting.pop(mine))
 
-    def _has_stood_trial(self) -> None:
-        self._timer = None
-        self._end_trial_for_others()
+    def _set_patience(self) -> None:
+        waits = not self.is_over and self._alone is None and any(one.runs_alone for one in self._waiting)
+        if self._emptying is not None and not waits:
+            self._emptying.cancel()
+            self._emptying = None
+        if waits and self._patience is None:
+            self._patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._clear)
+        elif not waits and self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
-    def _end_trial_for_others(self) -> None:
-        """Ends a trial that has taken its time, if another request waits."""
-        mine, end = self._alone, self._end_trial
-        if mine is not None and end is not None and self._timer is None and mine.has_begun and self._waiting:
-            self._end_trial = None
-            mine.is_released = True
-            end()
+    def _clear(self) -> None:
+        self._patience = None
+        self._take_away()
+        if self._in_work:
+            self._has_cancelled()
+        self._in_work.clear()
+        self._let_in()
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+def _begin(turn: asyncio.Future[None]) -> None:
+    if not turn.done():  # its caller may have left
+        turn.set_result(None)

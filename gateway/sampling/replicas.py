@@ -47,11 +47,6 @@ class _Held:
     weight: int
     is_taken_away: bool = False
 
-    def take_away(self) -> None:
-        """Cancels the call, whose request is then sent again."""
-        self.is_taken_away = True
-        self.call.cancel()
-
 
 class _Confirming:
     """The unary RPCs about text, as streams of one reply, with the names of the stub."""
@@ -73,11 +68,15 @@ class _Confirming:
 class Replica:
     """One sampler, as the gateway knows it."""
 
-    def __init__(self, address: str, *, api_key: str, certificates: Certificates | None) -> None:
+    def __init__(
+        self, address: str, *, api_key: str, certificates: Certificates | None, is_shared: bool = False
+    ) -> None:
         self.address = address
+        self.is_shared = is_shared
+        """Whether other gateways use it, too."""
         # gRPC must not resend a lost call, which may have killed the sampler; drawing.py decides about that.
         self.channel = connect(address, api_key=api_key, certificates=certificates, resends=False)
-        self.life = Life()
+        self.life = Life(is_shared=is_shared, take_away=self.take_away)
         self.stub: Any = sampler_pb2_grpc.SamplerServiceStub(self.channel)
         # grpc.aio gives the initial metadata of a unary call only together with the reply, and a stream's at once. On
         # the wire a unary call is a stream of one message.
@@ -102,7 +101,8 @@ class Replica:
     def take_away(self) -> None:
         """Cancels its calls, whose requests are then sent again."""
         for held in self.held:
-            held.take_away()
+            held.is_taken_away = True
+            held.call.cancel()
 
     async def ask(self) -> None:
         """Asks what it serves and which versions it holds."""
@@ -132,15 +132,18 @@ class Replicas:
         certificates: Certificates | None = None,
         timeout_s: float = 3.0,
         load_factor: float = 1.25,
+        are_shared: bool = False,
         may_join: bool = False,
     ) -> None:
         """`changed` is notified when a replica comes or goes, or its versions were read. `load_factor`: see
-        routing.choose. `may_join`: there may be samplers later, even if there are none now."""
+        routing.choose. `are_shared`: other gateways use them, too. `may_join`: there may be samplers later, even if
+        there are none now."""
         self.all: list[Replica] = []
         self._known: dict[str, Replica] = {}
         """All samplers that were ever listed, by address. One that is listed no more keeps its connection, on which
         calls may still be ending, until the gateway stops."""
-        self._connect = partial(Replica, api_key=api_key, certificates=certificates)
+        self._connect = partial(Replica, api_key=api_key, certificates=certificates, is_shared=are_shared)
+        self.are_shared = are_shared
         self._may_join = may_join
         self._changed = changed
         self._metrics = metrics
@@ -232,7 +235,7 @@ class Replicas:
     async def _set_state(self, replica: Replica, state: ReplicaState) -> None:
         boot_id = "" if replica.info is None else replica.info.boot_id
         if state == "serving" and (replica.life.is_over or replica.life.boot_id != boot_id):
-            replica.life = Life(boot_id)
+            replica.life = Life(boot_id, is_shared=replica.is_shared, take_away=replica.take_away)
         if state == replica.state:
             return
         before, replica.state = replica.state, state
@@ -260,7 +263,7 @@ class Replicas:
     # Work
 
     @contextlib.contextmanager
-    def holding(self, replica: Replica, call: Any, *, weight: int = 1) -> Iterator[_Held]:
+    def holding(self, replica: Replica, call: Any, *, weight: int = 1) -> Iterator[None]:
         """Counts the call as the replica's work until the block ends. A call that is taken away raises NotReady in the
         block."""
         held = _Held(call, weight)
@@ -268,7 +271,7 @@ class Replicas:
         replica.held.add(held)
         replica.load += weight
         try:
-            yield held
+            yield
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not held.is_taken_away or (task is not None and task.cancelling()):

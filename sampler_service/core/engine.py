@@ -154,11 +154,9 @@ class OpenRequests:
         *,
         cancel: Callable[[SequenceGroup, ServiceError], None],
         release: Callable[[SequenceGroup], None],
-        lingers: bool,
     ) -> None:
         """`cancel` is to end a request before its time, with an error. `release` is to let go of what an ended request
-        holds of the engine, its versions among it. `lingers`: the engine may still compute a request that was cancelled
-        when it ends here."""
+        holds of the engine, its versions among it."""
         self.limits = limits
         self.stops = stops
         self.died = asyncio.Event()
@@ -175,7 +173,6 @@ class OpenRequests:
         self._metrics = metrics
         self._cancel = cancel
         self._release = release
-        self._lingers = lingers
         self._open: dict[SequenceGroup, None] = {}
         """In the order of their arrival."""
         self._waiting: dict[SequenceGroup, None] = {}
@@ -266,7 +263,7 @@ class OpenRequests:
         if group not in self._open:
             return
         del self._open[group]
-        self.room.leave(cancelled=self._lingers and isinstance(outcome, Cancelled | NotReady))
+        self.room.leave(cancelled=isinstance(outcome, Cancelled | NotReady))
         self._waiting.pop(group, None)
         self._metrics.waiting.set(len(self._waiting))
         self.held_bytes -= group.request.num_bytes

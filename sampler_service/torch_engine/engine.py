@@ -136,7 +136,6 @@ class TorchEngine:
             self.store,
             metrics.requests,
             cancel=self._cancel,
-            lingers=False,
             release=self._release,
         )
         self._queue = Queue()
@@ -339,8 +338,6 @@ class TorchEngine:
                     scheduler.add(command.jobs)
             case Cancel():
                 with _at([command.group]):
-                    if self.base.device.type == "cuda":  # a piece of a prompt may still be computed
-                        torch.cuda.synchronize()
                     scheduler.cancel(command.group, command.error)
             case Move():
                 with _at(command.groups):

@@ -66,7 +66,6 @@ class VllmEngine:
             self.store,
             metrics.requests,
             cancel=lambda group, error: self.requests.end(group, error),
-            lingers=True,
             release=lambda group: self._sequences.drop(group),
         )
         self._queue = Queue()

@@ -1,4 +1,4 @@
-"""Sample requests that kill their samplers: no more than two die of one, and whatever else was there is answered."""
+"""Sample requests that kill their samplers: no more than three die of one, and whatever else was there is answered."""
 
 from __future__ import annotations
 
@@ -84,9 +84,8 @@ def test_requests_that_kill_samplers_fail_alone(
         with pytest.raises(tinker.RequestFailedError, match=KILLED):
             future.result()
     others.check()
-    # Each has company at its first death at most, and is alone at the second. One that kills later than with its prompt
-    # may survive its trial if the machine is slower meanwhile; it is alone at the third death.
-    assert 2 <= deaths() <= (3 if after else 2) * num_guilty
+    # Each has company at its first two deaths at most, and is alone at the third.
+    assert 2 <= deaths() <= 3 * num_guilty
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -98,4 +97,4 @@ def test_so_does_one_of_the_openai_api(
     reply = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=240, trust_env=False)
     assert KILLED in reply.text
     others.check()
-    assert deaths() == 2
+    assert 2 <= deaths() <= 3

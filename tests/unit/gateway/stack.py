@@ -18,7 +18,6 @@ import httpx
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
 from gateway.http.server import GatewayServer
-from sampler_service.core.room import Room
 from tests.support import batches
 from tests.support.databases import lay_migrated_database
 from tinsmith.errors import (
@@ -38,7 +37,6 @@ from tinsmith.errors import (
     VersionGone,
     VersionNotLoaded,
 )
-from tinsmith.rpc.auth import ALONE
 from tinsmith.rpc.server import ACCEPTED, Server
 from tinsmith.rpc.times import timestamp
 from tinsmith.rpc.tls import Certificates
@@ -505,18 +503,6 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
 
     async def DescribeRequest(self, request: Any, context: Any) -> Any:
         return sampler_pb2.DescribeRequestResponse(status=self.status)
-
-
-@asynccontextmanager
-async def let_in(room: Room, context: Any) -> AsyncIterator[None]:
-    """As SamplerServicer lets calls in, one alone or several beside each other."""
-    if ALONE in tuple(context.invocation_metadata()):
-        async with room.alone():
-            await context.send_initial_metadata((ALONE,))
-            yield
-    else:
-        with room.beside_others():
-            yield
 
 
 @dataclass

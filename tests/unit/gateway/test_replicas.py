@@ -16,23 +16,14 @@ from typing import Any
 import pytest
 
 from gateway.sampling.drawing import Pause
-from sampler_service.core import room as room_module
-from sampler_service.core.room import Room
 from tests.support.waiting import until
-from tests.unit.gateway.stack import BASE_MODEL, Backend, Client, FakeSampler, Stack, let_in, sample_body
+from tests.unit.gateway.stack import BASE_MODEL, Backend, Client, FakeSampler, Stack, sample_body
 from tests.unit.gateway.talking import TalkingSampler
 from tests.unit.gateway.test_inflight import save
 from tests.unit.gateway.test_sampling import sampler_of_a_save
 from tinsmith.errors import EngineDead, NotReady, OutOfCapacity, VersionNotLoaded
 from tinsmith.rpc.addresses import Addresses, write_addresses
-from tinsmith.rpc.auth import ALONE
 from tinsmith.v1 import sampler_pb2
-
-
-@pytest.fixture(autouse=True)
-def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sampler has soon let go of a call that was cancelled."""
-    monkeypatch.setattr(room_module, "STEP_S", 0.1)
 
 
 class Proxy:
@@ -401,16 +392,13 @@ class Poisoned(TalkingSampler):
         super().__init__()
         self.num_deaths = 0
         self.in_work: set[asyncio.Future[None]] = set()
-        self.room = Room(lambda error: None)
 
     async def Sample(self, request: Any, context: Any) -> Any:
-        async with let_in(self.room, context):
-            await self._compute(request)
+        await self._compute(request)
         return await super().Sample(request, context)
 
     async def StreamSample(self, request: Any, context: Any) -> Any:
-        async with let_in(self.room, context):
-            await self._compute(request.request)
+        await self._compute(request.request)
         pieces: Any = super().StreamSample(request, context)
         async for piece in pieces:
             yield piece
@@ -458,8 +446,8 @@ async def test_a_request_that_kills_samplers_with_its_prompt_fails_alone(poisone
     assert "samplers ended while they computed this request, so it is not given to" in failure["error"]
     assert "an illegal memory access" in failure["error"]
     assert failure["category"] == "server"
-    # It has company at its first death, and is alone at the second.
-    assert sum(sampler.num_deaths for sampler in poisoned.samplers) == 2
+    # It has company at its first two deaths at most, and is alone at the third.
+    assert 2 <= sum(sampler.num_deaths for sampler in poisoned.samplers) <= 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -470,7 +458,7 @@ async def test_nor_is_one_of_the_openai_api(poisoned: Pair, stream: bool) -> Non
     assert "samplers ended while they computed this request" in guilty.text
     assert all(reply.status_code == 200 and "error" not in reply.json() for reply in others if not stream)
     assert all("error" not in reply.text for reply in others)
-    assert sum(sampler.num_deaths for sampler in poisoned.samplers) == 2
+    assert 2 <= sum(sampler.num_deaths for sampler in poisoned.samplers) <= 3
 
 
 class Late(TalkingSampler):
@@ -480,21 +468,20 @@ class Late(TalkingSampler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.killed: Counter[int] = Counter()
-        """How often it has died of each guilty prompt."""
+        self.given: Counter[int] = Counter()
+        """How often each guilty prompt came."""
         self.in_work: set[asyncio.Future[None]] = set()
         self.is_back_at = 0.0
-        self.room = Room(lambda error: None)
 
     async def Sample(self, request: Any, context: Any) -> Any:
-        async with let_in(self.room, context), aclosing(self._compute(request)) as steps:
+        async with aclosing(self._compute(request)) as steps:
             async for _ in steps:
                 pass
         return await super().Sample(request, context)
 
     async def StreamSample(self, request: Any, context: Any) -> Any:
         pieces: Any = super().StreamSample(request, context)
-        async with let_in(self.room, context), aclosing(self._compute(request.request)) as steps:
+        async with aclosing(self._compute(request.request)) as steps:
             async for _ in steps:
                 yield await anext(pieces)
             async for piece in pieces:
@@ -513,9 +500,9 @@ class Late(TalkingSampler):
                 yield
                 await self._live(death, 0.3)
                 return
+            self.given[mark] += 1
             yield
             await self._live(death, 0.2)
-            self.killed[mark] += 1
             self.is_back_at = time.monotonic() + 0.1
             for one in self.in_work:
                 if not one.done():
@@ -553,9 +540,9 @@ async def test_requests_that_kill_after_their_first_token_fail_alone_beside_slow
     finally:
         await pair.stop()
     assert all("samplers ended while they computed this request" in failure["error"] for failure in failures)
-    killed: Counter[int] = sum((sampler.killed for sampler in pair.samplers), Counter())
-    assert set(killed) == set(marks[:num_guilty])
-    assert max(killed.values()) <= 2
+    given: Counter[int] = sum((sampler.given for sampler in pair.samplers), Counter())
+    assert set(given) == set(marks[:num_guilty])
+    assert max(given.values()) <= 3
 
 
 @pytest.mark.parametrize("error", [NotReady("the sampler is shutting down"), EngineDead("gone", computing="no")])
@@ -752,7 +739,6 @@ async def test_a_text_that_kills_two_samplers_while_it_becomes_tokens_is_given_t
     async def die(self: TalkingSampler, request: Any, context: Any) -> Any:
         nonlocal num_deaths
         num_deaths += 1
-        await context.send_initial_metadata((ALONE,))
         raise EngineDead("ended")
 
     monkeypatch.setattr(TalkingSampler, "Tokenize", die)

@@ -13,9 +13,10 @@ from sampler_service.core import room as room_module
 from sampler_service.core.room import Room
 from tests.support.waiting import until
 from tests.unit.gateway.several import Several
-from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, let_in, sample_body
+from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.talking import TalkingSampler
 from tinsmith.errors import EngineDead
+from tinsmith.rpc.auth import ALONE
 from tinsmith.v1 import sampler_pb2
 
 GUILTY = [1] * 40
@@ -46,8 +47,14 @@ class Poisoned(TalkingSampler):
             yield piece
 
     async def _run(self, is_guilty: bool, context: Any) -> None:
-        async with let_in(self.room, context):
-            await self._compute(is_guilty)
+        """As SamplerServicer lets calls in."""
+        if ALONE in tuple(context.invocation_metadata()):
+            async with self.room.alone():
+                await context.send_initial_metadata((ALONE,))
+                await self._compute(is_guilty)
+        else:
+            with self.room.beside_others():
+                await self._compute(is_guilty)
 
     async def _compute(self, is_guilty: bool) -> None:
         death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -76,7 +83,8 @@ def _is_guilty(request: sampler_pb2.SampleRequest) -> bool:
 
 @pytest.fixture
 async def several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Several]:
-    monkeypatch.setattr(room_module, "STEP_S", 0.1)
+    for module in ("gateway.sampling.lives", room_module.__name__):
+        monkeypatch.setattr(f"{module}.STEP_S", 0.1)
     backends = Stack(tmp_path)
     backends.sampler_backend.servicer = Poisoned()
     await backends.trainer_backend.start()
@@ -115,5 +123,5 @@ async def test_a_request_that_is_alone_at_its_gateway_is_not_condemned_for_anoth
         answer = await running
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"]
-    assert "2 samplers ended while they computed this request, so it is not given to another" in error
-    assert sampler.num_deaths == 2
+    assert "3 samplers ended while they computed this request, so it is not given to another" in error
+    assert sampler.num_deaths == 3
