@@ -342,7 +342,7 @@ class Clients:
         return counting_of(found.rule, found.settings)
 
     def picture_counting(self, base_model: str) -> trainer_pb2.PictureCounting | None:
-        """What the trainer says of pictures for this base model; None as in `counting`."""
+        """The rule of the base model's trainer for counting pictures; None as in `counting`."""
         for info in self.trainer_infos():
             if base_model in info.base_models and info.HasField("picture_counting"):
                 return info.picture_counting

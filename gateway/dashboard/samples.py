@@ -55,7 +55,7 @@ class RecentSamples:
         self._keep = keep
         self._drawn: deque[RecordedSequence] = deque(maxlen=_MAX_PER_FLUSH)
         self._picture_bytes = 0
-        """Of the pictures that came since the last flush."""
+        """Bytes of the pictures that came since the last flush."""
 
     def add(
         self,

@@ -129,7 +129,7 @@ class Tower:
         return Ahead(numbers_T, in_windows_only=where == "in windows")
 
     def inputs(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
-        """What `get_image_features` of the model takes, on its device."""
+        """The arguments of the model's `get_image_features`, on its device."""
         known = inspect.signature(self._model.get_image_features).parameters
         arrays = self.processor.arrays(pictures)
         return {name: on_device(torch.from_numpy(one), self.device) for name, one in arrays.items() if name in known}

@@ -15,7 +15,7 @@ from tinsmith.pictures.counting import ByArea, Counting, Filling, OneSize
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a family needs."""
+    """The needs of one family."""
 
     name: str
     """As in messages to users."""
@@ -32,7 +32,7 @@ class Family:
     """Whether the tokens of a picture see each other in both directions in a model with this configuration: in all
     layers, or only in those whose attention has a window."""
     two_way: str = "no"
-    """The same in words for docs/models.md."""
+    """The rule in words, for docs/models.md."""
     in_chats: Callable[[Any], tuple[Sequence[int], Sequence[int]] | None] = lambda _: ((), ())
     """The tokens that the model's own processor puts before and after the tokens of a picture, where the chat template
     has rendered one token. None if it changes the text there, so that chats take no pictures."""

@@ -88,7 +88,7 @@ class Processor:
         )
 
     def arrays(self, pictures: Sequence[Picture]) -> dict[str, npt.NDArray[Any]]:
-        """What the processor makes of the pictures: patches or pixels, and what else the tower takes with them."""
+        """The processor's output for the pictures: patches or pixels, and what else the tower takes with them."""
         made = self._processor(
             images=[picture.pixels for picture in pictures],
             do_resize=False,

@@ -43,13 +43,7 @@ def trainer_id(state_dir: Path) -> str:
     path = state_dir / "writer_id"
     try:
         if not path.exists() or not path.read_text().strip():
-            state_dir.mkdir(parents=True, exist_ok=True)
-            written = path.with_suffix(".new")
-            with written.open("w") as file:
-                file.write(uuid.uuid4().hex)
-                file.flush()
-                os.fsync(file.fileno())
-            written.rename(path)
+            keep_trainer_id(state_dir, uuid.uuid4().hex)
         return path.read_text().strip()
     except OSError as error:
         raise StorageUnusable(f"state_dir: {state_dir} cannot be used: {error}") from error
@@ -60,5 +54,8 @@ def keep_trainer_id(state_dir: Path, trainer_id: str) -> None:
     last state folder may be lost."""
     state_dir.mkdir(parents=True, exist_ok=True)
     new = state_dir / "writer_id.new"
-    new.write_text(trainer_id)
+    with new.open("w") as file:
+        file.write(trainer_id)
+        file.flush()
+        os.fsync(file.fileno())
     new.rename(state_dir / "writer_id")

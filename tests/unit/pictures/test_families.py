@@ -1,4 +1,4 @@
-"""What the families that see pictures need of their processors and configurations."""
+"""The needs of the families that see pictures, from their processors and configurations."""
 
 import io
 from pathlib import Path

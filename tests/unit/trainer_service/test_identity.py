@@ -1,4 +1,4 @@
-"""What a trainer says of itself, by which a gateway knows it again and compares it with others."""
+"""The identity of a trainer, by which a gateway knows it again and compares it with others."""
 
 from __future__ import annotations
 
