@@ -146,16 +146,7 @@ def read(process: psutil.Process) -> Reading:
 
 
 def processes(stack: Stack) -> dict[str, psutil.Process]:
-    found = {}
-    for process in stack.processes():
-        try:
-            arguments = process.cmdline()
-        except psutil.Error:
-            continue
-        for service in SERVICES:
-            if service in arguments:
-                found[service] = process
-    return found
+    return {service: process for service in SERVICES for process in stack.processes(service)}
 
 
 def sizes(state_dir: Path) -> dict[str, float]:

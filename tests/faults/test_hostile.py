@@ -16,14 +16,12 @@ import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import numpy as np
-import psutil
 import pytest
 import tinker
 from prometheus_client.parser import text_string_to_metric_families
@@ -89,12 +87,7 @@ def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
 
 def pids(stack: Stack, service: str = "") -> list[int]:
     """Process ids of a service, or of all services if none is named."""
-    found = []
-    for process in stack.processes():
-        with suppress(psutil.NoSuchProcess):  # it has just ended
-            if not service or service in process.cmdline():
-                found.append(process.pid)
-    return found
+    return [process.pid for process in stack.processes(*([service] if service else []))]
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def undisturbed(stack: Stack) -> list[Outcome]:
 
 
 def running(stack: Stack, service: str) -> list[psutil.Process]:
-    return [process for process in stack.processes() if service in process.cmdline()]
+    return stack.processes(service)
 
 
 @pytest.fixture

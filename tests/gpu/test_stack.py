@@ -102,7 +102,7 @@ def test_a_killed_trainer_loses_nothing(stack: Stack, service: tinker.ServiceCli
     train(client, batch(3), steps=4, adam=ADAM)
     tokens = random_tokens(50, 5)
     (before,) = forward(client, tokens)
-    (trainer,) = (one for one in stack.processes() if "trainer_service" in one.cmdline())
+    (trainer,) = stack.processes("trainer_service")
     trainer.kill()
     (after,) = forward(client, tokens)
     assert np.abs(before - after).mean() < 0.05

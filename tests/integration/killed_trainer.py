@@ -37,7 +37,7 @@ def check_that_a_killed_trainer_changes_nothing(
             for line in running.stdout:
                 lines.append(line)
                 if line.startswith("step 2"):
-                    (trainer,) = (one for one in stack.processes() if "trainer_service" in one.cmdline())
+                    (trainer,) = stack.processes("trainer_service")
                     trainer.kill()
         assert running.returncode == 0, "".join(lines)
     disturbed = "".join(lines)

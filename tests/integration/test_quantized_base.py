@@ -27,7 +27,7 @@ TEXT = random_tokens(60, 7)
 
 
 def service(stack: Stack, kind: str) -> psutil.Process:
-    (found,) = (one for one in stack.processes() if f"{kind}_service" in one.cmdline())
+    (found,) = stack.processes(f"{kind}_service")
     return found
 
 

@@ -246,7 +246,7 @@ def call_wrongly(subject: Subject) -> None:
 def kill_all(subject: Subject) -> None:
     """With -9, one after the other; returns when all are back."""
     for number, module in enumerate(SERVICES.values(), start=1):
-        (process,) = (one for one in subject.stack.processes() if module in one.cmdline())
+        (process,) = subject.stack.processes(module)
         process.kill()
         wait_until(
             lambda n=number: subject.stack.report().count(": ready again after") == n,

@@ -88,12 +88,12 @@ def greedy(sampler: tinker.SamplingClient) -> list[int]:
 
 
 def trainer_process(stack: Stack, address: str) -> psutil.Process:
-    (found,) = (one for one in stack.processes() if "trainer_service" in one.cmdline() and address in one.cmdline())
+    (found,) = stack.processes("trainer_service", address)
     return found
 
 
 def gateway_process(stack: Stack) -> psutil.Process:
-    (found,) = (one for one in stack.processes() if "gateway" in one.cmdline())
+    (found,) = stack.processes("gateway")
     return found
 
 

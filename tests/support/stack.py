@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -138,9 +138,15 @@ class Stack:
                     self._ready.set()
         self._ready.set()  # it has ended: nobody should wait for it any longer
 
-    def processes(self) -> list[psutil.Process]:
-        """The services' processes, and what they have started."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+    def processes(self, *arguments: str) -> list[psutil.Process]:
+        """The services' processes, and what they have started: those that run, with all these words in their command
+        lines."""
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # also a ZombieProcess: killed, and not yet waited for by its parent
+                if set(arguments) <= set(process.cmdline()):
+                    found.append(process)
+        return found
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Sends the signal; raises AssertionError unless all has ended in time, with status 0 and no process left."""
