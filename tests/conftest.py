@@ -13,6 +13,10 @@ from tests.support.models import make_model
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.toy.model import Recipe, make
 
+# Without bytecode on disk, each process of a run rewrites the assertions of all test files, which takes 10 s of a core,
+# and each service that a test starts compiles its own modules.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 gc.disable()  # until the tests run: little of what imports make becomes garbage
 torch.set_num_threads(1)  # the models are tiny, and several processes of one test share the cores
 # A new client of httpx reads 140 authorities, which takes 14 to 26 ms of a core, and no test calls a server whose
