@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from gateway.database import urls
 from gateway.schemas import Policy
 from tinsmith.memory import total_bytes
-from tinsmith.rpc.addresses import Addresses, read_addresses
+from tinsmith.rpc.addresses import Addresses, AddressSource
 from tinsmith.rpc.auth import AnyKey, ServiceKey
 from tinsmith.rpc.tls import GrpcTls, check_pair
 
@@ -34,7 +34,7 @@ class ConnectionLimits:
     """Most connections that wait for a next request; those above it are closed."""
     max_header_bytes: int
     header_timeout_s: float
-    """Longest time from the connection, or from a request's first byte, to the end of its headers."""
+    """Longest time from a request's first byte to the end of its headers."""
     transfer_grace_s: float
     min_transfer_bytes_s: int
     """Slowest rate. A transfer may take its size divided by this rate, plus `transfer_grace_s`."""
@@ -72,7 +72,8 @@ class GatewayConfig(GrpcTls, BaseSettings):
     """gRPC addresses of the trainers, HOST:PORT. The gateway asks each which base models it serves. Trainers of one
     base model share its runs, and need the same settings and the same store of checkpoints (docs/scale.md)."""
     samplers: list[str] = ["127.0.0.1:8002"]
-    """gRPC addresses of the samplers, HOST:PORT. Samplers of one base model share its requests."""
+    """gRPC addresses of the samplers, HOST:PORT. Samplers of one base model share its requests. dns:///HOST:PORT stands
+    for every address of the host, looked up every two seconds."""
     services_file: Path | None = None
     """JSON file with the addresses, {"trainers": [...], "samplers": [...]}, instead of trainers and samplers. It may
     change while the gateway runs: within a second the gateway takes up services that came, and asks nothing of those
@@ -118,7 +119,8 @@ class GatewayConfig(GrpcTls, BaseSettings):
     max_header_bytes: int = Field(default=64 * 2**10, ge=4096)
     """Largest headers of a request, about; larger ones are answered 431."""
     header_timeout_s: float = Field(default=20.0, gt=0)
-    """How long the headers of a request may take to arrive before a 408."""
+    """How long the headers of a request may take to arrive before a 408. The first byte of a new connection may take
+    six times as long."""
     transfer_grace_s: float = Field(default=30.0, gt=0)
     """How much longer than at min_transfer_bytes_s a body may take to arrive, or an answer to be read. After that a
     body is answered 408, and the connection of an answer is closed."""
@@ -281,7 +283,7 @@ class GatewayConfig(GrpcTls, BaseSettings):
             for name in ("trainers", "samplers"):
                 if name in self.model_fields_set:
                     raise ValueError(f"{name} and services_file exclude each other: give one of them")
-            _ = self.services
+        _ = self.services
         return self
 
     @model_validator(mode="after")
@@ -302,11 +304,10 @@ class GatewayConfig(GrpcTls, BaseSettings):
         return self
 
     @property
-    def services(self) -> Addresses:
-        """The addresses at the start. Raises ValueError for a services_file that cannot be read."""
-        if self.services_file is None:
-            return Addresses(tuple(self.trainers), tuple(self.samplers))
-        return read_addresses(self.services_file)
+    def services(self) -> AddressSource:
+        """The addresses of trainers and samplers. Raises ValueError for ones that cannot be used."""
+        listed = Addresses(tuple(self.trainers), tuple(self.samplers))
+        return AddressSource(listed, self.services_file, encrypted=self.certificates is not None)
 
     @property
     def own_hosts(self) -> list[str]:

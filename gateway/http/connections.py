@@ -32,6 +32,10 @@ _AROUND = 4
 _IDLE_S = 15.0
 """Shortest idle time after which a connection may be closed. Clients drop idle connections sooner (httpx after 5 s), so
 none of them sends a request while its connection is being closed."""
+_SILENT_FACTOR = 6
+"""How many times as long as headers the first byte of a new connection may take. A client that is short of processor
+time opens hundreds of connections and then writes to one after the other. If they were closed meanwhile, it would open
+them again, and never get ahead."""
 _UNREAD_BODY_S = 30.0
 """How long a connection stays open to receive a body that is not read any more."""
 _LINGER_S = 1.0
@@ -126,8 +130,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._address = ""
         self._is_counted = False
         """Whether `by_address` has this connection."""
-        self._headers_since: float | None = None
+        self._header_s: float | None = None
+        """How long the headers of a request have been awaited, in seconds; None while none are."""
         self._header_bytes = 0
+        self._is_silent = True
+        """Nothing has come yet."""
         self._receiving: _Waiting | None = None
         """The body that is being received; None when it is complete."""
         self._sending = _Waiting()
@@ -139,7 +146,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._counting = _Transport(transport, self.loop, partial(self._close, transport))
         super().connection_made(self._counting)  # type: ignore[arg-type]
-        self._headers_since = time.monotonic()
+        self._header_s = 0.0
         self._address = self.client[0] if self.client else ""
         self.by_address[self._address] += 1
         self._is_counted = True
@@ -179,18 +186,20 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         receiving = self._receiving
-        in_headers = self._headers_since is not None
+        in_headers = self._header_s is not None
+        if self._is_silent:
+            self._is_silent, self._header_s = False, 0.0
         super().data_received(data)
         if receiving is not None:
             receiving.num_bytes += len(data)
-        if self._headers_since is None and self._receiving is None and self.cycle and self.cycle.response_complete:
+        if self._header_s is None and self._receiving is None and self.cycle and self.cycle.response_complete:
             # Between two requests. The bytes stopped the keep-alive timer, but began no request: they are the end of a
             # body that nobody reads, or empty lines, which could go on for ever.
             if receiving is None:
-                self._headers_since = time.monotonic()
+                self._header_s = 0.0
             else:
                 self._keep_alive()
-        if in_headers and self._headers_since is not None:  # still
+        if in_headers and self._header_s is not None:  # still
             self._header_bytes += len(data)
             if self._header_bytes > self.limits.max_header_bytes:
                 self._refuse(b"431 Request Header Fields Too Large", f"above {self.limits.max_header_bytes} bytes")
@@ -207,12 +216,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if self._headers_since is None:
-            self._headers_since = time.monotonic()
+        if self._header_s is None:
+            self._header_s = 0.0
         self._header_bytes = 0
 
     def on_headers_complete(self) -> None:
-        self._headers_since = None
+        self._header_s = None
         self._receiving = _Waiting()
         size = len(self.url) + sum(len(name) + len(value) + _AROUND for name, value in self.headers)
         self.app = _refuse_headers if size > self.limits.max_header_bytes else self.config.loaded_app
@@ -237,10 +246,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._closes = True
         self.loop.call_later(_UNREAD_BODY_S, transport.close)
 
-    def check(self, now: float, seconds: float) -> None:
-        """Ends the connection if it is too slow. `now`: on the monotonic clock. `seconds`: time since the last call."""
-        if self._headers_since is not None and now - self._headers_since > self.limits.header_timeout_s:
-            self._refuse(b"408 Request Timeout", "the headers did not come in time")
+    def check(self, seconds: float) -> None:
+        """Ends the connection if it is too slow. `seconds`: time since the last call."""
+        if self._header_s is not None:
+            self._header_s += seconds
+            if self._header_s > self.limits.header_timeout_s * (_SILENT_FACTOR if self._is_silent else 1):
+                self._refuse(b"408 Request Timeout", "the headers did not come in time")
         elif self._receiving is not None and not self.flow.read_paused:
             self._receiving.seconds += seconds
             if self._receiving.is_too_long(self.limits):
@@ -261,7 +272,7 @@ class BoundedProtocol(HttpToolsProtocol):
         is_first = self.cycle is None or self.cycle.response_complete
         if self._receiving is not None and not self.pipeline:
             is_first |= not self.cycle.response_started
-        self._headers_since = self._receiving = None
+        self._header_s = self._receiving = None
         if self._is_refused or self.transport.is_closing():
             return
         logger.info("a connection is closed: %s", why)
@@ -297,7 +308,7 @@ async def watch(connections: set[Any], limits: ConnectionLimits) -> None:
         # A longer pause means that this process was suspended or busy, for which clients are not to blame.
         seconds = min(now - checked_at, 2 * limits.interval_s)
         for connection in list(connections):
-            connection.check(now, seconds)
+            connection.check(seconds)
         close_idle(connections, limits)
         checked_at = now
 

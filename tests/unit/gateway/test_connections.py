@@ -88,6 +88,19 @@ async def test_a_slow_client_is_cut_off_and_others_are_served(stack: Stack, clie
 
 
 @pytest.mark.gateway(**QUICK)
+async def test_a_new_connection_may_be_silent_for_longer_than_headers_may_take(stack: Stack) -> None:
+    """A client that was short of processor time opened hundreds of connections, had all of them closed before it wrote
+    to one, and opened them again for ever."""
+    async with connection(stack) as silent, connection(stack) as begun:
+        begun[1].write(b"G")
+        async with asyncio.timeout(LIMIT_S):
+            assert b" 408 " in await begun[0].readline()
+        silent[1].write(HEALTH)
+        async with asyncio.timeout(LIMIT_S):
+            assert b" 200 " in await silent[0].readline()
+
+
+@pytest.mark.gateway(**QUICK)
 async def test_empty_lines_do_not_keep_a_connection(stack: Stack) -> None:
     async with connection(stack) as slow:
         slow[1].write(HEALTH)
