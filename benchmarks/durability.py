@@ -24,7 +24,7 @@ from benchmarks.processes import model_folder
 from benchmarks.ranks import ADAM, MAX_TOKENS, request, step
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.addresses import Addresses
+from tinsmith.rpc.addresses import Addresses, AddressSource
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.journal import Body, Journal
@@ -60,7 +60,9 @@ class Trainer:
         )
         self.files = SnapshotFiles(folder / "snapshots")
         self.snapshots = Snapshots(self.files, self._journal, policy, metrics, self.scheduler.executing)
-        sender = WeightSender(Addresses(), trainer_id="bench", host="127.0.0.1", timeout_s=5, metrics=metrics)
+        sender = WeightSender(
+            AddressSource(Addresses()), trainer_id="bench", host="127.0.0.1", timeout_s=5, metrics=metrics
+        )
         sequences = canary_of(base)
         rule = GapRule(0.01, 0.01, "refuse", timeout_s=5)
         publisher = Publisher(sender, sequences, rule, metrics, self.engine.score(None, sequences))

@@ -35,7 +35,7 @@ from benchmarks.processes import model_folder
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import TrainedWeights
-from tinsmith.rpc.addresses import Addresses
+from tinsmith.rpc.addresses import Addresses, AddressSource
 from tinsmith.rpc.channel import connect, wait_serving
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2
@@ -90,7 +90,7 @@ class Bench:
         self.stub = stub
         self.senders = {
             channel: WeightSender(
-                Addresses(samplers=(address,)),
+                AddressSource(Addresses(samplers=(address,))),
                 trainer_id=channel,
                 host="127.0.0.1",
                 channel=channel,

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -23,7 +22,7 @@ from gateway.metrics import Metrics
 from gateway.sampling.replicas import Replica, Replicas
 from tinsmith.errors import FailedPrecondition, InvalidRequest, ModelNotFound, NotReady, ServiceError
 from tinsmith.pictures.counting import Counting, counting_of
-from tinsmith.rpc.addresses import Addresses, address_changes
+from tinsmith.rpc.addresses import Addresses, AddressSource
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
@@ -93,19 +92,16 @@ class Clients:
     def __init__(
         self,
         *,
-        services: Addresses,
+        services: AddressSource,
         metrics: Metrics,
         api_key: str = "",
         certificates: Certificates | None = None,
         sampler_timeout_s: float = 3.0,
         sampler_load_factor: float = 1.25,
         has_peers: bool = False,
-        services_file: Path | None = None,
     ) -> None:
-        """`services`: the addresses at the start. `api_key`: sent to all services, unless it is empty. `has_peers`:
-        other gateways use the samplers, too. `services_file`: where the addresses may change."""
+        """`api_key`: sent to all services, unless it is empty. `has_peers`: other gateways use the samplers, too."""
         self._services = services
-        self._services_file = services_file
         self._connect = partial(Trainer, api_key=api_key, certificates=certificates)
         self._known: dict[str, Trainer] = {}
         """All trainers that were ever listed, by address. One that is listed no more keeps its connection, on which
@@ -121,7 +117,7 @@ class Clients:
             timeout_s=sampler_timeout_s,
             load_factor=sampler_load_factor,
             are_shared=has_peers,
-            may_join=services_file is not None,
+            may_join=services.may_change,
         )
         self._watches: dict[str, asyncio.Task[None]] = {}
         """By address of the trainer."""
@@ -129,9 +125,8 @@ class Clients:
         self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        await self._use(self._services)
-        if self._services_file is not None:
-            self._following = asyncio.create_task(self._follow(self._services_file))
+        await self._use(self._services.known)
+        self._following = asyncio.create_task(self._follow())
 
     async def close(self) -> None:
         tasks = [*self._watches.values(), *([self._following] if self._following else [])]
@@ -142,8 +137,8 @@ class Clients:
             await trainer.channel.close()
         await self.samplers.close()
 
-    async def _follow(self, services_file: Path) -> None:
-        async for services in address_changes(services_file, self._services):
+    async def _follow(self) -> None:
+        async for services in self._services.changes():
             await self._use(services)
 
     async def _use(self, services: Addresses) -> None:
@@ -210,7 +205,7 @@ class Clients:
         Empty when all trainers have said so, and each of their base models has a sampler: the others are not needed.
         """
         trainers = [trainer.address for trainer in self._trainers if trainer.info is None]
-        if self._services_file is not None:
+        if self._services.may_change:
             trainers += [] if self._trainers else ["a trainer, which has not joined yet"]
             trainers += [] if self.samplers.all else ["a sampler, which has not joined yet"]
         samplers = [sampler.address for sampler in self.samplers.all if sampler.info is None]
@@ -291,7 +286,7 @@ class Clients:
         serving = [each for each in self._trainers if each.info is not None and base_model in each.info.base_models]
         if serving:
             return serving
-        if not self._trainers and self._services_file is not None:
+        if not self._trainers and self._services.may_change:
             raise NotReady("no trainer has joined yet")
         if any(trainer.info is None for trainer in self._trainers):
             raise NotReady(f"no trainer that serves {base_model!r} has been reached yet")

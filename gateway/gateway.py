@@ -78,7 +78,6 @@ class Core:
         self.ledger = Ledger(self.store)
         self.clients = Clients(
             services=config.services,
-            services_file=config.services_file,
             metrics=self.metrics,
             api_key=config.service_key.get_secret_value(),
             certificates=config.certificates,

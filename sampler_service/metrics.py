@@ -18,6 +18,9 @@ class Requests:
         self.ended = declare.counter("requests", "Requests that ended, by outcome: ok or an error's reason.", "outcome")
         self.running = declare.gauge("running_sequences", "Sequences that generate now.")
         self.waiting = declare.gauge("waiting_requests", "Requests that wait for a place.")
+        self.waiting_tokens = declare.gauge(
+            "waiting_tokens", "Tokens of the requests that wait for a place: prompts, and the most that may be sampled."
+        )
         self.queue_oldest = declare.gauge(
             "queue_oldest_seconds", "Seconds that the oldest waiting request has waited; 0 if none waits."
         )

@@ -304,7 +304,6 @@ def new_sender(config: TrainerConfig, metrics: Metrics, *, trainer_id: str) -> W
     """The sender of weights to the samplers, not started yet."""
     return WeightSender(
         config.services,
-        services_file=config.services_file,
         api_key=config.service_key.get_secret_value(),
         certificates=config.certificates,
         trainer_id=trainer_id,

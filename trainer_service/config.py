@@ -9,7 +9,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tinsmith.quantization import Setting as Quantize
-from tinsmith.rpc.addresses import Addresses, read_addresses
+from tinsmith.rpc.addresses import Addresses, AddressSource
 from tinsmith.rpc.auth import AnyKey, ServiceKey, accepted, admins, host_of, require_keys
 from tinsmith.rpc.paths import check_checkpoint_root
 from tinsmith.rpc.postgres import check_url
@@ -49,7 +49,8 @@ class TrainerConfig(GrpcTls, BaseSettings):
     service_key: ServiceKey = SecretStr("")
     """Key of Tinsmith's own services: accepted from the gateway, and sent to the samplers."""
     samplers: list[str] = []
-    """Addresses of the sampler services that get published weights, as a JSON list."""
+    """Addresses of the sampler services that get published weights, HOST:PORT, as a JSON list. dns:///HOST:PORT stands
+    for every address of the host, looked up every two seconds."""
     services_file: Path | None = None
     """JSON file with the addresses, {"samplers": [...]}, instead of samplers. It may change while the trainer runs:
     samplers that came get the versions that are published from then on, and earlier ones when they are asked for.
@@ -211,9 +212,8 @@ class TrainerConfig(GrpcTls, BaseSettings):
 
     @model_validator(mode="after")
     def _unique(self) -> TrainerConfig:
-        for name, values in (("model_names", self.model_names), ("samplers", self.samplers)):
-            if len(set(values)) != len(values):
-                raise ValueError(f"{name}: {values} contains a duplicate")
+        if len(set(self.model_names)) != len(self.model_names):
+            raise ValueError(f"model_names: {self.model_names} contains a duplicate")
         return self
 
     @model_validator(mode="after")
@@ -256,11 +256,10 @@ class TrainerConfig(GrpcTls, BaseSettings):
         return self.journal_name or self.public_names[0]
 
     @property
-    def services(self) -> Addresses:
-        """The samplers' addresses at the start. Raises ValueError for a services_file that cannot be read."""
-        if self.services_file is None:
-            return Addresses(samplers=tuple(self.samplers))
-        return read_addresses(self.services_file)
+    def services(self) -> AddressSource:
+        """The addresses of the samplers. Raises ValueError for ones that cannot be used."""
+        listed = Addresses(samplers=tuple(self.samplers))
+        return AddressSource(listed, self.services_file, encrypted=self.certificates is not None)
 
     @property
     def accepted_keys(self) -> list[str]:

@@ -36,6 +36,14 @@ class OperationsMetrics:
             "queue_oldest_seconds",
             "Longest time that a model's next operation has waited, over all models; 0 when none waits.",
         )
+        self.queued_tokens = declare.gauge(
+            "queued_tokens",
+            "Tokens of the batches that wait for the compute thread, what is left of running ones included.",
+        )
+        self.queued_seconds = declare.gauge(
+            "queued_seconds",
+            "Expected time until all work that waits for the compute thread has run; 0 before the first measurement.",
+        )
         self.held_bytes = declare.gauge(
             "held_bytes",
             "Memory of accepted operations whose answers are not stored: bodies, batches, answers.",

@@ -184,6 +184,7 @@ class OpenRequests:
         self._dying: asyncio.Task[None] | None = None
         metrics.queue_limit.set(config.max_waiting)
         metrics.queue_oldest.set_function(self._oldest_s)
+        metrics.waiting_tokens.set_function(self._waiting_tokens)
 
     def __contains__(self, group: SequenceGroup) -> bool:
         return group in self._open
@@ -363,6 +364,13 @@ class OpenRequests:
         for group in list(self._waiting):
             return time.perf_counter() - group.submitted
         return 0.0
+
+    def _waiting_tokens(self) -> int:
+        """Tokens that the waiting requests have and may sample. The thread that serves the metrics calls this."""
+        return sum(
+            len(group.request.prompt) + sum(one.max_length - one.prompt_length for one in group.sequences)
+            for group in list(self._waiting)
+        )
 
 
 @dataclass(slots=True)

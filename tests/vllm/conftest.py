@@ -16,7 +16,7 @@ from tests.vllm.cases import publish_adapters
 from tests.vllm.client import Service
 from tests.vllm.service import VllmService
 from tinsmith.modeling.adapter import Adapter
-from tinsmith.rpc.addresses import Addresses
+from tinsmith.rpc.addresses import Addresses, AddressSource
 from tinsmith.rpc.channel import connect
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync.sender import WeightSender
@@ -42,7 +42,11 @@ async def service(server: VllmService) -> AsyncIterator[Service]:
     """A client of `server`, which each file starts with flags of its own."""
     metrics = Metrics(CollectorRegistry())
     sender = WeightSender(
-        Addresses(samplers=[server.address]), trainer_id="t", host="127.0.0.1", timeout_s=60, metrics=metrics
+        AddressSource(Addresses(samplers=[server.address])),
+        trainer_id="t",
+        host="127.0.0.1",
+        timeout_s=60,
+        metrics=metrics,
     )
     async with connect(server.address) as channel:
         yield Service(channel, sender)

@@ -1,29 +1,56 @@
-"""A file with the addresses of trainers and samplers. It may change while those who read it run."""
+"""The addresses of trainers and samplers: a list of the settings, or a file. They may change while those who use them
+run."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tinsmith.rpc.auth import host_of
+from tinsmith.rpc.auth import address_of, host_of
 
 logger = logging.getLogger(__name__)
 
-_INTERVAL_S = 0.5
+DNS = "dns:///"
+"""Prefix of a name in a list of samplers: dns:///HOST:PORT stands for every address that the host has."""
+_FILE_INTERVAL_S = 0.5
 """Pause between two readings of the file, in seconds. The file is small. It may be a mounted ConfigMap, or lie on a
 network, where nothing tells of a change."""
+_NAMES_INTERVAL_S = 2.0
+"""Pause between two lookups of the names, in seconds. DNS servers of a cluster answer from a cache of some seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """gRPC addresses, HOST:PORT."""
+    """gRPC addresses, HOST:PORT. Among those of samplers may be names, dns:///HOST:PORT."""
 
     trainers: Sequence[str] = ()
     samplers: Sequence[str] = ()
+
+    @property
+    def names(self) -> list[str]:
+        return [address for address in self.samplers if address.startswith(DNS)]
+
+
+def check_addresses(addresses: Addresses, *, source: str) -> None:
+    """Raises ValueError for an address that is of no known form, or that is there twice. `source`: for the message."""
+    for name, listed in asdict(addresses).items():
+        if len(set(listed)) != len(listed):
+            raise ValueError(f"{name} {source} contains a duplicate: {list(listed)}")
+        for address in listed:
+            if name == "trainers" and address.startswith(DNS):
+                raise ValueError(
+                    f"{name}: {address!r} {source}: each trainer needs an address of its own, HOST:PORT, because "
+                    "its runs stay with it"
+                )
+            try:
+                host_of(address.removeprefix(DNS))
+            except ValueError:
+                raise ValueError(f"{name}: {address!r} {source} is not of the form HOST:PORT") from None
 
 
 def read_addresses(path: Path) -> Addresses:
@@ -36,17 +63,12 @@ def read_addresses(path: Path) -> Addresses:
         raise ValueError(
             f'services_file: {path} is not a JSON object {{"trainers": ["HOST:PORT", ...], "samplers": [...]}}'
         )
-    for name, addresses in found.items():
-        if not isinstance(addresses, list) or not all(isinstance(address, str) for address in addresses):
+    for name, listed in found.items():
+        if not isinstance(listed, list) or not all(isinstance(address, str) for address in listed):
             raise ValueError(f"services_file: {name} in {path} is not a list of HOST:PORT")
-        if len(set(addresses)) != len(addresses):
-            raise ValueError(f"services_file: {name} in {path} contains a duplicate: {addresses}")
-        for address in addresses:
-            try:
-                host_of(address)
-            except ValueError:
-                raise ValueError(f"services_file: {address!r} in {path} is not of the form HOST:PORT") from None
-    return Addresses(tuple(found.get("trainers", ())), tuple(found.get("samplers", ())))
+    addresses = Addresses(tuple(found.get("trainers", ())), tuple(found.get("samplers", ())))
+    check_addresses(addresses, source=f"in {path} of services_file")
+    return addresses
 
 
 def write_addresses(path: Path, addresses: Addresses) -> None:
@@ -57,21 +79,74 @@ def write_addresses(path: Path, addresses: Addresses) -> None:
     new.replace(path)
 
 
-async def address_changes(path: Path, known: Addresses) -> AsyncIterator[Addresses]:
-    """Yields the addresses whenever they differ from those before, at first `known`; for ever. While the file cannot
-    be read, the addresses stay."""
-    complaint = ""
-    while True:
+class AddressSource:
+    """Where the addresses come from: a list of the settings, or a file. Names in it are looked up."""
+
+    def __init__(self, listed: Addresses, file: Path | None = None, *, encrypted: bool = False) -> None:
+        """`file`: has the addresses instead of `listed`, and may change. `encrypted`: gRPC is, with certificates of
+        hosts. Raises ValueError for addresses that cannot be used."""
+        self._given = listed
+        self._file = file
+        self._encrypted = encrypted
+        self._found: dict[str, Sequence[str]] = {}
+        """The addresses that a name had when it was last found."""
+        self._complaints: dict[str, str] = {}
+        """The newest error of the file, under an empty name, and of each name, so that it is logged once."""
+        self._listed = self._read()
+        self.known = self._resolved()
+        """The newest addresses, HOST:PORT. Before `changes` is iterated, those of names are missing."""
+
+    @property
+    def may_change(self) -> bool:
+        return self._file is not None or bool(self._given.names)
+
+    async def changes(self) -> AsyncIterator[Addresses]:
+        """Yields `known` whenever it has changed, for ever; ends at once if it cannot change. While the file cannot be
+        read or a name is not found, its addresses stay."""
+        while self.may_change:
+            try:
+                self._listed = self._read()
+            except ValueError as error:
+                self._complain("", error)
+            else:
+                self._complaints.pop("", None)
+            for name in self._listed.names:
+                await self._look_up(name)
+            if (found := self._resolved()) != self.known:
+                self.known = found
+                logger.info("addresses of the services: %s", found)
+                yield found
+            await asyncio.sleep(_NAMES_INTERVAL_S if self._listed.names else _FILE_INTERVAL_S)
+
+    def _read(self) -> Addresses:
+        listed = self._given if self._file is None else read_addresses(self._file)
+        if self._file is None:
+            check_addresses(listed, source="in the settings")
+        if self._encrypted and listed.names:
+            raise ValueError(
+                f"samplers: {listed.names[0]!r} stands for addresses that no certificate names; with grpc_ca list the "
+                "samplers by their hosts, HOST:PORT"
+            )
+        return listed
+
+    async def _look_up(self, name: str) -> None:
+        host, _, port = name.removeprefix(DNS).rpartition(":")
         try:
-            found = read_addresses(path)
-        except ValueError as error:
-            if str(error) != complaint:
-                complaint = str(error)
-                logger.error("%s; the addresses stay %s", complaint, known)
-        else:
-            complaint = ""
-            if found != known:
-                known = found
-                logger.info("services_file: %s", known)
-                yield known
-        await asyncio.sleep(_INTERVAL_S)
+            found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            self._complain(name, error)
+            return
+        self._complaints.pop(name, None)
+        self._found[name] = sorted({address_of(str(address[0]), int(port)) for *_, address in found})
+
+    def _resolved(self) -> Addresses:
+        """The listed addresses, with those of a name in its place."""
+        samplers: list[str] = []
+        for address in self._listed.samplers:
+            samplers += self._found.get(address, ()) if address.startswith(DNS) else [address]
+        return Addresses(tuple(self._listed.trainers), tuple(dict.fromkeys(samplers)))
+
+    def _complain(self, name: str, error: Exception) -> None:
+        if self._complaints.get(name) != str(error):
+            self._complaints[name] = str(error)
+            logger.error("%s; the addresses stay %s", f"{name} is not found: {error}" if name else error, self.known)

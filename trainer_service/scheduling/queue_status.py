@@ -88,13 +88,17 @@ def status_of(operation: Operation, model: ModelQueue, *, backlog: Backlog, spee
     return status
 
 
+def queued_tokens(backlog: Backlog) -> list[int]:
+    """The tokens of each operation that waits for the compute thread, and those of the micro-batch that runs; 0 for a
+    call."""
+    tokens = [num for model_id in backlog.operations for _, num in backlog.waiting(model_id)]
+    return tokens if backlog.running is None else [*tokens, backlog.running.num_tokens]
+
+
 def queued_s(backlog: Backlog, speed: Speed) -> float:
     """Expected time until all work that waits for the compute thread has run, in seconds; 0 before the first
     measurement."""
-    tokens = [num for model_id in backlog.operations for _, num in backlog.waiting(model_id)]
-    running = backlog.running
-    if running is not None:
-        tokens.append(running.num_tokens)
+    tokens = queued_tokens(backlog)
     expected = speed.seconds(num_tokens=sum(tokens), num_calls=sum(num == 0 for num in tokens))
     return expected or 0.0
 

@@ -38,7 +38,7 @@ from trainer_service.requests import answer_of
 from trainer_service.scheduling.compute import BatchEngine, ComputeThread, Pace, internal_error
 from trainer_service.scheduling.model_queue import HeldBytes, ModelQueue, ModelQueues
 from trainer_service.scheduling.parking import Parking
-from trainer_service.scheduling.queue_status import FINISHED, QueueStatus, queued_s, status_of
+from trainer_service.scheduling.queue_status import FINISHED, QueueStatus, queued_s, queued_tokens, status_of
 from trainer_service.scheduling.replay import Replay
 
 logger = logging.getLogger(__name__)
@@ -139,6 +139,8 @@ class Scheduler:
         self._compute = ComputeThread(engine, metrics, self.executing, self.cores, device_type=device_type, alone=alone)
         self._replay = Replay(self._models, self.advance, self.abandon, self.ends_with, self._held, metrics, self.spawn)
         self._closed = False
+        metrics.operations.queued_seconds.set_function(self.queued_s)
+        metrics.operations.queued_tokens.set_function(lambda: sum(queued_tokens(self._compute.backlog())))
 
     @property
     def engine_died(self) -> asyncio.Event:

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc.aio
 import torch
@@ -22,7 +21,7 @@ from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.quantization import Quantization
 from tinsmith.rpc import tracing
-from tinsmith.rpc.addresses import Addresses, address_changes
+from tinsmith.rpc.addresses import AddressSource
 from tinsmith.rpc.tls import Certificates
 from tinsmith.threads import in_pool
 from tinsmith.v1 import sampler_pb2, types_pb2
@@ -89,7 +88,7 @@ class WeightSender:
 
     def __init__(
         self,
-        services: Addresses,
+        services: AddressSource,
         *,
         trainer_id: str,
         host: str,
@@ -102,20 +101,18 @@ class WeightSender:
         api_key: str = "",
         certificates: Certificates | None = None,
         quantize: Quantization | None = None,
-        services_file: Path | None = None,
     ) -> None:
-        """`services`: the samplers' addresses at the start. `services_file`: where they may change. `timeout_s`: limit
-        on each call and on forming a group, in seconds. `silence_s`: while weights are sent, a sampler that leaves a
-        health check unanswered for this long is left out, in seconds. `api_key`: sent to the samplers, unless empty.
-        `quantize`: how the trainer's base weights are quantised, for the samplers to compare."""
+        """`timeout_s`: limit on each call and on forming a group, in seconds. `silence_s`: while weights are sent, a
+        sampler that leaves a health check unanswered for this long is left out, in seconds. `api_key`: sent to the
+        samplers, unless empty. `quantize`: how the trainer's base weights are quantised, for the samplers to
+        compare."""
         self._trainer_id = trainer_id
         self._quantize = quantize
         self._timeout_s = timeout_s
         self._metrics = metrics
         self._services = services
-        self._services_file = services_file
         self._samplers = Samplers(
-            services.samplers,
+            services.known.samplers,
             api_key=api_key,
             certificates=certificates,
             silence_s=silence_s,
@@ -143,8 +140,7 @@ class WeightSender:
         """Begins to watch the samplers and to form groups, in the background."""
         self._samplers.start()
         self._background.append(asyncio.create_task(self._keep_formed()))
-        if self._services_file is not None:
-            self._background.append(asyncio.create_task(self._follow(self._services_file)))
+        self._background.append(asyncio.create_task(self._follow()))
 
     async def close(self) -> None:
         for tasks in ([*self._removing, *self.withdrawing.values()], self._background):
@@ -308,8 +304,8 @@ class WeightSender:
         self._metrics.publishing.samplers.set(len(self._samplers.serving()))
         self._changed.set()
 
-    async def _follow(self, services_file: Path) -> None:
-        async for services in address_changes(services_file, self._services):
+    async def _follow(self) -> None:
+        async for services in self._services.changes():
             self._samplers.use(services.samplers)
 
     def _drop_group(self) -> None:

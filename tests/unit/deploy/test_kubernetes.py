@@ -14,6 +14,7 @@ import yaml
 
 from gateway.config import GatewayConfig
 from sampler_service.config import SamplerConfig
+from tinsmith.rpc.addresses import Addresses, check_addresses
 from trainer_service.config import TrainerConfig
 
 ROOT = Path(__file__).parents[3]
@@ -222,11 +223,15 @@ def literals_of(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_replica_of_the_sampler_is_known_by_its_name(overlay: str) -> None:
+def test_all_samplers_are_found_by_one_name_and_the_trainer_by_its_own(overlay: str) -> None:
     values = literals_of(BASE) | literals_of(FOLDER / "overlays" / overlay)
     patched = {title(patch): patch["spec"] for name, _, patch in PATCHES if name == overlay}
-    replicas = patched["StatefulSet/sampler"].get("replicas", workload("sampler")["spec"]["replicas"])
-    assert yaml.safe_load(values["SAMPLERS"]) == [f"sampler-{number}.sampler:8002" for number in range(replicas)]
+    listed = Addresses(yaml.safe_load(values["TRAINERS"]), yaml.safe_load(values["SAMPLERS"]))
+    check_addresses(listed, source=f"in {overlay}")
+    assert listed.names == ["dns:///sampler:8002"]
+    service = resource("Service", "sampler")["spec"]
+    assert (service["clusterIP"], service["ports"][0]["port"]) == ("None", 8002)
+    assert service["publishNotReadyAddresses"]  # a sampler is known while it loads
     assert yaml.safe_load(values["TRAINERS"]) == ["trainer-0.trainer:8001"]
     assert workload("trainer")["spec"]["replicas"] == 1  # two would write one journal
     assert "replicas" not in patched["StatefulSet/trainer"]

@@ -218,7 +218,7 @@ async def test_requests_of_a_lost_sampler_are_sent_again_and_answered_once(
 async def test_services_come_and_go_by_the_file_while_the_gateway_runs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinsmith.rpc.addresses._INTERVAL_S", 0.02)
+    monkeypatch.setattr("tinsmith.rpc.addresses._FILE_INTERVAL_S", 0.02)
     pair = Pair(Stack(tmp_path), [FakeSampler(), FakeSampler()])
     listed = tmp_path / "services.json"
     write_addresses(listed, Addresses())

@@ -50,6 +50,7 @@ async def test_a_request_says_what_it_waits_for_and_how_far_it_is(service: Servi
     await until(lambda: num_drawn(engine, "first") > 3 * 10)
     calls += [begin(service, "second", num_samples=2), begin(service, "third", max_tokens=10)]
     await until(lambda: metric(engine, "waiting_requests") == 2)
+    assert metric(engine, "waiting_tokens") == (6 + 2 * 240) + (6 + 10)
     first, second, third = [await describe(service, name) for name in ("first", "second", "third")]
 
     assert (first.running, first.position, first.tokens_ahead) == (True, 0, 0)

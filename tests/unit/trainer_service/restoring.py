@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tinsmith.errors import ServiceError
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.addresses import Addresses
+from tinsmith.rpc.addresses import Addresses, AddressSource
 from trainer_service.durability.journal import Body, Journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
@@ -74,7 +74,9 @@ class Process:
         path = folder / "journal.sqlite"
         journal = Journal(path, max_bytes=max_bytes, result_retention_s=result_retention_s, metrics=metrics)
         engine = TrainingEngine(base, max_tokens_per_microbatch=24, deterministic=deterministic, metrics=metrics)
-        sender = WeightSender(Addresses(), trainer_id="t", host="127.0.0.1", timeout_s=5, metrics=metrics)
+        sender = WeightSender(
+            AddressSource(Addresses()), trainer_id="t", host="127.0.0.1", timeout_s=5, metrics=metrics
+        )
         scheduler = Scheduler(
             engine.passes,
             journal,

@@ -31,7 +31,7 @@ from tinsmith.errors import (
 )
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import Weights
-from tinsmith.rpc.addresses import Addresses
+from tinsmith.rpc.addresses import Addresses, AddressSource
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.server import Server
@@ -140,7 +140,11 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
         exits.push_async_callback(asyncio.to_thread, journal.close)
         training = TrainingEngine(base, max_tokens_per_microbatch=64)
         sender = WeightSender(
-            Addresses(samplers=addresses), trainer_id="t", host="127.0.0.1", timeout_s=20, metrics=metrics
+            AddressSource(Addresses(samplers=addresses)),
+            trainer_id="t",
+            host="127.0.0.1",
+            timeout_s=20,
+            metrics=metrics,
         )
         sender.start()
         exits.push_async_callback(sender.close)

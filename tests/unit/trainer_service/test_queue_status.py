@@ -74,8 +74,11 @@ async def test_the_time_of_all_waiting_work_is_expected_from_the_measured_speed(
     await bench.hold("a", 2, lengths=[100] * 4)
     await bench.batch("b", 1, num_tokens=10)
     few = bench.scheduler.queued_s()
+    assert bench.registry.get_sample_value("trainer_queued_tokens") == 410
     await bench.batch("b", 2, num_tokens=4000)
     assert 0 < 2 * few < bench.scheduler.queued_s()
+    assert bench.registry.get_sample_value("trainer_queued_tokens") == 4410
+    assert bench.registry.get_sample_value("trainer_queued_seconds") == bench.scheduler.queued_s()
 
 
 def test_speed_weighs_calls_by_their_tokens() -> None:

@@ -27,7 +27,7 @@ from tinsmith.errors import (
 )
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.addresses import Addresses, write_addresses
+from tinsmith.rpc.addresses import Addresses, AddressSource, write_addresses
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc
 from tinsmith.v1 import weight_sync_pb2 as pb
@@ -242,10 +242,15 @@ async def connect(serve: Serve, channel: Channel) -> AsyncIterator[Connect]:
     senders: list[WeightSender] = []
 
     async def make(
-        *samplers: Server | str, started: bool = True, channel: Channel = channel, silence_s: float = 20
+        *samplers: Server | str,
+        started: bool = True,
+        channel: Channel = channel,
+        silence_s: float = 20,
+        services_file: Path | None = None,
     ) -> WeightSender:
+        addresses = [each if isinstance(each, str) else f"127.0.0.1:{each.port}" for each in samplers]
         sender = WeightSender(
-            Addresses(samplers=[each if isinstance(each, str) else f"127.0.0.1:{each.port}" for each in samplers]),
+            AddressSource(Addresses(samplers=addresses), services_file),
             trainer_id="test",
             host="127.0.0.1",
             channel=channel,
@@ -309,13 +314,11 @@ async def test_publishes_at_the_same_time_go_one_after_the_other(
 async def test_samplers_come_and_go_by_the_file_while_the_trainer_runs(
     connect: Connect, serve: Serve, make_version: MakeVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinsmith.rpc.addresses._INTERVAL_S", 0.02)
+    monkeypatch.setattr("tinsmith.rpc.addresses._FILE_INTERVAL_S", 0.02)
     listed, receivers = tmp_path / "services.json", [Receiver(), Receiver()]
     addresses = [f"127.0.0.1:{(await serve(receiver)).port}" for receiver in receivers]
     write_addresses(listed, Addresses())
-    sender = await connect(started=False)
-    sender._services_file = listed
-    sender.start()
+    sender = await connect(services_file=listed)
     assert not sender.has_samplers
     for count, version_id in ((1, "m@1"), (2, "m@2"), (1, "m@3"), (2, "m@4")):
         write_addresses(listed, Addresses(samplers=addresses[:count]))
