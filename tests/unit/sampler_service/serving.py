@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,72 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from sampler_service.config import SamplerConfig
-from sampler_service.core.request import Params, Request, Result, StopCondition
+from sampler_service.core.request import Generation, Params, Request, Result, StopCondition
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.engine import TorchEngine
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
+from tinsmith.modeling.base_model import BaseModel
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2 as types
 
 NO_STOP = StopCondition()
 
 
+@dataclass
+class _Loaded:
+    key: Any
+    base: BaseModel
+    parameters: list[Tensor]
+    """A copy, which tells whether a test has changed them."""
+    lent: bool = True
+
+
+class _Bases:
+    """Lends `TorchEngine.load` the base model of an engine that has stopped, if it was loaded from the same files with
+    the same settings: loading and checking a base model is half of the processor time of a short test."""
+
+    MOST = 4
+
+    def __init__(self) -> None:
+        self._all: list[_Loaded] = []
+        """The one that was given back last is the last."""
+
+    def load(self, path: str, **settings: Any) -> BaseModel:
+        files = sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in Path(path).iterdir())
+        key = (path, files, settings)
+        for one in self._all:
+            if one.key == key and not one.lent:
+                one.lent = True
+                return one.base
+        base = BaseModel.load(path, **settings)
+        copies = [parameter.detach().clone() for parameter in base.parameters.values()]
+        self._all.append(_Loaded(key, base, copies))
+        return base
+
+    def give_back(self, base: BaseModel) -> None:
+        one = next(one for one in self._all if one.base is base)
+        self._all.remove(one)
+        if all(map(torch.equal, base.parameters.values(), one.parameters)):
+            one.lent = False
+            self._all.append(one)
+        if len(self._all) > self.MOST:
+            self._all.pop(0)
+
+
+_bases = _Bases()
+
+
 @asynccontextmanager
 async def serving(folder: Path, **settings: Any) -> AsyncIterator[TorchEngine]:
     config = SamplerConfig(base_model=str(folder), num_threads=1, **{"device": "cpu", **settings})
-    engine = await TorchEngine.load(config, SamplerMetrics(CollectorRegistry()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sampler_service.torch_engine.engine.BaseModel", _bases)
+        engine = await TorchEngine.load(config, SamplerMetrics(CollectorRegistry()))
     try:
         yield engine
     finally:
         await engine.stop()
+        _bases.give_back(engine.base)
 
 
 async def alone_and_interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Result, Result]]:
@@ -70,6 +119,14 @@ def request(tokens: Any, **fields: Any) -> Request:
 async def generate(engine: TorchEngine, tokens: Any, **fields: Any) -> Result:
     generation = await engine.submit(request(tokens, **fields))
     return await generation.result()
+
+
+async def leave(generation: Generation) -> None:
+    """As a caller that hangs up: cancels the generation."""
+    reading = asyncio.ensure_future(anext(generation.deltas()))
+    await asyncio.sleep(0)  # the reader waits now
+    reading.cancel()
+    await asyncio.wait([reading])
 
 
 def make_adapter(targets: Sequence[Target], *, seed: int, rank: int = 4, **groups: bool) -> Adapter:

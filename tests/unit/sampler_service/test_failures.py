@@ -16,15 +16,24 @@ from sampler_service.core.request import Result
 from sampler_service.core.scoring import PromptScorer
 from sampler_service.core.sequence import Sequence, SequenceGroup
 from sampler_service.torch_engine import runner
-from sampler_service.torch_engine.engine import ForgetWarmUp, TorchEngine
+from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.torch_engine.kv_cache import KVCacheManager
 from sampler_service.torch_engine.planner import Planner
 from sampler_service.torch_engine.runner import Batch, Runner
 from sampler_service.torch_engine.scheduler import Scheduler
 from sampler_service.torch_engine.waiting import Waiting
 from tests.support.waiting import until
-from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, request, serving, slow_down
-from tinsmith.errors import Cancelled, EngineDead, OutOfCapacity, ServiceError
+from tests.unit.sampler_service.serving import (
+    generate,
+    leave,
+    make_adapter,
+    metric,
+    prompt,
+    request,
+    serving,
+    slow_down,
+)
+from tinsmith.errors import EngineDead, OutOfCapacity, ServiceError
 
 LIMIT_S = 60.0
 MARK = 77
@@ -64,12 +73,23 @@ async def outcomes(engine: TorchEngine) -> list[Result | BaseException]:
         return await asyncio.gather(*(one.result() for one in running), return_exceptions=True)
 
 
+_undisturbed: list[Result | BaseException] = []
+
+
+async def expected_outcomes(folder: Path) -> list[Result | BaseException]:
+    """`outcomes` of an engine in which nothing fails, computed once."""
+    if not _undisturbed:
+        async with serving(folder) as engine:
+            _undisturbed.extend(await outcomes(engine))
+    return _undisturbed
+
+
 def check_nothing_left(engine: TorchEngine) -> None:
     assert not engine.requests
     assert len(engine.requests.waiting) == 0
     assert metric(engine, "waiting_requests") == 0
     scheduler = engine.scheduler
-    assert not scheduler._groups
+    assert not scheduler.groups
     assert scheduler.idle
 
 
@@ -86,9 +106,8 @@ ALONE = {
 async def test_an_error_of_one_request_fails_it_alone(
     phase: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    expected = await expected_outcomes(model_folder)
     async with serving(model_folder) as engine:
-        expected = await outcomes(engine)
-        engine._commands.put(ForgetWarmUp())
         raising_for_the_guilty(monkeypatch, *ALONE[phase])
         found = await outcomes(engine)
         for n, (one, other) in enumerate(zip(found, expected, strict=True)):
@@ -132,7 +151,7 @@ async def test_an_error_at_one_request_is_charged_to_it_and_to_those_that_are_co
         await until(lambda: metric(engine, "running_sequences") == 2)
         running += [await engine.submit(request(one, num_samples=2, max_tokens=200)) for one in prompts[1:]]
         if phase == "cancel":
-            engine._cancel(list(engine.requests)[1], Cancelled("the caller has left"))
+            await leave(running[1])
         async with asyncio.timeout(LIMIT_S):
             found = await asyncio.gather(*(one.result() for one in running), return_exceptions=True)
         assert blamed(found) == ([1] if short else [0, 1])
@@ -225,7 +244,7 @@ async def test_an_order_that_fails_ends_the_engine_and_every_wait(
         raising_once(getattr(Scheduler, name), monkeypatch, Scheduler, name)
         async with asyncio.timeout(LIMIT_S):
             if name == "cancel":
-                engine._cancel(next(iter(engine.requests)), Cancelled("the caller has left"))
+                await leave(generation)
             elif name == "forget_version":
                 await engine.install("r@3", make_adapter(engine.targets, seed=3))
                 engine.store.remove("r@3")
@@ -261,9 +280,8 @@ SHORT_OF_MEMORY = {
 async def test_what_was_in_a_step_without_memory_is_computed_again_and_comes_out_the_same(
     phase: str, when: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    expected = await expected_outcomes(model_folder)
     async with serving(model_folder) as engine:
-        expected = await outcomes(engine)
-        engine._commands.put(ForgetWarmUp())
         owner, name = SHORT_OF_MEMORY[phase]
         true_function, num_calls = getattr(owner, name), 0
 
@@ -299,6 +317,9 @@ async def test_what_was_in_a_step_without_memory_is_computed_again_and_comes_out
 async def test_a_request_without_memory_for_it_alone_fails_by_name_and_no_other_does(
     num_samples: int, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked = [request(prompt(40, seed=n), num_samples=num_samples, max_tokens=12, seed=n) for n in range(9)]
+    async with serving(model_folder) as engine:
+        expected = [await (await engine.submit(one)).result() for one in asked]
     async with serving(model_folder) as engine:
         true_function = Runner.logits
 
@@ -308,9 +329,6 @@ async def test_a_request_without_memory_for_it_alone_fails_by_name_and_no_other_
                 raise torch.OutOfMemoryError("full")
             return true_function(runner, batch)
 
-        asked = [request(prompt(40, seed=n), num_samples=num_samples, max_tokens=12, seed=n) for n in range(9)]
-        expected = [await (await engine.submit(one)).result() for one in asked]
-        engine._commands.put(ForgetWarmUp())
         monkeypatch.setattr(Runner, "logits", fail)
         guilty = prompt(40, seed=4)
         guilty[0] = MARK

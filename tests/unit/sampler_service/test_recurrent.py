@@ -75,11 +75,27 @@ def check(base: BaseModel, drawn: Sequence[tuple[Adapter | None, Any, Result]]) 
         np.testing.assert_allclose(one, other.numpy(), rtol=1e-4, atol=1e-4)
 
 
+def greedy_of_transformers(folder: Path, tokens: Any) -> list[int]:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    answer = model.generate(
+        torch.tensor(tokens[None], dtype=torch.int64),
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return answer[0, len(tokens) :].tolist()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_the_sampler_is_the_trainer(family: str, tmp_path: Path) -> None:
-    """Prompts of several lengths, computed in pieces beside running sequences, of two adapters and of the base model;
-    their samples go on from one prompt."""
+async def test_the_sampler_is_transformers_and_the_trainer(family: str, tmp_path: Path) -> None:
+    """Greedy tokens of the base model equal those of transformers. Logprobs equal the trainer's: of prompts of several
+    lengths, computed in pieces beside running sequences, of two adapters and of the base model; their samples go on
+    from one prompt."""
     folder = family_folder(tmp_path, family)
+    greedy = tokens_of(9, 1)
+    expected = greedy_of_transformers(folder, greedy)
     base = BaseModel.load(folder, device=torch.device("cpu"), dtype=torch.float32)
     has_mlp = "mlp" in base.groups
     adapters = {
@@ -89,6 +105,8 @@ async def test_the_sampler_is_the_trainer(family: str, tmp_path: Path) -> None:
     }
     asked = [(version_id, tokens_of(length, length)) for length in (3, 11, 42) for version_id in adapters]
     async with serving(folder, prefill_tokens_per_step=16) as engine:
+        alone = await generate(engine, greedy, max_tokens=len(expected), temperature=0.0)
+        assert list(alone.sequences[0].tokens) == expected
         for version_id, adapter in adapters.items():
             if adapter is not None:
                 await engine.install(version_id, adapter.like(adapter.flat.clone()))
@@ -100,23 +118,6 @@ async def test_the_sampler_is_the_trainer(family: str, tmp_path: Path) -> None:
             )
         )
     check(base, [(adapters[name], tokens, result) for (name, tokens), result in zip(asked, results, strict=True)])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-async def test_greedy_tokens_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
-    folder, tokens = family_folder(tmp_path, family), tokens_of(9, 1)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    expected = model.generate(
-        torch.tensor(tokens[None], dtype=torch.int64),
-        attention_mask=torch.ones(1, 9, dtype=torch.int64),
-        max_new_tokens=12,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    async with serving(folder) as engine:
-        result = await generate(engine, tokens, max_tokens=12, temperature=0.0)
-    assert list(result.sequences[0].tokens) == expected[0, 9:].tolist()
 
 
 @pytest.fixture(params=["Qwen3_5Text", "Bloom"])

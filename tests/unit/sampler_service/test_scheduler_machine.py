@@ -135,7 +135,7 @@ class BatchMachine(RuleBasedStateMachine):
             self.step()
             num_steps -= 1
         assert not self.waiting, "every request has ended"
-        assert not self.scheduler._groups
+        assert not self.scheduler.groups
         assert not self.scheduler.planner.running
         assert self.scheduler.planner.partial is None
 
@@ -252,7 +252,7 @@ class BatchMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         planner, kv = self.scheduler.planner, self.scheduler.kv
-        assert self.waiting.keys() == self.scheduler._groups.keys()
+        assert self.waiting.keys() == self.scheduler.groups
         # Every sequence that has not ended is in one place.
         places = [one for job in planner.waiting for one in job.sequences]
         places += planner.partial.sequences if planner.partial is not None else []

@@ -31,6 +31,7 @@ from tests.unit.sampler_service.conftest import Service
 from tests.unit.sampler_service.serving import (
     floats,
     ints,
+    leave,
     make_adapter,
     metric,
     plain_logits,
@@ -240,15 +241,16 @@ async def test_memory_of_requests_is_bounded_and_free_again_at_their_end(
 ) -> None:
     """4,096 requests of 1,024 samples each held 1.2 GB, and a table of scores up to 64 MB was not counted."""
     async with serving(text_model_folder, max_running=1, max_held_bytes=150_000) as engine:
-        slow_down(engine, monkeypatch)
-        first = await engine.submit(request(prompt(4, vocab_size=200), max_tokens=250, num_samples=150))
-        with pytest.raises(OutOfCapacity, match=r"this one takes \d+, and max_held_bytes is 150000"):
-            await engine.submit(request(prompt(4, vocab_size=200), max_tokens=1, num_samples=50))
-        table = Targets(np.zeros(2000, np.int64), np.zeros(2000, np.int64))
-        with pytest.raises(OutOfCapacity, match="requests hold"):
-            await engine.submit(request(prompt(4, vocab_size=200), max_tokens=1, targets=table))
-        small = await engine.submit(request(prompt(4, vocab_size=200), max_tokens=1))
-        first._on_cancel()
+        with monkeypatch.context() as patch:
+            slow_down(engine, patch)
+            first = await engine.submit(request(prompt(4, vocab_size=200), max_tokens=250, num_samples=150))
+            with pytest.raises(OutOfCapacity, match=r"this one takes \d+, and max_held_bytes is 150000"):
+                await engine.submit(request(prompt(4, vocab_size=200), max_tokens=1, num_samples=50))
+            table = Targets(np.zeros(2000, np.int64), np.zeros(2000, np.int64))
+            with pytest.raises(OutOfCapacity, match="requests hold"):
+                await engine.submit(request(prompt(4, vocab_size=200), max_tokens=1, targets=table))
+            small = await engine.submit(request(prompt(4, vocab_size=200), max_tokens=1))
+            await leave(first)
         await small.result()
         await until(lambda: engine.requests.held_bytes == 0)
         one = await engine.submit(request(prompt(4, vocab_size=200), max_tokens=1, num_samples=400))
