@@ -527,7 +527,7 @@ async def test_a_stopping_engine_fails_what_is_left(model_folder: Path, monkeypa
 async def test_the_canary_of_a_publish_waits_for_no_place_and_no_queue_is_too_full_for_it(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(model_folder, max_running=2, max_waiting=1) as engine:
+    async with serving(model_folder, max_running=2, max_waiting=1, max_kv_tokens=1024) as engine:
         slow_down(engine, monkeypatch)
         await engine.install("v", make_adapter(engine.targets, seed=1), on_probation=True)
         for n in range(3):
@@ -536,7 +536,9 @@ async def test_the_canary_of_a_publish_waits_for_no_place_and_no_queue_is_too_fu
         with pytest.raises(OutOfCapacity):
             await generate(engine, prompt(6), version_id="v", max_tokens=1)
         await generate(engine, prompt(6), version_id="v", max_tokens=1, prompt_logprobs=True, on_probation=True)
-        assert len(engine.requests.waiting) == 1, "the batch was full all the time"
+        assert len(engine.requests.waiting) == 1
+        assert metric(engine, "running_sequences") == 2, "the batch was full all the time"
+        assert 4 < metric(engine, "sampled_tokens_total") < 250, "and nobody has ended"
 
 
 async def test_where_the_cache_is_full_the_canary_of_a_publish_is_next(model_folder: Path) -> None:
