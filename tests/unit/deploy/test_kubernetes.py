@@ -20,7 +20,7 @@ from trainer_service.config import TrainerConfig
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "deploy" / "kubernetes"
 BASE = FOLDER / "base"
-OVERLAYS = ["cpu", "gpu", "one-node", "several-nodes"]
+OVERLAYS = ["cpu", "gpu", "one-node", "several-nodes", "cluster"]
 SERVICES = {"gateway": GatewayConfig, "trainer": TrainerConfig, "sampler": SamplerConfig}
 NAME = "app.kubernetes.io/name"
 
@@ -75,31 +75,58 @@ def container(service: str) -> dict[str, Any]:
     return found
 
 
+def templates(resource: dict[str, Any]) -> list[dict[str, Any]]:
+    """The templates of a workload's pods; none of another resource, or of a patch that has none."""
+    spec = resource.get("spec", {})
+    group = spec.get("leaderWorkerTemplate", {})
+    found = [spec.get("template"), group.get("leaderTemplate"), group.get("workerTemplate")]
+    return [template for template in found if template is not None]
+
+
 def containers(resource: dict[str, Any]) -> list[dict[str, Any]]:
-    """The containers of a workload's pods; none of another resource."""
-    return resource["spec"].get("template", {}).get("spec", {}).get("containers", [])
+    return [one for template in templates(resource) for one in template["spec"]["containers"]]
 
 
 def merged(below: Any, above: Any) -> Any:
     """Kustomize's strategic merge, as far as our patches use it: lists of things with names by their names."""
     if isinstance(below, dict) and isinstance(above, dict):
-        return {**below, **{key: merged(below.get(key), value) for key, value in above.items()}}
+        both = {**below, **{key: merged(below.get(key), value) for key, value in above.items()}}
+        return {key: value for key, value in both.items() if value is not None}
     if isinstance(below, list) and all("name" in one for one in above):
         known = {one["name"]: one for one in below}
         return [*({**known, **{one["name"]: merged(known.get(one["name"]), one) for one in above}}).values()]
     return above
 
 
+CUSTOM = {"LeaderWorkerSet", "ScaledObject"}
+"""Kinds of others, whose schemas kubernetes_validate does not have."""
+
+
+def validate(one: dict[str, Any]) -> None:
+    """Raises ValidationError unless the resource follows Kubernetes' schema. For custom kinds this is the schema of
+    their pods and volume claims."""
+    if one["kind"] not in CUSTOM:
+        kubernetes_validate.validate(one, "1.34", strict=True)
+    for template in templates(one):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "any"}, **template}
+        kubernetes_validate.validate(pod, "1.34", strict=True)
+    for claim in one.get("spec", {}).get("leaderWorkerTemplate", {}).get("volumeClaimTemplates", []):
+        claim_ = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", **claim}
+        kubernetes_validate.validate(claim_, "1.34", strict=True)
+
+
 @pytest.mark.parametrize("one", [*RESOURCES, *(one for _, one in ADDED)], ids=title)
 def test_a_resource_follows_the_schema(one: dict[str, Any]) -> None:
-    kubernetes_validate.validate(one, "1.34", strict=True)
+    validate(one)
 
 
 @pytest.mark.parametrize(("overlay", "path", "patch"), PATCHES, ids=lambda one: one if isinstance(one, str) else "")
 def test_a_patched_resource_follows_it_too(overlay: str, path: str, patch: dict[str, Any]) -> None:
     target = resource(patch["kind"], patch["metadata"]["name"])
-    (patched,) = patch["spec"]["template"]["spec"]["containers"]
-    assert patched["name"] == container(target["metadata"]["name"])["name"]
+    if "$patch" in patch:
+        return
+    for patched in containers(patch):
+        assert patched["name"] == container(target["metadata"]["name"])["name"]
     kubernetes_validate.validate(merged(target, patch), "1.34", strict=True)
 
 
@@ -112,7 +139,7 @@ def test_every_file_is_in_use() -> None:
     for folder in (BASE, *(FOLDER / "overlays" / overlay for overlay in OVERLAYS)):
         rules = kustomization(folder)
         named = {path for path in rules["resources"] if path.endswith(".yaml")}
-        named |= {patch["path"] for patch in rules.get("patches", [])}
+        named |= {patch["path"] for patch in rules.get("patches", [])} | {*rules.get("configurations", [])}
         assert {path.name for path in folder.glob("*.yaml")} == named | {"kustomization.yaml"}
         assert all((folder / path).exists() for path in rules["resources"])
 
@@ -120,15 +147,14 @@ def test_every_file_is_in_use() -> None:
 @pytest.mark.parametrize("service", SERVICES)
 def test_settings_are_ones_that_the_service_has_and_everything_referred_to_is_there(service: str) -> None:
     prefix = f"{service.upper()}_"
-    overlaid = [one for _, _, patch in PATCHES for one in patch["spec"]["template"]["spec"]["containers"]]
+    overlaid = [one for _, _, patch in PATCHES for one in containers(patch)]
     overlaid += [one for _, added in ADDED for one in containers(added)]
     every = [container(service), *(one for one in overlaid if one["name"] == service)]
     variables = [variable for one in every for variable in one.get("env", [])]
     own = {variable["name"] for variable in variables if variable["name"].startswith(prefix)}
     assert own
     assert {name.removeprefix(prefix).lower() for name in own} <= set(SERVICES[service].model_fields)
-    (literals,) = [one["literals"] for one in kustomization(BASE)["configMapGenerator"] if one["name"] == "tinsmith"]
-    keys = {literal.partition("=")[0] for literal in literals}
+    keys = {key for folder in (BASE, FOLDER / "overlays/cluster") for key in literals_of(folder)}
     readme = (FOLDER / "README.md").read_text()
     for variable in variables:
         source = variable.get("valueFrom", {})
@@ -139,7 +165,8 @@ def test_settings_are_ones_that_the_service_has_and_everything_referred_to_is_th
 
 
 @pytest.mark.parametrize(
-    ("overlay", "engine"), [("gpu", "vllm"), ("cpu", "torch"), ("one-node", "vllm"), ("several-nodes", "vllm")]
+    ("overlay", "engine"),
+    [("gpu", "vllm"), ("cpu", "torch"), ("one-node", "vllm"), ("several-nodes", "vllm"), ("cluster", "vllm")],
 )
 def test_an_overlay_names_the_engine_of_its_samplers(overlay: str, engine: str) -> None:
     (patch,) = [one for name, path, one in PATCHES if (name, path) == (overlay, "sampler.yaml")]
@@ -225,15 +252,17 @@ def literals_of(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_all_samplers_are_found_by_one_name_and_the_trainer_by_its_own(overlay: str) -> None:
     values = literals_of(BASE) | literals_of(FOLDER / "overlays" / overlay)
-    patched = {title(patch): patch["spec"] for name, _, patch in PATCHES if name == overlay}
     listed = Addresses(yaml.safe_load(values["TRAINERS"]), yaml.safe_load(values["SAMPLERS"]))
     check_addresses(listed, source=f"in {overlay}")
     assert listed.names == ["dns:///sampler:8002"]
     service = resource("Service", "sampler")["spec"]
     assert (service["clusterIP"], service["ports"][0]["port"]) == ("None", 8002)
     assert service["publishNotReadyAddresses"]  # a sampler is known while it loads
+    if overlay == "cluster":
+        return
     assert yaml.safe_load(values["TRAINERS"]) == ["trainer-0.trainer:8001"]
     assert workload("trainer")["spec"]["replicas"] == 1  # two would write one journal
+    patched = {title(patch): patch["spec"] for name, _, patch in PATCHES if name == overlay}
     assert "replicas" not in patched["StatefulSet/trainer"]
 
 
@@ -252,13 +281,14 @@ def test_an_overlay_asks_for_as_many_gpus_as_it_uses() -> None:
         "gpu": {"trainer": 1, "sampler": 1},
         "one-node": {"trainer": 4, "sampler": 1},
         "several-nodes": {"trainer": 8, "sampler": 2, "trainer-node": 8},
+        "cluster": {"trainer": 8, "sampler": 2},
     }
 
 
 def test_the_ranks_of_a_trainer_meet_and_each_has_a_gpu_and_the_same_settings() -> None:
     (one,) = [patch for name, path, patch in PATCHES if (name, path) == ("one-node", "trainer.yaml")]
     (first,) = [patch for name, path, patch in PATCHES if (name, path) == ("several-nodes", "trainer.yaml")]
-    (further,) = [added for name, added in ADDED if added["metadata"]["name"] == "trainer-node"]
+    (further,) = [added for _, added in ADDED if added["metadata"]["name"] == "trainer-node"]
     for patch in (one, first, further):
         (trainer,) = containers(patch)
         words = trainer["command"]
@@ -278,9 +308,48 @@ def test_the_ranks_of_a_trainer_meet_and_each_has_a_gpu_and_the_same_settings() 
     ]
     serving = {"POD_IP", "TRAINER_CHANNEL_HOST", "TRAINER_SAMPLERS", "TRAINER_CHECKPOINT_DIR", "TRAINER_STATE_DIR"}
     assert env[0] == {name: one for name, one in env[1].items() if name not in serving}
-    (policy,) = [added for _, added in ADDED if added["kind"] == "NetworkPolicy"]
-    (names,) = [one["values"] for one in policy["spec"]["podSelector"]["matchExpressions"]]
-    assert names == ["trainer", further["spec"]["template"]["metadata"]["labels"][NAME]]
+    for policy in [added for _, added in ADDED if added["kind"] == "NetworkPolicy"]:
+        (names,) = [one["values"] for one in policy["spec"]["podSelector"]["matchExpressions"]]
+        assert names == ["trainer", further["spec"]["template"]["metadata"]["labels"][NAME]]
+
+
+def test_each_trainer_of_the_cluster_is_a_group_of_pods_that_can_start_on_any_node() -> None:
+    (trainers,) = [added for _, added in ADDED if added["kind"] == "LeaderWorkerSet"]
+    group = trainers["spec"]["leaderWorkerTemplate"]
+    leader, worker = (group[name] for name in ("leaderTemplate", "workerTemplate"))
+    assert [one["metadata"]["labels"][NAME] for one in (leader, worker)] == ["trainer", "trainer-node"]
+    (one,), (other,) = (template["spec"]["containers"] for template in (leader, worker))
+    assert one["command"] == other["command"]
+    assert f"--nproc-per-node={one['resources']['limits']['nvidia.com/gpu']}" in one["command"]
+    values = literals_of(FOLDER / "overlays" / "cluster")
+    name = trainers["metadata"]["name"]
+    addresses = [f"{name}-{number}.{resource('Service', 'trainer')['metadata']['name']}:8001" for number in range(3)]
+    assert yaml.safe_load(values["TRAINERS"]) == addresses
+    assert trainers["spec"]["replicas"] == len(addresses)
+    env, others = ({each["name"]: each for each in of["env"]} for of in (one, other))
+    assert env["TRAINER_JOURNAL_NAME"]["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+    assert env["TRAINER_JOURNAL"]["valueFrom"]["secretKeyRef"]["key"] == "journal"
+    assert values["CHECKPOINTS"].startswith("s3://")
+    assert {"name": "state", "emptyDir": {}} in leader["spec"]["volumes"]
+    assert others.items() <= env.items()
+    based = {each["name"] for each in container("trainer")["env"]}
+    assert set(env) - based == {"TRAINER_JOURNAL", "TRAINER_JOURNAL_NAME", "TRAINER_SHARD_BASE"}
+
+
+def test_the_cluster_is_scaled_by_metrics_that_exist() -> None:
+    declared = (ROOT / "docs" / "metrics.md").read_text()
+    scaled = [added for _, added in ADDED if added["kind"] == "ScaledObject"]
+    for one in scaled:
+        spec, target = one["spec"], one["spec"]["scaleTargetRef"]
+        assert title({"kind": target.get("kind", "Deployment"), "metadata": target}) == title(workload(target["name"]))
+        assert 2 <= spec["minReplicaCount"] < spec["maxReplicaCount"]
+        (patch,) = [patch for name, path, patch in PATCHES if (name, path) == ("cluster", f"{target['name']}.yaml")]
+        assert patch["spec"]["replicas"] is None  # otherwise each `kubectl apply` would undo the scaling
+        for trigger in spec["triggers"]:
+            assert trigger["type"] == "prometheus"
+            (metric,) = re.findall(r"(\w+)\{", trigger["metadata"]["query"])
+            assert f"| `{metric}` | " in declared
+    assert [one["metadata"]["name"] for one in scaled] == ["sampler", "gateway"]
 
 
 KUSTOMIZE = next(
@@ -296,13 +365,15 @@ def test_kustomize_builds_it(overlay: str) -> None:
     assert built.returncode == 0, built.stderr
     resources = {title(one): one for one in yaml.safe_load_all(built.stdout)}
     for one in resources.values():
-        kubernetes_validate.validate(one, "1.34", strict=True)
+        validate(one)
     added = [one for name, one in ADDED if name == overlay]
     (config,) = set(resources) - {title(one) for one in (*RESOURCES, *added)}
-    ran = [(service, resources[title(workload(service))]) for service in SERVICES]
+    ran = [
+        (service, resources[title(workload(service))]) for service in SERVICES if title(workload(service)) in resources
+    ]
     ran += [("trainer", resources[title(one)]) for one in added if containers(one)]
-    for service, workload_ in ran:
-        (one,) = containers(workload_)
+    assert {service for service, _ in ran} == set(SERVICES)
+    for service, one in [(service, one) for service, workload_ in ran for one in containers(workload_)]:
         defined: set[str] = set()
         for variable in one["env"]:
             # Kubernetes puts in only what stands above: a patch's variables come first.
