@@ -24,7 +24,8 @@ ServiceError                 INTERNAL             server
 ├── OutOfCapacity            RESOURCE_EXHAUSTED   server   a queue, a cache or a disk is full
 │   └── RateLimited                                        too many requests or tokens in this minute
 ├── NotReady                 UNAVAILABLE          server   loading or draining
-│   └── EngineDead                                         the process is about to end, and must be restarted
+│   ├── EngineDead                                         the process is about to end, and must be restarted
+│   └── ModelMoved                                         the model is moving to another trainer, or has moved
 ├── DataCorrupted            DATA_LOSS            server   a checksum does not match
 └── Cancelled                CANCELLED            server   the caller has gone; only the metrics show this error
 
@@ -163,6 +164,12 @@ class NotReady(ServiceError):
 
 class EngineDead(NotReady):
     reason = "ENGINE_DEAD"
+
+
+class ModelMoved(NotReady):
+    """Has the `trainer_id` of the trainer that takes the model over in its metadata."""
+
+    reason = "MODEL_MOVED"
 
 
 class DataCorrupted(ServiceError):

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from tinsmith.allocator import exempt_from_collections, keep_freed_memory
 from tinsmith.cores import SWITCH_S, Cores, usable_cores
+from tinsmith.errors import NotReady
 from tinsmith.memory import host_bytes
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.pretrained import UnsupportedModel
@@ -31,7 +33,7 @@ from tinsmith.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from tinsmith.weight_channel.ring_memory import gpu_uuid
 from trainer_service.admin_servicer import TrainerAdminServicer
 from trainer_service.config import TrainerConfig
-from trainer_service.durability import journal_file, stored_snapshots
+from trainer_service.durability import journal_file, packages, stored_snapshots
 from trainer_service.durability.executing import Executing
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_database import Database, Superseded
@@ -45,6 +47,7 @@ from trainer_service.engine.measure import Bounds, measure
 from trainer_service.metrics import Metrics
 from trainer_service.operations.missing import LostOperations
 from trainer_service.operations.models import LiveModels
+from trainer_service.operations.moving import Moving
 from trainer_service.operations.operations import Operations
 from trainer_service.operations.restore import Restorer, check_journal, check_no_file
 from trainer_service.ranks import process
@@ -57,7 +60,7 @@ from trainer_service.servicer import Trainer, TrainerServicer
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.choice import keep_trainer_id, open_storage, trainer_id
 from trainer_service.storage.imports import Importer
-from trainer_service.storage.protocol import StorageUnusable
+from trainer_service.storage.protocol import Storage, StorageUnusable
 from trainer_service.weight_sync import WeightSender
 from trainer_service.weight_sync.canary import canary_of
 from trainer_service.weight_sync.certificate import GAP_LIMITS, MEAN_LIMITS, GapRule, Publisher
@@ -260,8 +263,9 @@ async def start(
     )
     importer = Importer(base, checkpoints, max_rank=config.max_lora_rank, max_bytes=config.max_import_bytes)
     exempt_from_collections()  # before there are models, which may be deleted
+    restorer = Restorer(journal, snapshots, operations, scheduler, metrics)
     try:
-        await Restorer(journal, snapshots, operations, scheduler, metrics).run()
+        await restorer.run()
     except (OSError, ValueError) as error:
         raise _RestoringFailed(str(error)) from error
     return Trainer(
@@ -271,6 +275,7 @@ async def start(
         journal,
         checkpoints,
         importer,
+        Moving(restorer, partial(_open_packages, config, metrics), trainer_id=own_id),
         own_id,
         fingerprint(config, engine),
     )
@@ -344,6 +349,20 @@ def new_scheduler(
         executing=executing,
         cores=cores,
     )
+
+
+def _open_packages(config: TrainerConfig, metrics: Metrics) -> Storage:
+    """The packages of models that move: a part of the checkpoints' storage. Raises NotReady."""
+    try:
+        return open_storage(
+            f"{config.checkpoint_dir.rstrip('/')}/{packages.FOLDER}",
+            state_dir=config.state_dir,
+            metrics=metrics,
+            min_free_bytes=config.min_free_bytes,
+            scratch="moving.scratch",
+        )
+    except StorageUnusable as error:
+        raise NotReady(str(error)) from error
 
 
 async def _open_snapshots(config: TrainerConfig, journal: Journal, metrics: Metrics) -> SnapshotStore:

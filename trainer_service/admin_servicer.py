@@ -1,17 +1,22 @@
-"""TrainerAdminService: lets an operator list and prune the journal."""
+"""TrainerAdminService: lets an operator list and prune the journal, and move models between trainers."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from typing import Any
 
 import grpc.aio
 
+from tinsmith.errors import InvalidRequest
+from tinsmith.rpc.paths import check_name
 from tinsmith.v1 import trainer_admin_pb2 as pb
 from tinsmith.v1 import trainer_admin_pb2_grpc
+from trainer_service.durability.run_file import Move
 from trainer_service.servicer import TrainerServicer
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class TrainerAdminServicer(trainer_admin_pb2_grpc.TrainerAdminServiceServicer):
@@ -25,3 +30,25 @@ class TrainerAdminServicer(trainer_admin_pb2_grpc.TrainerAdminServiceServicer):
     async def PruneJournal(self, request: pb.PruneJournalRequest, context: Context) -> pb.PruneJournalResponse:
         pruned = await self._trainer.journal.prune(dry_run=request.dry_run)
         return pb.PruneJournalResponse(**asdict(pruned))
+
+    async def ReleaseModel(self, request: pb.ReleaseModelRequest, context: Context) -> pb.ReleaseModelResponse:
+        move = Move(_id(request.move_id), check_name(request.trainer_id, field="trainer_id"))
+        await self._trainer.moves(request.model_id, lambda moving: moving.release(request.model_id, move))
+        return pb.ReleaseModelResponse()
+
+    async def AdoptModel(self, request: pb.AdoptModelRequest, context: Context) -> pb.AdoptModelResponse:
+        move_id = _id(request.move_id)
+        await self._trainer.moves(request.model_id, lambda moving: moving.adopt(request.model_id, move_id))
+        return pb.AdoptModelResponse()
+
+    async def ForgetMove(self, request: pb.ForgetMoveRequest, context: Context) -> pb.ForgetMoveResponse:
+        move_id = _id(request.move_id)
+        await self._trainer.moves(request.model_id, lambda moving: moving.forget(request.model_id, move_id))
+        return pb.ForgetMoveResponse()
+
+
+def _id(move_id: str) -> str:
+    """Raises InvalidRequest for another form than that of the ids of moves."""
+    if not _ID.fullmatch(move_id):
+        raise InvalidRequest(f"move_id: {move_id!r} is not 32 hexadecimal digits", field="move_id")
+    return move_id

@@ -221,6 +221,12 @@ class DurabilityMetrics:
         for kind in KINDS:  # each series must begin at 0: a replay may be over before the first scrape
             self.replayed_operations.labels(kind)
         self.restore_seconds = declare.seconds("restore", "Time from the trainer's start until a model was restored.")
+        self.released_models = declare.counter("released_models", "Models that were released for another trainer.")
+        self.release_seconds = declare.seconds(
+            "release", "Time of releasing a model for another trainer, with the operations that had begun."
+        )
+        self.adopted_models = declare.counter("adopted_models", "Models that were taken over from another trainer.")
+        self.adopt_seconds = declare.seconds("adopt", "Time of taking over a model from another trainer.")
         self.journal_bytes = declare.gauge("journal_bytes", "Bytes of requests and results in the journal.")
         self.journal_limit_bytes = declare.gauge("journal_limit_bytes", "Limit on journal_bytes: journal_max_bytes.")
         self.journal_failures = declare.counter(

@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -47,6 +47,7 @@ from trainer_service.durability.journal import Body, Journal
 from trainer_service.engine.batch import LOSS_FN_NAMES
 from trainer_service.engine.optimizers import OPTIMIZERS
 from trainer_service.operation import Answer, Operation, Work
+from trainer_service.operations.moving import Moving
 from trainer_service.operations.operations import Operations, Request
 from trainer_service.operations.publishing import publication
 from trainer_service.requests import batch_bytes
@@ -84,6 +85,7 @@ class Trainer:
     journal: Journal
     checkpoints: CheckpointStore
     importer: Importer
+    moving: Moving
     trainer_id: str
     """Stable id of this trainer, kept in its state folder."""
     fingerprint: Mapping[str, str]
@@ -117,6 +119,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     def journal(self) -> Journal:
         """The trainer's journal. Raises NotReady before the models are restored from it."""
         return self._ready.journal
+
+    async def moves(self, model_id: str, call: Callable[[Moving], Coroutine[Any, Any, None]]) -> None:
+        """Makes a step of a model's move to another trainer, or from one. Raises NotReady as `journal` does."""
+        check_model_id(model_id, field="model_id")
+        if (deleting := self._deleting.get(model_id)) is not None:
+            await asyncio.wait([deleting])
+        trainer = self._ready
+        # A call that is cancelled does not end the step.
+        await asyncio.shield(trainer.scheduler.spawn(call(trainer.moving)))
+        if trainer.scheduler.has_moved(model_id):
+            self._told.pop(model_id, None)
 
     async def GetTrainerInfo(self, request: pb.GetTrainerInfoRequest, context: Context) -> pb.GetTrainerInfoResponse:
         trainer = self._ready

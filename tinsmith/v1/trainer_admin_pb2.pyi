@@ -16,10 +16,12 @@ class JournalState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     JOURNAL_STATE_LIVE: _ClassVar[JournalState]
     JOURNAL_STATE_LOST: _ClassVar[JournalState]
     JOURNAL_STATE_FAILED: _ClassVar[JournalState]
+    JOURNAL_STATE_MOVED: _ClassVar[JournalState]
 JOURNAL_STATE_UNSPECIFIED: JournalState
 JOURNAL_STATE_LIVE: JournalState
 JOURNAL_STATE_LOST: JournalState
 JOURNAL_STATE_FAILED: JournalState
+JOURNAL_STATE_MOVED: JournalState
 
 class ListJournalRequest(_message.Message):
     __slots__ = ()
@@ -78,3 +80,41 @@ class PruneJournalResponse(_message.Message):
     model_ids: _containers.RepeatedScalarFieldContainer[str]
     num_bytes: int
     def __init__(self, num_results: _Optional[int] = ..., num_bodies: _Optional[int] = ..., model_ids: _Optional[_Iterable[str]] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class ReleaseModelRequest(_message.Message):
+    __slots__ = ("model_id", "move_id", "trainer_id")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    MOVE_ID_FIELD_NUMBER: _ClassVar[int]
+    TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    move_id: str
+    trainer_id: str
+    def __init__(self, model_id: _Optional[str] = ..., move_id: _Optional[str] = ..., trainer_id: _Optional[str] = ...) -> None: ...
+
+class ReleaseModelResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AdoptModelRequest(_message.Message):
+    __slots__ = ("model_id", "move_id")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    MOVE_ID_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    move_id: str
+    def __init__(self, model_id: _Optional[str] = ..., move_id: _Optional[str] = ...) -> None: ...
+
+class AdoptModelResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ForgetMoveRequest(_message.Message):
+    __slots__ = ("model_id", "move_id")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    MOVE_ID_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    move_id: str
+    def __init__(self, model_id: _Optional[str] = ..., move_id: _Optional[str] = ...) -> None: ...
+
+class ForgetMoveResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -46,6 +46,21 @@ class TrainerAdminServiceStub:
                 request_serializer=tinsmith_dot_v1_dot_trainer__admin__pb2.PruneJournalRequest.SerializeToString,
                 response_deserializer=tinsmith_dot_v1_dot_trainer__admin__pb2.PruneJournalResponse.FromString,
                 _registered_method=True)
+        self.ReleaseModel = channel.unary_unary(
+                '/tinsmith.v1.TrainerAdminService/ReleaseModel',
+                request_serializer=tinsmith_dot_v1_dot_trainer__admin__pb2.ReleaseModelRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_trainer__admin__pb2.ReleaseModelResponse.FromString,
+                _registered_method=True)
+        self.AdoptModel = channel.unary_unary(
+                '/tinsmith.v1.TrainerAdminService/AdoptModel',
+                request_serializer=tinsmith_dot_v1_dot_trainer__admin__pb2.AdoptModelRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_trainer__admin__pb2.AdoptModelResponse.FromString,
+                _registered_method=True)
+        self.ForgetMove = channel.unary_unary(
+                '/tinsmith.v1.TrainerAdminService/ForgetMove',
+                request_serializer=tinsmith_dot_v1_dot_trainer__admin__pb2.ForgetMoveRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_trainer__admin__pb2.ForgetMoveResponse.FromString,
+                _registered_method=True)
 
 
 class TrainerAdminServiceServicer:
@@ -68,6 +83,31 @@ class TrainerAdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseModel(self, request, context):
+        """ReleaseModel stops a model between two operations and makes a package of it for another trainer, in the store of
+        checkpoints. From then on, this trainer answers every call for the model with MODEL_MOVED, also after a restart. A
+        repeat changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AdoptModel(self, request, context):
+        """AdoptModel takes over a model that another trainer has released. Returns once this trainer's journal has the model.
+        A repeat changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetMove(self, request, context):
+        """ForgetMove deletes the package of a move, and what this trainer has kept of a model that it has released in the
+        move. A repeat changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerAdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -80,6 +120,21 @@ def add_TrainerAdminServiceServicer_to_server(servicer, server):
                     servicer.PruneJournal,
                     request_deserializer=tinsmith_dot_v1_dot_trainer__admin__pb2.PruneJournalRequest.FromString,
                     response_serializer=tinsmith_dot_v1_dot_trainer__admin__pb2.PruneJournalResponse.SerializeToString,
+            ),
+            'ReleaseModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseModel,
+                    request_deserializer=tinsmith_dot_v1_dot_trainer__admin__pb2.ReleaseModelRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_trainer__admin__pb2.ReleaseModelResponse.SerializeToString,
+            ),
+            'AdoptModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.AdoptModel,
+                    request_deserializer=tinsmith_dot_v1_dot_trainer__admin__pb2.AdoptModelRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_trainer__admin__pb2.AdoptModelResponse.SerializeToString,
+            ),
+            'ForgetMove': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetMove,
+                    request_deserializer=tinsmith_dot_v1_dot_trainer__admin__pb2.ForgetMoveRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_trainer__admin__pb2.ForgetMoveResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -138,6 +193,87 @@ class TrainerAdminService:
             '/tinsmith.v1.TrainerAdminService/PruneJournal',
             tinsmith_dot_v1_dot_trainer__admin__pb2.PruneJournalRequest.SerializeToString,
             tinsmith_dot_v1_dot_trainer__admin__pb2.PruneJournalResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinsmith.v1.TrainerAdminService/ReleaseModel',
+            tinsmith_dot_v1_dot_trainer__admin__pb2.ReleaseModelRequest.SerializeToString,
+            tinsmith_dot_v1_dot_trainer__admin__pb2.ReleaseModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AdoptModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinsmith.v1.TrainerAdminService/AdoptModel',
+            tinsmith_dot_v1_dot_trainer__admin__pb2.AdoptModelRequest.SerializeToString,
+            tinsmith_dot_v1_dot_trainer__admin__pb2.AdoptModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetMove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinsmith.v1.TrainerAdminService/ForgetMove',
+            tinsmith_dot_v1_dot_trainer__admin__pb2.ForgetMoveRequest.SerializeToString,
+            tinsmith_dot_v1_dot_trainer__admin__pb2.ForgetMoveResponse.FromString,
             options,
             channel_credentials,
             insecure,

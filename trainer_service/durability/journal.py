@@ -16,26 +16,35 @@ import asyncio
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 import zstandard
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from tinsmith.errors import DataCorrupted, ModelLost, ModelNotFound, NotReady, OutOfCapacity, ServiceError
+from tinsmith.errors import (
+    DataCorrupted,
+    FailedPrecondition,
+    ModelLost,
+    ModelNotFound,
+    NotReady,
+    OutOfCapacity,
+    ServiceError,
+)
 from tinsmith.rpc import errors, tracing
 from tinsmith.threads import in_pool
 from tinsmith.v1 import trainer_pb2
-from trainer_service.durability import journal_file
+from trainer_service.durability import journal_file, run_file
 from trainer_service.durability.journal_database import Database, Superseded
 from trainer_service.durability.journal_pruning import Pruned, Sizes, Summary, prune, summaries
 from trainer_service.durability.journal_writer import Bound, Writer
+from trainer_service.durability.run_file import Move
 from trainer_service.metrics import Metrics
 from trainer_service.older_forms import carried_over
 
@@ -43,7 +52,6 @@ _LIVE_MODELS = (
     "SELECT model_id, cut_seq_id, snapshot_seq_id, "
     "(SELECT max(seq_id) FROM operations WHERE operations.model_id = models.model_id) FROM models WHERE state = 'live'"
 )
-
 _DATUMS_AT_ONCE = 64
 """Datums of a batch that are serialized in one go."""
 _READ_AGAIN_S = 1.0
@@ -482,6 +490,103 @@ class Journal:
         await self.writer.submit(run)
         del self._appended[model_id]
 
+    # Models that move to another trainer
+
+    async def moved_models(self) -> dict[str, Move]:
+        """The models that were released, by model_id."""
+        rows = await self._read(
+            lambda database: database.execute("SELECT model_id, reason FROM models WHERE state = 'moved'").fetchall()
+        )
+        return {model_id: Move.parse(reason) for model_id, reason in rows}
+
+    async def export(self, model_id: str, path: Path, move: Move) -> None:
+        """Writes the rows of a model to a new file (run_file.py), for the journal of another trainer. Nothing of the
+        model may run or arrive meanwhile. Raises FailedPrecondition for a model without a snapshot."""
+
+        def look(database: Database) -> tuple[Any, list[tuple[int, int]]]:
+            model = database.execute(
+                "SELECT created_at, snapshot_seq_id FROM models WHERE model_id = ?", (model_id,)
+            ).fetchone()
+            sizes = "SELECT seq_id, coalesce(length(request), 0) + coalesce(length(result), 0) FROM operations"
+            return model, database.execute(f"{sizes} WHERE model_id = ? ORDER BY seq_id", (model_id,)).fetchall()
+
+        model, sizes = await self._read(look)
+        if model is None or model[1] is None:
+            raise FailedPrecondition(f"the journal has no snapshot of {model_id!r}", model_id=model_id)
+        created_at, covered = model
+        await in_pool(run_file.create, path, model_id, move, created_at=created_at, snapshot_seq_id=covered)
+        for first, last in _ranges(sizes):
+            values = covered, model_id, first, last
+            rows = await self._read(
+                lambda database, values=values: database.execute(run_file.SELECT, values).fetchall()
+            )
+            await in_pool(run_file.add, path, model_id, rows)
+
+    async def release(self, model_id: str, move: Move) -> None:
+        """Records that a live model was released: its package is durable. Tries again until this is on disk, because
+        nobody could tell otherwise whether the model is still this trainer's."""
+
+        def run(database: Database) -> None:
+            database.execute(
+                "UPDATE models SET state = 'moved', reason = ? WHERE model_id = ? AND state = 'live'",
+                (str(move), model_id),
+            )
+
+        pause_s = _READ_AGAIN_S
+        while True:
+            try:
+                return await self.writer.submit(run)
+            except Superseded:
+                raise
+            except (NotReady, OutOfCapacity):
+                if self.writer.is_closed:
+                    raise
+            await asyncio.sleep(pause_s)
+
+    async def adopt(self, model_id: str, path: Path, *, snapshot_bytes: int) -> None:
+        """Adds a model and its operations from the file that another trainer's `export` has written. Its snapshot must
+        be durable. Does nothing when the journal has the model already.
+
+        Raises FailedPrecondition for a model that this trainer has released itself, and DataCorrupted.
+        """
+
+        def run(database: Database) -> None:
+            row = database.execute("SELECT state FROM models WHERE model_id = ?", (model_id,)).fetchone()
+            if row is not None and row[0] == "moved":
+                raise FailedPrecondition(f"model_id: {model_id!r} was released by this trainer", model_id=model_id)
+            if row is not None:
+                return
+            _, created_at, covered = run_file.move_of(path, model_id)
+            if database.delete_moved is not None:
+                database.execute(database.delete_moved, (model_id,))
+            database.execute(
+                "INSERT INTO models (model_id, created_at, cut_seq_id, snapshot_seq_id, snapshot_at, snapshot_bytes) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                (model_id, created_at, covered, covered, time.time(), snapshot_bytes),
+            )
+            for chunk in run_file.chunks(path):
+                database.executemany(run_file.INSERT, [(*row, model_id) for row in chunk])
+            added = Sizes.of(database, model_id=model_id)
+            self._bound.sizes.total += added.total
+            self._bound.sizes.pending += added.pending
+
+        await self.writer.submit(run)
+
+    async def forget_moved(self, model_id: str, move_id: str) -> bool:
+        """Deletes what is left of a model that was released in this move. False when there is nothing."""
+
+        def run(database: Database) -> bool:
+            row = database.execute("SELECT state, reason FROM models WHERE model_id = ?", (model_id,)).fetchone()
+            if row is None or row[0] != "moved" or Move.parse(row[1]).move_id != move_id:
+                return False
+            gone = Sizes.of(database, model_id=model_id)
+            database.execute("DELETE FROM models WHERE model_id = ?", (model_id,))
+            self._bound.sizes.total -= gone.total
+            self._bound.sizes.pending -= gone.pending
+            return True
+
+        return await self.writer.submit(run)
+
     async def summaries(self) -> list[Summary]:
         """Summaries of all models, for an operator."""
         return await self.writer.submit(summaries)
@@ -496,6 +601,19 @@ class Journal:
             return pruned
 
         return await self.writer.submit(run)
+
+
+def _ranges(sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """First and last seq_id of operations that are read into memory at once. `sizes`: seq_id and bytes of each, in the
+    order of seq_id."""
+    first, last, total = None, 0, 0
+    for seq_id, num_bytes in sizes:
+        if first is not None and total + num_bytes > run_file.CHUNK_BYTES:
+            yield first, last
+            first, total = None, 0
+        first, last, total = seq_id if first is None else first, seq_id, total + num_bytes
+    if first is not None:
+        yield first, last
 
 
 def _waiting_bytes(database: Database, model_id: str, seq_id: int) -> int | None:

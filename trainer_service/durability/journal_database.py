@@ -46,6 +46,9 @@ class Database(Protocol):
     """Random id of the tables, where several trainers share them; empty for a file."""
     all_model_ids: str
     """Statement for the ids of the models of all trainers that share the database."""
+    delete_moved: str | None
+    """Statement that deletes what another trainer in the same database has of a model, if it has released the model.
+    None where no other trainer uses the tables."""
 
     @property
     def name(self) -> str:

@@ -2,10 +2,11 @@
 
 Format 3 (PRAGMA user_version), enough to replay a model after a crash:
 
-    models      one row for each model: state "live", "lost" (it could not be restored; `reason` says why) or "failed"
-                (its creation failed). `snapshot_*`: the newest durable snapshot, which covers every operation up to
-                snapshot_seq_id. Bodies up to cut_seq_id may have been cut (-1: none has), so only a snapshot after
-                cut_seq_id or a later operation can restore the model.
+    models      one row for each model: state "live", "lost" (it could not be restored; `reason` says why), "failed"
+                (its creation failed) or "moved" (released for another trainer; `reason` has the move). `snapshot_*`:
+                the newest durable snapshot, which covers every operation up to snapshot_seq_id. Bodies up to cut_seq_id
+                may have been cut (-1: none has), so only a snapshot after cut_seq_id or a later operation can restore
+                the model.
     operations  one row for each accepted operation. (model_id, seq_id) is its identity, and seq_id its place in the
                 model's order. Operation 0 is the creation, whose body says how the model was made.
                 kind    a field name of WaitResultResponse, such as "forward_backward"
@@ -49,7 +50,7 @@ _PASSING = {
 """SQLite's result codes for problems of the disk or of a lock, which may pass."""
 _COLUMNS = "SELECT t.name, c.name FROM sqlite_master t JOIN pragma_table_info(t.name) c WHERE t.type = 'table'"
 
-_SCHEMA = """
+SCHEMA = """
 CREATE TABLE models (
     model_id TEXT PRIMARY KEY,
     state TEXT NOT NULL DEFAULT 'live',
@@ -87,6 +88,7 @@ class JournalFile(sqlite3.Connection):
     renew_s: float | None = None
     journal_id = ""
     all_model_ids = "SELECT model_id FROM models"
+    delete_moved: str | None = None
 
     @property
     def name(self) -> str:
@@ -138,7 +140,7 @@ def connect(path: Path) -> JournalFile:
         _check(connection)
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
-            connection.executescript(f"BEGIN EXCLUSIVE; {_SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
+            connection.executescript(f"BEGIN EXCLUSIVE; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
         elif version != FORMAT:
             raise SystemExit(f"{path} has format {version}; this trainer reads format {FORMAT}")
         _check_columns(connection)
@@ -173,7 +175,7 @@ def _check(connection: sqlite3.Connection) -> None:
 def _check_columns(connection: sqlite3.Connection) -> None:
     """Raises DatabaseError when a column is missing: SQLite's own check does not notice a changed name."""
     with closing(sqlite3.connect(":memory:")) as new:
-        new.executescript(_SCHEMA)
+        new.executescript(SCHEMA)
         missing = {*new.execute(_COLUMNS)} - {*connection.execute(_COLUMNS)}
     if missing:
         raise sqlite3.DatabaseError(f"there is no column {'.'.join(min(missing))}")

@@ -157,6 +157,10 @@ class PostgresDatabase:
     event loop: asyncpg runs on a loop of its own."""
 
     all_model_ids = "SELECT model_id FROM tinsmith_journal.models"
+    delete_moved: str | None = (
+        "DELETE FROM tinsmith_journal.models WHERE model_id = ? AND state = 'moved' "
+        "AND NOT EXISTS (SELECT FROM models WHERE models.model_id = tinsmith_journal.models.model_id)"
+    )
 
     def __init__(self, url: str, trainer: str, *, lease_s: float = LEASE_S, renew_s: float = RENEW_S) -> None:
         """Connects, makes the tables if there are none, and takes the trainer's next generation. Waits for at most

@@ -27,6 +27,7 @@ from tinsmith.errors import (
     DataCorrupted,
     FailedPrecondition,
     InvalidRequest,
+    ModelMoved,
     NotFinite,
     NotReady,
     OutOfCapacity,
@@ -39,6 +40,7 @@ from tinsmith.v1 import types_pb2
 from trainer_service.durability import stopped
 from trainer_service.durability.executing import Name, other_work
 from trainer_service.durability.journal import Entry, EntryState, Journal, LiveModel
+from trainer_service.durability.run_file import Move
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Snapshots
 from trainer_service.engine.batch import Batch
@@ -97,6 +99,8 @@ class Restorer:
     async def run(self) -> None:
         """Hands every live model to the scheduler, parked or to be restored. The scheduler then runs its operations."""
         self.scheduler.parking.shelf = self
+        for model_id, move in (await self.journal.moved_models()).items():
+            self.scheduler.set_moved(model_id, moved(model_id, move))
         models = await self.journal.live_models()
         self.scheduler.executing.keep_models({model.model_id for model in models})
         await self._delete_orphans()
@@ -130,12 +134,19 @@ class Restorer:
         await self._forget(model_id, name=name)
         self.scheduler.executing.forget(*name)
 
+    async def free(self, model_id: str) -> None:
+        """Frees a model's memory, if it has any. What is on disk stays."""
+        await self._forget(model_id, name=other_work(f"park {model_id}", b""))
+
     async def bring_back(self, model_id: str) -> None:
         """See Shelf.bring_back."""
         model = await self.journal.live_model(model_id)
         if model is not None:
             await self._try_to_restore(model, unparks=True)
-            await self.scheduler.restored(model_id)
+            if model.is_covered:
+                await self.scheduler.restored(model_id)
+            else:  # it was adopted with operations that have not run: new ones queue behind them at once
+                await self.scheduler.in_memory(model_id)
 
     async def _try_to_restore(self, model: LiveModel, *, unparks: bool) -> None:
         try:
@@ -372,6 +383,16 @@ class Restorer:
                 return _runs(clear)
             case _:
                 return _nothing
+
+
+def moved(model_id: str, move: Move) -> ModelMoved:
+    """The error of all calls for a model that was released, or is being released."""
+    return ModelMoved(
+        f"{model_id} moves to the trainer {move.trainer_id}; send it again",
+        model_id=model_id,
+        trainer_id=move.trainer_id,
+        move_id=move.move_id,
+    )
 
 
 async def _nothing(turn: Turn) -> Answer:

@@ -275,6 +275,14 @@ class ComputeThread:
                     operation.result.set_exception(error)
             self._changed.notify()
 
+    def withhold(self, model_id: str, error: ServiceError) -> None:
+        """Fails a model's operations that have not begun with `error`. Those that have begun go on to their end."""
+        with self._changed:
+            for operation in self._lanes.withhold(model_id):
+                if operation.result is not None and not operation.result.done():
+                    operation.result.set_exception(error)
+            self._changed.notify()
+
     async def run_alone(
         self, call: Callable[[], T], *, canary_tokens: int | None = None, name: Name | None = None
     ) -> T:

@@ -107,6 +107,8 @@ class ModelQueues:
         self._max_known_models = max_known_models
         self.unrestored: dict[str, ServiceError] = {}
         """Errors of the models that this process could not restore, by model_id."""
+        self.moved: dict[str, ServiceError] = {}
+        """Errors of the models that were released for another trainer, or are being released, by model_id."""
         self.parked: set[str] = set()
         """Ids of live models that are on disk only (parking.py)."""
         self.coming: set[str] = set()

@@ -117,6 +117,26 @@ class Lanes:
                 self._calls.remove(operation.call)
         return withdrawn
 
+    def withhold(self, model_id: str) -> list[Operation]:
+        """Removes a model's operations that have not begun, and returns them. Those that have begun go on: they are the
+        first ones of the lane."""
+        lane = self._lanes.get(model_id)
+        if lane is None:
+            return []
+        withheld = [operation for operation in lane.operations if not operation.has_begun]
+        for operation in withheld:
+            lane.operations.remove(operation)
+            if operation.batch is not None:
+                self._of_batch.pop(operation.batch, None)
+                self._ring.drop(operation.batch)
+            else:
+                lane.num_calls -= 1
+                if operation.call in self._calls:
+                    self._calls.remove(operation.call)
+        if not lane.operations:
+            del self._lanes[model_id]
+        return withheld
+
     def withdraw_all(self) -> list[Operation | Call]:
         """Removes all lanes and calls. Returns operations as `withdraw` does, and calls that belong to none."""
         withdrawn = [operation for model_id in list(self._lanes) for operation in self.withdraw(model_id)]

@@ -25,7 +25,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tinsmith.cores import Cores
-from tinsmith.errors import InvalidRequest, ModelNotFound, OutOfCapacity, ResultNotFound, SequenceConflict, ServiceError
+from tinsmith.errors import (
+    InvalidRequest,
+    ModelMoved,
+    ModelNotFound,
+    NotReady,
+    OutOfCapacity,
+    ResultNotFound,
+    SequenceConflict,
+    ServiceError,
+)
 from tinsmith.rpc import logs, tracing
 from tinsmith.threads import in_pool
 from trainer_service.durability.executing import Executing, Name, arriving, deletion
@@ -49,6 +58,8 @@ _LARGE_TOKENS = 8192
 """Results of more tokens are converted to protobuf on a thread, to keep the event loop free."""
 _STORE_AGAIN_S = 1.0
 """Pause before the second attempt to store an answer, in seconds. It doubles with each attempt."""
+_BRING_BACK_AGAIN_S = 1.0
+"""Pause between two attempts to bring back a model that has work, in seconds."""
 _LONGEST_PAUSE_S = 60.0
 """Longest pause between attempts to store an answer, in seconds."""
 
@@ -186,7 +197,9 @@ class Scheduler:
             self.advance(self._models[operation.model_id])
 
     async def find(self, model_id: str, seq_id: int) -> Operation:
-        """An accepted operation. Raises ResultNotFound when there is none, or its result has expired."""
+        """An accepted operation. Raises ResultNotFound when there is none, or its result has expired, ModelMoved, and
+        NotReady for an operation that has not run of a model that is on its way into memory."""
+        self._check_not_moved(model_id)
         model = self._models.get(model_id)
         if model is not None and (held := model.operations.get(seq_id)) is not None and not held.replayed:
             return await _accepted(held)
@@ -244,9 +257,10 @@ class Scheduler:
 
     async def check_held(self, model_id: str) -> None:
         """Waits while the model is being made or restored, and brings it back if it is parked. Raises ModelLost for a
-        model that could not be restored, and OutOfCapacity when there is no place for it in memory."""
+        model that could not be restored, ModelMoved, and OutOfCapacity when there is no place for it in memory."""
         with self._models.wanted(model_id):
             await self.parking.have(model_id)
+            self._check_not_moved(model_id)
             await self._check_held(model_id)
 
     async def _check_held(self, model_id: str) -> None:
@@ -300,9 +314,121 @@ class Scheduler:
         if restoration.forgetting is not None:
             await asyncio.wait([restoration.forgetting])
 
+    async def in_memory(self, model_id: str) -> None:
+        """Returns when a model that `restore` brings back is in memory as its snapshot has it, before its later
+        operations have run. Returns as `restored` does if the model is given up."""
+        model = self._models.get(model_id)
+        if model is None or (restoration := model.restoration) is None:
+            return
+        first = next((operation for operation in model.operations.values() if operation.makes_model), None)
+        if first is not None:
+            await asyncio.shield(first.outcome)
+        if restoration.forgetting is not None:
+            await asyncio.wait([restoration.forgetting])
+
     def leave_parked(self, model_id: str) -> None:
         """Notes a model of the journal as parked. The model is restored when a request needs it."""
         self._models.parked.add(model_id)
+
+    def bring_back(self, model_id: str) -> None:
+        """Brings a parked model back, in the background, because it has operations that have not run. Tries again while
+        there is no place for it."""
+
+        async def have() -> None:
+            while not self._closed:
+                try:
+                    with self._models.wanted(model_id):
+                        return await self.parking.have(model_id)
+                except (OutOfCapacity, NotReady) as error:
+                    logger.warning("%s waits for its place in memory: %s", model_id, error)
+                await asyncio.sleep(_BRING_BACK_AGAIN_S)
+
+        self.spawn(have())
+
+    # Models that move to another trainer
+
+    def _check_not_moved(self, model_id: str) -> None:
+        if (moved := self._models.moved.get(model_id)) is not None:
+            raise moved
+
+    def has_moved(self, model_id: str) -> bool:
+        """True for a model that was released, or is being released."""
+        return model_id in self._models.moved
+
+    def is_parked(self, model_id: str) -> bool:
+        return model_id in self._models.parked
+
+    def is_known(self, model_id: str) -> bool:
+        """True for a model in memory, parked, or on its way between the two, and for one that was given up."""
+        models = self._models
+        return model_id in models or models.is_away(model_id) or model_id in models.unrestored
+
+    def set_moved(self, model_id: str, error: ServiceError) -> None:
+        """From now on, every call for the model fails with `error`."""
+        self._models.moved[model_id] = error
+
+    async def withhold(self, model_id: str, error: ModelMoved) -> int | None:
+        """Stops a model between two operations. From then on every call for the model fails with `error`, and so do its
+        accepted operations that have not begun; they stay in the journal. Waits for those that have begun, and until
+        all answers are stored.
+
+        Returns the seq_id of the last operation that has run; None for a parked model. Then `set_aside` or `resume`
+        must be called. Raises ModelNotFound, ModelLost, and the error of a model that is being deleted.
+        """
+        while True:
+            await self.parking.settled(model_id)
+            if model_id in self._models.parked:
+                self._models.parked.remove(model_id)
+                self._models.moved[model_id] = error
+                return None
+            model = self._models.get(model_id)
+            if model is None:
+                await self._check_held(model_id)
+                if model_id in self._models or self._models.is_away(model_id):
+                    continue
+                raise ModelNotFound(f"model_id: there is no model {model_id!r}", model_id=model_id)
+            if model.gone is not None:
+                raise model.gone
+            creation = model.operations.get(0)
+            is_over = model.restoration is None or model.restoration.is_over.is_set()
+            if is_over and (creation is None or creation.outcome.done()):
+                break
+            with self._models.wanted(model_id):
+                await self._check_held(model_id)
+        self._models.moved[model_id] = model.gone = error
+        if model.restoration is not None and model.restoration.feeder is not None:
+            model.restoration.feeder.cancel()
+        operations = list(model.operations.values())
+        self._compute.withhold(model_id, error)
+        for operation in operations:
+            # The head may wait for operations that are withheld, such as a load for a save.
+            if operation not in model.unsettled or operation is model.head:
+                self.settle(model, operation, error)
+        for operation in operations:
+            await asyncio.shield(operation.accepted)
+            await asyncio.shield(operation.outcome)
+            await operation.stored.wait()
+        withheld = [operation.seq_id for operation in operations if operation.outcome.result() is error]
+        return min([model.next_to_enter, *withheld]) - 1
+
+    def set_aside(self, model_id: str) -> None:
+        """Removes a withheld model from memory."""
+        self._models.remove(model_id)
+
+    def resume(self, model_id: str, *, is_covered: bool) -> None:
+        """Lets a withheld model, which is not in memory, go on from its snapshot and the journal. `is_covered`: no
+        operation of it waits."""
+        self._models.remove(model_id)
+        self._models.moved.pop(model_id, None)
+        self.leave_parked(model_id)
+        if not is_covered:
+            self.bring_back(model_id)
+
+    def forget_moved(self, model_id: str, move_id: str) -> None:
+        """Forgets a model that was released in this move: calls for it fail from now on because there is none."""
+        error = self._models.moved.get(model_id)
+        if error is not None and error.metadata.get("move_id") == move_id:
+            del self._models.moved[model_id]
 
     def give_up(self, model_id: str, why: str) -> None:
         """Records that this process cannot restore a model. The journal keeps it for the next process."""
@@ -318,6 +444,7 @@ class Scheduler:
         name = deletion(model_id)
         self.executing.check(*name)
         await self.parking.settled(model_id)
+        self._check_not_moved(model_id)
         self._models.unrestored.pop(model_id, None)
         self._models.parked.discard(model_id)
         model = self._models.remove(model_id)
@@ -359,6 +486,7 @@ class Scheduler:
         """Checks a new operation against the limits and earlier ones, and starts to append it to the journal."""
         if self._models.is_away(model_id):
             await self.parking.have(model_id)
+        self._check_not_moved(model_id)
         model = self._models.get(model_id)
         held = None if model is None else model.operations.get(seq_id)
         if held is not None and not held.replayed:
@@ -454,6 +582,8 @@ class Scheduler:
             return None
         if record.state == EntryState.ACCEPTED and model_id in self._models.unrestored:
             raise self._models.unrestored[model_id]
+        if record.state == EntryState.ACCEPTED and self._models.is_away(model_id):
+            raise NotReady(f"{model_id} is on its way into memory; try again")
         if record.state == EntryState.ACCEPTED and model_id not in self._models:
             return None  # a creation that was appended in an outage of the journal, and never acknowledged
         loop = asyncio.get_running_loop()
@@ -571,6 +701,9 @@ class Scheduler:
     # Answers
 
     def _has_settled(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
+        if isinstance(outcome, ModelMoved):  # it stays in the journal as it is, and runs at the other trainer
+            self._release(model, operation)
+            return
         if model.restoration is not None:
             self._replay.has_settled(model, operation)
         if operation.replayed:
@@ -628,13 +761,17 @@ class Scheduler:
                 break
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        del model.operations[operation.seq_id]
+        self._release(model, operation)
+        if operation.seq_id == 0 and model.gone and self._models.get(model.model_id) is model:
+            self._models.remove(model.model_id)
+
+    def _release(self, model: ModelQueue, operation: Operation) -> None:
+        """Forgets an operation that needs nothing more."""
+        model.operations.pop(operation.seq_id, None)  # one that could not be appended is gone already
         self._held.release(operation)
         operation.stored.set()
         model.used_s = time.monotonic()
         self._models.released.set()
-        if operation.seq_id == 0 and model.gone and self._models.get(model.model_id) is model:
-            self._models.remove(model.model_id)
 
 
 async def _accepted(operation: Operation) -> Operation:

@@ -15,17 +15,22 @@ from torch import Tensor
 from tinsmith.errors import ServiceError
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.addresses import Addresses, AddressSource
+from trainer_service.durability import packages, stored_snapshots
 from trainer_service.durability.journal import Body, Journal
+from trainer_service.durability.journal_database import Database
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
+from trainer_service.durability.stored_snapshots import SnapshotStore, StoredSnapshots
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Answer, Operation
 from trainer_service.operations.models import LiveModels
+from trainer_service.operations.moving import Moving
 from trainer_service.operations.operations import Operations
 from trainer_service.operations.restore import Restorer
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.storage.checkpoints import CheckpointStore
+from trainer_service.storage.local import LocalStorage
 from trainer_service.weight_sync import WeightSender
 from trainer_service.weight_sync.canary import canary_of
 from trainer_service.weight_sync.certificate import GapRule, Publisher
@@ -50,6 +55,7 @@ class Process:
     snapshots: Snapshots
     operations: Operations
     scheduler: Scheduler
+    moving: Moving
     has_stopped: bool = False
 
     @classmethod
@@ -67,12 +73,18 @@ class Process:
         max_models: int = 4,
         max_known_models: int = 1000,
         deterministic: bool = True,
+        store: Path | None = None,
+        trainer_id: str = "t",
+        database: Database | None = None,
     ) -> Process:
-        """Everything that can be is restored, or goes on being so. `deterministic`: packs every batch alone."""
+        """Everything that can be is restored, or goes on being so. `deterministic`: packs every batch alone. `store`:
+        the checkpoints' folder, which several trainers may share. `database`: the journal's, instead of a file."""
         registry = CollectorRegistry()
         metrics = Metrics(registry)
-        path = folder / "journal.sqlite"
-        journal = Journal(path, max_bytes=max_bytes, result_retention_s=result_retention_s, metrics=metrics)
+        store = store or folder / "checkpoints"
+        path = folder / "journal.sqlite" if database is None else (database, folder)
+        options = {"max_bytes": max_bytes, "result_retention_s": result_retention_s, "metrics": metrics}
+        journal = await asyncio.to_thread(lambda: Journal(path, **options))
         engine = TrainingEngine(base, max_tokens_per_microbatch=24, deterministic=deterministic, metrics=metrics)
         sender = WeightSender(
             AddressSource(Addresses()), trainer_id="t", host="127.0.0.1", timeout_s=5, metrics=metrics
@@ -86,18 +98,22 @@ class Process:
             metrics=metrics,
             alone=deterministic,
         )
-        files = SnapshotFiles(folder / "snapshots", min_free_bytes=min_free_bytes)
+        files: SnapshotStore = SnapshotFiles(folder / "snapshots", min_free_bytes=min_free_bytes)
+        if database is not None:
+            files = StoredSnapshots(LocalStorage(store / stored_snapshots.FOLDER / journal.shared_id, metrics))
         snapshots = Snapshots(files, journal, policy, metrics, scheduler.executing)
         sequences = canary_of(base)
         rule = GapRule(0.01, 0.01, "refuse", timeout_s=5)
         publisher = Publisher(sender, sequences, rule, metrics, engine.score(None, sequences))
-        checkpoints = CheckpointStore(folder / "checkpoints", metrics)
+        checkpoints = CheckpointStore(store, metrics)
         models = LiveModels(base_models, base.weights_sum, allow_other_weights=allow_other_weights)
         make_room = scheduler.parking.make_room
         run_alone, executing = scheduler.run_alone, scheduler.executing
         operations = Operations(engine, checkpoints, publisher, run_alone, executing, models, 16, snapshots, make_room)
-        await Restorer(journal, snapshots, operations, scheduler, metrics).run()
-        return cls(folder, registry, engine, journal, snapshots, operations, scheduler)
+        restorer = Restorer(journal, snapshots, operations, scheduler, metrics)
+        await restorer.run()
+        moving = Moving(restorer, lambda: LocalStorage(store / packages.FOLDER, metrics), trainer_id=trainer_id)
+        return cls(folder, registry, engine, journal, snapshots, operations, scheduler, moving)
 
     async def send(self, request: Any) -> Operation:
         """Returns once it is in the journal."""

@@ -60,12 +60,14 @@ from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import CapturedState, TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.operations.models import LiveModels
+from trainer_service.operations.moving import Moving
 from trainer_service.operations.operations import Operations
 from trainer_service.operations.restore import Restorer
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.servicer import Trainer, TrainerServicer, _is_large
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.imports import Importer
+from trainer_service.storage.local import LocalStorage
 from trainer_service.storage.locations import Location
 from trainer_service.weight_sync import Version, WeightSender
 from trainer_service.weight_sync.canary import canary_of
@@ -125,10 +127,20 @@ async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
         run_alone, executing = scheduler.run_alone, scheduler.executing
         operations = Operations(engine, checkpoints, publisher, run_alone, executing, models, 16, snapshots, make_room)
         importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
-        await Restorer(journal, snapshots, operations, scheduler, metrics).run()
+        restorer = Restorer(journal, snapshots, operations, scheduler, metrics)
+        await restorer.run()
+        moving = Moving(restorer, lambda: LocalStorage(tmp_path / "checkpoints/~moving", metrics), trainer_id="t" * 32)
         servicer = TrainerServicer()
         servicer.trainer = Trainer(
-            "boot", operations, scheduler, journal, checkpoints, importer, "t" * 32, {"base_weights": base.weights_sum}
+            "boot",
+            operations,
+            scheduler,
+            journal,
+            checkpoints,
+            importer,
+            moving,
+            "t" * 32,
+            {"base_weights": base.weights_sum},
         )
         server = Server("127.0.0.1:0", [pb.DESCRIPTOR])
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
@@ -1278,6 +1290,36 @@ async def test_an_operator_sees_and_prunes_the_journal_of_a_running_trainer(
     assert "would delete 0 B: 0 expired results" in capsys.readouterr().out
     pruned = await admin.PruneJournal(admin_pb.PruneJournalRequest())
     assert pruned == admin_pb.PruneJournalResponse()
+
+
+async def test_a_released_model_is_adopted_over_grpc_by_the_trainer_that_was_named_only(
+    service: Service, stub: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await stub.ForwardBackward(batch(1))
+    admin: Any = trainer_admin_pb2_grpc.TrainerAdminServiceStub(service.channel)
+    move_id, other = "a" * 32, "b" * 32
+    release = admin_pb.ReleaseModelRequest(model_id=MODEL, move_id=move_id, trainer_id=other)
+    for field, value in (("model_id", "../x"), ("move_id", "A" * 32), ("trainer_id", "a b")):
+        refused = admin_pb.ReleaseModelRequest()
+        refused.CopyFrom(release)
+        setattr(refused, field, value)
+        await fails(admin.ReleaseModel(refused), errors.InvalidRequest, f"{field}: '{value}' is not")
+    adopt = admin_pb.AdoptModelRequest(model_id=MODEL, move_id=move_id)
+    await fails(admin.AdoptModel(admin_pb.AdoptModelRequest(model_id=MODEL)), errors.InvalidRequest, "move_id: ''")
+    await fails(admin.ForgetMove(admin_pb.ForgetMoveRequest(model_id=MODEL)), errors.InvalidRequest, "move_id: ''")
+    await admin.AdoptModel(adopt)  # it has the model
+    await admin.ReleaseModel(release)
+    await fails(stub.ForwardBackward(batch(2)), errors.ModelMoved, f"moves to the trainer {other}")
+    await fails(stub.WaitResult(pb.WaitResultRequest(model_id=MODEL, seq_id=1)), errors.ModelMoved, "send it again")
+    await fails(stub.DeleteModel(pb.DeleteModelRequest(model_id=MODEL)), errors.ModelMoved, "send it again")
+    (model,) = (await admin.ListJournal(admin_pb.ListJournalRequest())).models
+    assert (model.state, model.reason) == (admin_pb.JOURNAL_STATE_MOVED, f"{move_id} {other}")
+    assert await asyncio.to_thread(main, ["journal", "show", "--trainer", f"127.0.0.1:{service.server.port}"]) == 0
+    assert f"{MODEL}  moved, snapshot after seq_id 1" in capsys.readouterr().out
+    await fails(admin.AdoptModel(adopt), errors.FailedPrecondition, "was released by this trainer")
+    await admin.ForgetMove(admin_pb.ForgetMoveRequest(model_id=MODEL, move_id=move_id))
+    await fails(stub.GetModel(pb.GetModelRequest(model_id=MODEL)), errors.ModelNotFound, MODEL)
+    assert not (await admin.ListJournal(admin_pb.ListJournalRequest())).models
 
 
 async def test_before_the_base_model_is_loaded_calls_fail_as_not_ready() -> None:

@@ -1,0 +1,118 @@
+"""The journal's rows of one model in a file of its own: how a model's history travels to another trainer's journal.
+
+A SQLite file with the tables of journal_file.py and one more, `move`: the id of the move, and the trainer that takes
+the model over. It has the bodies of the operations that the model's snapshot does not cover, and all answers.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tinsmith.errors import DataCorrupted
+from trainer_service.durability import journal_file
+
+INSERT = (
+    "INSERT INTO operations (seq_id, kind, digest, request, state, result, accepted_at, finished_at, request_sum, "
+    "result_sum, model_id) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+"""Statement that adds an operation: a row of SELECT, then its model's id."""
+SELECT = (
+    "SELECT seq_id, kind, digest, CASE WHEN seq_id > ? THEN request END, state, result, accepted_at, finished_at, "
+    "request_sum, result_sum FROM operations WHERE model_id = ? AND seq_id BETWEEN ? AND ? ORDER BY seq_id"
+)
+"""Statement for some of a model's operations, without the bodies that its snapshot covers."""
+_ALL = (
+    "SELECT seq_id, kind, digest, request, state, result, accepted_at, finished_at, request_sum, result_sum "
+    "FROM operations ORDER BY seq_id"
+)
+CHUNK_BYTES = 8 * 1024 * 1024
+"""Bytes of requests and results that are read into memory at once; a larger one alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A move of a model to another trainer."""
+
+    move_id: str
+    trainer_id: str
+    """The trainer that takes the model over."""
+
+    def __str__(self) -> str:
+        """As the journal stores it."""
+        return f"{self.move_id} {self.trainer_id}"
+
+    @classmethod
+    def parse(cls, text: str) -> Move:
+        move_id, _, trainer_id = text.partition(" ")
+        return cls(move_id, trainer_id)
+
+
+def create(path: Path, model_id: str, move: Move, *, created_at: float, snapshot_seq_id: int) -> None:
+    """Makes a file without operations. `snapshot_seq_id`: last operation that the model's snapshot covers, which
+    travels with the file."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        database.executescript(
+            f"BEGIN; {journal_file.SCHEMA} CREATE TABLE move (move_id TEXT, trainer_id TEXT) STRICT; "
+            f"PRAGMA user_version = {journal_file.FORMAT}; COMMIT;"
+        )
+        database.execute("INSERT INTO move VALUES (?, ?)", (move.move_id, move.trainer_id))
+        database.execute(
+            "INSERT INTO models (model_id, created_at, cut_seq_id, snapshot_seq_id) VALUES (?, ?, ?, ?)",
+            (model_id, created_at, snapshot_seq_id, snapshot_seq_id),
+        )
+
+
+def add(path: Path, model_id: str, rows: Iterable[Sequence[Any]]) -> None:
+    """Adds operations: rows of SELECT."""
+    with closing(sqlite3.connect(path)) as database, database:
+        database.executemany(INSERT, ((*row, model_id) for row in rows))
+
+
+def move_of(path: Path, model_id: str) -> tuple[Move, float, int]:
+    """The move, the time at which the model was created, and the seq_id of its snapshot. Raises DataCorrupted."""
+    with _reading(path) as database:
+        if (version := database.execute("PRAGMA user_version").fetchone()[0]) != journal_file.FORMAT:
+            raise DataCorrupted(f"{path.name} of {model_id} has format {version}, not {journal_file.FORMAT}")
+        row = database.execute(
+            "SELECT move_id, trainer_id, created_at, snapshot_seq_id FROM models, move WHERE model_id = ?", (model_id,)
+        ).fetchone()
+    if row is None:
+        raise DataCorrupted(f"{path.name} has no model {model_id!r}")
+    return Move(*row[:2]), row[2], row[3]
+
+
+def chunks(path: Path) -> Iterator[list[tuple[Any, ...]]]:
+    """The operations, in the order of seq_id: rows of SELECT, some at a time. Raises DataCorrupted."""
+    with _reading(path) as database:
+        chunk: list[tuple[Any, ...]] = []
+        num_bytes = 0
+        for row in database.execute(_ALL):
+            size = sum(len(value) for value in row if isinstance(value, bytes))
+            if chunk and num_bytes + size > CHUNK_BYTES:
+                yield chunk
+                chunk, num_bytes = [], 0
+            chunk.append(row)
+            num_bytes += size
+        if chunk:
+            yield chunk
+
+
+class _reading:
+    """A context with the file, opened for reading. Errors of SQLite become DataCorrupted."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> sqlite3.Connection:
+        self._database = sqlite3.connect(f"{self._path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+        return self._database
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._database.close()
+        if isinstance(error, sqlite3.Error):
+            raise DataCorrupted(f"{self._path.name} cannot be read: {error}") from error

@@ -1,0 +1,179 @@
+"""Moves models between trainers: releases a model for another trainer, and adopts one that another has released.
+
+A release stops the model between two operations, parks it (its snapshot covers what has run), and writes a package: the
+snapshot and the journal's rows, in the store of checkpoints. Then the journal records that the model has moved. An
+adoption brings snapshot and rows into this trainer's own files and journal, where the model is parked; it comes back by
+the code that restores models after a restart, and its accepted operations run.
+
+A model is this trainer's exactly while its journal has it as live. The source's journal gives it up after the package
+is durable, and the target's journal takes it in one transaction, which is after that. So at every moment at most one
+trainer has the model, and a crash loses nothing: each step can be repeated, and a repeat of a finished step changes
+nothing. Only the target that the release has named adopts it, so whoever moves a model must repeat `adopt` until it
+succeeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from weakref import WeakValueDictionary
+
+from tinsmith.errors import DataCorrupted, FailedPrecondition, OutOfCapacity
+from tinsmith.threads import in_pool
+from trainer_service.durability import run_file
+from trainer_service.durability.executing import other_work
+from trainer_service.durability.journal import Journal
+from trainer_service.durability.packages import ROWS, Packages
+from trainer_service.durability.run_file import Move
+from trainer_service.operations.restore import Restorer, moved
+from trainer_service.storage.protocol import Storage
+
+logger = logging.getLogger(__name__)
+
+
+class Moving:
+    """Releases and adopts models. All methods run on one event loop, and must not be cancelled."""
+
+    def __init__(self, restorer: Restorer, open_storage: Callable[[], Storage], *, trainer_id: str) -> None:
+        """`open_storage`: opens the packages' root; called at the first move. `trainer_id`: this trainer's."""
+        self._restorer = restorer
+        self._journal: Journal = restorer.journal
+        self._scheduler = restorer.scheduler
+        self._open_storage = open_storage
+        self._opening = asyncio.Lock()
+        self._packages: Packages | None = None
+        self._trainer_id = trainer_id
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def release(self, model_id: str, move: Move) -> None:
+        """Returns once the model's package is durable and this trainer has given the model up.
+
+        Raises ModelNotFound and ModelLost for a model that this trainer does not have, FailedPrecondition for one that
+        was released in another move, and, when the package cannot be written, OutOfCapacity or NotReady; then the model
+        goes on here.
+        """
+        async with self._turn(model_id):
+            packages = await self._opened()
+            earlier = (await self._journal.moved_models()).get(model_id)
+            if earlier is not None and earlier != move:
+                raise FailedPrecondition(f"model_id: {model_id!r} was released in another move, {earlier.move_id}")
+            if earlier is not None:
+                if not await in_pool(packages.is_intact, model_id, move.move_id):
+                    await self._pack(packages, model_id, move)
+                return
+            if not self._scheduler.is_known(model_id) and await in_pool(packages.is_intact, model_id, move.move_id):
+                return  # released before; with a journal in one database, the other trainer has taken over the rows
+            await self._release(packages, model_id, move)
+
+    async def _release(self, packages: Packages, model_id: str, move: Move) -> None:
+        started = time.perf_counter()
+        await self._have_intact_snapshot(model_id)
+        last = await self._scheduler.withhold(model_id, moved(model_id, move))
+        try:
+            if last is not None:
+                await self._restorer.put_away(model_id, last)
+            await self._pack(packages, model_id, move)
+        except Exception as error:
+            logger.warning("%s is not released, and goes on here: %s", model_id, error)
+            await self._restorer.free(model_id)
+            model = await self._journal.live_model(model_id)
+            self._scheduler.resume(model_id, is_covered=model is None or model.is_covered)
+            if isinstance(error, OSError):
+                raise OutOfCapacity(f"{model_id} cannot be released: {error}") from error
+            raise
+        await self._journal.release(model_id, move)
+        self._scheduler.set_aside(model_id)
+        self._restorer.metrics.durability.released_models.inc()
+        self._restorer.metrics.durability.release_seconds.observe(time.perf_counter() - started)
+        logger.info("%s is released for the trainer %s", model_id, move.trainer_id)
+
+    async def _have_intact_snapshot(self, model_id: str) -> None:
+        """Brings back a parked model whose newest snapshot is damaged: an earlier snapshot and the journal give it."""
+        model = await self._journal.live_model(model_id)
+        if model is None or model.snapshot_seq_id is None or not self._scheduler.is_parked(model_id):
+            return
+        try:
+            await in_pool(self._restorer.snapshots.files.verify, model_id, model.snapshot_seq_id)
+        except DataCorrupted as error:
+            logger.error("the snapshot %s/%d is damaged: %s", model_id, model.snapshot_seq_id, error)
+            await self._scheduler.check_held(model_id)
+
+    async def _pack(self, packages: Packages, model_id: str, move: Move) -> None:
+        """Writes the package of a model that is withheld and not in memory, or was released."""
+        base = self._restorer.operations.engine.base
+        with packages.scratch() as folder:
+            rows = folder / ROWS
+            await self._journal.export(model_id, rows, move)
+            _, _, seq_id = await in_pool(run_file.move_of, rows, model_id)
+            files = self._restorer.snapshots.files
+            await in_pool(files.verify, model_id, seq_id)
+            info, state = await in_pool(files.read, model_id, seq_id, base)
+            await in_pool(packages.write, move.move_id, info, state, rows)
+
+    async def adopt(self, model_id: str, move_id: str) -> None:
+        """Returns once the model is in this trainer's journal and snapshots. It is parked, and comes back at once if
+        operations of it wait.
+
+        Raises FailedPrecondition when there is no package of this move, or it is for another trainer, InvalidRequest
+        when the model was trained on other base weights, and DataCorrupted.
+        """
+        async with self._turn(model_id):
+            if self._scheduler.has_moved(model_id):
+                raise FailedPrecondition(f"model_id: {model_id!r} was released by this trainer", model_id=model_id)
+            if self._scheduler.is_known(model_id):
+                return
+            model = await self._journal.live_model(model_id)
+            if model is None:
+                await self._adopt(await self._opened(), model_id, move_id)
+                model = await self._journal.live_model(model_id)
+            if model is not None:
+                self._scheduler.resume(model_id, is_covered=model.is_covered)
+
+    async def _adopt(self, packages: Packages, model_id: str, move_id: str) -> None:
+        started = time.perf_counter()
+        operations, files = self._restorer.operations, self._restorer.snapshots.files
+        executing, name = self._scheduler.executing, other_work(f"adopt {model_id}", move_id.encode())
+        await executing.turn_to_store(*name)
+        with executing.other(name), packages.scratch() as folder:
+            rows = folder / ROWS
+            info, state = await in_pool(packages.read, model_id, move_id, operations.engine.base, rows=rows)
+            move, _, seq_id = await in_pool(run_file.move_of, rows, model_id)
+            if move != Move(move_id, self._trainer_id):
+                raise FailedPrecondition(
+                    f"move_id: the package of {model_id!r} for the move {move_id!r} is for the trainer "
+                    f"{move.trainer_id}, and this one is {self._trainer_id}",
+                    field="move_id",
+                )
+            operations.models.check_base_model(info.base_model, field="base_model")
+            operations.models.check_base_weights(info.base_weights, field="base_weights")
+            info.location = f"{model_id}/{seq_id}"
+            try:
+                num_bytes = await in_pool(files.write, seq_id, info, state)
+            except OSError as error:
+                raise OutOfCapacity(f"the snapshot of {model_id} cannot be written: {error}") from error
+            await self._journal.adopt(model_id, rows, snapshot_bytes=num_bytes)
+        self._restorer.metrics.durability.adopted_models.inc()
+        self._restorer.metrics.durability.adopt_seconds.observe(time.perf_counter() - started)
+        logger.info("%s is adopted, after seq_id %d", model_id, seq_id)
+
+    async def forget(self, model_id: str, move_id: str) -> None:
+        """Deletes what is left of a move that has ended: its package and, at the trainer that has released the model,
+        the rows and snapshots."""
+        async with self._turn(model_id):
+            if await self._journal.forget_moved(model_id, move_id):
+                await in_pool(self._restorer.snapshots.files.delete_all, model_id)
+                self._scheduler.executing.forget_model(model_id)
+            self._scheduler.forget_moved(model_id, move_id)
+            packages = await self._opened()
+            await in_pool(packages.delete, model_id, move_id)
+
+    async def _opened(self) -> Packages:
+        async with self._opening:
+            if self._packages is None:
+                self._packages = Packages(await in_pool(self._open_storage))
+            return self._packages
+
+    def _turn(self, model_id: str) -> asyncio.Lock:
+        return self._turns.setdefault(model_id, asyncio.Lock())
