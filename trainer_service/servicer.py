@@ -63,8 +63,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 _PIECE_BYTES = 1024 * 1024
 """Size of the pieces in which a file is streamed."""
-_CREATION_BYTES = 6
-"""Size of the random number that distinguishes creations of the same model_id."""
+_NONCE_BYTES = 6
+"""Size of the random number that distinguishes creations of the same model_id, and saves of the same seq_id."""
 _MAX_CHECKS_OF_NO_MODEL = 64
 """Most calls of CheckCustomLoss that run or wait at once, also those whose client has left."""
 _MANY_DATUMS = 64
@@ -187,7 +187,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             body = Body.pack("create_model", request)
             # The fields below are stored, so that a replay makes the same model. They are not in the digest, because a
             # repeated request does not have them.
-            request.creation_id = secrets.token_hex(_CREATION_BYTES)
+            request.creation_id = secrets.token_hex(_NONCE_BYTES)
             if request.lora_config.rank and not request.lora_config.HasField("seed"):
                 request.lora_config.seed = secrets.randbits(31)
             request.base_weights = request.base_weights or operations.models.base_weights
@@ -238,7 +238,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.SkipOperationResponse()
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
-        answer = await self._submit("save_checkpoint", request, context)
+        _check_seq_id(request.seq_id)
+        if request.save_id:
+            raise InvalidRequest(f"save_id: {request.save_id!r}: only the trainer sets it", field="save_id")
+
+        def pack() -> Body:
+            body = Body.pack("save_checkpoint", request)
+            request.save_id = secrets.token_hex(_NONCE_BYTES)  # stored for a replay, but not in the digest
+            return replace(body, compressed=Body.pack("save_checkpoint", request).compressed)
+
+        answer = await self._operate("save_checkpoint", request, request.seq_id, pack, context)
         return answer.save_checkpoint
 
     async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Context) -> pb.LoadCheckpointResponse:
@@ -431,10 +440,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def _submit(
         self,
         kind: str,
-        request: pb.ForwardBackwardRequest
-        | pb.SkipOperationRequest
-        | pb.SaveCheckpointRequest
-        | pb.LoadCheckpointRequest,
+        request: pb.ForwardBackwardRequest | pb.SkipOperationRequest | pb.LoadCheckpointRequest,
         context: Context,
     ) -> Answer:
         _check_seq_id(request.seq_id)

@@ -12,8 +12,9 @@ KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights"
 """The kind segment of a path -> checkpoint_type of the public API."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_SAVE = re.compile(r"([0-9]{1,18})(?:\.([0-9a-f]+))?")
-"""The part of a saved version after the "@": seq_id and creation."""
+_SAVE = re.compile(r"([0-9]{1,18})(?:\.([0-9a-f]+|(?=\.)))?(?:\.[0-9a-f]+)?")
+"""The part of a saved version after the "@": seq_id, creation and save. The creation is empty for a run of an earlier
+release."""
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]+(:[A-Za-z0-9._-]+)*")
 
 
@@ -49,9 +50,12 @@ def check_model_id(model_id: str, *, field: str) -> str:
     return check_run_id(model_id, field=field)
 
 
-def version_of(run_id: str, seq_id: int, creation_id: str) -> str:
-    """The version that a save makes. The creation id distinguishes runs that had the same run id one after the other.
-    It is empty for runs made by an earlier release of Tinsmith."""
+def version_of(run_id: str, seq_id: int, creation_id: str, save_id: str = "") -> str:
+    """The version that a save makes. The creation id distinguishes runs that had the same run id one after the other,
+    the save id two saves of a run at the same seq_id, as before and after its journal was put back from a backup. Both
+    are empty for what an earlier release of Tinsmith made."""
+    if save_id:
+        return f"{run_id}@{seq_id}.{creation_id}.{save_id}"
     return f"{run_id}@{seq_id}.{creation_id}" if creation_id else f"{run_id}@{seq_id}"
 
 
@@ -66,7 +70,7 @@ def version_number(version_id: str, *, run_id: str, field: str) -> int:
     match = _SAVE.fullmatch(save)
     if run != run_id or match is None:
         raise InvalidRequest(
-            f"{field}: {version_id!r} is not a version of run {run_id!r}, RUN_ID@SEQ_ID.CREATION", field=field
+            f"{field}: {version_id!r} is not a version of run {run_id!r}, RUN_ID@SEQ_ID.CREATION.SAVE", field=field
         )
     return int(match[1])
 

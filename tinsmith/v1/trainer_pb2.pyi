@@ -302,7 +302,7 @@ class SkipOperationResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
-    __slots__ = ("model_id", "seq_id", "kind", "name", "overwrite", "ttl", "user_metadata", "age_recipients")
+    __slots__ = ("model_id", "seq_id", "kind", "name", "overwrite", "ttl", "user_metadata", "age_recipients", "save_id")
     class UserMetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -318,6 +318,7 @@ class SaveCheckpointRequest(_message.Message):
     TTL_FIELD_NUMBER: _ClassVar[int]
     USER_METADATA_FIELD_NUMBER: _ClassVar[int]
     AGE_RECIPIENTS_FIELD_NUMBER: _ClassVar[int]
+    SAVE_ID_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     seq_id: int
     kind: _types_pb2.CheckpointKind
@@ -326,7 +327,8 @@ class SaveCheckpointRequest(_message.Message):
     ttl: _duration_pb2.Duration
     user_metadata: _containers.ScalarMap[str, str]
     age_recipients: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., kind: _Optional[_Union[_types_pb2.CheckpointKind, str]] = ..., name: _Optional[str] = ..., overwrite: _Optional[bool] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., age_recipients: _Optional[_Iterable[str]] = ...) -> None: ...
+    save_id: str
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., kind: _Optional[_Union[_types_pb2.CheckpointKind, str]] = ..., name: _Optional[str] = ..., overwrite: _Optional[bool] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., age_recipients: _Optional[_Iterable[str]] = ..., save_id: _Optional[str] = ...) -> None: ...
 
 class SaveCheckpointResponse(_message.Message):
     __slots__ = ("checkpoint", "num_samplers", "certificate")

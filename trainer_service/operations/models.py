@@ -41,9 +41,9 @@ class Model:
     def optimizer_kind(self) -> types_pb2.Optimizer:
         return value_of(types_pb2.Optimizer, self.optimizer)
 
-    def version(self, seq_id: int) -> str:
-        """Id of the model's version after the operation `seq_id`."""
-        return version_of(self.model_id, seq_id, self.creation_id)
+    def version(self, seq_id: int, *, save_id: str = "") -> str:
+        """Id of the model's version after the operation `seq_id`, which was made by the save with this id, if any."""
+        return version_of(self.model_id, seq_id, self.creation_id, save_id)
 
     def to_proto(self, *, next_seq_id: int) -> pb.ModelInfo:
         return pb.ModelInfo(

@@ -229,6 +229,6 @@ def _hidden(location: Location, version_id: str) -> Location | None:
     """Location of the hidden copy of a version, which stays until its run is deleted. None for an id that is no version
     of this run."""
     run_id, _, name = version_id.rpartition("@")
-    if run_id != location.run_id or not name.replace(".", "", 1).isalnum():
+    if run_id != location.run_id or not name.replace(".", "").isalnum():
         return None
     return Location(run_id, KINDS[types_pb2.CHECKPOINT_KIND_EPHEMERAL], name)

@@ -95,7 +95,7 @@ class Saves:
     ) -> pb.WaitResultResponse:
         model = self.models.get(request.model_id)
         with_optimizer = request.kind == types_pb2.CHECKPOINT_KIND_TRAINING
-        version_id = model.version(request.seq_id)
+        version_id = model.version(request.seq_id, save_id=request.save_id)
         if again:
             async with turn.storing():
                 written = await self.checkpoints.reads(self._written, location, version_id)

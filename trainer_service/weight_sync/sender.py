@@ -431,7 +431,7 @@ async def _check_same(version: Version, held: Mapping[str, str]) -> None:
             raise VersionConflict(
                 f"the sampler at {address} serves other weights as {version.version_id}: their XXH3-128 is {theirs}, "
                 f"that of the weights to be published is {ours}. Two checkpoints have the same version id. An earlier "
-                "release of Tinsmith, or a journal put back from a backup, may have used the run's id again. The "
+                "release of Tinsmith may have used the run's id again, or its journal was put back from a backup. The "
                 "sampler keeps its weights; to sample from the others, load them into a new run and save that",
                 version_id=version.version_id,
                 sampler=address,

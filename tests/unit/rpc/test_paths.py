@@ -61,6 +61,16 @@ def test_versions_of_two_creations_of_one_run_id_are_not_newer_than_each_other()
     assert (creation_of(new), creation_of(old), creation_of("a@" + "0123456789abcdef" * 2)) == ("0c3f", "", "")
 
 
+def test_versions_of_two_saves_of_one_creation_are_ordered_by_their_number() -> None:
+    for creation_id in ("0c3f", ""):
+        early, late = version_of("a", 3, creation_id, "aa"), version_of("a", 4, creation_id, "bb")
+        assert early == f"a@3.{creation_id}.aa"
+        assert creation_of(early) == creation_id
+        assert is_newer(late, early, run_id="a")
+        assert is_newer(late, version_of("a", 3, creation_id), run_id="a")
+        assert not is_newer(early, version_of("a", 3, creation_id, "cc"), run_id="a")
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -70,6 +80,9 @@ def test_versions_of_two_creations_of_one_run_id_are_not_newer_than_each_other()
         "a:train:0@-1",
         "a:train:0@1.",
         "a:train:0@1.x",
+        "a:train:0@1..",
+        "a:train:0@1.a.",
+        "a:train:0@1.a.b.c",
         "a:train:0@" + "9" * 5000,
     ],
 )

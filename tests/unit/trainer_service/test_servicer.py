@@ -35,6 +35,7 @@ from tinsmith.modeling.peft_import import import_peft
 from tinsmith.rpc.addresses import Addresses, AddressSource
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import from_rpc_error
+from tinsmith.rpc.paths import creation_of
 from tinsmith.rpc.server import Server
 from tinsmith.rpc.tensors import from_numpy
 from tinsmith.rpc.times import duration, seconds_of
@@ -96,18 +97,19 @@ class Service:
         await asyncio.to_thread(self.trainer.journal.close)
 
 
-StartService = Callable[[], Awaitable[Service]]
+StartService = Callable[..., Awaitable[Service]]
 
 
 @pytest.fixture
 async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
-    """Starts a trainer on one folder; called again, it starts the next process's."""
+    """Starts a trainer on one folder; called again, it starts the next process's. `before`: called when none runs."""
     running: list[Service] = []
 
-    async def make() -> Service:
+    async def make(*, before: Callable[[], object] = lambda: None) -> Service:
         for service in running:
             await service.stop()
         running.clear()
+        before()
         metrics = Metrics(CollectorRegistry())
         journal = Journal(tmp_path / "journal", max_bytes=1 << 24, result_retention_s=60, metrics=metrics)
         engine = TrainingEngine(base, max_tokens_per_microbatch=64)
@@ -650,7 +652,7 @@ async def test_a_save_and_the_load_behind_it_can_be_pipelined(stub: Any) -> None
     await asyncio.gather(*rest)
     assert (await loading).checkpoint == saved
     assert (await after).metrics["loss:sum"] == pytest.approx(before.metrics["loss:sum"], rel=1e-6)
-    assert re.fullmatch(f"{MODEL}@4[.][0-9a-f]{{12}}", saved.version_id)
+    assert re.fullmatch(f"{MODEL}@4[.][0-9a-f]{{12}}[.][0-9a-f]{{12}}", saved.version_id)
     assert (saved.step, saved.has_optimizer, saved.user_metadata["note"]) == (1, True, "x")
     got = await stub.GetCheckpoint(pb.GetCheckpointRequest(location=saved.location))
     assert got.checkpoint == saved
@@ -668,11 +670,40 @@ async def test_no_version_id_is_made_twice_when_a_model_id_is_used_again(service
         await stub.DeleteModel(pb.DeleteModelRequest(model_id=MODEL))
         await service.trainer.journal.prune(dry_run=False)
     assert len(set(versions)) == 6
-    assert [version.partition(".")[2] for version in versions[::2]] == [v.partition(".")[2] for v in versions[1::2]]
+    assert [creation_of(version) for version in versions[::2]] == [creation_of(version) for version in versions[1::2]]
     for name, version in zip(("one", "two", "three"), versions[::2], strict=True):
         got = await stub.GetCheckpoint(pb.GetCheckpointRequest(location=f"{MODEL}/weights/{name}-1"))
         assert got.checkpoint.version_id == version
     await fails(stub.CreateModel(creation(creation_id="beef")), errors.InvalidRequest, "creation_id: 'beef'")
+
+
+async def test_no_version_id_is_made_twice_when_the_journal_is_put_back_from_a_backup(
+    start: StartService, tmp_path: Path
+) -> None:
+    """As docs/durability.md says: what was saved after the backup stays, and the run uses its seq_ids again."""
+    backup = tmp_path / "backup"
+
+    def copy(source: Path, target: Path) -> None:
+        for name in ("journal", "journal-wal"):
+            (target / name).unlink(missing_ok=True)
+            if (source / name).exists():
+                shutil.copy(source / name, target / name)
+
+    service = await start()
+    await service.stub.CreateModel(creation())
+    backup.mkdir()
+    await start(before=lambda: copy(tmp_path, backup))
+    saved: list[pb.SaveCheckpointResponse] = []
+    for name in ("one", "two"):
+        stub = (await start(before=lambda: copy(backup, tmp_path))).stub
+        saved.append(await stub.SaveCheckpoint(save(1, name)))
+        assert await stub.SaveCheckpoint(save(1, name)) == saved[-1], "a repeat is the same save"
+    versions = [reply.checkpoint.version_id for reply in saved]
+    assert versions[0] != versions[1]
+    assert creation_of(versions[0]) == creation_of(versions[1])
+    again = (await start()).stub
+    assert await again.SaveCheckpoint(save(1, "two")) == saved[1]
+    await fails(again.SaveCheckpoint(save(2, "no", save_id="beef")), errors.InvalidRequest, "save_id: 'beef'")
 
 
 async def test_a_model_is_made_once_all_of_the_one_that_had_its_id_is_gone(
