@@ -17,6 +17,7 @@ from gateway.clients import Clients, Trainer
 from gateway.database.store import Store
 from gateway.database.tables.sessions import Model
 from tinsmith.errors import ModelNotFound, NotReady, ServiceError
+from tinsmith.rpc.times import seconds_of
 from tinsmith.v1 import trainer_pb2
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,8 @@ def least_loaded(
         num_coming = coming.get(info.trainer_id, 0)
         reserved = info.reserved_bytes + num_coming * run_bytes
         share = reserved / info.reservable_bytes if info.reservable_bytes else 0.0
-        busy = info.queued_seconds / (info.queued_seconds + _BUSY_S)
+        queued_s = seconds_of(info.queued_time)
+        busy = queued_s / (queued_s + _BUSY_S)
         return share + busy, info.num_models + num_coming
 
     return min(infos, key=load)[0]

@@ -166,7 +166,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             reserved_bytes=engine.reserved_bytes,
             reservable_bytes=engine.plan.models_bytes or 0,
             num_models=trainer.scheduler.num_models,
-            queued_seconds=trainer.scheduler.queued_s(),
+            queued_time=duration(trainer.scheduler.queued_s()),
         )
 
     async def CreateModel(self, request: pb.CreateModelRequest, context: Context) -> pb.CreateModelResponse:

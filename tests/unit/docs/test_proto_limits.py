@@ -70,3 +70,12 @@ def comment(file: str, message: str, field: str) -> str:
 @pytest.mark.parametrize(("file", "message", "field", "words", "limit"), LIMITS)
 def test_a_comment_tells_the_limit_of_the_code(file: str, message: str, field: str, words: str, limit: int) -> None:
     assert words.format(limit) in comment(file, message, field)
+
+
+def test_a_time_is_a_timestamp_or_a_duration() -> None:
+    """None is a number, whose unit only its name or its comment would tell. Speeds are numbers per second."""
+    numbers = re.compile(r"^ +(?:optional |repeated )?(?:double|float|u?int(?:32|64)) (\w+) = ", re.MULTILINE)
+    times = re.compile(r"(?<!_per)(?:^|_)(?:s|ms|us|ns|seconds?|time|timestamp|at|age|delay|timeout|duration|ttl)$")
+    found = {name for path in PROTO.glob("*.proto") for name in numbers.findall(path.read_text())}
+    assert "tokens_per_second" in found
+    assert not {name for name in found if times.search(name)}

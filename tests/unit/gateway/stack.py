@@ -38,7 +38,7 @@ from tinsmith.errors import (
     VersionNotLoaded,
 )
 from tinsmith.rpc.server import ACCEPTED, Server
-from tinsmith.rpc.times import timestamp
+from tinsmith.rpc.times import duration, timestamp
 from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
 
@@ -119,7 +119,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.store_id = "5" * 32
         self.fingerprint = {"base_weights": "ab"}
         self.reserved_bytes = 0
-        self.queued_seconds = 0.0
+        self.queued_s = 0.0
 
     async def GetTrainerInfo(self, request: Any, context: Any) -> Any:
         return trainer_pb2.GetTrainerInfoResponse(
@@ -141,7 +141,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             reserved_bytes=self.reserved_bytes,
             reservable_bytes=1000,
             num_models=len(self.models),
-            queued_seconds=self.queued_seconds,
+            queued_time=duration(self.queued_s),
         )
 
     async def _run(self, request: Any, context: Any, work: Any, *, seq_id: int) -> Any:

@@ -62,7 +62,7 @@ async def test_runs_spread_over_trainers_that_are_alike(stack: Stack, client: Cl
     assert len(stack.trainer.models) == len(other.servicer.models) == 3
 
 
-@pytest.mark.parametrize("field", ["reserved_bytes", "queued_seconds"])
+@pytest.mark.parametrize("field", ["reserved_bytes", "queued_s"])
 async def test_a_run_goes_where_there_is_more_room_or_less_work(
     stack: Stack, client: Client, other: Backend, field: str
 ) -> None:
