@@ -118,7 +118,7 @@ class Body(Known):
 
 class CreateSession(Body):
     tags: Tags = Field(default=[])
-    user_metadata: Metadata = Field(default={})
+    user_metadata: Metadata | None = None
     sdk_version: Id | None = None
     project_id: Id | None = None
     display_name: Id | None = None

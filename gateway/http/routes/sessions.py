@@ -30,7 +30,7 @@ async def create_session(request: Request, body: schemas.CreateSession) -> answe
         display_name=body.display_name,
         sdk_version=body.sdk_version,
         tags=body.tags,
-        user_metadata=body.user_metadata,
+        user_metadata=body.user_metadata or {},
     )
     return {
         "type": "create_session",

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from tinker.types import CreateSessionRequest
 
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch, sample_body
 
@@ -30,6 +31,13 @@ async def test_notes_may_be_numbers_and_are_kept_as_their_text(stack: Stack, cli
     assert (await client.get(f"/api/v1/training_runs/{model_id}")).json()["user_metadata"] == NOTES
     search = {"user_metadata": {"1": 7}, "limit": 5}
     assert [each["session_id"] for each in (await client.call("sessions/search", search))["sessions"]] == [session_id]
+
+
+async def test_notes_of_a_session_may_be_null_as_in_the_type_of_the_sdk(client: Client) -> None:
+    body = CreateSessionRequest(tags=[], user_metadata=None, sdk_version="0.38.0").model_dump(mode="json")
+    assert body["user_metadata"] is None
+    session_id = (await client.call("create_session", body))["session_id"]
+    assert (await client.get(f"/api/v1/sessions/{session_id}")).json()["user_metadata"] is None
 
 
 @pytest.mark.parametrize(
