@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -17,6 +19,7 @@ import grpc.aio
 from sampler_service import convert, large
 from sampler_service.core.engine import EngineSlot
 from sampler_service.core.request import Generation, Result
+from sampler_service.core.trial import Trial
 from sampler_service.core.versions import VersionInfo
 from sampler_service.tokenizer import ChatTokenizer, TokenizerSlot
 from tinsmith.errors import InvalidRequest, NotFound, ServiceError, within
@@ -25,7 +28,7 @@ from tinsmith.model_input import has_pictures
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.arrivals import is_taken_over
-from tinsmith.rpc.auth import ALONE, KeyRing, given_key
+from tinsmith.rpc.auth import ALONE, PROMPT_ALONE, KeyRing, given_key
 from tinsmith.rpc.server import RAN
 from tinsmith.rpc.words import value_of
 from tinsmith.v1 import sampler_pb2 as pb
@@ -94,7 +97,10 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
             async with self._submitted(request.request, context, stream=True) as generation:
                 async with aclosing(generation.deltas()) as deltas:
                     async for delta in deltas:
-                        yield pb.StreamSampleResponse(delta=convert.delta_to_proto(delta))
+                        news = convert.delta_to_proto(delta) if delta.tokens else None
+                        yield pb.StreamSampleResponse(delta=news)
+                        if generation.trial is not None:  # the caller has the first piece
+                            generation.trial.end()
                 result = await generation.result()
         _record(request.request, generation, result, arrived_at)
         yield pb.StreamSampleResponse(result=await _response(result, request.request))
@@ -169,7 +175,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         """A context of a call about text, which has the sampler to itself if the caller asks for that."""
         room = self.slot.get().requests.room
         if not _is_alone(context):
-            with room.beside_others():
+            async with room.beside_others():
                 yield
         else:
             async with room.alone():
@@ -180,18 +186,44 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
     async def _submitted(
         self, request: pb.SampleRequest, context: Context, *, stream: bool
     ) -> AsyncIterator[Generation]:
-        """A context with the generation, which has the sampler to itself if the caller asks for that."""
+        """A context with the generation, which has the sampler to itself, to its end or until its first token, if the
+        caller asks for that."""
         room = self.slot.get().requests.room
         if _is_alone(context):
             async with room.alone():
                 await context.send_initial_metadata((ALONE,))
                 yield await self._submit(request, context, stream=stream)
         else:
-            with room.beside_others():
-                generation = await self._submit(request, context, stream=stream)
-            yield generation  # its reader may be slow; the engine counts it until it has ended
+            on_trial = stream and PROMPT_ALONE in tuple(context.invocation_metadata() or ())
+            async with room.beside_others():
+                generation = await self._submit(request, context, stream=stream, on_trial=on_trial)
+            if generation.trial is None:
+                yield generation  # its reader may be slow; the engine counts it until it has ended
+            else:
+                async with self._tried(generation, generation.trial, context):
+                    yield generation
 
-    async def _submit(self, request: pb.SampleRequest, context: Context, *, stream: bool) -> Generation:
+    @asynccontextmanager
+    async def _tried(self, generation: Generation, trial: Trial, context: Context) -> AsyncIterator[None]:
+        """A context in which the prompt is computed alone, once its turn has come and the caller knows."""
+        try:
+            try:
+                if await trial.granted():
+                    room = self.slot.get().requests.room
+                    trial.at_end(room.reopen)
+                    if await room.hold():
+                        await context.send_initial_metadata((PROMPT_ALONE,))
+                    trial.begin()
+            except asyncio.CancelledError:
+                generation.cancel()
+                raise
+            yield
+        finally:
+            trial.end()
+
+    async def _submit(
+        self, request: pb.SampleRequest, context: Context, *, stream: bool, on_trial: bool = False
+    ) -> Generation:
         engine = self.slot.get()
         read = partial(
             convert.request_from_proto,
@@ -202,6 +234,8 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
             owner=self._owner(context),
         )
         asked = await large.run(read) if _may_be_large(request) else read()
+        if on_trial:
+            asked = replace(asked, on_trial=True)
         generation = await self.slot.get().submit(asked, stream=stream, request_id=logs.request_id.get())
         is_taken_over()  # the engine counts the memory of requests that wait or run
         return generation

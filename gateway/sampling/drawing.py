@@ -41,7 +41,7 @@ from tinsmith.errors import (
     VersionGone,
     VersionNotLoaded,
 )
-from tinsmith.rpc.auth import ALONE
+from tinsmith.rpc.auth import ALONE, PROMPT_ALONE
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2
@@ -65,7 +65,8 @@ class Pause:
 class Drawing:
     """One request on its way to a sampler's answer.
 
-    A request that may have killed two replicas is sent to no more than one other, which it has to itself (lives.py).
+    A request that may have killed a replica has its prompt computed alone at the next one. If it may have killed two,
+    it is sent to no more than one other, which it has to itself (lives.py).
     """
 
     def __init__(
@@ -228,17 +229,18 @@ class Drawing:
         wrapped = pb.StreamSampleRequest(request=request)
         async with self._in_work(replica, replica.stub.StreamSample, wrapped, weight=request.num_samples) as work:
             call, begun = work
-            await self._confirmed(call)
+            await self._confirmed(call, replica)
             while (piece := await call.read()) is not grpc.aio.EOF:
                 begun()
-                yield piece
+                if piece.WhichOneof("event") is not None:  # an empty one only ends its trial
+                    yield piece
 
     async def ask(self, replica: Replica, rpc: Callable[[Any], Any], request: Any) -> Any:
         """The reply to an RPC about text, which `rpc` takes from a stub."""
         if not self._asks_to_be_alone:
             return await self.call(replica, rpc(replica.stub), request)
         async with self._in_work(replica, rpc(replica.confirming), request, weight=1) as (call, _):
-            await self._confirmed(call)
+            await self._confirmed(call, replica)
             return await call.read()
 
     async def call(self, replica: Replica, rpc: Any, request: Any, *, weight: int = 1) -> Any:
@@ -251,10 +253,12 @@ class Drawing:
         """Whether the sampler must say that the request is alone there, because other gateways use it, too."""
         return self._suspicion.runs_alone and self._replicas.are_shared
 
-    async def _confirmed(self, call: Any) -> None:
-        """Waits until the sampler has nothing else in work, if that was asked."""
+    async def _confirmed(self, call: Any, replica: Replica) -> None:
+        """Waits until the sampler has nothing else in work, or computes nothing else, if that was asked."""
         if self._asks_to_be_alone:
             self._suspicion.is_alone_for_sure = ALONE in tuple(await call.initial_metadata() or ())
+        elif self._suspicion.is_on_trial and PROMPT_ALONE in tuple(await call.initial_metadata() or ()):
+            replica.life.tries(self._suspicion)
 
     @asynccontextmanager
     async def _in_work(
@@ -265,6 +269,8 @@ class Drawing:
         metadata = ((REQUEST_ID_METADATA, self._request_id),) if self._request_id else ()
         if self._asks_to_be_alone:
             metadata = (*metadata, ALONE)
+        elif self._suspicion.is_on_trial:
+            metadata = (*metadata, PROMPT_ALONE)
         async with self._watched(replica) as begun:
             self.progress.active("the sampler is working on it")
             self._describe = lambda: self._ask(replica)
@@ -385,8 +391,9 @@ def _is_death(error: NotReady) -> bool:
 
 
 def _killer(mine: Suspicion, error: NotReady) -> ServiceError:
-    logger.error("a request is not given to another sampler, because %d samplers died while they had it", mine.deaths)
+    num_ended = len(mine.ended)
+    logger.error("a request is not given to another sampler, because %d samplers died while they had it", num_ended)
     return ServiceError(
-        f"{mine.deaths} samplers ended while they computed this request, so it is not given to another; the samplers' "
+        f"{num_ended} samplers ended while they computed this request, so it is not given to another; the samplers' "
         f"logs have the cause (the last one's error: {error.message})"
     )

@@ -1,10 +1,14 @@
 """Finds requests that kill samplers, and condemns none that does not.
 
 When a sampler's process or engine dies, any request that it had in work may be the cause, so the death counts against
-all of them. A request is condemned by its second death, or a later one, if it had the sampler to itself. Therefore a
-request with one death is on trial until its first token: a sampler takes one such request at a time, so that few
-requests share a second death. A request with two deaths has a sampler to itself until it ends, so it is given to no
-more than one sampler after these two.
+all of them. A request is condemned by its second death, or a later one, if it had the sampler to itself.
+
+A request with one death is on trial until its first token. A sampler takes one such request at a time, and computes
+its prompt while it computes nothing else, if its engine can (sampler_service/core/trial.py). It says so before. A death
+between that and the first token condemns, and counts against no other request.
+
+A request with two deaths has a sampler to itself until it ends, so it is given to no more than one sampler after these
+two.
 
 Requests of other gateways are not known here. Where there are several gateways, a request with two deaths asks the
 sampler to run it while it runs no other (sampler_service/core/room.py), and only a death after the sampler's
@@ -16,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tinsmith.errors import NotReady, ServiceError
 
@@ -33,12 +37,22 @@ A step has a bounded number of tokens, and takes less than a second nearly every
 class Suspicion:
     """How much one request is suspected."""
 
-    deaths: int = 0
-    """Number of samplers that died and may have been killed by the request."""
+    ended: list[Life] = field(default_factory=list)
+    """The lives of samplers that ended with the request in work, and not of another one's trial."""
     came_alone_as: int | None = None
     """Its number among the requests of its sampler, if there were no others when it came."""
     is_alone_for_sure: bool = False
     """Whether its sampler has said that it runs no other request, of no gateway."""
+
+    @property
+    def deaths(self) -> int:
+        """Number of samplers that died and may have been killed by the request."""
+        return len(self.ended)
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether a sampler should compute its prompt alone."""
+        return self.deaths == 1
 
     @property
     def runs_alone(self) -> bool:
@@ -63,6 +77,8 @@ class Life:
         self.is_over = False
         self._take_away = take_away
         self._trial = asyncio.Lock()
+        self._tried: Suspicion | None = None
+        """The request whose prompt the sampler computes now, and nothing else, as the sampler has said."""
         self._in_work: set[Suspicion] = set()
         self._num_let_in = 0
         self._alone: Suspicion | None = None
@@ -88,12 +104,14 @@ class Life:
         The block gets a function, and must call it at the first token. It must look at `is_over`: the sampler may have
         died before the request's turn.
         """
-        on_trial = mine.deaths == 1
+        on_trial = mine.is_on_trial
         if on_trial:
             await self._trial.acquire()
 
         def begun() -> None:
             nonlocal on_trial
+            if self._tried is mine and not self.is_over:
+                self._tried = None
             if on_trial:
                 on_trial = False
                 self._trial.release()
@@ -116,9 +134,16 @@ class Life:
         """Notes that the sampler died with this request in work. True when the request is condemned."""
         self.is_over = True
         self._let_in()
-        mine.deaths += 1
+        if self._tried is not None and self._tried is not mine:
+            return False
+        mine.ended.append(self)
         was_alone = mine.came_alone_as == self._num_let_in and (mine.is_alone_for_sure or not self.is_shared)
-        return mine.deaths >= 2 and was_alone
+        return mine.deaths >= 2 and (was_alone or self._tried is mine)
+
+    def tries(self, mine: Suspicion) -> None:
+        """Notes that the sampler computes nothing but the prompt of this request, until its first token."""
+        if not self.is_over:
+            self._tried = mine
 
     def _leave(self, mine: Suspicion) -> None:
         self._waiting.pop(mine, None)

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from sampler_service.core.trial import Trial
 from tinsmith.errors import InvalidRequest, ServiceError
 from tinsmith.modeling.tower import Placed
 from tinsmith.rpc.tensors import check_tokens
@@ -116,6 +117,8 @@ class Request:
     """It reuses what requests with the same one have computed, and nothing else."""
     owner: str = ""
     """Whoever sent it. Owners take turns, and have equal shares of what runs."""
+    on_trial: bool = False
+    """Its prompt is computed while nothing else is, because it may have killed another sampler (trial.py)."""
     pictures: tuple[Placed, ...] = ()
     """Pictures in the prompt, each with the number of its first token, in rising order."""
     grammar: Grammar | None = None
@@ -382,6 +385,8 @@ class Generation:
         self.stream = stream
         self.started_at: float | None = None
         """When its computation began, in seconds since 1970; set by the engine."""
+        self.trial: Trial | None = None
+        """None: its prompt is computed beside others."""
         self._on_cancel = on_cancel
         self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
         self._result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
@@ -394,6 +399,10 @@ class Generation:
         except asyncio.CancelledError:
             self._on_cancel()
             raise
+
+    def cancel(self) -> None:
+        """Ends it before its time."""
+        self._on_cancel()
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Tokens as they come, until the last one or a failure, which result() raises. Leaving early cancels.
@@ -420,6 +429,8 @@ class Generation:
 
     def finish(self, outcome: Result | ServiceError) -> None:
         """Called by the engine, once."""
+        if self.trial is not None:
+            self.trial.lapse()
         if not self._result.done():
             if isinstance(outcome, Result):
                 self._result.set_result(outcome)

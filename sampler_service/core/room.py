@@ -7,8 +7,8 @@ other request is in work. If the sampler dies then, that request was the cause.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 
 from tinsmith.errors import NotReady, OutOfCapacity, ServiceError
 
@@ -17,6 +17,8 @@ PATIENCE_S = 30.0
 their clients send them again."""
 STEP_S = 10.0
 """Longest time that the engine goes on computing a request that was cancelled, in seconds: a step that has begun."""
+READ_S = 1.0
+"""Longest time for which a prompt on trial waits for calls that are being read, in seconds."""
 OTHERS_S = 2.5
 """Time for others after a request that ran alone, in seconds, if any was refused meanwhile. A gateway sends a refused
 request again within 2 s."""
@@ -33,6 +35,15 @@ class Room:
         self._empty.set()
         self._empty_at = 0.0
         """Time on the event loop's clock from which no cancelled request is computed any more."""
+        self._num_read = 0
+        """Number of calls that are being read, or are about text."""
+        self._none_read = asyncio.Event()
+        self._none_read.set()
+        self._none_read_at = 0.0
+        """Time on the event loop's clock from which no cancelled one of these calls is worked on any more."""
+        self._open = asyncio.Event()
+        """Not set while a prompt on trial is computed."""
+        self._open.set()
         self._is_closed = False
         """Whether a request runs alone, or waits for that."""
         self._has_refused = False
@@ -53,21 +64,41 @@ class Room:
         if not self._num_in_work:
             self._empty.set()
 
-    @contextmanager
-    def beside_others(self) -> Iterator[None]:
-        """A context of a request that needs not be alone. Raises OutOfCapacity while another has to be."""
+    @asynccontextmanager
+    async def beside_others(self) -> AsyncIterator[None]:
+        """A context of a request that needs not be alone, while it is read. Waits for the end of a trial. Raises
+        OutOfCapacity while another request has to be alone."""
+        await self._open.wait()
         if self._is_closed:
             self._has_refused = True
             raise OutOfCapacity("the sampler runs a request alone, with which other samplers died; send this one again")
         self.enter()
+        self._num_read += 1
+        self._none_read.clear()
         is_cancelled = False
         try:
             yield
         except asyncio.CancelledError:  # its thread goes on
             is_cancelled = True
+            self._none_read_at = asyncio.get_running_loop().time() + STEP_S
             raise
         finally:
+            self._num_read -= 1
+            if not self._num_read:
+                self._none_read.set()
             self.leave(cancelled=is_cancelled)
+
+    async def hold(self) -> bool:
+        """Begins to read no call until `reopen`. Returns whether none is read either."""
+        self._open.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(READ_S):
+                await self._none_read.wait()
+        return self._none_read.is_set() and asyncio.get_running_loop().time() >= self._none_read_at
+
+    def reopen(self) -> None:
+        """Ends the time of `hold`."""
+        self._open.set()
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:

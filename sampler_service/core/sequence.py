@@ -341,6 +341,8 @@ class SequenceGroup:
     submitted: float = field(default_factory=time.perf_counter)
     begun: bool = False
     """Whether it has a first token."""
+    trial_over: bool = False
+    """Whether it is on trial no more, although it may not have a first token."""
     prompt_done: int = 0
     """Prompt tokens in the cache, computed or reused."""
     cache_hit_tokens: int = 0
@@ -374,6 +376,11 @@ class SequenceGroup:
     def rule(self) -> Rule:
         params = self.request.params
         return Rule(params.temperature, params.top_k, params.top_p, params.min_p)
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether its prompt has to be computed alone."""
+        return self.request.on_trial and not self.begun and not self.trial_over
 
     @property
     def unfinished(self) -> list[Sequence]:

@@ -28,10 +28,11 @@ from torch import Tensor
 from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import OpenRequests
 from sampler_service.core.queue_status import Progress, Queue, status_of
-from sampler_service.core.request import Generation, Params, QueueStatus, Request, RequestLimits, StopCondition
+from sampler_service.core.request import Delta, Generation, Params, QueueStatus, Request, RequestLimits, StopCondition
 from sampler_service.core.self_check import Comparison
 from sampler_service.core.sequence import SequenceGroup, StateUnknown, StopRules
 from sampler_service.core.sizing import Sizes, resolve_device, resolve_dtype
+from sampler_service.core.trial import Trial
 from sampler_service.core.versions import Version, VersionStore
 from sampler_service.eos import eos_token_ids
 from sampler_service.metrics import SamplerMetrics
@@ -69,6 +70,20 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginTrial:
+    """Computes the prompt of a request, and nothing else."""
+
+    group: SequenceGroup
+
+
+@dataclass(frozen=True, slots=True)
+class EndTrial:
+    """Computes all requests again."""
+
+    group: SequenceGroup
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
     """Lets the sequences of some requests go on with another version."""
 
@@ -96,7 +111,7 @@ class Stop:
     """Ends the compute thread."""
 
 
-Command = Add | Cancel | Move | ForgetVersion | ForgetWarmUp | Stop
+Command = Add | Cancel | BeginTrial | EndTrial | Move | ForgetVersion | ForgetWarmUp | Stop
 
 
 @contextmanager
@@ -215,6 +230,13 @@ class TorchEngine:
         group = await self.requests.accept(request, stream=stream, request_id=request_id)
         with self.requests.lost_without(group):
             jobs = self._jobs(group)
+        if request.on_trial:
+            generation = group.generation
+            generation.trial = Trial(
+                begin=lambda: self._commands.put(BeginTrial(group)),
+                end=lambda: self._commands.put(EndTrial(group)),
+                expire=lambda: generation.push(Delta(0, [], [])),
+            )
         self._commands.put(Add(jobs))
         return group.generation
 
@@ -310,7 +332,7 @@ class TorchEngine:
                 if self.scheduler.idle:
                     self._cores.end()
                 going_on = self._take()
-                if not self.scheduler.idle:
+                if not (self.scheduler.idle or self.scheduler.is_held):
                     self._step()
                 with _at(self.scheduler.groups):
                     self.scheduler.note_progress()
@@ -321,7 +343,7 @@ class TorchEngine:
 
     def _take(self) -> bool:
         """Executes the commands that have come, and waits for one when nothing runs. False: stop after this step."""
-        wait = self.scheduler.idle
+        wait = self.scheduler.idle or self.scheduler.is_held
         while wait or not self._commands.empty():
             wait = False
             command = self._commands.get()
@@ -339,6 +361,10 @@ class TorchEngine:
             case Cancel():
                 with _at([command.group]):
                     scheduler.cancel(command.group, command.error)
+            case BeginTrial():
+                scheduler.begin_trial(command.group)
+            case EndTrial():
+                scheduler.end_trial(command.group)
             case Move():
                 with _at(command.groups):
                     scheduler.move(command.groups, command.version, command.future)
@@ -352,6 +378,8 @@ class TorchEngine:
         try:
             with _at(self.scheduler.groups):
                 batch = self.scheduler.schedule()
+            if not (batch.running or batch.pieces):
+                return
             drawn = self._runner.run(batch)
             self.scheduler.update(batch, drawn)
             return
@@ -383,6 +411,9 @@ class TorchEngine:
         for moved, num_sequences in output.moved:
             if not moved.done():  # its caller may have left
                 moved.set_result(num_sequences)
+        for group in output.on_trial:
+            if group.generation.trial is not None:
+                group.generation.trial.grant()
         for group, delta in output.deltas:
             group.generation.push(delta)
         for group, outcome in output.ended:

@@ -18,6 +18,9 @@ every lane long, sequences of different sizes have caches of their own: one for 
 for up to 4 times as many, and so on. Promised of the memory is the sum of lanes times the longest over the caches.
 In each cache lanes 0 .. n - 1 decode; above them lie the prompts that this step computes. At most one prompt is left
 unfinished by a step, because pieces are handed out in order.
+
+A prompt on trial (core/trial.py) has steps of its own. When it is the next one and has room, nothing is planned until
+`may_begin`, then only this prompt, and then nothing until `end_trial`.
 """
 
 from __future__ import annotations
@@ -120,10 +123,45 @@ class Planner:
         """By size, then by lane."""
         self.most_together: int | None = None
         """Most sequences beside each other while memory is short; None: as many as otherwise."""
+        self.trial: SequenceGroup | None = None
+        """The request whose prompt is computed while nothing else is; None: there is none."""
+        self.may_begin = False
+        """Whether the caller of that request knows."""
 
     @property
     def idle(self) -> bool:
         return not (self.waiting or self.partial or self.running)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing may be computed now, because of a trial."""
+        return self.trial is not None and self._on_trial() is None
+
+    def _on_trial(self) -> Job | None:
+        """The job of the trial, if it is to be computed now."""
+        if self.trial is None or self.trial.begun or not self.may_begin:
+            return None
+        return self.partial or self.waiting.job_of(self.trial)
+
+    def end_trial(self, group: SequenceGroup) -> None:
+        """Ends the trial of this request, which may not have begun."""
+        group.trial_over = True
+        if self.trial is group:
+            self.trial, self.may_begin = None, False
+
+    def plan_trial(self) -> list[Piece]:
+        """The piece of a step that computes nothing but the prompt on trial."""
+        job = self._on_trial()
+        assert job is not None
+        lane = came_from = sum(one.size == job.size for one in self.running)
+        if job is self.partial:
+            came_from, self.partial = job.lane, None
+        else:
+            self._take(job)
+        piece = _next_piece(job, self.tokens_per_step, lane=lane, came_from=came_from)
+        if not piece.ends:
+            self.partial = job
+        return [piece]
 
     def plan(self, *, rests: bool = False) -> list[Piece]:
         """The pieces of this step, in the order of their lanes; admits jobs while there is room. `rests`: prompts that
@@ -143,11 +181,8 @@ class Planner:
             if job is None:
                 break
             lane = lanes[job.size]
-            length = job.in_whole_pictures(min(budget, job.length - job.done))
-            pieces.append(Piece(job, job.done, length, came_from=job.lane if job is partial else lane))
-            job.lane = lane
-            job.done += length
-            budget -= length
+            pieces.append(_next_piece(job, budget, lane=lane, came_from=job.lane if job is partial else lane))
+            budget -= pieces[-1].length
             lanes[job.size] += len(job.sequences)
             if not pieces[-1].ends:  # there may be room left, for less than a picture
                 self.partial = job
@@ -182,7 +217,7 @@ class Planner:
             if budget == 0 or not self._has_room(job, ahead):
                 break
             ahead.add(len(job.sequences), job.sequences[0].need)
-            if job.length <= budget:
+            if job.length <= budget and not job.group.on_trial:
                 room.add(len(job.sequences), job.sequences[0].need)
                 budget -= job.length
                 chosen.append(job)
@@ -211,6 +246,9 @@ class Planner:
         if not self.waiting or not self._has_room(self.waiting.first, room):
             return None
         job = self.waiting.first
+        if job.group.on_trial:
+            self.trial = job.group
+            return None
         room.add(len(job.sequences), job.sequences[0].need)
         self._take(job)
         return job
@@ -370,3 +408,11 @@ class Planner:
         if self.partial is not None and self.partial.group is group:
             self.partial = None
         return [sequence for sequence in self.running if sequence.group is group]
+
+
+def _next_piece(job: Job, budget: int, *, lane: int, came_from: int) -> Piece:
+    """The next piece of a job, which is admitted, in this lane."""
+    piece = Piece(job, job.done, job.in_whole_pictures(min(budget, job.length - job.done)), came_from)
+    job.lane = lane
+    job.done += piece.length
+    return piece

@@ -47,6 +47,8 @@ class StepOutput:
     """Versions that a request does not use any more."""
     moved: list[tuple[asyncio.Future[int], int]] = field(default_factory=list)
     """The futures of the moves that were made, and how many sequences go on with the new version."""
+    on_trial: list[SequenceGroup] = field(default_factory=list)
+    """Requests whose trial is due."""
     deltas: list[tuple[SequenceGroup, Delta]] = field(default_factory=list)
     ended: list[tuple[SequenceGroup, Result | ServiceError]] = field(default_factory=list)
     progress: Progress | None = None
@@ -55,10 +57,10 @@ class StepOutput:
     @property
     def groups(self) -> list[SequenceGroup]:
         """The requests that it is about."""
-        return [group for group, _ in (*self.admitted, *self.left, *self.deltas, *self.ended)]
+        return [*self.on_trial, *(group for group, _ in (*self.admitted, *self.left, *self.deltas, *self.ended))]
 
     def __bool__(self) -> bool:
-        return bool(self.admitted or self.left or self.moved or self.deltas or self.ended or self.progress)
+        return bool(self.groups or self.moved or self.progress)
 
 
 class Scheduler:
@@ -98,6 +100,20 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return self.planner.idle
+
+    @property
+    def is_held(self) -> bool:
+        """Whether no step may be computed now, because of a trial."""
+        return self.planner.is_held
+
+    def begin_trial(self, group: SequenceGroup) -> None:
+        """Its caller knows that its prompt is the next."""
+        if self.planner.trial is group:
+            self.planner.may_begin = True
+
+    def end_trial(self, group: SequenceGroup) -> None:
+        """From now on it is a request like any other."""
+        self.planner.end_trial(group)
 
     @property
     def groups(self) -> Collection[SequenceGroup]:
@@ -214,11 +230,16 @@ class Scheduler:
 
     @torch.inference_mode()
     def schedule(self) -> Batch:
-        """The next batch. Requests are admitted, and lanes hold what the batch reads."""
+        """The next batch, which is empty if a trial comes first. Requests are admitted, and lanes hold what the batch
+        reads."""
         started = time.perf_counter()
         with self.metrics.steps.phases["plan"].time():
+            if self.planner.trial is not None:
+                return Batch([], self._place(self.planner.plan_trial(), moving=[]), started=started)
             rests = self._rests()
             pieces = self._plan(rests=rests)
+            if self.planner.trial is not None:
+                self._output.on_trial.append(self.planner.trial)
         changed, self._changed = self._changed, False
         return Batch(self.planner.running, pieces, changed, rests, started)
 
@@ -239,8 +260,8 @@ class Scheduler:
         self._note(seconds, pieces, rests=batch.rests)
         self.speed.observe(seconds, prefilled=batch.prompt_tokens)
         self.metrics.steps.step_time.observe(seconds)
-        self.metrics.requests.running.set(len(running))
-        self.kv.observe(running_tokens=sum(sequence.length for sequence in running), idle=self.idle)
+        self.metrics.requests.running.set(len(self.planner.running))
+        self.kv.observe(running_tokens=sum(one.length for one in self.planner.running), idle=self.idle)
 
     def _rests(self) -> bool:
         """Whether prompts wait in this step. Sequences get a token in each step, and one that computes prompts takes
@@ -269,7 +290,10 @@ class Scheduler:
         self._interrupt(self.planner.grow())
         self._interrupt(self.planner.give_way())
         moving = self._move_out(self.planner.outgrown())
-        pieces = self.planner.plan(rests=rests)
+        return self._place(self.planner.plan(rests=rests), moving=moving)
+
+    def _place(self, pieces: list[Piece], *, moving: list[tuple[Sequence, KVCache]]) -> list[Piece]:
+        """Readies the lanes of pieces, and of sequences that have outgrown theirs, for the step. Returns the pieces."""
         for piece in pieces:
             group = piece.job.group
             if piece.came_from > piece.job.lane:  # before the cache may shrink

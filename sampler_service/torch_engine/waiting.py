@@ -114,6 +114,10 @@ class Waiting:
         """Owners of the jobs."""
         return self._by_owner.keys()
 
+    def job_of(self, group: SequenceGroup) -> Job | None:
+        """The first job of this request, if one waits."""
+        return min(self._of.get(group, ()), key=_place, default=None)
+
     def first_of(self, owner: str) -> Job:
         return self._by_owner[owner][0]
 
@@ -178,6 +182,8 @@ class Waiting:
             self._ends.clear()
 
     def may_pass(self, job: Job) -> bool:
+        if job.group.request.on_trial:
+            return False
         return len(job.sequences) == 1 and job.sequences[0].passes and job.length <= self._short_tokens
 
     def _group(self, job: Job) -> list[Job]:

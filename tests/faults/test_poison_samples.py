@@ -84,8 +84,8 @@ def test_requests_that_kill_samplers_fail_alone(
         with pytest.raises(tinker.RequestFailedError, match=KILLED):
             future.result()
     others.check()
-    # Each has company at its first two deaths at most, and is alone at the third.
-    assert 2 <= deaths() <= 3 * num_guilty
+    # A prompt is computed alone at its second death. Output has company at its first two, and is alone at the third.
+    assert 2 <= deaths() <= (3 if after else 2) * num_guilty
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -97,4 +97,4 @@ def test_so_does_one_of_the_openai_api(
     reply = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=240, trust_env=False)
     assert KILLED in reply.text
     others.check()
-    assert 2 <= deaths() <= 3
+    assert deaths() == 2

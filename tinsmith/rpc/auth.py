@@ -29,6 +29,9 @@ ALONE = ("x-tinsmith-alone", "1")
 """Metadata with which a gateway asks that the sampler runs a call while it has no other in work, and initial metadata
 with which the sampler says that it now does. Callers need the service key, or a key with `admin`: others wait
 meanwhile, and after a while lose what they have in work."""
+PROMPT_ALONE = (ALONE[0], "prompt")
+"""As ALONE, for the prompt of a streamed sample only: until its first token, the sampler computes nothing else. Others
+wait, and lose nothing. An engine that cannot do that computes the sample as any other, and confirms nothing."""
 ADMIN_SERVICES = frozenset({"tinsmith.v1.TrainerAdminService", "tinsmith.v1.WeightSyncService"})
 """Services whose calls concern all callers. They accept only the service key and keys with `admin`."""
 
@@ -173,7 +176,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         metadata: Any = handler_call_details.invocation_metadata or ()
         given = given_key({name: value for name, value in metadata if isinstance(value, str)})
-        error = self._error(handler_call_details.method, given, wants_alone=ALONE in tuple(metadata))
+        error = self._error(handler_call_details.method, given, wants_alone=bool({ALONE, PROMPT_ALONE} & set(metadata)))
         if error is None:
             return await continuation(handler_call_details)
 

@@ -14,6 +14,11 @@ from tests.support.waiting import until
 from tinsmith.errors import InvalidRequest, OutOfCapacity, ServiceError
 
 
+def suspect(deaths: int) -> Suspicion:
+    """A request that was in work when as many samplers died."""
+    return Suspicion(ended=[Life() for _ in range(deaths)])
+
+
 class Work:
     """One request at one sampler: it waits for its turn, then is in work until `end`."""
 
@@ -75,7 +80,7 @@ def no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_death_counts_against_all_that_were_there_and_condemns_none_of_several() -> None:
     for deaths in (0, 1):
-        life, requests = Life(), [Suspicion(deaths), Suspicion(), Suspicion()]
+        life, requests = Life(), [suspect(deaths), Suspicion(), Suspicion()]
         with at(life, *requests) as works:
             await settled()
             assert in_work(works) == [True] * 3
@@ -86,7 +91,7 @@ async def test_a_death_counts_against_all_that_were_there_and_condemns_none_of_s
 
 @pytest.mark.parametrize(("deaths", "is_guilty"), [(0, False), (1, True), (2, True)])
 async def test_a_second_death_alone_condemns(deaths: int, is_guilty: bool) -> None:
-    life, mine = Life(), Suspicion(deaths)
+    life, mine = Life(), suspect(deaths)
     with at(life, mine):
         await settled()
         assert life.ends(mine) is is_guilty
@@ -94,7 +99,7 @@ async def test_a_second_death_alone_condemns(deaths: int, is_guilty: bool) -> No
 
 async def test_one_that_had_company_for_a_while_was_not_alone() -> None:
     for order in ("before", "after"):
-        life, mine, other = Life(), Suspicion(deaths=1), Suspicion()
+        life, mine, other = Life(), suspect(1), Suspicion()
         with at(life, *([other, mine] if order == "before" else [mine, other])) as works:
             await settled()
             await works[order == "after"].end()
@@ -103,7 +108,7 @@ async def test_one_that_had_company_for_a_while_was_not_alone() -> None:
 
 async def test_requests_with_one_death_wait_for_the_first_token_of_the_one_before_and_others_do_not() -> None:
     life = Life()
-    with at(life, Suspicion(deaths=1), Suspicion(deaths=1), Suspicion()) as works:
+    with at(life, suspect(1), suspect(1), Suspicion()) as works:
         await settled()
         assert in_work(works) == [True, False, True]
         await works[0].first_token()
@@ -111,8 +116,8 @@ async def test_requests_with_one_death_wait_for_the_first_token_of_the_one_befor
 
 
 async def test_a_request_with_two_deaths_has_the_sampler_to_itself() -> None:
-    life, suspect = Life(), Suspicion(deaths=2)
-    with at(life, Suspicion(), suspect, Suspicion(), Suspicion(deaths=1)) as works:
+    life, mine = Life(), suspect(2)
+    with at(life, Suspicion(), mine, Suspicion(), suspect(1)) as works:
         await settled()
         assert in_work(works) == [True, False, False, False]
         assert life.is_closed
@@ -126,7 +131,7 @@ async def test_a_request_with_two_deaths_has_the_sampler_to_itself() -> None:
 
 async def test_those_that_run_alone_and_the_others_take_turns() -> None:
     life = Life()
-    with at(life, Suspicion(deaths=2), Suspicion(deaths=2), Suspicion(), Suspicion()) as works:
+    with at(life, suspect(2), suspect(2), Suspicion(), Suspicion()) as works:
         await settled()
         assert in_work(works) == [True, False, False, False]
         await works[0].end()
@@ -143,7 +148,7 @@ async def test_those_that_run_alone_and_the_others_take_turns() -> None:
 
 async def test_the_others_need_not_wait_for_one_that_has_left() -> None:
     life = Life()
-    with at(life, Suspicion(), Suspicion(deaths=2), Suspicion()) as works:
+    with at(life, Suspicion(), suspect(2), Suspicion()) as works:
         await settled()
         await works[1].leave()
         assert in_work(works) == [True, False, True]
@@ -153,20 +158,20 @@ async def test_long_work_is_taken_away_from_before_one_that_runs_alone(monkeypat
     monkeypatch.setattr(lives, "PATIENCE_S", 0.0)
     taken: list[Life] = []
     life = Life(take_away=lambda: taken.append(life))
-    suspect = Suspicion(deaths=2)
-    with at(life, Suspicion(), suspect, Suspicion()) as works:
+    mine = suspect(2)
+    with at(life, Suspicion(), mine, Suspicion()) as works:
         await settled()
         await asyncio.sleep(0.01)
         assert taken == [life]
         assert in_work(works) == [True, True, False]
         await works[0].end()  # its call has ended by then
         assert not works[2].is_in_work
-        assert life.ends(suspect)
+        assert life.ends(mine)
 
 
 async def test_those_that_wait_hear_of_a_death() -> None:
     life, mine = Life(), Suspicion()
-    with at(life, mine, Suspicion(deaths=2), Suspicion(), Suspicion(deaths=1)) as works:
+    with at(life, mine, suspect(2), Suspicion(), suspect(1)) as works:
         await settled()
         life.ends(mine)
         await settled()
@@ -182,7 +187,7 @@ async def test_a_request_that_comes_after_a_cancelled_one_is_not_alone_until_its
     monkeypatch.setattr(lives, "STEP_S", 0.2)
     if how == "it is taken away":
         monkeypatch.setattr(lives, "PATIENCE_S", 0.0)
-    life, innocent = Life(), Suspicion(deaths=2)
+    life, innocent = Life(), suspect(2)
     with at(life, Suspicion(), innocent, Suspicion()) as works:
         await settled()
         if how == "its client leaves":
@@ -198,7 +203,7 @@ async def test_one_that_is_alone_by_chance_after_a_cancelled_one_is_not_condemne
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lives, "STEP_S", 1e3)
-    life, innocent = Life(), Suspicion(deaths=1)
+    life, innocent = Life(), suspect(1)
     with at(life, Suspicion()) as cancelled:
         await settled()
         await cancelled[0].leave()
@@ -219,6 +224,33 @@ async def test_one_that_the_sampler_has_answered_leaves_nothing_behind(
             raise error
     async with life.work(Suspicion()):
         pass
-    with at(life, Suspicion(deaths=2)) as works:
+    with at(life, suspect(2)) as works:
         await settled()
         assert in_work(works) == [True]
+
+
+async def test_a_death_while_a_prompt_is_computed_alone_condemns_it_and_counts_against_no_other() -> None:
+    life, mine, waiting = Life(is_shared=True), suspect(1), suspect(1)
+    running, new = suspect(1), Suspicion()
+    with at(life, running) as before:
+        await settled()
+        await before[0].first_token()
+        with at(life, mine, waiting, new) as works:
+            await settled()
+            assert in_work(works) == [True, False, True]
+            life.tries(mine)
+            # The calls end in any order.
+            assert not life.ends(new)
+            assert life.ends(mine)
+            assert not life.ends(running)
+            assert [len(one.ended) for one in (mine, waiting, running, new)] == [2, 1, 1, 0]
+
+
+async def test_a_death_after_the_first_token_of_a_prompt_that_was_computed_alone_counts_against_all() -> None:
+    life, mine, other = Life(), suspect(1), Suspicion()
+    with at(life, mine, other) as works:
+        await settled()
+        life.tries(mine)
+        await works[0].first_token()
+        assert [life.ends(mine), life.ends(other)] == [False, False]
+        assert [mine.deaths, other.deaths] == [2, 1]

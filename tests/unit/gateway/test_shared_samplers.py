@@ -53,7 +53,7 @@ class Poisoned(TalkingSampler):
                 await context.send_initial_metadata((ALONE,))
                 await self._compute(is_guilty)
         else:
-            with self.room.beside_others():
+            async with self.room.beside_others():
                 await self._compute(is_guilty)
 
     async def _compute(self, is_guilty: bool) -> None:

@@ -17,6 +17,7 @@ class Named(str):
     """As much of a request as the planner needs."""
 
     version = None
+    on_trial = False
     request: Request
 
 

@@ -50,17 +50,19 @@ async def test_it_waits_for_those_in_work_and_those_that_come_are_refused() -> N
     room = Room(no_one_is_taken_away)
     room.enter()
     async with waits_alone(room) as has_it:
-        with pytest.raises(OutOfCapacity, match="runs a request alone"), room.beside_others():
-            pass
+        with pytest.raises(OutOfCapacity, match="runs a request alone"):
+            async with room.beside_others():
+                pass
         assert not has_it.is_set()
         room.leave()
         await asyncio.wait_for(has_it.wait(), 10)
-        with pytest.raises(OutOfCapacity, match="runs a request alone"), room.beside_others():
-            pass
+        with pytest.raises(OutOfCapacity, match="runs a request alone"):
+            async with room.beside_others():
+                pass
         with pytest.raises(OutOfCapacity, match="the turn of other requests"):
             async with room.alone():
                 pass
-    with room.beside_others():
+    async with room.beside_others():
         pass
 
 
@@ -71,19 +73,21 @@ async def test_after_one_that_ran_alone_refused_others_have_time_to_come_again(
     async with room.alone():
         pass
     async with room.alone():  # nobody was refused
-        with pytest.raises(OutOfCapacity), room.beside_others():
-            pass
+        with pytest.raises(OutOfCapacity):
+            async with room.beside_others():
+                pass
     with pytest.raises(OutOfCapacity, match="the turn of other requests"):
         async with room.alone():
             pass
-    with room.beside_others():
+    async with room.beside_others():
         pass
     monkeypatch.setattr(module, "OTHERS_S", 0.0)
     room = Room(no_one_is_taken_away)
     for _ in range(2):
         async with room.alone():
-            with pytest.raises(OutOfCapacity), room.beside_others():
-                pass
+            with pytest.raises(OutOfCapacity):
+                async with room.beside_others():
+                    pass
 
 
 async def test_long_work_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,8 @@ class BatchMachine(RuleBasedStateMachine):
         # Each step gives one token at least, or a piece of a prompt; what is interrupted is computed again.
         num_steps = 100 + 4 * sum(one.max_length for group in self.waiting for one in group.sequences)
         while not self.scheduler.idle and num_steps:
+            if self.scheduler.is_held:
+                self.go_on(tells=num_steps % 3 > 0)
             self.step()
             num_steps -= 1
         assert not self.waiting, "every request has ended"
@@ -147,6 +149,7 @@ class BatchMachine(RuleBasedStateMachine):
         on_probation=st.booleans(),
         follows=st.booleans(),
         owner=st.sampled_from(["", "a", "b"]),
+        on_trial=st.booleans(),
     )
     def submit(
         self,
@@ -157,6 +160,7 @@ class BatchMachine(RuleBasedStateMachine):
         on_probation: bool,
         follows: bool,
         owner: str = "",
+        on_trial: bool = False,
     ) -> None:
         prompt = np.random.default_rng(seed).integers(VOCAB, size=length).astype(np.int32)
         request = Request(
@@ -166,6 +170,7 @@ class BatchMachine(RuleBasedStateMachine):
             on_probation=on_probation,
             follow_run="run" if follows else "",
             owner=owner,
+            on_trial=on_trial,
         )
         group = SequenceGroup(
             request=request,
@@ -193,9 +198,30 @@ class BatchMachine(RuleBasedStateMachine):
             if not self.scheduler.idle:
                 self.step()
 
+    @precondition(lambda self: self.scheduler.is_held)
+    @rule(tells=st.booleans())
+    def go_on(self, tells: bool) -> None:
+        """`tells`: the caller of a trial that has not begun is told so. Otherwise the trial ends."""
+        planner = self.scheduler.planner
+        assert planner.trial is not None
+        if tells and not planner.may_begin:
+            self.scheduler.begin_trial(planner.trial)
+        else:
+            self.scheduler.end_trial(planner.trial)
+
     def step(self) -> None:
+        if self.scheduler.is_held:
+            return
+        trial = self.scheduler.planner.trial
         try:
             batch = self.scheduler.schedule()
+            if not (batch.running or batch.pieces):
+                assert self.scheduler.planner.trial is not None
+                return
+            groups = {*(one.group for one in batch.running), *(piece.job.group for piece in batch.pieces)}
+            if trial is not None:
+                assert groups == {trial}
+            assert not any(group.on_trial for group in groups - {trial})
             self.scheduler.update(batch, self.model.run(batch))
         except torch.OutOfMemoryError as error:
             self.scheduler.retreat(error)
