@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import grpc
 import grpc.aio
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tinsmith.errors import NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, VersionRefused
@@ -149,22 +150,34 @@ def applied(
         return types_pb2.APPLIED_TOO_WEAK_TO_TELL, None
     square = ours_change @ ours_change
     factor = float(ours_change @ theirs_change / square)
-    if factor <= _NO:
-        return types_pb2.APPLIED_NO, factor
     residuals = theirs_change - factor * ours_change
     variance = max(residuals @ residuals / max(1, ours.size - 1), 2 * (rounding @ rounding) / ours.size)
-    error = _ERRORS * math.sqrt(variance / square)
+    least, most = _bounds(ours_change, theirs_change, variance)
+    if factor <= _NO and most < _RIGHT[0]:
+        return types_pb2.APPLIED_NO, factor
     deviation = np.median(np.abs(theirs_change - ours_change))
     deviates = (
         deviation > _DEVIATES * np.median(np.abs(ours_change))
         and deviation > _NOISES * np.median(np.abs(rounding))
         and deviation > _SHARE_OF_MEAN_LIMIT * mean_limit
     )
-    if deviates or factor + error < _RIGHT[0] or factor - error > _RIGHT[1]:
+    if deviates or most < _RIGHT[0] or least > _RIGHT[1]:
         return types_pb2.APPLIED_DIFFERENTLY, factor
-    if _TOLD[0] < factor - error and factor + error < _TOLD[1]:
+    if _TOLD[0] < least and most < _TOLD[1]:
         return types_pb2.APPLIED_YES, factor
     return types_pb2.APPLIED_TOO_WEAK_TO_TELL, None
+
+
+def _bounds(
+    ours_change_M: npt.NDArray[np.float64], theirs_change_M: npt.NDArray[np.float64], variance: float
+) -> tuple[float, float]:
+    """Bounds of the factor: the least and largest one of the regressions that leave out one token, less and plus their
+    standard errors. So no single token decides. NaN if only one token changes."""
+    products, squares = ours_change_M * theirs_change_M, ours_change_M * ours_change_M
+    with np.errstate(invalid="ignore", divide="ignore"):
+        factors = (products.sum() - products) / (squares.sum() - squares)
+        errors = _ERRORS * np.sqrt(variance / (squares.sum() - squares))
+    return float((factors - errors).min()), float((factors + errors).max())
 
 
 class Publisher:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,14 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from tests.support.models import make_model, make_recurrent_model, make_sparse_model
 from tests.unit.trainer_service.engines import create
 from tinsmith.errors import InvalidRequest, NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, VersionRefused
-from tinsmith.modeling.adapter import Adapter
-from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.attention import Packed
+from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.full_weights import Weights
+from tinsmith.modeling.lora import Run
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.server import Server
 from tinsmith.rpc.times import seconds_of
@@ -27,7 +31,7 @@ from tinsmith.v1 import sampler_pb2_grpc, types_pb2, weight_sync_pb2, weight_syn
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Published, Version
-from trainer_service.weight_sync.canary import Scores, canary_of, score
+from trainer_service.weight_sync.canary import Scores, Tokens, canary_of, score
 from trainer_service.weight_sync.certificate import (
     GAP_LIMITS,
     MEAN_LIMITS,
@@ -525,9 +529,10 @@ def test_a_change_of_a_sampler_is_told_from_rounding() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [15, 60])
-def test_a_right_sampler_is_never_refused_for_its_rounding(num_tokens: int) -> None:
-    """Rounding of every size, with a few large values as logprobs of unlikely tokens have. APPLIED_NO is left out: it
-    needs no certainty about the factor."""
+def test_a_right_sampler_is_hardly_ever_refused_for_its_rounding(num_tokens: int) -> None:
+    """Rounding of every size, with a few large values as logprobs of unlikely tokens have. One of them, in one of the
+    four passes, may outweigh the change of all other tokens, so no single token may decide. Two of them still may."""
+    num_refused = 0
     for seed in range(3000):
         rng = np.random.default_rng(seed)
         change = rng.normal(0, 0.1, num_tokens)
@@ -537,6 +542,50 @@ def test_a_right_sampler_is_never_refused_for_its_rounding(num_tokens: int) -> N
         ours_M, ours_without_M, theirs_M, theirs_without_M = (one.astype(np.float32) for one in scores)
         state, _ = applied(ours_M, ours_without_M, theirs_M, theirs_without_M, mean_limit=0.0)
         assert state != types_pb2.APPLIED_DIFFERENTLY
+        num_refused += state == types_pb2.APPLIED_NO
+    assert num_refused <= 3  # of 3,000
+
+
+def as_a_sampler(base: BaseModel, weights: Adapter | None, tokens: Tokens) -> Scores:
+    """Scores without gradients, beside another sequence, so with other rounding than `score`."""
+    others = np.arange(7, dtype=np.int32)
+    tokens_T = torch.from_numpy(np.concatenate([others, tokens])).long()
+    lengths = [others.size, tokens.size]
+    runs = [] if weights is None else [Run(weights, slice(others.size, tokens_T.numel()))]
+    with torch.no_grad():
+        hidden_T_H = base.hidden_states(tokens_T, positions_of(lengths, tokens_T.device), Packed(lengths), runs)
+        rows = torch.arange(others.size, tokens_T.numel() - 1)
+        return base.target_logprobs(hidden_T_H, rows, torch.from_numpy(tokens[1:]).long(), runs).float().numpy()
+
+
+@pytest.mark.parametrize("make", [make_model, make_sparse_model, make_recurrent_model])
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+def test_right_samplers_of_toy_models_are_not_refused_and_those_that_ignore_the_adapter_are(
+    make: Callable[[Path], Path], dtypes: tuple[str, str], tmp_path: Path
+) -> None:
+    """Dtypes of trainer and sampler. docs/architecture.md has the rates of more models, adapters and factors."""
+    folder = make(tmp_path)
+    trainer, sampler = (
+        BaseModel.load(folder, device=torch.device("cpu"), dtype=getattr(torch, dtype)) for dtype in dtypes
+    )
+    (tokens,) = canary_of(trainer)
+    without = score(trainer, None, [tokens]), as_a_sampler(sampler, None, tokens)
+    limit = MEAN_LIMITS[trainer.dtype]
+    for seed, strength in product(range(2), (1e-4, 0.003, 0.1, 1.0, 3.0)):
+        adapter = Adapter.create(AdapterConfig(rank=8, seed=seed), trainer.targets, torch.device("cpu"))
+        generator = torch.Generator().manual_seed(seed)
+        for one in adapter.weights.values():
+            one.b_O_R.normal_(0, 0.05 * strength, generator=generator)
+        ours = score(trainer, adapter, [tokens])
+        received = adapter.rounded(torch.bfloat16) if sampler.dtype == torch.bfloat16 else adapter
+        right = as_a_sampler(sampler, received, tokens)
+        assert applied(ours, without[0], right, without[1], mean_limit=limit)[0] in (
+            types_pb2.APPLIED_YES,
+            types_pb2.APPLIED_TOO_WEAK_TO_TELL,
+        )
+        ignores_it = as_a_sampler(sampler, None, tokens)
+        state, _ = applied(ours, without[0], ignores_it, without[1], mean_limit=limit)
+        assert state == types_pb2.APPLIED_NO
 
 
 async def test_a_version_that_the_trainer_cannot_score_is_on_no_sampler(base: BaseModel, make_bench: MakeBench) -> None:
