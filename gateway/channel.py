@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from tinsmith.errors import EngineDead, NotReady, ServiceError
+from tinsmith.errors import EngineDead, ModelMoved, NotReady, ServiceError
 from tinsmith.rpc import channel as rpc
 from tinsmith.rpc.errors import from_rpc_error, is_from_service
 from tinsmith.rpc.tls import Certificates
@@ -134,7 +134,7 @@ def meaning(error: grpc.aio.AioRpcError) -> ServiceError:
         meant.move(f"{message}.", "")
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and not is_from_service(error):
         return DeadlineExceeded(meant.message)
-    if error.code() not in _LOST or isinstance(meant, EngineDead):
+    if error.code() not in _LOST or isinstance(meant, EngineDead | ModelMoved):
         return meant
     is_broken = error.code() == grpc.StatusCode.UNAVAILABLE and not is_from_service(error)
     return (ConnectionLost if is_broken else NotReady)(error.details() or "the service went away")

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import grpc
 import grpc.aio
@@ -25,7 +25,7 @@ from tinsmith.pictures.counting import Counting, counting_of
 from tinsmith.rpc.addresses import Addresses, AddressSource
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.rpc.tls import Certificates
-from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
+from tinsmith.v1 import trainer_admin_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 T = TypeVar("T")
 
@@ -52,6 +52,7 @@ class Trainer:
         self.address = address
         self.channel = connect(address, api_key=api_key, certificates=certificates)
         self.stub: Any = trainer_pb2_grpc.TrainerServiceStub(self.channel)
+        self.admin: Any = trainer_admin_pb2_grpc.TrainerAdminServiceStub(self.channel)
         self.info: trainer_pb2.GetTrainerInfoResponse | None = None
         # The RPCs are unary, but grpc.aio gives the initial metadata of a unary call only together with the reply. On
         # the wire a unary call is a stream of one message, and grpc.aio gives a stream's initial metadata at once.
@@ -76,10 +77,18 @@ class Trainer:
     def is_connected(self) -> bool:
         return self.channel.get_state() == grpc.ChannelConnectivity.READY
 
-    def start(self, rpc: str, body: bytes, *, request_id: str) -> Any:
-        """Starts a call of an RPC that is acknowledged by initial metadata. Iterate it for its one reply."""
+    @property
+    def state(self) -> Literal["serving", "loading", "gone"]:
+        if not self.is_connected:
+            return "gone"
+        return "loading" if self.info is None else "serving"
+
+    def start(self, rpc: str, body: bytes, *, request_id: str, wait_for_ready: bool) -> Any:
+        """Starts a call of an RPC that is acknowledged by initial metadata. Iterate it for its one reply.
+        `wait_for_ready`: waits for a trainer that is away; otherwise such a call fails at once."""
         # A call keeps its request until the reply. The list is emptied when the body is serialized, which frees it.
-        return self._operations[rpc]([body], metadata=((REQUEST_ID_METADATA, request_id),), wait_for_ready=True)
+        metadata = ((REQUEST_ID_METADATA, request_id),)
+        return self._operations[rpc]([body], metadata=metadata, wait_for_ready=wait_for_ready)
 
     async def ask(self) -> None:
         """Asks what the trainer serves; waits for its connection."""

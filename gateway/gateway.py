@@ -23,6 +23,7 @@ from gateway.high_availability.forwarding import Forwarding
 from gateway.high_availability.peers import OtherGateways, Peers
 from gateway.load import Bodies, Pacer, Turns, watch_event_loop
 from gateway.metrics import Metrics
+from gateway.moving import Moving
 from gateway.openai.generator import Generator
 from gateway.placement import Placement
 from gateway.reaper import Reaper
@@ -209,6 +210,9 @@ class Gateway(Core):
             retention=self.storage.retention,
             metrics=self.metrics,
         )
+        self.moving = Moving(
+            store=self.store, clients=self.clients, placement=self.placement, peers=self.peers, metrics=self.metrics
+        )
         self.peers.on_beat = self.reaper.hear_of_ends
         self._write_behinds = (
             self.store.sessions.heartbeats,
@@ -255,6 +259,7 @@ class Gateway(Core):
         self._tasks = [
             asyncio.create_task(self.peers.run()),
             asyncio.create_task(self.reaper.run()),
+            asyncio.create_task(self.moving.run()),
             asyncio.create_task(watch_event_loop(self.metrics.http.event_loop_seconds)),
             asyncio.create_task(self._read_keys()),
             *(asyncio.create_task(each.run()) for each in self._write_behinds),

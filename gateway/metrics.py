@@ -80,6 +80,10 @@ class ServicesMetrics:
 
     def __init__(self, declare: Declare) -> None:
         self.trainer_up = declare.gauge("trainer_up", "1 while the trainer answers, else 0.", "trainer")
+        self.moved_runs = declare.counter("moved_runs_total", "Runs that this gateway has moved to another trainer.")
+        self.move_seconds = declare.seconds(
+            "move", "Time from the beginning of a run's move to another trainer until calls of the run go there."
+        )
         self.sampler_state = Enum(
             "gateway_sampler_state",
             "State of each sampler; only a sampler in state serving gets requests.",

@@ -10,8 +10,10 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
+from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.clients import Clients, Trainer
 from gateway.database.store import Store
@@ -45,17 +47,23 @@ class Placement:
         self._known: LRUCache[str, _Place] = LRUCache(_MAX_KNOWN)
         """By model_id. So a call that waits for its trainer needs no database."""
         self._choosing = asyncio.Lock()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def choose(self, base_model: str) -> Trainer:
-        """The trainer of the base model that has most room and least work.
+    async def choose(self, base_model: str, *, but: str | None = None) -> Trainer:
+        """The trainer of the base model that has most room and least work, of those that are not being drained. A
+        trainer that is the only one takes runs even then. `but`: the trainer_id of one that is left out.
 
         Raises NotReady when none can be asked, FailedPrecondition when the trainers of the base model do not agree, and
         InvalidRequest when no trainer serves it.
         """
         serving = await self._clients.settle(lambda: self._clients.serving(base_model), timeout_s=self._timeout_s)
-        if len(serving) == 1:
+        if len(serving) == 1 and but is None:
             return serving[0]
         self._clients.check_agreement(base_model)
+        drained = await self._store.moves.drained()
+        serving = [trainer for trainer in serving if trainer.trainer_id not in {*drained, but}]
+        if not serving:
+            raise NotReady(f"all trainers of {base_model!r} that have been reached are being drained")
         asked = await asyncio.gather(*(self._ask(trainer) for trainer in serving))
         infos = [(trainer, info) for trainer, info in zip(serving, asked, strict=True) if info is not None]
         if not infos:
@@ -84,9 +92,48 @@ class Placement:
         longer in the list, and InvalidRequest when no trainer serves its base model.
         """
         place = self._known.get(model_id) or await self._place(model_id)
+        trainer = await self._settled(model_id, place, timeout_s=timeout_s)
+        if not trainer.is_connected and self.are_several and self._store.is_shared:
+            try:  # another gateway may have moved the run before the trainer went away
+                place = await self._place(model_id, is_newest=True)
+            except SQLAlchemyError:
+                return trainer
+            trainer = await self._settled(model_id, place, timeout_s=timeout_s)
+        return trainer
+
+    async def _settled(self, model_id: str, place: _Place, *, timeout_s: float | None) -> Trainer:
         return await self._clients.settle(
             lambda: self._clients.find_trainer(place.base_model, place.trainer_id, what=model_id), timeout_s=timeout_s
         )
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there are several trainers, so that runs may move."""
+        return len(self._clients.trainers) > 1
+
+    def turn(self, model_id: str) -> asyncio.Lock:
+        """A lock for what decides whether a run stays: the beginning of a move, and its deletion."""
+        return self._turns.setdefault(model_id, asyncio.Lock())
+
+    def forget(self, model_id: str) -> None:
+        """Drops what is known of the run's trainer: the run moves, or has moved."""
+        self._known.pop(model_id, None)
+
+    async def has_moved(self, model_id: str, trainer: Trainer) -> bool:
+        """Whether a call of the run that this trainer has refused as unknown must be made again, because the run is
+        moving, or is at another trainer by now."""
+        if not self.are_several:
+            return False
+        self.forget(model_id)
+        try:
+            move = await self._store.moves.get(model_id)  # before the row: a move that ends in between changes the row
+            row = await self._store.get(Model, model_id)
+        except SQLAlchemyError:  # nobody knows, so the call is made again
+            return True
+        if row is None or row.released_at is not None:
+            return False
+        is_moving = move is not None and not move.is_done
+        return is_moving or (row.trainer_id is not None and row.trainer_id != trainer.trainer_id)
 
     async def of_checkpoint(self, location: str, base_model: str) -> Trainer:
         """A trainer that can read and change the checkpoint at this location: its run's trainer, or another one with
@@ -108,9 +155,9 @@ class Placement:
             serving = [own, *others]
         return next((trainer for trainer in serving if trainer.is_connected), serving[0])
 
-    async def _place(self, model_id: str) -> _Place:
+    async def _place(self, model_id: str, *, is_newest: bool = False) -> _Place:
         """Raises ModelNotFound, and what `_locate` raises."""
-        row = await self._store.models.get(model_id)
+        row = await self._store.models.get(model_id, is_newest=is_newest or self._store.is_shared)
         if row is None:
             raise ModelNotFound(f"model_id: there is no model {model_id!r}", model_id=model_id)
         trainer_id = row.trainer_id

@@ -199,6 +199,12 @@ class Reaper:
         return self._peers.are_several and (not is_heard_of or model.model_id in self._peers.busy_models())
 
     async def _release(self, model: Model) -> None:
+        async with self._placement.turn(model.model_id):
+            if await self._store.moves.get(model.model_id) is None:  # otherwise the next round does it
+                await self._release_here(model)
+
+    async def _release_here(self, model: Model) -> None:
+        self._placement.forget(model.model_id)  # another gateway may have moved it
         try:
             trainer = await self._trainer_of(model)
             await self._keep_ephemeral(model)

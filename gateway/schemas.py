@@ -426,6 +426,11 @@ class AssignProject(Body):
     project_id: Id = Field(min_length=1)
 
 
+class TrainerName(Body):
+    trainer: Id
+    """Address or trainer_id of a trainer."""
+
+
 class Query(Known):
     """Parameters of a URL, which are all text."""
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import tinsmith
-from tinsmith_cli import checkpoints, journal, keys, make_base_model, make_certificates, sessions, up
+from tinsmith_cli import checkpoints, drain, journal, keys, make_base_model, make_certificates, sessions, up
 from tinsmith_cli.base_models import UsageError
 from tinsmith_cli.doctor import command as doctor_command
 from tinsmith_cli.planning import command as plan_command
@@ -48,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     make_certificates.add_parser(commands)
     checkpoints.add_parser(commands)
     sessions.add_parser(commands)
+    drain.add_parser(commands)
     keys.add_parser(commands)
     journal.add_parser(commands)
     plan_command.add_parser(commands)

@@ -4,6 +4,6 @@ The type checker compares the two, and the OpenAPI document describes the type. 
 stream, without these types. The fuzz tests compare them with the document.
 """
 
-from gateway.answers import checkpoints, openai, records, service, training
+from gateway.answers import checkpoints, openai, records, service, trainers, training
 
-__all__ = ["checkpoints", "openai", "records", "service", "training"]
+__all__ = ["checkpoints", "openai", "records", "service", "trainers", "training"]

@@ -7,7 +7,6 @@ import logging
 import time
 from typing import Any
 
-import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -80,9 +79,7 @@ def parse_figures(exposition: str) -> dict[str, float]:
 
 def _trainer(trainer: Trainer, figures: dict[str, float] | None) -> Json:
     info = trainer.info
-    is_connected = trainer.channel.get_state() == grpc.ChannelConnectivity.READY
-    state = "gone" if not is_connected else "loading" if info is None else "serving"
-    about: Json = {"address": trainer.address, "state": state, "figures": figures}
+    about: Json = {"address": trainer.address, "state": trainer.state, "figures": figures}
     if info is not None:
         about |= {
             "base_models": list(info.base_models),

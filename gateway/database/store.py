@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from gateway.database.checkpoints import CheckpointRows
 from gateway.database.connection import Database
+from gateway.database.moves import MoveRows
 from gateway.database.operations import OperationRows
 from gateway.database.sessions import Living, ModelRows, SamplerRows, SessionRows
 from gateway.database.settings import SettingRows
@@ -21,6 +22,7 @@ class Store(Database):
         models, samplers = Living(self, Model), Living(self, SamplingSession)
         self.sessions = SessionRows(self, of_sessions=(models, samplers))
         self.models = ModelRows(self, models)
+        self.moves = MoveRows(self, models.forget)
         self.samplers = SamplerRows(self, samplers)
         self.checkpoints = CheckpointRows(self)
         self.operations = OperationRows(self)

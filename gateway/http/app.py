@@ -36,6 +36,7 @@ from gateway.http.routes import (
     service,
     sessions,
     telemetry,
+    trainers,
     training,
     weights,
 )
@@ -60,6 +61,7 @@ GROUPS = (
     retention,
     imports,
     admin,
+    trainers,
 )
 """Modules with the routes below /api/v1. A request is compared with one route after the other, so the busiest are
 first."""

@@ -58,6 +58,8 @@ class Numbers:
             async with asyncio.timeout(self._timeout_s):
                 trainer = await self._placement.of_run(model.model_id)
                 number = await self._next_to_run(trainer.stub, model.model_id)
+                if number == 1 and await self._placement.has_moved(model.model_id, trainer):
+                    raise NotReady(f"model {model.model_id} moves to another trainer; send it again")
                 number = max(number, self._hints.get(model.model_id, 1))
                 while await self._is_taken(trainer.stub, model.model_id, number):
                     number += 1

@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway import json_forms
+from gateway.clients import Trainer
 from gateway.config import GatewayConfig
 from gateway.dashboard.history import History
 from gateway.database.outages import TRY_AGAIN, in_words, until_written
@@ -32,7 +33,16 @@ from gateway.metrics import Metrics
 from gateway.placement import Placement
 from gateway.tenants.ledger import Ledger
 from gateway.training.results import Results
-from tinsmith.errors import InvalidRequest, NotReady, OutOfCapacity, ResultNotFound, SequenceConflict, ServiceError
+from tinsmith.errors import (
+    InvalidRequest,
+    ModelMoved,
+    ModelNotFound,
+    NotReady,
+    OutOfCapacity,
+    ResultNotFound,
+    SequenceConflict,
+    ServiceError,
+)
 from tinsmith.rpc.server import ACCEPTED, UNREAD
 from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
@@ -45,6 +55,9 @@ _SELF_EXPLAINING = ("forward_backward", "optim_step")
 _WRITTEN_DOWN = ("create_model", "load_weights", "save_weights", "save_weights_for_sampler", "save_weights_external")
 """Endpoints whose results go into the database, even when no client asks for the answer."""
 _UNREACHABLE = "the trainer is unreachable; it goes on from its journal when it is back"
+_MOVING = "the run moves to another trainer, and goes on there"
+_MOVING_S = 0.2
+"""Pause before a call of a run that moves, or whose trainer is not ready, is made again, in seconds."""
 _MOST_TOLD = 4096
 """Most models that are kept in `Operations._told`; beyond that the least recently used is forgotten."""
 
@@ -147,7 +160,9 @@ class TrainerCalls:
             async with asyncio.timeout(self._timeout_s):
                 while True:
                     trainer = await self._placement.of_run(model_id)
-                    call = trainer.start(rpc, body, request_id=request_id)
+                    call = trainer.start(
+                        rpc, body, request_id=request_id, wait_for_ready=not self._placement.are_several
+                    )
                     try:
                         metadata = await call.initial_metadata()
                     except asyncio.CancelledError:
@@ -168,12 +183,21 @@ class TrainerCalls:
                         # Not every refusal without the metadata: gRPC may drop it if the operation fails at once.
                         if isinstance(error, InvalidRequest) and UNREAD in error.metadata and rpc != "CreateModel":
                             raise error
+                    if await self._has_moved(model_id, trainer, error):
+                        error = NotReady(f"model {model_id} moves to another trainer; send it again")
                     if not isinstance(error, NotReady):
                         return call
                     lost = error
-                    await asyncio.sleep(0.2)
+                    await asyncio.sleep(_MOVING_S)
         except TimeoutError:
             raise lost from None
+
+    async def _has_moved(self, model_id: str, trainer: Trainer, error: ServiceError | None) -> bool:
+        """Whether a call has failed because its run moves, or has moved, to another trainer."""
+        if isinstance(error, ModelMoved):
+            self._placement.forget(model_id)
+            return True
+        return isinstance(error, ModelNotFound | ResultNotFound) and await self._placement.has_moved(model_id, trainer)
 
     async def reply(self, call: Any, *, seq_id: int, pending: Pending) -> Any:
         """The trainer's reply message; if the call is lost, WaitResult gets it. Raises the operation's error."""
@@ -204,15 +228,19 @@ class TrainerCalls:
         pause_s = 0.1
         while True:
             trainer = await self._placement.of_run(pending.group)
-            call = trainer.stub.WaitResult(request, wait_for_ready=True)
+            call = trainer.stub.WaitResult(request, wait_for_ready=not self._placement.are_several)
             try:
                 found = await call
-            except NotReady:
-                pending.progress.paused(_UNREACHABLE)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, 2.0)
-                continue
-            except ServiceError:
+            except ServiceError as error:
+                if await self._has_moved(pending.group, trainer, error):
+                    pending.progress.paused(_MOVING)
+                    await asyncio.sleep(_MOVING_S)
+                    continue
+                if isinstance(error, NotReady):
+                    pending.progress.paused(_UNREACHABLE)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, 2.0)
+                    continue
                 pending.ran = ran_of(await call.trailing_metadata())
                 raise
             pending.ran = ran_of(await call.trailing_metadata())

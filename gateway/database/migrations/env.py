@@ -8,6 +8,7 @@ from gateway.database.tables import (  # all of them, so that the metadata is co
     checkpoints,  # noqa: F401
     gateways,  # noqa: F401
     history,  # noqa: F401
+    moves,  # noqa: F401
     operations,  # noqa: F401
     samples,  # noqa: F401
     sessions,  # noqa: F401

@@ -25,7 +25,9 @@ from tinsmith.errors import (
     CheckpointExists,
     CheckpointNotFound,
     DataCorrupted,
+    FailedPrecondition,
     InvalidRequest,
+    ModelMoved,
     ModelNotFound,
     NotFound,
     NotReady,
@@ -40,7 +42,15 @@ from tinsmith.errors import (
 from tinsmith.rpc.server import ACCEPTED, Server
 from tinsmith.rpc.times import duration, timestamp
 from tinsmith.rpc.tls import Certificates
-from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
+from tinsmith.v1 import (
+    sampler_pb2,
+    sampler_pb2_grpc,
+    trainer_admin_pb2,
+    trainer_admin_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+    types_pb2,
+)
 
 BASE_MODEL = "Qwen/Qwen3-8B"
 ALIAS = "tinsmith/eight"
@@ -71,7 +81,7 @@ GIVEN_UP = b""
 """In the place of a request that has not arrived."""
 
 
-class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
+class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, trainer_admin_pb2_grpc.TrainerAdminServiceServicer):
     """Its fields are what lies on disk: a restarted one gets the same object."""
 
     def __init__(self) -> None:
@@ -120,6 +130,14 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.fingerprint = {"base_weights": "ab"}
         self.reserved_bytes = 0
         self.queued_s = 0.0
+        self.packages: dict[str, FakeModel] = {}
+        """Released models by the id of the move, in the store that trainers share."""
+        self.moved: dict[str, tuple[str, str]] = {}
+        """Models that were released: the ids of the move and of the trainer that takes them over."""
+        self.moving_fails: list[tuple[str, ServiceError]] = []
+        """Next errors of the RPCs of moves, before they do anything."""
+        self.move_calls: list[str] = []
+        """The RPCs of moves that were called."""
 
     async def GetTrainerInfo(self, request: Any, context: Any) -> Any:
         return trainer_pb2.GetTrainerInfoResponse(
@@ -144,9 +162,56 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             queued_time=duration(self.queued_s),
         )
 
+    # Moves
+
+    def _check_not_moved(self, model_id: str) -> None:
+        if model_id in self.moved:
+            raise ModelMoved(f"{model_id} moves", trainer_id=self.moved[model_id][1])
+
+    def _step(self, rpc: str) -> None:
+        self.move_calls.append(rpc)
+        if self.moving_fails and self.moving_fails[0][0] == rpc:
+            raise self.moving_fails.pop(0)[1]
+
+    async def ReleaseModel(self, request: Any, context: Any) -> Any:
+        self._step("ReleaseModel")
+        if request.model_id not in self.moved:
+            model = self.models.pop(request.model_id, None)
+            if model is None:
+                raise ModelNotFound(f"no model {request.model_id}")
+            self.moved[request.model_id] = request.move_id, request.trainer_id
+            self.packages[request.move_id] = FakeModel(model.info, model.requests, model.results)
+            async with model.changed:
+                model.changed.notify_all()
+        return trainer_admin_pb2.ReleaseModelResponse()
+
+    async def AdoptModel(self, request: Any, context: Any) -> Any:
+        self._step("AdoptModel")
+        if request.model_id not in self.models:
+            if request.move_id not in self.packages:
+                raise FailedPrecondition(f"no package of {request.model_id}")
+            model = self.models[request.model_id] = self.packages[request.move_id]
+            for seq_id in [one for one in model.requests if one not in model.results]:
+                asyncio.get_running_loop().create_task(
+                    self._execute(model, seq_id, lambda: trainer_pb2.OptimStepResponse(metrics={"moved": 1.0}))
+                )
+        return trainer_admin_pb2.AdoptModelResponse()
+
+    async def ForgetMove(self, request: Any, context: Any) -> Any:
+        self._step("ForgetMove")
+        self.packages.pop(request.move_id, None)
+        if self.moved.get(request.model_id, ("", ""))[0] == request.move_id:
+            del self.moved[request.model_id]
+        return trainer_admin_pb2.ForgetMoveResponse()
+
+    async def WaitResult(self, request: Any, context: Any) -> Any:
+        self._check_not_moved(request.model_id)
+        return await self._wait_result(request, context)
+
     async def _run(self, request: Any, context: Any, work: Any, *, seq_id: int) -> Any:
         if self.is_loading:
             raise NotReady("loading the base model")
+        self._check_not_moved(request.model_id)
         model = self.models.get(request.model_id)
         if model is None:
             raise ModelNotFound(f"no model {request.model_id}")
@@ -182,6 +247,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         async with model.changed:
             await model.changed.wait_for(lambda: seq_id in model.results or model.info.model_id not in self.models)
         if seq_id not in model.results:
+            self._check_not_moved(model.info.model_id)
             raise ModelNotFound(f"model {model.info.model_id} was deleted")
         result = model.results[seq_id]
         if isinstance(result, ServiceError):
@@ -413,7 +479,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             raise ResultNotFound(f"no operation {request.seq_id} of {request.model_id}")
         return trainer_pb2.DescribeOperationResponse(status=self.status)
 
-    async def WaitResult(self, request: Any, context: Any) -> Any:
+    async def _wait_result(self, request: Any, context: Any) -> Any:
         model = self.models.get(request.model_id)
         if model is None or request.seq_id not in model.requests:
             raise ResultNotFound(f"no operation {request.seq_id} of {request.model_id}")
@@ -523,6 +589,8 @@ class Backend:
         self.server = Server(f"127.0.0.1:{self.port}", [module.DESCRIPTOR], certificates=self.certificates)
         self.port = self.server.port
         add(self.servicer, self.server.grpc)
+        if isinstance(self.servicer, FakeTrainer):
+            trainer_admin_pb2_grpc.add_TrainerAdminServiceServicer_to_server(self.servicer, self.server.grpc)
         await self.server.start()
         await self.server.set_serving(True)
 

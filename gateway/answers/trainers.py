@@ -1,0 +1,27 @@
+"""Answers about the trainers behind the gateway."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from typing_extensions import TypedDict
+
+
+class Trainer(TypedDict):
+    address: str
+    trainer_id: str
+    """Empty until the trainer has said it."""
+    base_models: list[str]
+    state: Literal["serving", "loading", "gone"]
+    is_drained: bool
+    """It takes no new runs, and its runs move to others."""
+    can_be_stopped: bool
+    """It is drained, and no run would be lost or wait without it."""
+    num_runs: int
+    num_moving: int
+    problems: dict[str, str]
+    """Why runs could not be moved at the last attempt, by model_id."""
+
+
+class Trainers(TypedDict):
+    trainers: list[Trainer]

@@ -1,0 +1,312 @@
+"""Moves runs from one trainer to another, and empties trainers that are being drained, one run at a time.
+
+A move is a row of the database (database/tables/moves.py) until nothing is left of it. Its steps are calls of the two
+trainers, each of which may be repeated: the source releases the run, the target adopts it, the run's row names the
+target, and both forget the move. A move that was begun is always finished, also by a gateway that is started later, so
+a run is never left between two trainers. Clients wait meanwhile as for a trainer that restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from gateway.clients import Clients, Trainer
+from gateway.database.outages import log_failure
+from gateway.database.store import Store
+from gateway.database.tables.moves import GONE, MoveRow
+from gateway.database.tables.sessions import Model
+from gateway.high_availability.peers import Peers
+from gateway.metrics import Metrics
+from gateway.placement import Placement
+from gateway.tasks import to_its_end
+from tinsmith.errors import (
+    DataCorrupted,
+    FailedPrecondition,
+    InvalidRequest,
+    ModelLost,
+    ModelNotFound,
+    NotFound,
+    NotReady,
+    ServiceError,
+)
+from tinsmith.v1 import trainer_admin_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 5.0
+"""Pause between two looks for moves and drained trainers, which another gateway may have begun."""
+_AGAIN_S = 1.0
+"""Pause before a step that has failed is tried again; it doubles with each attempt."""
+_LONGEST_PAUSE_S = 60.0
+_STEP_TIMEOUT_S = 600.0
+"""Longest time of one call. A release waits for the operations of the run that have begun."""
+_MOST_PROBLEMS = 1000
+"""Most runs of a drained trainer whose problems are stored."""
+_AT_ONCE = 50
+"""Runs of a drained trainer that are read from the database at a time."""
+
+
+@dataclass(slots=True)
+class _Failure:
+    """The last attempt to move a run, which has failed."""
+
+    why: str
+    pause_s: float
+    again_s: float
+    """Time of the next attempt, by time.monotonic."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """A trainer and its runs."""
+
+    trainer: Trainer
+    num_runs: int
+    """Runs that the database has at this trainer."""
+    num_moving: int
+    """Moves away from this trainer that are not over."""
+    is_drained: bool
+    """It takes no new runs."""
+    problems: dict[str, str]
+    """See DrainedTrainer.problems."""
+    can_be_stopped: bool
+    """It is being drained, and has no run that could be lost with it."""
+
+
+class Moving:
+    """Makes the moves. Only one of several gateways does so, the holder of the reaper's lease."""
+
+    def __init__(self, *, store: Store, clients: Clients, placement: Placement, peers: Peers, metrics: Metrics) -> None:
+        self._store = store
+        self._clients = clients
+        self._placement = placement
+        self._peers = peers
+        self._metrics = metrics
+        self._wake = asyncio.Event()
+        self._failures: dict[str, _Failure] = {}
+        """By model_id. A run that its trainer does not have is tried again, too, because it may come back."""
+        self._noted: dict[str, dict[str, str]] = {}
+        """By trainer_id of a drained trainer, the problems that were stored last."""
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await to_its_end(self._round())
+            except Exception as error:
+                log_failure("moving runs failed", error, by=logger)
+            soonest = min([_LOOK_S, *(one.again_s - time.monotonic() for one in self._failures.values())])
+            try:
+                async with asyncio.timeout(max(0.1, soonest)):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+
+    # Draining
+
+    async def drain(self, trainer: Trainer) -> None:
+        """Begins to drain a trainer; a repeat changes nothing. Raises FailedPrecondition when no other trainer takes
+        its runs, and NotReady when it has not been reached yet."""
+        if trainer.info is None:
+            raise NotReady(f"trainer: {trainer.address} has not been reached yet")
+        if not trainer.trainer_id:
+            raise FailedPrecondition(f"trainer: {trainer.address} is of a version whose runs cannot move")
+        drained = await self._store.moves.drained()
+        for base_model in trainer.info.base_models:
+            serving = self._clients.serving(base_model)
+            if not [one for one in serving if one.trainer_id not in {*drained, trainer.trainer_id}]:
+                raise FailedPrecondition(
+                    f"trainer: {trainer.address} is the only one that takes runs of {base_model!r}, so nothing can move"
+                )
+            self._clients.check_agreement(base_model)
+        await self._store.moves.drain(trainer.trainer_id)
+        logger.info("the trainer at %s is being drained", trainer.address)
+        self._wake.set()
+
+    async def undrain(self, trainer: Trainer) -> None:
+        """Lets a trainer take runs again. A move that was begun is finished."""
+        await self._store.moves.undrain(trainer.trainer_id)
+        logger.info("the trainer at %s takes runs again", trainer.address)
+
+    async def _round(self) -> None:
+        """Finishes the moves that were begun, then moves the runs of drained trainers, as long as there are any."""
+        if not await self._peers.has_lease("reaper"):
+            self._failures.clear()
+            self._noted.clear()
+            return
+        moves = await self._store.moves.all()
+        drained = await self._store.moves.drained()
+        if not moves and not drained:
+            self._failures.clear()
+            return
+        for move in moves:
+            if self._is_due(move.model_id):
+                await self._continue(move)
+        for trainer_id in sorted(drained):
+            while models := await self._left(trainer_id):
+                for model in models:
+                    if trainer_id not in await self._store.moves.drained():
+                        break
+                    await self._move(model, trainer_id)
+                else:
+                    continue
+                break
+            await self._note_problems(trainer_id)
+
+    async def _note_problems(self, trainer_id: str) -> None:
+        """Stores why runs of a drained trainer could not be moved, for whoever asks any gateway."""
+        runs = await self._store.moves.runs_of(trainer_id, but=set(), limit=_MOST_PROBLEMS)
+        of_runs = {run.model_id: self._failures[run.model_id].why for run in runs if run.model_id in self._failures}
+        if self._noted.get(trainer_id) != of_runs:
+            await self._store.moves.set_problems(trainer_id, of_runs)
+            self._noted[trainer_id] = of_runs
+
+    async def _left(self, trainer_id: str) -> list[Model]:
+        """Some of the runs at the trainer that are to be moved now."""
+        waiting = {model_id for model_id in self._failures if not self._is_due(model_id)}
+        moving = {move.model_id for move in await self._store.moves.all()}
+        return await self._store.moves.runs_of(trainer_id, but=waiting | moving, limit=_AT_ONCE)
+
+    def _is_due(self, model_id: str) -> bool:
+        failure = self._failures.get(model_id)
+        return failure is None or failure.again_s <= time.monotonic()
+
+    def _failed(self, model_id: str, why: str) -> None:
+        before = self._failures.get(model_id)
+        pause_s = _AGAIN_S if before is None else min(2 * before.pause_s, _LONGEST_PAUSE_S)
+        if before is None or before.why != why:
+            logger.warning("%s is not moved yet: %s", model_id, why)
+        self._failures[model_id] = _Failure(why, pause_s, time.monotonic() + pause_s)
+
+    # One move
+
+    async def _move(self, model: Model, source_id: str) -> None:
+        """Begins the move of a run to the trainer with most room and least work, and makes it."""
+        try:
+            self._reached(source_id)
+            target = await self._placement.choose(model.base_model, but=source_id)
+            self._reached(target.trainer_id)
+        except ServiceError as error:
+            self._failed(model.model_id, error.message)
+            return
+        move = MoveRow(
+            model_id=model.model_id,
+            move_id=uuid4().hex,
+            source_id=source_id,
+            target_id=target.trainer_id,
+            begun_at=time.time(),
+            is_released=False,
+            is_done=False,
+        )
+        async with self._placement.turn(model.model_id):
+            begun = await self._store.moves.begin(move)
+        if begun:
+            await self._continue(move)
+        else:
+            self._failed(model.model_id, "it has ended, or is moving already")
+
+    async def _continue(self, move: MoveRow) -> None:
+        """Makes the steps that are left of a move."""
+        try:
+            if not move.is_done and not await self._hand_over(move):
+                return
+            await self._clean_up(move)
+        except ServiceError as error:
+            self._failed(move.model_id, error.message)
+        else:
+            self._failures.pop(move.model_id, None)
+
+    async def _hand_over(self, move: MoveRow) -> bool:
+        """Brings the run to its target. False when the source does not have it, so that there is nothing to move."""
+        started = time.monotonic()
+        ids = {"model_id": move.model_id, "move_id": move.move_id}
+        release = pb.ReleaseModelRequest(**ids, trainer_id=move.target_id)
+        adopt = pb.AdoptModelRequest(**ids)
+        gone: ServiceError | None = None
+        if not move.is_released:
+            try:
+                await self._call(move.source_id, "ReleaseModel", release)
+            except (ModelNotFound, ModelLost) as error:
+                # With a journal in one database, the source forgets the run as soon as the target has it.
+                gone = error
+            else:
+                await self._store.moves.note_released(move)
+        try:
+            await self._call(move.target_id, "AdoptModel", adopt)
+        except FailedPrecondition:
+            if gone is None:
+                raise
+            await self._store.moves.delete(move)
+            self._failed(move.model_id, f"{GONE}{gone.message}")
+            return False
+        except DataCorrupted:
+            await self._call(move.source_id, "ReleaseModel", release)  # writes a damaged package again
+            raise
+        await self._store.moves.finish(move)
+        self._placement.forget(move.model_id)
+        self._metrics.services.moved_runs.inc()
+        self._metrics.services.move_seconds.observe(time.monotonic() - started)
+        logger.info("%s has moved from trainer %s to %s", move.model_id, move.source_id, move.target_id)
+        return True
+
+    async def _clean_up(self, move: MoveRow) -> None:
+        """Deletes what is left of a move that is done."""
+        forget = pb.ForgetMoveRequest(model_id=move.model_id, move_id=move.move_id)
+        await self._call(move.target_id, "ForgetMove", forget)
+        try:
+            await self._call(move.source_id, "ForgetMove", forget)
+        except NotFound:
+            logger.info("the trainer %s is not in the list any more; it keeps what it has of %s", *_of(move))
+        await self._store.moves.delete(move)
+
+    async def _call(self, trainer_id: str, rpc: str, request: Any) -> None:
+        """Calls a trainer. Raises NotFound when no trainer of the list has this id, and NotReady when it is away."""
+        await self._peers.refresh()
+        if not await self._peers.has_lease("reaper"):
+            raise NotReady("another gateway moves runs by now")
+        trainer = self._reached(trainer_id)
+        await getattr(trainer.admin, rpc)(request, timeout=_STEP_TIMEOUT_S)
+
+    def _reached(self, trainer_id: str) -> Trainer:
+        trainer = next((one for one in self._clients.trainers if one.trainer_id == trainer_id), None)
+        if trainer is None and self._clients.has_unreached_trainers:
+            raise NotReady(f"the trainer {trainer_id} has not been reached yet")
+        if trainer is None:
+            raise NotFound(f"the trainer {trainer_id} is none of this gateway's trainers")
+        if not trainer.is_connected:
+            raise NotReady(f"the trainer at {trainer.address} is away")
+        return trainer
+
+    async def state(self) -> list[TrainerState]:
+        """All trainers in the list, with their runs and moves."""
+        counts, moves = await self._store.moves.count_runs(), await self._store.moves.all()
+        drained = {row.trainer_id: row for row in await self._store.moves.drained_rows()}
+        found: list[TrainerState] = []
+        for trainer in self._clients.trainers:
+            own = trainer.trainer_id
+            row = drained.get(own) if own else None
+            num_runs, problems = counts.get(own, 0) if own else 0, row.problems if row is not None else {}
+            num_gone = sum(why.startswith(GONE) for why in problems.values())
+            num_moving = sum(own == move.source_id for move in moves) if own else 0
+            is_empty = row is not None and not num_moving and num_runs <= num_gone
+            found.append(TrainerState(trainer, num_runs, num_moving, row is not None, problems, is_empty))
+        return found
+
+    def find(self, name: str) -> Trainer:
+        """The trainer with this address or trainer_id. Raises InvalidRequest, which lists all trainers."""
+        found = [one for one in self._clients.trainers if name in (one.address, one.trainer_id) and name]
+        if not found:
+            known = ", ".join(one.address for one in self._clients.trainers) or "none"
+            raise InvalidRequest(
+                f"trainer: {name!r} is no address or id of a trainer; this server has {known}", field="trainer"
+            )
+        return found[0]
+
+
+def _of(move: MoveRow) -> tuple[str, str]:
+    return move.source_id, move.model_id

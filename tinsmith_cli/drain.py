@@ -1,0 +1,93 @@
+"""`tinsmith drain`: moves all runs of one trainer to others, so that it can be stopped."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+from tinsmith.formatting import columns
+from tinsmith_cli import client
+from tinsmith_cli.base_models import UsageError
+from tinsmith_cli.client import ApiClient
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+_LOOK_S = 1.0
+
+
+def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "drain",
+        help="empty a trainer, so that it can be stopped",
+        description="Drains one of several trainers of a base model: it gets no new runs, and its runs move to the "
+        "other trainers, one after the other, while their clients go on. Waits until the trainer can be stopped, and "
+        "says so. Ctrl-C ends the waiting only. Without TRAINER, lists the trainers. Needs a key with admin, if the "
+        "server has keys.",
+    )
+    parser.add_argument("trainer", nargs="?", metavar="TRAINER", help="address or trainer_id of the trainer")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--undo", action="store_true", help="let the trainer take runs again; moved runs do not come back")
+    how.add_argument("--no-wait", action="store_true", help="begin to drain the trainer, and return at once")
+    client.add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    server = ApiClient.of(arguments)
+    name = arguments.trainer
+    if name is None:
+        if arguments.undo or arguments.no_wait:
+            raise UsageError("TRAINER: missing; without --undo and --no-wait, `tinsmith drain` lists the trainers")
+        _print(server.call("trainers")["trainers"])
+        return 0
+    if arguments.undo:
+        one = _one(server.call("trainers/undrain", content={"trainer": name}), name)
+        print(f"{one['address']} takes runs again")
+        return 0
+    one = _one(server.call("trainers/drain", content={"trainer": name}), name)
+    said = ""
+    while not one["can_be_stopped"] and not arguments.no_wait:
+        said = _say(one, said)
+        time.sleep(_LOOK_S)
+        one = _one(server.call("trainers"), name)
+        if not one["is_drained"]:
+            raise UsageError(f"{one['address']} is not being drained any more: somebody has ended it (--undo)")
+    _say(one, said)
+    return 0
+
+
+def _one(answer: Any, name: str) -> dict[str, Any]:
+    found = [one for one in answer["trainers"] if name in (one["address"], one["trainer_id"])]
+    if not found:
+        raise UsageError(f"TRAINER: the server has no trainer {name!r} any more")
+    return found[0]
+
+
+def _say(one: dict[str, Any], said: str) -> str:
+    """Prints how far the draining is, unless that was said before. Returns what was said."""
+    address = one["address"]
+    if one["can_be_stopped"]:
+        text = f"{address} can be stopped: none of its runs is left there"
+    else:
+        number = one["num_runs"]
+        text = f"{address}: {number} {'run is' if number == 1 else 'runs are'} left"
+        if not number:
+            text = f"{address}: the last moves are being finished"
+    for model_id, why in sorted(one["problems"].items()):
+        text += f"\n    {model_id}: {why}"
+    if text != said:
+        print(text, flush=True)
+    return text
+
+
+def _print(trainers: list[dict[str, Any]]) -> None:
+    rows: list[list[str]] = []
+    for one in trainers:
+        state = "can be stopped" if one["can_be_stopped"] else "draining" if one["is_drained"] else one["state"]
+        number = one["num_runs"]
+        runs = f"{number} run" if number == 1 else f"{number} runs"
+        rows.append([one["address"], one["trainer_id"], state, runs, ", ".join(one["base_models"])])
+    if rows:
+        print(columns(rows))
