@@ -194,7 +194,8 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
                 await context.send_initial_metadata((ALONE,))
                 yield await self._submit(request, context, stream=stream)
         else:
-            on_trial = stream and PROMPT_ALONE in tuple(context.invocation_metadata() or ())
+            asks_for_trial = PROMPT_ALONE in tuple(context.invocation_metadata() or ())
+            on_trial = stream and asks_for_trial and self._owner(context) is None
             async with room.beside_others():
                 generation = await self._submit(request, context, stream=stream, on_trial=on_trial)
             if generation.trial is None:

@@ -31,7 +31,8 @@ with which the sampler says that it now does. Callers need the service key, or a
 meanwhile, and after a while lose what they have in work."""
 PROMPT_ALONE = (ALONE[0], "prompt")
 """As ALONE, for the prompt of a streamed sample only: until its first token, the sampler computes nothing else. Others
-wait, and lose nothing. An engine that cannot do that computes the sample as any other, and confirms nothing."""
+wait, and lose nothing. An engine that cannot do that computes the sample as any other, and confirms nothing; so does a
+sampler whose caller has an ordinary key."""
 ADMIN_SERVICES = frozenset({"tinsmith.v1.TrainerAdminService", "tinsmith.v1.WeightSyncService"})
 """Services whose calls concern all callers. They accept only the service key and keys with `admin`."""
 
@@ -176,7 +177,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         metadata: Any = handler_call_details.invocation_metadata or ()
         given = given_key({name: value for name, value in metadata if isinstance(value, str)})
-        error = self._error(handler_call_details.method, given, wants_alone=bool({ALONE, PROMPT_ALONE} & set(metadata)))
+        error = self._error(handler_call_details.method, given, wants_alone=ALONE in tuple(metadata))
         if error is None:
             return await continuation(handler_call_details)
 

@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from pydantic import SecretStr
 
+from sampler_service.__main__ import make_server
+from sampler_service.config import SamplerConfig
 from sampler_service.core import room as room_module
 from sampler_service.core import trial as module
+from sampler_service.core.engine import EngineSlot
 from sampler_service.core.room import Room
 from sampler_service.core.sequence import SequenceGroup
 from sampler_service.torch_engine.engine import TorchEngine
@@ -22,7 +26,9 @@ from tests.support.waiting import until
 from tests.unit.sampler_service.conftest import Service
 from tests.unit.sampler_service.serving import prompt, request, sample, serving, slow_down
 from tinsmith.rpc.auth import ALONE, PROMPT_ALONE
+from tinsmith.rpc.channel import connect
 from tinsmith.v1 import sampler_pb2 as pb
+from tinsmith.v1 import sampler_pb2_grpc
 
 OTHERS = [request(prompt(20 + n, seed=n), num_samples=1 + n % 2, max_tokens=60, seed=n) for n in range(5)]
 SUSPECTS = [
@@ -192,3 +198,18 @@ async def test_a_sampler_confirms_a_trial_and_others_go_on_afterwards(
     unary = service.stub.Sample(sample(tokens, max_tokens=2), metadata=(PROMPT_ALONE,))
     assert (await unary).sequences, "it has no first piece, so it gets no trial"
     assert not {ALONE, PROMPT_ALONE} & set(await unary.initial_metadata() or ())
+
+
+async def test_a_caller_with_an_ordinary_key_gets_its_sample_and_no_trial(text_model_folder: Path) -> None:
+    """A gateway whose key is an ordinary one sends its requests on after a death of a sampler, too."""
+    async with serving(text_model_folder) as engine:
+        keys = [SecretStr("tml-one")]
+        config = SamplerConfig(base_model=str(text_model_folder), listen="127.0.0.1:0", api_keys=keys)
+        server = make_server(config, EngineSlot(engine), engine.metrics)
+        await server.start()
+        async with connect(f"127.0.0.1:{server.port}", api_key="tml-one") as channel:
+            asked = pb.StreamSampleRequest(request=sample(prompt(8, vocab_size=200), max_tokens=2))
+            call: Any = sampler_pb2_grpc.SamplerServiceStub(channel).StreamSample(asked, metadata=(PROMPT_ALONE,))
+            assert [piece async for piece in call][-1].HasField("result")
+            assert PROMPT_ALONE not in tuple(await call.initial_metadata() or ())
+        await server.stop(0)
