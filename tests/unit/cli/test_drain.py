@@ -1,0 +1,109 @@
+"""`tinsmith drain`: what it asks the server, prints and waits for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tinsmith_cli import main
+from tinsmith_cli.client import ApiClient
+
+NAMES = {"one:8001": "a" * 8, "two:8001": "b" * 8}
+
+
+def trainer(address: str, **facts: Any) -> dict[str, Any]:
+    """A trainer as GET /api/v1/trainers tells it."""
+    return {
+        "address": address,
+        "trainer_id": NAMES[address],
+        "base_models": ["tiny"],
+        "state": "serving",
+        "is_drained": False,
+        "can_be_stopped": False,
+        "num_runs": 0,
+        "num_moving": 0,
+        "problems": {},
+        **facts,
+    }
+
+
+class Server:
+    """Answers calls in the order in which they are listed; the last answer stays."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *firsts: dict[str, Any]) -> None:
+        self.answers = [{"trainers": [first, trainer("two:8001", num_runs=1)]} for first in firsts]
+        self.calls: list[tuple[str, Any]] = []
+        monkeypatch.setattr(ApiClient, "call", self._call)
+        monkeypatch.setattr("tinsmith_cli.drain._LOOK_S", 0.0)
+
+    def _call(self, path: str, *, content: Any = None, **_: Any) -> Any:
+        self.calls.append((path, content))
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+def test_without_a_name_the_trainers_are_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server(monkeypatch, trainer("one:8001", is_drained=True, num_runs=3))
+    assert main(["drain"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows == [
+        ["one:8001", "aaaaaaaa", "draining", "3", "runs", "tiny"],
+        ["two:8001", "bbbbbbbb", "serving", "1", "run", "tiny"],
+    ]
+    assert server.calls == [("trainers", None)]
+
+
+@pytest.mark.parametrize("name", ["one:8001", "a" * 8])
+def test_it_waits_until_the_trainer_can_be_stopped_and_says_what_keeps_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    stuck = trainer("one:8001", is_drained=True, num_runs=1, problems={"r": "no room"})
+    server = Server(
+        monkeypatch,
+        trainer("one:8001", is_drained=True, num_runs=2),
+        stuck,
+        stuck,
+        trainer("one:8001", is_drained=True, num_moving=1),
+        trainer("one:8001", is_drained=True, can_be_stopped=True),
+    )
+    assert main(["drain", name]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "one:8001: 2 runs are left",
+        "one:8001: 1 run is left",
+        "    r: no room",
+        "one:8001: the last moves are being finished",
+        "one:8001 can be stopped: none of its runs is left there",
+    ]
+    assert server.calls == [("trainers/drain", {"trainer": name}), *[("trainers", None)] * 4]
+
+
+def test_it_need_not_wait(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    server = Server(monkeypatch, trainer("one:8001", is_drained=True, num_runs=2))
+    assert main(["drain", "one:8001", "--no-wait"]) == 0
+    assert capsys.readouterr().out == "one:8001: 2 runs are left\n"
+    assert len(server.calls) == 1
+
+
+def test_draining_can_be_ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    server = Server(monkeypatch, trainer("one:8001"))
+    assert main(["drain", "one:8001", "--undo"]) == 0
+    assert capsys.readouterr().out == "one:8001 takes runs again\n"
+    assert server.calls == [("trainers/undrain", {"trainer": "one:8001"})]
+
+
+def test_the_waiting_ends_when_somebody_ends_the_draining(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Server(monkeypatch, trainer("one:8001", is_drained=True, num_runs=2), trainer("one:8001", num_runs=2))
+    assert main(["drain", "one:8001"]) == 2
+    assert "one:8001 is not being drained any more: somebody has ended it (--undo)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--undo", "--no-wait"])
+def test_flags_need_a_trainer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    server = Server(monkeypatch, trainer("one:8001"))
+    assert main(["drain", flag]) == 2
+    assert "TRAINER: missing" in capsys.readouterr().err
+    assert server.calls == []
