@@ -25,7 +25,7 @@ from sampler_service.threads import in_thread
 from tinsmith.errors import FailedPrecondition, InvalidRequest, Unsupported
 
 T = TypeVar("T")
-ToolCallFormat = Literal["hermes", "llama3"]
+ToolCallFormat = Literal["hermes", "llama3", "qwen_xml"]
 
 MAX_TEXT_BYTES = 4 * 1024 * 1024
 """Longest text, and longest rendered chat: some seconds of one core."""
@@ -105,8 +105,10 @@ class ChatTokenizer:
         if not self.has_chat_template:
             return None
         template = self._tokenizer.get_chat_template(tools=[{}])
-        if "<tool_call>" in template and "<function=" not in template:  # <function= is XML, as Qwen3-Coder writes it
-            return "hermes"
+        if "<tool_call>" in template and "<function=" in template and "<parameter=" in template:
+            return "qwen_xml"
+        if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
+            return "hermes"  # GLM writes <arg_key> between these marks
         return "llama3" if '"parameters": ' in template and "ipython" in template else None
 
     def to_json(self) -> str:

@@ -34,7 +34,11 @@ from tinsmith.threads import in_pool
 from tinsmith.v1 import sampler_pb2 as pb
 
 T = TypeVar("T")
-_FORMS: Mapping[int, Form] = {pb.TOOL_CALL_FORMAT_HERMES: "hermes", pb.TOOL_CALL_FORMAT_LLAMA3: "llama3"}
+_FORMS: Mapping[int, Form] = {
+    pb.TOOL_CALL_FORMAT_HERMES: "hermes",
+    pb.TOOL_CALL_FORMAT_LLAMA3: "llama3",
+    pb.TOOL_CALL_FORMAT_QWEN_XML: "qwen_xml",
+}
 _MAX_SAMPLED = 100_000
 """Most entries of `Generator._sampled`. A forgotten entry is written into the audit log once more."""
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from gateway.openai import xml_calls
 from gateway.openai.generator import TokenizerInfo
 from gateway.openai.schemas import FunctionTool, ResponseFormat, ToolChoice
 from gateway.openai.text import Vocabulary
@@ -31,15 +33,15 @@ class Structure:
     """Grammar for the sampler; None: any text."""
     form: Form | None = None
     """Form of the calls of tools; None: calls are not read."""
-    names: Sequence[str] = ()
-    """Names of the request's tools."""
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """JSON Schema of the arguments of each of the request's tools, by name."""
     shown: Sequence[int] = ()
     """Special tokens that mark calls; their text is needed to read the calls."""
     fields: Sequence[str] = ()
     """The field of the request behind each line of the grammar, for errors."""
 
     def reader(self) -> ToolCallReader | None:
-        return None if self.form is None else ToolCallReader(self.form, self.names)
+        return None if self.form is None else ToolCallReader(self.form, self.schemas)
 
     @contextlib.contextmanager
     def blaming(self) -> Iterator[None]:
@@ -76,7 +78,7 @@ def structure_of(
         if schema is None:
             return Structure()
         return Structure(pb.Grammar(json_schema=schema), fields=["response_format.json_schema.schema"])
-    names = [tool.name for tool in tools]
+    schemas = {tool.name: tool.function.get("parameters") or {} for tool in tools}
     chosen = tool_choice if isinstance(tool_choice, str | None) else tool_choice.function.name
     forced = chosen not in (None, "auto")
     strict = [n for n, tool in enumerate(tools) if tool.is_strict]
@@ -89,12 +91,12 @@ def structure_of(
             field=field,
         )
     form = form or ("hermes" if forced else None)
-    if form is None or not (forced or strict or schema is not None or (not parallel and form == "hermes")):
-        return Structure(form=form, names=names, shown=_shown(tokenizer.vocabulary))
-    only = [n for n, name in enumerate(names) if chosen in (None, "auto", "required", name)]
-    rules = _Rules(form, tokenizer.vocabulary, tools, only, parallel=parallel and form == "hermes")
+    if form is None or not (forced or strict or schema is not None or (not parallel and form != "llama3")):
+        return Structure(form=form, schemas=schemas, shown=_shown(tokenizer.vocabulary))
+    only = [n for n, name in enumerate(tool.name for tool in tools) if chosen in (None, "auto", "required", name)]
+    rules = _Rules(form, tokenizer.vocabulary, tools, only, parallel=parallel and form != "llama3")
     lines, fields = rules.lines(schema, forced=forced)
-    return Structure(pb.Grammar(lark="\n".join(lines)), form, names, _shown(tokenizer.vocabulary), fields)
+    return Structure(pb.Grammar(lark="\n".join(lines)), form, schemas, _shown(tokenizer.vocabulary), fields)
 
 
 def _shown(vocabulary: Vocabulary) -> list[int]:
@@ -121,7 +123,7 @@ class _Rules:
         """
         lines, fields = ["%llguidance {}", f"start: {self._start(schema, forced=forced)}"], ["tools", ""]
         tool = " | ".join(f"tool_{n}" for n in self._only)
-        if self._form == "hermes":
+        if self._form != "llama3":
             body = f'"\\n" ({tool}) "\\n" {self._tag(CLOSE)}'
             lines += [f"body: {body}", f"call: {self._tag(OPEN)} body", f"more: {self._more()}"]
         else:
@@ -136,8 +138,9 @@ class _Rules:
             fields += [""] * (len(lines) - len(fields)) + ["response_format.json_schema.schema"]
             lines.append(f"answer: %json {schema}")
         for n in self._only:
-            fields += [""] * (len(lines) - len(fields)) + [f"tools[{n}].function.parameters"]
-            lines.append(self._tool(n))
+            for line, mine in self._tool(n):
+                fields += [""] * (len(lines) - len(fields)) + [mine]
+                lines.append(line)
         return lines, fields
 
     def _start(self, schema: str | None, *, forced: bool) -> str:
@@ -158,10 +161,17 @@ class _Rules:
         marks = [mark for mark in ("<think>", "</think>") if self._is_token(mark)]
         return f"TEXT (({' | '.join(marks)}) TEXT)*" if marks else "TEXT"
 
-    def _tool(self, n: int) -> str:
+    def _tool(self, n: int) -> Iterator[tuple[str, str]]:
+        """The lines of the rule `tool_{n}`, a call of the tool, each with the field of the request behind it."""
+        if self._form == "qwen_xml":
+            yield from xml_calls.rules(n, self._tools[n])
+            return
         called = "arguments" if self._form == "hermes" else "parameters"
         head = f'{{"name": {json.dumps(self._tools[n].name)}, "{called}": '
-        return f'tool_{n}: {json.dumps(head)} %json {self._tools[n].schema_text()} "}}"'
+        yield (
+            f'tool_{n}: {json.dumps(head)} %json {self._tools[n].schema_text()} "}}"',
+            f"tools[{n}].function.parameters",
+        )
 
     def _tag(self, tag: str) -> str:
         return tag if self._is_token(tag) else json.dumps(tag)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 from uuid import uuid4
 
-Form = Literal["hermes", "llama3"]
+from gateway.openai import xml_calls
+
+Form = Literal["hermes", "llama3", "qwen_xml"]
 """Form of calls. hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once for each call, after any text.
-llama3: {"name": ..., "parameters": {...}}, which is the whole message."""
+llama3: {"name": ..., "parameters": {...}}, which is the whole message. qwen_xml: as hermes, with XML (xml_calls.py)
+between the marks."""
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
@@ -43,11 +46,11 @@ class Piece:
 class ToolCallReader:
     """Splits one message into text and calls of tools. A broken call is text."""
 
-    def __init__(self, form: Form, names: Collection[str]) -> None:
-        """`names`: names of the request's tools."""
+    def __init__(self, form: Form, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        """`schemas`: JSON Schema of the arguments of each of the request's tools, by name."""
         self.calls: list[Call] = []
         self._form: Form = form
-        self._names = names
+        self._schemas = schemas
         self._state: Literal["text", "head", "arguments", "object", "tail", "plain"] = "text"
         self._rest = ""
         """Text that was pushed, but is not in a piece yet."""
@@ -80,6 +83,8 @@ class ToolCallReader:
     def end(self) -> list[Piece]:
         """The remaining pieces, after the last text."""
         if self._state == "head":
+            if self._form == "qwen_xml":
+                self._drop_beginning_of_close()
             return self._whole(self._rest, closed=False)
         if self._state == "tail":  # no mark has closed the call
             self._rest = self._rest.lstrip()
@@ -107,8 +112,11 @@ class ToolCallReader:
         return pieces
 
     def _head(self) -> list[Piece]:
+        if self._form == "qwen_xml":
+            end = xml_calls.END.search(self._rest)
+            return [] if end is None else self._whole(self._rest[: end.end() - len(CLOSE)], closed=True)
         found = _HEAD.match(self._rest)
-        if found is not None and (name := _name(found[1])) and (self._form == "hermes" or name in self._names):
+        if found is not None and (name := _name(found[1])) and (self._form == "hermes" or name in self._schemas):
             self._rest = self._rest[found.end() :]
             self._state = "arguments"
             return [self._begin(name)]
@@ -170,20 +178,36 @@ class ToolCallReader:
         self._state = "text"
 
     def _whole(self, text: str, *, closed: bool) -> list[Piece]:
-        """Takes a call as a whole, whose members are in an unusual order. A broken call becomes text."""
+        """Takes a call as a whole: one of XML, or one whose members are in an unusual order. A broken call becomes
+        text."""
         self._rest = self._rest[len(text) + len(CLOSE) * closed :]
         self._state = "text"
+        found = xml_calls.call_of(text, self._schemas) if self._form == "qwen_xml" else self._json_call(text)
+        if found is None:
+            return [Piece(text if self._form == "llama3" else f"{OPEN}{text}{CLOSE * closed}")]
+        begun = self._begin(found[0])
+        assert begun.call is not None
+        begun.call.arguments = found[1]
+        return [begun, Piece(begun.call.arguments, begun.call)]
+
+    def _drop_beginning_of_close(self) -> None:
+        """Drops what has come of the mark that closes a call, if the call before it is whole."""
+        sizes = range(len(CLOSE) - 1, 0, -1)
+        size = next((size for size in sizes if self._rest.endswith(CLOSE[:size])), 0)
+        call = self._rest[: len(self._rest) - size]
+        if xml_calls.call_of(call, self._schemas) is not None:
+            self._rest = call
+
+    def _json_call(self, text: str) -> tuple[str, str] | None:
+        """Name and arguments, as JSON; None for a broken call."""
         try:
             value: Any = json.loads(text)
             name, arguments = value["name"], value.get(_CALLED[self._form], {})
         except (ValueError, RecursionError, TypeError, KeyError):
-            name, arguments = None, None
+            return None
         if not isinstance(name, str) or not name or not isinstance(arguments, dict | str):
-            return [Piece(f"{OPEN}{text}{CLOSE * closed}" if self._form == "hermes" else text)]
-        begun = self._begin(name)
-        assert begun.call is not None
-        begun.call.arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        return [begun, Piece(begun.call.arguments, begun.call)]
+            return None
+        return name, arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def _name(quoted: str) -> str:

@@ -13,9 +13,11 @@ class ToolCallFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TOOL_CALL_FORMAT_UNSPECIFIED: _ClassVar[ToolCallFormat]
     TOOL_CALL_FORMAT_HERMES: _ClassVar[ToolCallFormat]
     TOOL_CALL_FORMAT_LLAMA3: _ClassVar[ToolCallFormat]
+    TOOL_CALL_FORMAT_QWEN_XML: _ClassVar[ToolCallFormat]
 TOOL_CALL_FORMAT_UNSPECIFIED: ToolCallFormat
 TOOL_CALL_FORMAT_HERMES: ToolCallFormat
 TOOL_CALL_FORMAT_LLAMA3: ToolCallFormat
+TOOL_CALL_FORMAT_QWEN_XML: ToolCallFormat
 
 class GetSamplerInfoRequest(_message.Message):
     __slots__ = ()

@@ -132,6 +132,84 @@ def test_a_strict_tool_holds_calls_that_the_model_chooses_to_make(marks: Sequenc
     assert not fits(structure, f"I add. {WRONG}", marks=marks)
 
 
+def xml(name: str, **arguments: str) -> str:
+    values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+FIND = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "description": "What to look for."},
+        "most": {"$ref": "#/$defs/Most"},
+        "how": {"enum": ["exact", "ähnlich"]},
+        "where": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["text", "most"],
+    "additionalProperties": False,
+    "$defs": {"Most": {"type": "integer", "minimum": 1}},
+}
+
+
+@pytest.mark.parametrize("marks", [MARKS, ()], ids=["tokens", "text"])
+def test_calls_in_xml_have_each_value_as_its_schema_says(marks: Sequence[str]) -> None:
+    asked = [tool("find", FIND, strict=True).model_dump(), tool("stop").model_dump()]
+    structure = made(info("qwen_xml", marks=marks), tools=asked)
+    whole = xml("find", text="a < b\n</parameter> or\n12", most="3", how="ähnlich", where="null")
+    for text in ("", "hello", xml("find", text="", most="3"), f"I look. {whole}\n{xml('stop')}", xml("stop", x="1")):
+        assert fits(structure, text, marks=marks), text
+    for wrong in (
+        xml("find", text="x", most="0"),
+        xml("find", text="x", most="three"),
+        xml("find", text="x"),
+        xml("find", text="x", most="3", how="other"),
+        xml("find", text="x", most="3", what="y"),
+        xml("sink"),
+    ):
+        assert not fits(structure, wrong, marks=marks), wrong
+
+
+def test_required_calls_in_xml_begin_at_once_and_one_is_enough() -> None:
+    asked = [tool("find", FIND).model_dump(), tool("stop").model_dump()]
+    structure = made(info("qwen_xml"), tools=asked, tool_choice="required", parallel_tool_calls=False)
+    assert fits(structure, xml("stop"))
+    assert not fits(structure, f"x {xml('stop')}")
+    assert not fits(structure, f"{xml('stop')}\n{xml('stop')}")
+
+
+def test_a_strict_string_that_xml_cannot_hold_to_its_schema_is_refused() -> None:
+    parameters = {"properties": {"a": {"type": "string", "pattern": "x+"}}}
+    with pytest.raises(InvalidRequest, match=r"tools\[1\]\.function\.parameters\.properties\.a\.pattern: this model"):
+        made(info("qwen_xml"), tools=[tool("stop").model_dump(), tool("f", parameters, strict=True).model_dump()])
+    made(info("qwen_xml"), tools=[tool("f", parameters).model_dump()], tool_choice="required")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field"),
+    [
+        ({"properties": [1]}, "properties"),
+        ({"properties": {"a": 7}}, "properties.a"),
+        ({"properties": {"a": False}}, "properties.a"),
+        ({"properties": {"a": {"enum": "x"}}}, "properties.a.enum"),
+        ({"required": "a"}, "required"),
+        ({"required": [7]}, "required"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused_by_its_place(parameters: dict[str, Any], field: str) -> None:
+    asked = [tool("f", parameters).model_dump()]
+    with pytest.raises(InvalidRequest, match=rf"tools\[0\]\.function\.parameters\.{field}: "):
+        made(info("qwen_xml"), tools=asked, tool_choice="required")
+    assert made(info("qwen_xml"), tools=asked).reader() is not None
+
+
+def test_an_argument_without_a_schema_is_any_text() -> None:
+    asked = [tool("f", {"properties": {"a": True}, "required": ["b"]}).model_dump()]
+    structure = made(info("qwen_xml"), tools=asked, tool_choice="required")
+    assert fits(structure, xml("f", a="any", b="text"))
+    assert fits(structure, xml("f", b="{"))
+    assert not fits(structure, xml("f", a="any"))
+
+
 def test_one_call_at_most_without_parallel_calls() -> None:
     structure = made(info("hermes"), tools=tools(), parallel_tool_calls=False)
     assert fits(structure, "hello")

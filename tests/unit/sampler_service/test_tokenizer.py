@@ -160,12 +160,21 @@ def test_settings_that_cut_or_fill_up_are_left_out(tmp_path: Path, stock: PreTra
 
 HERMES_TEMPLATE = "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}{{ messages[0].content }}"
 LLAMA3_TEMPLATE = '{% if tools %}Environment: ipython {"name": x, "parameters": y}{% endif %}{{ messages[0].content }}'
-CODER_TEMPLATE = "{% if tools %}<tool_call><function={{ tools }}></tool_call>{% endif %}{{ messages[0].content }}"
+CODER_TEMPLATE = (
+    "{% if tools %}<tool_call><function={{ tools }}><parameter=a></tool_call>{% endif %}{{ messages[0].content }}"
+)
+GLM_TEMPLATE = "{% if tools %}<tool_call>{{ tools }}<arg_key></tool_call>{% endif %}{{ messages[0].content }}"
 
 
 @pytest.mark.parametrize(
     ("template", "known"),
-    [(HERMES_TEMPLATE, "hermes"), (LLAMA3_TEMPLATE, "llama3"), (CODER_TEMPLATE, None), (None, None)],
+    [
+        (HERMES_TEMPLATE, "hermes"),
+        (LLAMA3_TEMPLATE, "llama3"),
+        (CODER_TEMPLATE, "qwen_xml"),
+        (GLM_TEMPLATE, None),
+        (None, None),
+    ],
 )
 def test_the_form_of_tool_calls_is_known_by_the_chat_template(
     text_model_folder: Path, template: str | None, known: str | None

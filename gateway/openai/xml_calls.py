@@ -1,0 +1,161 @@
+"""Calls of tools as Qwen3-Coder and Qwen3.5 write them, with an element for each argument.
+
+    <tool_call>
+    <function=NAME>
+    <parameter=ARGUMENT>
+    VALUE
+    </parameter>
+    </function>
+    </tool_call>
+
+A value is text as it is if the argument's schema allows text, else JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from gateway.openai.schemas import FunctionTool, compiled_text
+from tinsmith.errors import InvalidRequest
+
+END = re.compile(r"</function>\s*</tool_call>")
+"""Matches the end of a call."""
+_CALL = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+_ARGUMENT = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PYTHON = {"True": True, "False": False, "None": None}
+"""Values that models write as in Python."""
+_ANNOTATIONS = {"type", "title", "description", "default", "examples", "enum", "const"}
+"""Keywords that leave a string of a schema free, or that the grammar holds it to."""
+_MOST_NESTED = 16
+"""Most references and alternatives, one within the other, that are followed to find a value's types."""
+
+
+def call_of(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
+    """Name and arguments, as JSON, of a call; None for a broken one. `text`: what is between the marks of the call.
+    `schemas`: JSON Schema of each tool's arguments."""
+    found = _CALL.fullmatch(text)
+    if found is None:
+        return None
+    name = found[1].strip()
+    schema = schemas.get(name, {})
+    known = schema.get("properties")
+    arguments: dict[str, Any] = {}
+    for one in _ARGUMENT.finditer(found[2]):
+        key, text = one[1].strip(), one[2]
+        arguments[key] = _value(text, known[key], schema) if isinstance(known, dict) and key in known else text
+    return name, json.dumps(arguments, ensure_ascii=False)
+
+
+def rules(n: int, tool: FunctionTool) -> Iterator[tuple[str, str]]:
+    """Lines of a grammar in Lark's syntax for the call of the tool `n`, each with the field of the request behind it.
+    The first line defines `tool_{n}`.
+
+    Raises InvalidRequest for a schema that is none, and for a strict tool with a string that no grammar of this form
+    can hold to its schema.
+    """
+    field = f"tools[{n}].function.parameters"
+    schema = tool.function.get("parameters") or {}
+    known, required = _arguments(schema, field)
+    parts = [f"tool_{n}_{k}{'' if name in required else '?'}" for k, name in enumerate(known)] or [f"tool_{n}_any*"]
+    head, end = json.dumps(f"<function={tool.name}>\n"), json.dumps("\n</parameter>\n")
+    yield f'tool_{n}: {head} {" ".join(parts)} "</function>"', ""
+    if not known:
+        yield f'tool_{n}_any[lazy]: "<parameter=" TEXT {end}', ""
+    for k, (name, value) in enumerate(known.items()):
+        begin, types = json.dumps(f"<parameter={name}>\n"), _types(value, schema)
+        texts = value.get("enum", [value["const"]] if "const" in value else [])
+        if types and "string" not in types:
+            defined = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+            yield (
+                f"tool_{n}_{k}: {begin} %json {compiled_text({**defined, **value}, strict=tool.is_strict)} {end}",
+                f"{field}.properties.{name}",
+            )
+        elif texts and types == {"string"}:
+            yield f"tool_{n}_{k}: {begin} ({' | '.join(map(json.dumps, texts))}) {end}", ""
+        else:
+            if tool.is_strict and types == {"string"} and (others := value.keys() - _ANNOTATIONS):
+                _refuse(f"{field}.properties.{name}.{min(others)}")
+            yield f"tool_{n}_{k}[lazy]: {begin} TEXT {end}", ""
+
+
+def _arguments(schema: Mapping[str, Any], field: str) -> tuple[dict[str, dict[str, Any]], Sequence[str]]:
+    """The schema of each argument, and the names of those that are required. Raises InvalidRequest."""
+    known, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise InvalidRequest(f"{field}.required: is no list of names", field=f"{field}.required")
+    if not isinstance(known, dict):
+        raise InvalidRequest(f"{field}.properties: is no object", field=f"{field}.properties")
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in [*known.items(), *((name, True) for name in required if name not in known)]:
+        if value is not True and not isinstance(value, dict):
+            where = f"{field}.properties.{name}"
+            raise InvalidRequest(f"{where}: is no schema that a call can have a value of", field=where)
+        if isinstance(value, dict) and not isinstance(value.get("enum", []), list):
+            where = f"{field}.properties.{name}.enum"
+            raise InvalidRequest(f"{where}: is no list", field=where)
+        found[name] = value if isinstance(value, dict) else {}
+    return found, required
+
+
+def _refuse(field: str) -> NoReturn:
+    raise InvalidRequest(
+        f"{field}: this model writes text in calls as it is, and nothing can hold it to this keyword; leave strict or "
+        "the keyword out",
+        field=field,
+    )
+
+
+def _value(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
+    types = _types(schema, root)
+    if types == {"string"}:
+        return text
+    try:
+        value = _PYTHON[text.strip()] if text.strip() in _PYTHON else json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return text
+    return value if not types or _type(value) in types or (type(value) is int and "number" in types) else text
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """The JSON types that a schema allows; empty for any, and where they are not found."""
+    if not isinstance(schema, dict) or depth > _MOST_NESTED:
+        return set()
+    if isinstance(kind := schema.get("type"), str | list):
+        return {kind} if isinstance(kind, str) else {one for one in kind if isinstance(one, str)}
+    if "const" in schema or isinstance(schema.get("enum"), list):
+        return {_type(value) for value in schema.get("enum", [schema.get("const")])}
+    if isinstance(reference := schema.get("$ref"), str):
+        _, key, name, *rest = [*reference.split("/"), "", ""][:4]
+        found = root.get(key, {}) if key in ("$defs", "definitions") else {}
+        return _types(found.get(name), root, depth + 1) if isinstance(found, dict) and not any(rest) else set()
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(parts := schema.get(key), list):
+            of_parts = [_types(part, root, depth + 1) for part in parts]
+            if key == "allOf":
+                return next(filter(None, of_parts), set())
+            return set().union(*of_parts) if all(of_parts) else set()
+    return set()
+
+
+def _type(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
