@@ -308,7 +308,8 @@ class Scheduler:
                 group.prompt_done = piece.start + piece.length
         wanted: defaultdict[int, Wanted] = defaultdict(Wanted)
         for sequence in self.planner.running:
-            wanted[sequence.size].add(1, sequence.length, sequence.reserved)
+            # Beside a trial its newest token, which may be one more than was promised, is not in the cache yet.
+            wanted[sequence.size].add(1, min(sequence.length, sequence.reserved), sequence.reserved)
         for piece in pieces:
             sequences = piece.job.sequences
             wanted[piece.job.size].add(len(sequences), piece.start + piece.length, sequences[0].reserved)

@@ -323,3 +323,21 @@ def test_a_sequence_that_outgrows_its_lane_leaves_a_half_computed_prompt_alone(n
     machine.compute(num_steps)
     machine.submit(length=120, max_tokens=4, num_samples=1, seed=1, on_probation=False, follows=False)
     machine.teardown()
+
+
+def test_lanes_stay_within_the_bound_while_a_prompt_is_on_trial() -> None:
+    """Five sequences of 128 promised tokens and the prompt's 60 are all that there is. The sequences wait with one token
+    more than promised, which is not in the cache yet."""
+    machine = BatchMachine()
+    machine.begin()
+    machine.submit(length=120, max_tokens=None, num_samples=5, seed=0, on_probation=False, follows=False)
+    planner = machine.scheduler.planner
+    while not planner.running or planner.running[0].length < planner.running[0].reserved:
+        machine.step()
+    machine.submit(length=48, max_tokens=12, num_samples=1, seed=1, on_probation=False, follows=False, on_trial=True)
+    machine.step()
+    assert planner.trial is not None
+    assert {one.length - one.reserved for one in planner.running} == {1}
+    machine.go_on(tells=True)
+    machine.step()
+    machine.teardown()
