@@ -33,6 +33,7 @@ _LISTINGS = f"{_MANAGEMENT}test_runs_and_checkpoints_are_listed"
 _SESSIONS = f"{_MANAGEMENT}test_sessions_are_listed_searched_and_moved"
 _PUBLISHED = f"{_MANAGEMENT}test_a_checkpoint_is_published_and_gets_another_ttl"
 _DELETED = f"{_MANAGEMENT}test_a_deleted_checkpoint_frees_its_disk_and_its_name"
+_DRAINED = "unit/gateway/test_moving.py::test_a_drained_trainer_gives_its_runs_away_and_gets_no_new_ones"
 _USAGE = f"{_MANAGEMENT}test_the_audit_log_usage_and_storage_tell_of_a_run"
 _EXTERNAL = f"{_MANAGEMENT}test_encrypted_files_open_for_their_recipient_alone"
 _COPY = f"{_MANAGEMENT}test_a_copy_outlives_its_source_and_shares_its_bytes"
@@ -160,6 +161,9 @@ _JSON = "unit/gateway/test_json_forms.py::"
 ENDPOINTS: dict[str, str] = {
     "POST /api/v1/asample": f"{_SAMPLING}test_samples_are_reproducible_and_independent",
     "GET /api/v1/audit": _USAGE,
+    "GET /api/v1/trainers": _DRAINED,
+    "POST /api/v1/trainers/drain": _DRAINED,
+    "POST /api/v1/trainers/undrain": _DRAINED,
     "DELETE /api/v1/auth/apikey/me": f"{_KEYS}test_a_key_cannot_be_deleted_and_stays_valid",
     "GET /api/v1/auth/apikey/me": f"{_KEYS}test_a_key_is_described_as_the_configuration_names_it",
     "POST /api/v1/auth/token": f"{_KEYS}test_a_token_stands_for_its_key_beside_the_key_itself",

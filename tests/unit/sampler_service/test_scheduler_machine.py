@@ -326,8 +326,8 @@ def test_a_sequence_that_outgrows_its_lane_leaves_a_half_computed_prompt_alone(n
 
 
 def test_lanes_stay_within_the_bound_while_a_prompt_is_on_trial() -> None:
-    """Five sequences of 128 promised tokens and the prompt's 60 are all that there is. The sequences wait with one token
-    more than promised, which is not in the cache yet."""
+    """Five sequences of 128 promised tokens and the prompt's 60 are all that there is. The sequences wait with one
+    token more than promised, which is not in the cache yet."""
     machine = BatchMachine()
     machine.begin()
     machine.submit(length=120, max_tokens=None, num_samples=5, seed=0, on_probation=False, follows=False)

@@ -50,11 +50,14 @@ from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.operations.models import LiveModels
+from trainer_service.operations.moving import Moving
 from trainer_service.operations.operations import Operations
+from trainer_service.operations.restore import Restorer
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.servicer import Trainer, TrainerServicer
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.imports import Importer
+from trainer_service.storage.local import LocalStorage
 from trainer_service.weight_sync import WeightSender
 from trainer_service.weight_sync.canary import canary_of
 from trainer_service.weight_sync.certificate import GapRule, Publisher
@@ -165,7 +168,9 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
         )
         servicer = TrainerServicer()
         importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
-        servicer.trainer = Trainer("boot", operations, scheduler, journal, checkpoints, importer, "t", {})
+        restorer = Restorer(journal, snapshots, operations, scheduler, metrics)
+        moving = Moving(restorer, lambda: LocalStorage(tmp_path / "checkpoints/~moving", metrics), trainer_id="t")
+        servicer.trainer = Trainer("boot", operations, scheduler, journal, checkpoints, importer, moving, "t", {})
         server = Server("127.0.0.1:0", [pb.DESCRIPTOR])
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
         await server.start()
