@@ -217,8 +217,8 @@ def test_without_pictures_the_tower_is_not_loaded(family: str, tmp_path: Path) -
 
 
 def num_bytes() -> int:
-    """Bytes of all tensors in this process, but for weights in the layout of the CPU's products, which have none that can
-    be asked for."""
+    """Bytes of all tensors in this process, but for weights in the layout of the CPU's products, whose size torch does
+    not tell."""
     tensors = [one for one in gc.get_objects() if type(one) in (Tensor, torch.nn.Parameter)]
     tensors = [one for one in tensors if one.layout is torch.strided]
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
