@@ -14,6 +14,7 @@ from tinker import ModelInput, SamplingParams
 
 from tests.support.examples import ADAM, BASE_MODEL, PROMPT, batch, forward, new_model, random_tokens
 from tests.support.stack import Stack
+from tests.support.waiting import wait_until
 from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
 
 pytestmark = [
@@ -39,20 +40,31 @@ def service(two: Stack) -> Iterator[tinker.ServiceClient]:
         yield service
 
 
+def has_run(address: str, model_id: str) -> bool:
+    """Whether the trainer has the run. Waits for a trainer that starts."""
+    told: list[bool] = []
+
+    def is_told() -> bool:
+        try:
+            stub.GetModel(trainer_pb2.GetModelRequest(model_id=model_id), timeout=60, wait_for_ready=True)
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.NOT_FOUND:
+                told.append(False)
+            elif error.code() != grpc.StatusCode.UNAVAILABLE:  # its base model is still being loaded
+                raise
+        else:
+            told.append(True)
+        return bool(told)
+
+    with grpc.insecure_channel(address) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        wait_until(is_told, what=f"the trainer at {address}")
+    return told[0]
+
+
 def trainer_of(stack: Stack, client: tinker.TrainingClient) -> str:
     """Address of the only trainer that has the run."""
-    having = []
-    for address in stack.trainers:
-        with grpc.insecure_channel(address) as channel:
-            stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-            try:
-                stub.GetModel(trainer_pb2.GetModelRequest(model_id=client.model_id), timeout=60, wait_for_ready=True)
-            except grpc.RpcError as error:
-                if error.code() != grpc.StatusCode.NOT_FOUND:
-                    raise
-            else:
-                having.append(address)
-    (address,) = having
+    (address,) = [address for address in stack.trainers if has_run(address, client.model_id)]
     return address
 
 
