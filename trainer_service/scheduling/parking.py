@@ -137,8 +137,14 @@ class Parking:
         return await asyncio.shield(self._begin(model.model_id, self._put_away(model)))
 
     def _begin(self, model_id: str, move: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = self._models.moves[model_id] = self._spawn(move)
-        task.add_done_callback(lambda _: self._models.moves.pop(model_id))
+        async def moving() -> Any:
+            try:
+                return await move
+            finally:
+                # Not in a callback of the task: until it ran, whoever awaits the finished task would spin.
+                del self._models.moves[model_id]
+
+        task = self._models.moves[model_id] = self._spawn(moving())
         return task
 
     async def _put_away(self, model: ModelQueue) -> bool:

@@ -497,3 +497,31 @@ async def test_a_run_whose_parking_ends_the_trainer_each_time_stays_in_memory_an
     assert noted == {}
     await run(process, [step("a", 2), step("b", 2)])
     assert isinstance(await process.outcome("a", 2), Answer)
+
+
+class AtOnce:
+    """A Shelf whose calls end without waiting for anything."""
+
+    async def put_away(self, model_id: str, seq_id: int) -> None: ...
+
+    async def bring_back(self, model_id: str) -> None: ...
+
+
+@pytest.mark.timeout(60)
+async def test_a_caller_that_comes_as_a_move_ends_goes_on(start: Start, tmp_path: Path) -> None:
+    """Its task ran between the end of the move and the callbacks of that, and waited for the move without ever giving
+    the event loop back: the whole trainer hung."""
+    process = await start(tmp_path / "0")
+    await run(process, [creation("one")])
+    await asyncio.gather(*process.scheduler.tasks)
+    process.scheduler.parking.shelf = AtOnce()
+
+    async def comes(passes: int) -> None:
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        await process.scheduler.parking.have("one")
+
+    parked = process.scheduler.parking.park_idle(0)
+    await asyncio.gather(parked, *(comes(passes) for passes in range(6)))
+    assert process.count("unpark_seconds_count") == 0  # it has nothing to bring back
+    assert process.count("parked_models") == 0
