@@ -567,12 +567,16 @@ class Journal:
                 "VALUES (?, ?, ?, ?, ?, ?)",
                 (model_id, created_at, covered, covered, time.time(), snapshot_bytes),
             )
-            for chunk in run_file.chunks(path):
-                database.executemany(run_file.INSERT, [(*row, model_id) for row in chunk])
+            try:
+                for chunk in run_file.chunks(path):
+                    database.executemany(run_file.INSERT, [(*row, model_id) for row in chunk])
+            except DataCorrupted as error:  # a ServiceError would leave what was written in the transaction
+                raise RuntimeError(f"the operations of {model_id!r} cannot be read any more") from error
             added = Sizes.of(database, model_id=model_id)
             self._bound.sizes.total += added.total
             self._bound.sizes.pending += added.pending
 
+        await in_pool(run_file.check, path)
         await self.writer.submit(run)
 
     async def forget_moved(self, model_id: str, move_id: str) -> bool:

@@ -102,6 +102,12 @@ def chunks(path: Path) -> Iterator[list[tuple[Any, ...]]]:
             yield chunk
 
 
+def check(path: Path) -> None:
+    """Reads all operations. Raises DataCorrupted."""
+    for _ in chunks(path):
+        pass
+
+
 class _reading:
     """A context with the file, opened for reading. Errors of SQLite become DataCorrupted."""
 

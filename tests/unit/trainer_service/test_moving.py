@@ -4,7 +4,7 @@ way."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,17 @@ from tests.unit.trainer_service.test_restore import (
     step,
 )
 from tinsmith.errors import (
+    DataCorrupted,
     FailedPrecondition,
     InvalidRequest,
     ModelMoved,
     ModelNotFound,
     NotReady,
     OutOfCapacity,
+    ServiceError,
 )
 from tinsmith.modeling.base_model import BaseModel
+from trainer_service.durability import run_file
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.packages import ROWS, Packages
 from trainer_service.durability.run_file import Move
@@ -105,7 +108,7 @@ async def alone(base: BaseModel, tmp_path: Path) -> AsyncIterator[Process]:
 
 
 async def assert_alike(process: Process, alone: Process) -> None:
-    """The same answers and, bit for bit, the same weights and moments."""
+    """Asserts that both have the same answers and, bit for bit, the same weights and moments."""
     for seq_id, (one, other) in enumerate(zip(await outcomes(process), await outcomes(alone), strict=True)):
         assert one == other, seq_id
     assert_equal(await process.weights(MODEL), await alone.weights(MODEL))
@@ -291,7 +294,7 @@ async def test_a_model_comes_back_to_a_trainer_that_had_released_it(trainers: Tr
     assert (await has(source), await has(target)) == (True, False)
 
 
-# What goes wrong
+# Faults
 
 
 STEPS = [
@@ -411,11 +414,8 @@ async def test_a_damaged_snapshot_of_a_parked_model_is_not_taken_along(trainers:
     await asyncio.gather(*source.scheduler.tasks, *source.snapshots.tasks)
     await source.scheduler.parking.park_idle(0)
     assert not source.engine.models
-    (newest,) = [
-        path for path in trainers.folder.rglob("adapter.npy") if "4" in path.parts and "alone" not in path.parts
-    ] or [None]
-    if newest is None:  # in the store, a snapshot's files have a folder of their own
-        pytest.skip("the snapshot is not found")
+    found = trainers.folder.rglob("adapter.npy")
+    (newest,) = [path for path in found if "4" in path.parts and "alone" not in path.parts]
     newest.write_bytes(b"damaged")
     await move(source, target)
     await run(target, [batch(5), step(6)])
@@ -428,11 +428,40 @@ async def test_a_damaged_package_is_written_again(trainers: Trainers) -> None:
     await source.moving.release(MODEL, MOVE)
     (rows,) = trainers.folder.rglob(ROWS)
     rows.write_bytes(rows.read_bytes()[:-10])
-    with pytest.raises(Exception, match="is damaged"):
+    with pytest.raises(DataCorrupted, match="is damaged"):
         await target.moving.adopt(MODEL, MOVE.move_id)
     assert not await has(target)
     await move(source, target)
     assert await has(target)
+
+
+@IN_BOTH
+@pytest.mark.parametrize("num_read", [0, 1])
+async def test_operations_that_cannot_be_read_are_adopted_all_or_none(
+    trainers: Trainers, form: str, num_read: int
+) -> None:
+    """`num_read`: how often the operations can be read whole before: at 0 the check finds the damage, at 1 the
+    transaction meets it after its first rows."""
+    source, target = await trainers.start("source"), await trainers.start("target")
+    await run(source, [creation(), batch(1), step(2)])
+    await source.moving.release(MODEL, MOVE)
+    chunks, calls = run_file.chunks, []
+
+    def damaged(path: Path) -> Iterator[list[tuple[Any, ...]]]:
+        calls.append(path)
+        for number, chunk in enumerate(chunks(path)):
+            yield chunk
+            if len(calls) > num_read and not number:
+                raise DataCorrupted("damaged")
+
+    with mock.patch.object(run_file, "chunks", damaged), pytest.raises(ServiceError) as refused:
+        await target.moving.adopt(MODEL, MOVE.move_id)
+    assert isinstance(refused.value, DataCorrupted) == (num_read == 0)
+    assert not await has(target)
+    await move(source, target)
+    assert await has(target)
+    await run(target, [batch(3)])
+    assert [entry.seq_id for entry in await target.journal.history(MODEL)][-1] == 3
 
 
 async def test_only_the_named_trainer_adopts_and_only_what_was_released(trainers: Trainers) -> None:
