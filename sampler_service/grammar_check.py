@@ -21,6 +21,10 @@ MEMORY_BYTES = 512 * 1024 * 1024
 """Most memory of a check, in bytes."""
 
 
+_BY_ID = re.compile(r"<\[\d+\]>")
+"""Matches a token by its id, in a grammar of Lark's form; the tokenizer of a check has other ids."""
+
+
 def limits() -> LLParserLimits:
     """Limits of the library's parser. They are tighter than its own where those would let one token take tens of
     milliseconds, or a grammar half a gigabyte."""
@@ -127,9 +131,10 @@ class _Bytes:
 
 def error_of(form: str, text: str, special: Sequence[str]) -> str:
     """Why the grammar cannot be used; empty when it can. `special`: names of the tokenizer's special tokens."""
+    text = _BY_ID.sub("<[256]>", text)
     if circular := circular_reference(form, text):
         return circular
-    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes(["<|end|>", *special])))
+    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes(["<|end of the check|>", *special])))
     try:
         matcher = LLMatcher(tokenizer, source_of(form, text), log_level=0, limits=limits())
     except ValueError as error:

@@ -7,7 +7,7 @@ import copy
 import inspect
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
@@ -25,7 +25,23 @@ from sampler_service.threads import in_thread
 from tinsmith.errors import FailedPrecondition, InvalidRequest, Unsupported
 
 T = TypeVar("T")
-ToolCallFormat = Literal["hermes", "llama3", "qwen_xml"]
+ToolCallFormat = Literal[
+    *("hermes", "llama3", "qwen_xml", "glm", "mistral", "mistral_array"),
+    *("deepseek_v3", "deepseek_v31", "kimi", "harmony"),
+]
+_TOOL_CALL_FORMATS: Sequence[tuple[ToolCallFormat, Sequence[str], Sequence[str]]] = (
+    ("qwen_xml", ("<tool_call>", "<function=", "<parameter="), ()),
+    ("glm", ("<tool_call>", "<arg_key>", "<arg_value>"), ("<function=",)),
+    ("hermes", ("<tool_call>",), ("<function=", "<arg_key>")),
+    ("mistral", ("[TOOL_CALLS]", "[ARGS]"), ()),
+    ("mistral_array", ("[TOOL_CALLS]",), ()),
+    ("deepseek_v3", ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"), ()),
+    ("deepseek_v31", ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"), ()),
+    ("kimi", ("<|tool_call_begin|>", "<|tool_call_argument_begin|>"), ()),
+    ("harmony", ("<|channel|>commentary", "<|call|>"), ()),
+    ("llama3", ('"parameters": ', "ipython"), ()),
+)
+"""Formats, each with what a chat template has, and has not, that shows it. The first one that fits counts."""
 
 MAX_TEXT_BYTES = 4 * 1024 * 1024
 """Longest text, and longest rendered chat: some seconds of one core."""
@@ -105,11 +121,10 @@ class ChatTokenizer:
         if not self.has_chat_template:
             return None
         template = self._tokenizer.get_chat_template(tools=[{}])
-        if "<tool_call>" in template and "<function=" in template and "<parameter=" in template:
-            return "qwen_xml"
-        if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
-            return "hermes"  # GLM writes <arg_key> between these marks
-        return "llama3" if '"parameters": ' in template and "ipython" in template else None
+        for name, has, has_not in _TOOL_CALL_FORMATS:
+            if all(text in template for text in has) and not any(text in template for text in has_not):
+                return name
+        return None
 
     def to_json(self) -> str:
         return self._backend.to_str()
@@ -151,7 +166,12 @@ class ChatTokenizer:
                 ) from error
             return cast(str, text)
 
-        text = render(messages)
+        try:
+            text = render(messages)
+        except InvalidRequest:
+            if not _dump_arguments(messages):
+                raise
+            text = render(messages)
         _check_calls(messages, render)
         return self.tokens(text, add_special_tokens=False, field="messages")
 
@@ -168,6 +188,21 @@ class ChatTokenizer:
                     f"template_kwargs: {name!r} is not a variable of the model's chat template; it has {known}",
                     field="template_kwargs",
                 )
+
+
+def _dump_arguments(messages: list[dict[str, Any]]) -> bool:
+    """Turns the arguments of calls of tools into JSON, as templates take them that put texts together. Returns False if
+    there are none."""
+    functions = [
+        call.get("function")
+        for message in messages
+        if _are_objects(calls := message.get("tool_calls"))
+        for call in calls
+    ]
+    found = [one for one in functions if isinstance(one, dict) and isinstance(one.get("arguments"), dict)]
+    for function in found:
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return bool(found)
 
 
 def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> None:

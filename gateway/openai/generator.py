@@ -22,23 +22,20 @@ from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.database.tables.sessions import SamplingSession
 from gateway.load import Pacer
+from gateway.openai.call_forms import FORMS, Form
 from gateway.openai.resumption import resumed, with_seed
 from gateway.openai.text import Vocabulary
-from gateway.openai.tool_calls import Form
 from gateway.sampling.drawing import Drawing, Drawings
 from gateway.sampling.replicas import Replica
 from gateway.tenants.access import Caller
 from gateway.tenants.limits import Hold, Limits
 from tinsmith.errors import NotReady, ServiceError
+from tinsmith.rpc.words import value_of
 from tinsmith.threads import in_pool
 from tinsmith.v1 import sampler_pb2 as pb
 
 T = TypeVar("T")
-_FORMS: Mapping[int, Form] = {
-    pb.TOOL_CALL_FORMAT_HERMES: "hermes",
-    pb.TOOL_CALL_FORMAT_LLAMA3: "llama3",
-    pb.TOOL_CALL_FORMAT_QWEN_XML: "qwen_xml",
-}
+_FORMS: Mapping[int, Form] = {value_of(pb.ToolCallFormat, form): form for form in FORMS}
 _MAX_SAMPLED = 100_000
 """Most entries of `Generator._sampled`. A forgotten entry is written into the audit log once more."""
 

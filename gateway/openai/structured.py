@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.openai import xml_calls
+from gateway.openai.call_forms import FORMS, Form
 from gateway.openai.generator import TokenizerInfo
 from gateway.openai.schemas import FunctionTool, ResponseFormat, ToolChoice
 from gateway.openai.text import Vocabulary
-from gateway.openai.tool_calls import CLOSE, OPEN, Form, ToolCallReader
+from gateway.openai.tool_calls import ToolCallReader
 from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.v1 import sampler_pb2 as pb
 
@@ -91,17 +92,35 @@ def structure_of(
             field=field,
         )
     form = form or ("hermes" if forced else None)
-    if form is None or not (forced or strict or schema is not None or (not parallel and form != "llama3")):
-        return Structure(form=form, schemas=schemas, shown=_shown(tokenizer.vocabulary))
+    if form is None:
+        return Structure(schemas=schemas)
+    shown = _shown(form, tokenizer.vocabulary)
+    several = FORMS[form].between is not None
+    if not (forced or strict or schema is not None or (several and not parallel)):
+        return Structure(form=form, schemas=schemas, shown=shown)
     only = [n for n, name in enumerate(tool.name for tool in tools) if chosen in (None, "auto", "required", name)]
-    rules = _Rules(form, tokenizer.vocabulary, tools, only, parallel=parallel and form != "llama3")
+    rules = _Rules(form, tokenizer.vocabulary, tools, only, parallel=parallel and several)
     lines, fields = rules.lines(schema, forced=forced)
-    return Structure(pb.Grammar(lark="\n".join(lines)), form, schemas, _shown(tokenizer.vocabulary), fields)
+    return Structure(pb.Grammar(lark="\n".join(lines)), form, schemas, shown, fields)
 
 
-def _shown(vocabulary: Vocabulary) -> list[int]:
-    marks = [vocabulary.added[mark] for mark in (OPEN, CLOSE) if mark in vocabulary.added]
+def _shown(form: Form, vocabulary: Vocabulary) -> list[int]:
+    marks = [vocabulary.added[mark] for mark in FORMS[form].marks if mark in vocabulary.added]
     return [token for token in marks if token in vocabulary.special]
+
+
+_NAMED_TOKEN = re.compile(r"<[^<>\s\[\]]+>")
+"""Matches the text of a token that a grammar writes as it is."""
+_MARK_OR_PLACEHOLDER = re.compile(r"(<[^<>\s$]+>|\[[A-Z_]+\]|\$[a-z]+)")
+_RULES = {"line": '"\\n"?', "space": '" "?', "number": "NUMBER", "channel": "CHANNEL"}
+"""Placeholder -> part of a rule, for those that are the same in all rules."""
+
+
+def _split(text: str) -> tuple[str, str]:
+    """The mark with which a text begins, empty without one, and the other text."""
+    found = _MARK_OR_PLACEHOLDER.match(text)
+    mark = "" if found is None or found[0].startswith("$") else found[0]
+    return mark, text.removeprefix(mark)
 
 
 class _Rules:
@@ -110,71 +129,93 @@ class _Rules:
     def __init__(
         self, form: Form, vocabulary: Vocabulary, tools: Sequence[FunctionTool], only: Sequence[int], *, parallel: bool
     ) -> None:
-        self._form: Form = form
+        self._form = FORMS[form]
         self._vocabulary = vocabulary
         self._tools = tools
         self._only = only
         self._parallel = parallel
+        self._opening, self._call = _split(self._form.call)
 
     def lines(self, schema: str | None, *, forced: bool) -> tuple[list[str], list[str]]:
         """The lines of the grammar, and for each the field of the request behind it, empty for most.
 
         `schema`: JSON Schema of an answer without calls. `forced`: the answer must be a call.
         """
-        lines, fields = ["%llguidance {}", f"start: {self._start(schema, forced=forced)}"], ["tools", ""]
-        tool = " | ".join(f"tool_{n}" for n in self._only)
-        if self._form != "llama3":
-            body = f'"\\n" ({tool}) "\\n" {self._tag(CLOSE)}'
-            lines += [f"body: {body}", f"call: {self._tag(OPEN)} body", f"more: {self._more()}"]
-        else:
-            lines += [f"call: {tool}", 'more: ""', ""]
-        lines += [
+        mark, begin = _split(self._form.begin)
+        end = self._write(self._form.end)
+        tools = f"( {' | '.join(f'tool_{n}' for n in self._only)} )"
+        between = [*self._write(self._form.between or ""), "call"]
+        # What comes first in an answer with calls stands apart: where it is no token, text ends with it.
+        first = " ".join(self._write(mark or self._opening))
+        rest = [*self._write(begin), "call"] if mark else [tools]
+        rest += ["(", *between, ")*", *end] if self._parallel else end
+        lines = [
+            "%llguidance {}",
+            f"start: {self._start(schema, first, forced=forced)}",
+            f"calls: {first} rest",
+            f"rest: {' '.join(rest)}",
+            f"call: {' '.join(self._write(self._opening))} {tools}",
             "TEXT: /(.|\\n)*/",
-            f"text: {self._text()}",
-            'head[lazy]: TEXT "<tool_call>"',
             "PLAIN: /[^{](.|\\n)*/",
+            "NUMBER: /[0-9]{1,4}/",
+            "CHANNEL: /analysis|commentary|final/",
+            f"text: {self._text()}",
         ]
+        if not first.startswith("<"):
+            lines.append(f"head[lazy]: TEXT {first}")
+        fields = ["tools", *("" for _ in lines[1:])]
         if schema is not None:
-            fields += [""] * (len(lines) - len(fields)) + ["response_format.json_schema.schema"]
             lines.append(f"answer: %json {schema}")
+            fields.append("response_format.json_schema.schema")
         for n in self._only:
             for line, mine in self._tool(n):
-                fields += [""] * (len(lines) - len(fields)) + [mine]
                 lines.append(line)
+                fields.append(mine)
         return lines, fields
 
-    def _start(self, schema: str | None, *, forced: bool) -> str:
+    def _start(self, schema: str | None, first: str, *, forced: bool) -> str:
         if forced:
-            return "call more"
+            return "calls"
         if schema is not None:
-            return "answer | call more"
-        if self._form == "llama3":
-            return "PLAIN | call"
-        return "text | text call more" if self._is_token(OPEN) else "TEXT | head body more"
-
-    def _more(self) -> str:
-        return '("\\n" call)*' if self._parallel else '""'
+            return "answer | calls"
+        if not self._form.anywhere:
+            return "PLAIN | calls"
+        if not first.startswith("<"):
+            return "TEXT | head rest"
+        return f"text | calls | {' '.join(['text', *self._write(self._form.joint), 'calls'])}"
 
     def _text(self) -> str:
         """The rule for text without calls. Marks of a thought that are tokens are listed, since no pattern matches
         them."""
-        marks = [mark for mark in ("<think>", "</think>") if self._is_token(mark)]
-        return f"TEXT (({' | '.join(marks)}) TEXT)*" if marks else "TEXT"
+        marks = [mark for mark in ("<think>", "</think>") if mark in self._vocabulary.added]
+        text = f"TEXT (({' | '.join(marks)}) TEXT)*" if marks else "TEXT"
+        said, joint = " ".join(self._write(self._form.text, {"text": text})), " ".join(self._write(self._form.joint))
+        return f"{said} ( {joint} {said} )*" if joint else said
 
     def _tool(self, n: int) -> Iterator[tuple[str, str]]:
-        """The lines of the rule `tool_{n}`, a call of the tool, each with the field of the request behind it."""
-        if self._form == "qwen_xml":
-            yield from xml_calls.rules(n, self._tools[n])
-            return
-        called = "arguments" if self._form == "hermes" else "parameters"
-        head = f'{{"name": {json.dumps(self._tools[n].name)}, "{called}": '
-        yield (
-            f'tool_{n}: {json.dumps(head)} %json {self._tools[n].schema_text()} "}}"',
-            f"tools[{n}].function.parameters",
-        )
+        """The lines of the rule `tool_{n}`, a call of the tool without its opening mark, each with the field of the
+        request behind it."""
+        tool, xml = self._tools[n], self._form.xml
+        rules = {"xml": f"xml_{n}"} if xml is not None else {"arguments": f"%json {tool.schema_text()}"}
+        parts = self._write(self._call, rules, name=tool.name, quoted=json.dumps(tool.name))
+        yield f"tool_{n}: {' '.join(parts)}", f"tools[{n}].function.parameters"
+        if xml is not None:
+            yield from xml_calls.rules(n, tool, xml, self._write)
 
-    def _tag(self, tag: str) -> str:
-        return tag if self._is_token(tag) else json.dumps(tag)
-
-    def _is_token(self, text: str) -> bool:
-        return text in self._vocabulary.added
+    def _write(self, text: str, rules: Mapping[str, str] = _RULES, **values: str) -> list[str]:
+        """The parts of a rule that stand for a text with marks and placeholders. `rules`: placeholder -> part of the
+        rule. `values`: placeholder -> text."""
+        rules = _RULES | dict(rules)
+        parts: list[str] = []
+        literal = ""
+        for piece in [*_MARK_OR_PLACEHOLDER.split(text), ""]:
+            token = self._vocabulary.added.get(piece)
+            part = rules.get(piece[1:]) if piece.startswith("$") else None
+            if token is not None:
+                part = piece if _NAMED_TOKEN.fullmatch(piece) else f"<[{token}]>"
+            if part is None:
+                literal += values.get(piece[1:], piece) if piece.startswith("$") else piece
+                continue
+            parts += [json.dumps(literal)] * bool(literal) + [part]
+            literal = ""
+        return [*parts, json.dumps(literal)] if literal else parts

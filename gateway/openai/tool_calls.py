@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 from uuid import uuid4
 
+import regex
+
 from gateway.openai import xml_calls
-
-Form = Literal["hermes", "llama3", "qwen_xml"]
-"""Form of calls. hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once for each call, after any text.
-llama3: {"name": ..., "parameters": {...}}, which is the whole message. qwen_xml: as hermes, with XML (xml_calls.py)
-between the marks."""
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_HEAD_BEGINS = '{"name":"'
-_CALLED = {"hermes": "arguments", "llama3": "parameters"}
+from gateway.openai.call_forms import FORMS, Form
 
 
 @dataclass(slots=True, eq=False)
@@ -49,11 +41,17 @@ class ToolCallReader:
     def __init__(self, form: Form, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         """`schemas`: JSON Schema of the arguments of each of the request's tools, by name."""
         self.calls: list[Call] = []
-        self._form: Form = form
+        self._form = FORMS[form]
         self._schemas = schemas
-        self._state: Literal["text", "head", "arguments", "object", "tail", "plain"] = "text"
+        self._state: Literal["text", "whole", "arguments", "object", "after", "plain"] = "text"
         self._rest = ""
         """Text that was pushed, but is not in a piece yet."""
+        self._opening = ""
+        """Mark of the whole call that is being read, and the spaces before it."""
+        self._num_searched = 0
+        """Characters of `_rest` that have no mark that closes the whole call."""
+        self._closing: list[str] = []
+        """Marks that may follow the last call."""
         self._depth = 0
         self._in_string = False
         self._escaped = False
@@ -67,14 +65,14 @@ class ToolCallReader:
             match self._state:
                 case "text":
                     pieces += self._text()
-                case "head":
-                    pieces += self._head()
+                case "whole":
+                    pieces += self._whole()
                 case "arguments":
                     pieces += self._arguments()
                 case "object":
                     self._object()
-                case "tail":
-                    self._tail()
+                case "after":
+                    pieces += self._after()
                 case "plain":
                     pieces += self._take(len(self._rest))
             if before == (self._state, len(self._rest)):
@@ -82,72 +80,73 @@ class ToolCallReader:
 
     def end(self) -> list[Piece]:
         """The remaining pieces, after the last text."""
-        if self._state == "head":
-            if self._form == "qwen_xml":
-                self._drop_beginning_of_close()
-            return self._whole(self._rest, closed=False)
-        if self._state == "tail":  # no mark has closed the call
+        if self._state == "whole":
+            self._drop_beginning_of_close()
+            return self._call_or_text(self._rest, closed=False)
+        if self._state == "text" and not self._form.anywhere:
+            return self._call_or_text(self._rest, closed=False)
+        if self._state == "after":
             self._rest = self._rest.lstrip()
-            return [] if CLOSE.startswith(self._rest) else self._take(len(self._rest))
-        return self._take(len(self._rest)) if self._state == "text" else []
+            if any(mark.startswith(self._rest) for mark in self._closing):
+                return []
+        return self._take(len(self._rest)) if self._state in ("text", "after") else []
 
     def _take(self, size: int) -> list[Piece]:
+        """The first characters of the rest, as text of the message, without hidden marks."""
         text, self._rest = self._rest[:size], self._rest[size:]
+        for mark in self._form.hidden:
+            text = text.replace(mark, "")
         return [Piece(text)] if text else []
 
     def _text(self) -> list[Piece]:
-        if self.calls:
-            self._rest = self._rest.lstrip(" \n;" if self._form == "llama3" else None)
-        if self._form == "llama3":
-            start = self._rest.lstrip()
-            if start:
-                self._state = "head" if start.startswith("{") else "plain"
-            return []
-        at = self._rest.find(OPEN)
-        if at < 0:
-            return self._take(len(self._rest) - _num_held(self._rest))
-        pieces = self._take(len(self._rest[:at].rstrip()))
-        self._rest = self._rest.lstrip()[len(OPEN) :]
-        self._state = "head"
-        return pieces
-
-    def _head(self) -> list[Piece]:
-        if self._form == "qwen_xml":
-            end = xml_calls.END.search(self._rest)
-            return [] if end is None else self._whole(self._rest[: end.end() - len(CLOSE)], closed=True)
-        found = _HEAD.match(self._rest)
-        if found is not None and (name := _name(found[1])) and (self._form == "hermes" or name in self._schemas):
-            self._rest = self._rest[found.end() :]
-            self._state = "arguments"
-            return [self._begin(name)]
-        if self._form == "hermes":
-            at = self._rest.find(CLOSE)
-            return [] if at < 0 else self._whole(self._rest[:at], closed=True)
-        start = "".join(self._rest.split())
-        if found is not None or not (start.startswith(_HEAD_BEGINS) or _HEAD_BEGINS.startswith(start)):
+        """Takes text up to what is, or may become, the beginning of a call, and the spaces before it."""
+        find = self._form.reads.search if self._form.anywhere else self._form.reads.match
+        found = find(self._rest, partial=True)
+        at = self._rest.find(self._form.opens) if self._form.opens else -1
+        if at >= 0 and (found is None or at < found.start() or "arguments" not in found.re.groupindex):
+            pieces = self._take(len(self._rest[:at].rstrip()))
+            start = self._rest.index(self._form.opens) + len(self._form.opens)
+            self._opening, self._rest = self._rest[:start], self._rest[start:]
+            self._state, self._num_searched = "whole", 0
+            return pieces
+        if not self._form.anywhere and (found is None or not (found.partial or _name(found) in self._schemas)):
             self._state = "plain"
-        return []
+            return []
+        if found is None or found.partial:
+            return self._take(len(self._rest[: len(self._rest) if found is None else found.start()].rstrip()))
+        if not _name(found):
+            return self._take(found.end())
+        pieces = self._take(len(self._rest[: found.start()].rstrip()))
+        return [*pieces, self._begin(found)]
 
-    def _begin(self, name: str) -> Piece:
-        call = Call(len(self.calls), name, f"call_{uuid4().hex[:24]}")
+    def _begin(self, found: regex.Match[str]) -> Piece:
+        """Begins a call whose arguments follow."""
+        self._rest = found.string[found.start("arguments") :]
+        self._state = "arguments"
+        return self._new(_name(found), found.groupdict().get("id"))
+
+    def _new(self, name: str, own_id: str | None = None) -> Piece:
+        made = f"{self._form.id_prefix}{uuid4().hex[: self._form.id_length]}"
+        call = Call(len(self.calls), name, own_id or made)
         self.calls.append(call)
+        self._closing = [*self._form.closes]
         return Piece("", call, begins=True)
 
     def _arguments(self) -> list[Piece]:
         """Takes text up to the brace that closes the arguments."""
-        text, is_closed = self._closing()
+        text, is_closed = self._closed()
         if is_closed:
-            self._state, self._depth = "object", 1
+            self._state, self._depth = ("object", 1) if self._form.in_object else ("after", 0)
         call = self.calls[-1]
         call.arguments += text
         return [Piece(text, call)] if text else []
 
     def _object(self) -> None:
         """Skips what the model wrote from the end of the arguments to the brace that closes the call's object."""
-        if self._closing()[1]:
-            self._state = "tail" if self._form == "hermes" else "text"
+        if self._closed()[1]:
+            self._state = "after"
 
-    def _closing(self) -> tuple[str, bool]:
+    def _closed(self) -> tuple[str, bool]:
         """Takes text up to the closing brace of the open object. Returns it, and whether the brace was found."""
         size = 0
         for char in self._rest:
@@ -166,60 +165,78 @@ class ToolCallReader:
         text, self._rest = self._rest[:size], self._rest[size:]
         return text, not self._depth
 
-    def _tail(self) -> None:
-        """Skips text after the object, up to the closing mark of the call; without one, up to the next call."""
-        at, after = self._rest.find(CLOSE), self._rest.find(OPEN)
-        if after >= 0 and (at < 0 or after < at):
-            self._rest = self._rest[after:]
-        elif at >= 0:
-            self._rest = self._rest[at + len(CLOSE) :]
-        else:
-            return
-        self._state = "text"
+    def _after(self) -> list[Piece]:
+        """Takes what follows a call: the beginning of another one, or marks that close it, and spaces."""
+        if self._form.more is not None:
+            found = self._form.more.match(self._rest, partial=True)
+            if found is not None and found.partial:
+                return []
+            if found is not None and (self._form.anywhere or _name(found) in self._schemas):
+                return [self._begin(found)]
+        self._rest = self._rest.lstrip(None if self._form.anywhere else " \n;")
+        while self._closing:
+            if self._rest.startswith(self._closing[0]):
+                self._rest = self._rest[len(self._closing[0]) :].lstrip()
+            elif self._closing[0].startswith(self._rest):
+                return []
+            self._closing.pop(0)
+        if self._rest:
+            self._state = "text" if self._form.anywhere else "plain"
+        return []
 
-    def _whole(self, text: str, *, closed: bool) -> list[Piece]:
-        """Takes a call as a whole: one of XML, or one whose members are in an unusual order. A broken call becomes
-        text."""
-        self._rest = self._rest[len(text) + len(CLOSE) * closed :]
+    def _whole(self) -> list[Piece]:
+        """Takes a call as a whole, when it is there: one of XML, or one whose members are in an unusual order."""
+        close, xml = self._form.closes[0], self._form.xml
+        while (at := self._rest.find(close, self._num_searched)) >= 0:
+            if xml is None or xml.is_whole(self._rest[:at]):
+                return self._call_or_text(self._rest[:at], closed=True)
+            self._num_searched = at + 1
+        self._num_searched = max(0, len(self._rest) - len(close))
+        return []
+
+    def _call_or_text(self, text: str, *, closed: bool) -> list[Piece]:
+        """Takes a whole call. A broken call becomes text."""
+        close = self._form.closes[0] if closed else ""
+        self._rest = self._rest[len(text) + len(close) :]
         self._state = "text"
-        found = xml_calls.call_of(text, self._schemas) if self._form == "qwen_xml" else self._json_call(text)
+        found = self._read(text)
         if found is None:
-            return [Piece(text if self._form == "llama3" else f"{OPEN}{text}{CLOSE * closed}")]
-        begun = self._begin(found[0])
+            return [Piece(self._opening + text + close)] if self._opening + text else []
+        begun = self._new(found[0])
         assert begun.call is not None
         begun.call.arguments = found[1]
+        self._closing, self._state = [], "after"
         return [begun, Piece(begun.call.arguments, begun.call)]
 
     def _drop_beginning_of_close(self) -> None:
         """Drops what has come of the mark that closes a call, if the call before it is whole."""
-        sizes = range(len(CLOSE) - 1, 0, -1)
-        size = next((size for size in sizes if self._rest.endswith(CLOSE[:size])), 0)
+        close = self._form.closes[0]
+        size = next((size for size in range(len(close) - 1, 0, -1) if self._rest.endswith(close[:size])), 0)
         call = self._rest[: len(self._rest) - size]
-        if xml_calls.call_of(call, self._schemas) is not None:
+        if self._read(call) is not None:
             self._rest = call
 
-    def _json_call(self, text: str) -> tuple[str, str] | None:
-        """Name and arguments, as JSON; None for a broken call."""
+    def _read(self, text: str) -> tuple[str, str] | None:
+        """Name and arguments, as JSON, of a whole call; None for a broken one."""
+        if self._form.xml is not None:
+            return xml_calls.call_of(text, self._form.xml, self._schemas)
         try:
             value: Any = json.loads(text)
-            name, arguments = value["name"], value.get(_CALLED[self._form], {})
+            name, arguments = value["name"], value.get("arguments" if self._form.anywhere else "parameters", {})
         except (ValueError, RecursionError, TypeError, KeyError):
             return None
         if not isinstance(name, str) or not name or not isinstance(arguments, dict | str):
             return None
+        if not self._form.anywhere and name not in self._schemas:
+            return None
         return name, arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
-def _name(quoted: str) -> str:
+def _name(found: regex.Match[str]) -> str:
+    groups = found.groupdict()
+    if "quoted" not in groups:
+        return groups["name"] or ""
     try:
-        return json.loads(quoted, strict=False)
+        return json.loads(groups["quoted"] or '""', strict=False)
     except ValueError:
         return ""
-
-
-def _num_held(text: str) -> int:
-    """Number of characters at the end that may be the beginning of a call, or spaces before it."""
-    for size in range(min(len(OPEN) - 1, len(text)), 0, -1):
-        if text.endswith(OPEN[:size]):
-            return len(text) - len(text[:-size].rstrip())
-    return len(text) - len(text.rstrip())

@@ -1,4 +1,4 @@
-"""Calls of tools as Qwen3-Coder and Qwen3.5 write them, with an element for each argument.
+"""Calls of tools in XML, with an element for each argument. Qwen3-Coder and Qwen3.5 write
 
     <tool_call>
     <function=NAME>
@@ -8,6 +8,13 @@
     </function>
     </tool_call>
 
+and GLM 4.5 and later
+
+    <tool_call>NAME
+    <arg_key>ARGUMENT</arg_key>
+    <arg_value>VALUE</arg_value>
+    </tool_call>
+
 A value is text as it is if the argument's schema allows text, else JSON.
 """
 
@@ -15,16 +22,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from gateway.openai.schemas import FunctionTool, compiled_text
 from tinsmith.errors import InvalidRequest
 
-END = re.compile(r"</function>\s*</tool_call>")
-"""Matches the end of a call."""
-_CALL = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
-_ARGUMENT = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _PYTHON = {"True": True, "False": False, "None": None}
 """Values that models write as in Python."""
 _ANNOTATIONS = {"type", "title", "description", "default", "examples", "enum", "const"}
@@ -33,25 +37,69 @@ _MOST_NESTED = 16
 """Most references and alternatives, one within the other, that are followed to find a value's types."""
 
 
-def call_of(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
+@dataclass(frozen=True, slots=True)
+class Syntax:
+    """The elements of a call. In the texts, $name is the tool's name, $key an argument's, and $line at most one line
+    break."""
+
+    call: re.Pattern[str]
+    """Matches what is between the marks of a call. Groups: the tool's name, the arguments."""
+    argument: re.Pattern[str]
+    """Matches an argument. Groups: its name, its value."""
+    name: str
+    """Text before the arguments."""
+    key: str
+    """Text before a value."""
+    end: str
+    """Text after a value."""
+    tail: str
+    """Text after the arguments."""
+
+    def is_whole(self, text: str) -> bool:
+        """Whether a mark that follows the text closes the call; otherwise it is part of a value."""
+        begin = (self.name if self.tail else self.key).split("$")[0]
+        end = self.tail or self.end.removesuffix("$line")
+        return text.rstrip().endswith(end) or begin not in text
+
+
+QWEN = Syntax(
+    call=re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL),
+    argument=re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL),
+    name="<function=$name>\n",
+    key="<parameter=$key>\n",
+    end="\n</parameter>\n",
+    tail="</function>",
+)
+GLM = Syntax(
+    call=re.compile(r"\s*([\w.-]{1,64})\s*((?:<arg_key>.*</arg_value>)?)\s*", re.DOTALL),
+    argument=re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL),
+    name="$name$line",
+    key="<arg_key>$key</arg_key>$line<arg_value>",
+    end="</arg_value>$line",
+    tail="",
+)
+
+
+def call_of(text: str, syntax: Syntax, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
     """Name and arguments, as JSON, of a call; None for a broken one. `text`: what is between the marks of the call.
     `schemas`: JSON Schema of each tool's arguments."""
-    found = _CALL.fullmatch(text)
+    found = syntax.call.fullmatch(text)
     if found is None:
         return None
     name = found[1].strip()
     schema = schemas.get(name, {})
     known = schema.get("properties")
     arguments: dict[str, Any] = {}
-    for one in _ARGUMENT.finditer(found[2]):
+    for one in syntax.argument.finditer(found[2]):
         key, text = one[1].strip(), one[2]
         arguments[key] = _value(text, known[key], schema) if isinstance(known, dict) and key in known else text
     return name, json.dumps(arguments, ensure_ascii=False)
 
 
-def rules(n: int, tool: FunctionTool) -> Iterator[tuple[str, str]]:
+def rules(n: int, tool: FunctionTool, syntax: Syntax, write: Callable[..., list[str]]) -> Iterator[tuple[str, str]]:
     """Lines of a grammar in Lark's syntax for the call of the tool `n`, each with the field of the request behind it.
-    The first line defines `tool_{n}`.
+    The first line defines `xml_{n}`. `write(text, **values)`: the parts of a rule that stand for a text with marks and
+    placeholders.
 
     Raises InvalidRequest for a schema that is none, and for a strict tool with a string that no grammar of this form
     can hold to its schema.
@@ -59,26 +107,44 @@ def rules(n: int, tool: FunctionTool) -> Iterator[tuple[str, str]]:
     field = f"tools[{n}].function.parameters"
     schema = tool.function.get("parameters") or {}
     known, required = _arguments(schema, field)
-    parts = [f"tool_{n}_{k}{'' if name in required else '?'}" for k, name in enumerate(known)] or [f"tool_{n}_any*"]
-    head, end = json.dumps(f"<function={tool.name}>\n"), json.dumps("\n</parameter>\n")
-    yield f'tool_{n}: {head} {" ".join(parts)} "</function>"', ""
+    parts = [f"xml_{n}_{k}{'' if name in required else '?'}" for k, name in enumerate(known)] or [f"xml_{n}_any*"]
+    end = write(syntax.end)
+    yield f"xml_{n}: {' '.join([*write(syntax.name, name=tool.name), *parts, *write(syntax.tail)])}", ""
     if not known:
-        yield f'tool_{n}_any[lazy]: "<parameter=" TEXT {end}', ""
+        before, after = syntax.key.split("$key")
+        key, value = _Text(f"xml_{n}_key", write(after)), _Text(f"xml_{n}_value", end)
+        yield f"xml_{n}_any: {' '.join([*write(before), *key.parts, *value.parts])}", ""
+        yield from [*key.lines(), *value.lines()]
     for k, (name, value) in enumerate(known.items()):
-        begin, types = json.dumps(f"<parameter={name}>\n"), _types(value, schema)
+        rule, begin, types = f"xml_{n}_{k}", write(syntax.key, key=name), _types(value, schema)
         texts = value.get("enum", [value["const"]] if "const" in value else [])
         if types and "string" not in types:
             defined = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-            yield (
-                f"tool_{n}_{k}: {begin} %json {compiled_text({**defined, **value}, strict=tool.is_strict)} {end}",
-                f"{field}.properties.{name}",
-            )
+            json_text = compiled_text({**defined, **value}, strict=tool.is_strict)
+            yield f"{rule}: {' '.join([*begin, '%json', json_text, *end])}", f"{field}.properties.{name}"
         elif texts and types == {"string"}:
-            yield f"tool_{n}_{k}: {begin} ({' | '.join(map(json.dumps, texts))}) {end}", ""
+            yield f"{rule}: {' '.join([*begin, '(', ' | '.join(map(json.dumps, texts)), ')', *end])}", ""
         else:
             if tool.is_strict and types == {"string"} and (others := value.keys() - _ANNOTATIONS):
                 _refuse(f"{field}.properties.{name}.{min(others)}")
-            yield f"tool_{n}_{k}[lazy]: {begin} TEXT {end}", ""
+            text = _Text(f"{rule}_text", end)
+            yield f"{rule}: {' '.join([*begin, *text.parts])}", ""
+            yield from text.lines()
+
+
+class _Text:
+    """Any text, up to what ends it."""
+
+    def __init__(self, rule: str, end: Sequence[str]) -> None:
+        """`end`: the parts that end the text. Text matches no token, but it matches the text of a mark that is none."""
+        self._rule = "" if end[0].startswith("<") else f"{rule}[lazy]: TEXT {end[0]}"
+        self.parts = ["TEXT", *end] if not self._rule else [rule, *end[1:]]
+        """Parts of a rule that stand for the text and its end."""
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """The line of a grammar that the parts need, without a field of the request."""
+        if self._rule:
+            yield self._rule, ""
 
 
 def _arguments(schema: Mapping[str, Any], field: str) -> tuple[dict[str, dict[str, Any]], Sequence[str]]:

@@ -14,10 +14,24 @@ class ToolCallFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TOOL_CALL_FORMAT_HERMES: _ClassVar[ToolCallFormat]
     TOOL_CALL_FORMAT_LLAMA3: _ClassVar[ToolCallFormat]
     TOOL_CALL_FORMAT_QWEN_XML: _ClassVar[ToolCallFormat]
+    TOOL_CALL_FORMAT_GLM: _ClassVar[ToolCallFormat]
+    TOOL_CALL_FORMAT_MISTRAL: _ClassVar[ToolCallFormat]
+    TOOL_CALL_FORMAT_MISTRAL_ARRAY: _ClassVar[ToolCallFormat]
+    TOOL_CALL_FORMAT_DEEPSEEK_V3: _ClassVar[ToolCallFormat]
+    TOOL_CALL_FORMAT_DEEPSEEK_V31: _ClassVar[ToolCallFormat]
+    TOOL_CALL_FORMAT_KIMI: _ClassVar[ToolCallFormat]
+    TOOL_CALL_FORMAT_HARMONY: _ClassVar[ToolCallFormat]
 TOOL_CALL_FORMAT_UNSPECIFIED: ToolCallFormat
 TOOL_CALL_FORMAT_HERMES: ToolCallFormat
 TOOL_CALL_FORMAT_LLAMA3: ToolCallFormat
 TOOL_CALL_FORMAT_QWEN_XML: ToolCallFormat
+TOOL_CALL_FORMAT_GLM: ToolCallFormat
+TOOL_CALL_FORMAT_MISTRAL: ToolCallFormat
+TOOL_CALL_FORMAT_MISTRAL_ARRAY: ToolCallFormat
+TOOL_CALL_FORMAT_DEEPSEEK_V3: ToolCallFormat
+TOOL_CALL_FORMAT_DEEPSEEK_V31: ToolCallFormat
+TOOL_CALL_FORMAT_KIMI: ToolCallFormat
+TOOL_CALL_FORMAT_HARMONY: ToolCallFormat
 
 class GetSamplerInfoRequest(_message.Message):
     __slots__ = ()

@@ -6,16 +6,19 @@ import asyncio
 import json
 import struct
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
+from tokenizers import AddedToken
 
 from gateway.openai import schemas as openai_schemas
+from gateway.openai.call_forms import FORMS, Form
 from tests.support.waiting import until
 from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Client, Stack
 from tests.unit.gateway.talking import END, START, TalkingSampler, logprob
 from tinsmith.errors import InvalidRequest, OutOfCapacity, ServiceError
+from tinsmith.rpc.words import word_of
 from tinsmith.v1 import sampler_pb2 as pb
 
 pytestmark = pytest.mark.gateway(sampler=TalkingSampler, openai_wait_s=0.3)
@@ -866,6 +869,42 @@ async def test_calls_of_the_models_own_choice_are_read(client: Client, sampler: 
     assert content == (message["content"] or "")
     assert streamed == [call["function"]["arguments"] for call in calls]
     assert reasons == ["tool_calls" if calls else "stop"]
+
+
+SPECIAL: dict[Any, tuple[str, str]] = {
+    pb.TOOL_CALL_FORMAT_MISTRAL: ('I add.[TOOL_CALLS]add[ARGS]{"a": 1}', "I add."),
+    pb.TOOL_CALL_FORMAT_KIMI: (
+        "I add.<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+        '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+        "I add.",
+    ),
+    pb.TOOL_CALL_FORMAT_HARMONY: (
+        '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>',
+        "",
+    ),
+}
+"""Form -> an answer with a call, and its text."""
+
+
+@pytest.mark.parametrize("form", SPECIAL, ids=pb.ToolCallFormat.Name)
+async def test_calls_marked_by_special_tokens_are_read(
+    client: Client, sampler: TalkingSampler, form: Any
+) -> None:
+    sampler.tool_call_format = form
+    sampler.says, content = SPECIAL[form]
+    marks = FORMS[cast(Form, word_of(pb.ToolCallFormat, form))].marks
+    sampler.tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    (choice,) = (await ask(client, "chat/completions", CHAT, tools=TOOLS))["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == (content or None)
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    chunks = [chunk["choices"][0] for chunk in await events(client, "chat/completions", CHAT, tools=TOOLS)]
+    parts = [part for chunk in chunks for part in chunk["delta"].get("tool_calls", ())]
+    assert "".join(part["function"]["arguments"] for part in parts) == '{"a": 1}'
+    assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == content
+    (choice,) = (await ask(client, "chat/completions", CHAT))["choices"]
+    assert "tool_calls" not in choice["message"]  # without tools nothing is read
 
 
 async def test_calls_stay_text_where_their_form_is_not_known(client: Client, sampler: TalkingSampler) -> None:

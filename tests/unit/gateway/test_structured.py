@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,14 +11,15 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from gateway.openai.call_forms import FORMS, Form
 from gateway.openai.generator import TokenizerInfo
 from gateway.openai.schemas import Chat, FunctionTool
 from gateway.openai.structured import Structure, structure_of
 from gateway.openai.text import Vocabulary
-from gateway.openai.tool_calls import Form
 from sampler_service.grammar_check import error_of, source_of
 from tinsmith.errors import InvalidRequest, Unsupported
 
+STOP = "<|stop|>"
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 GET = {"type": "object", "properties": {"q": {"enum": ["x", "y"]}}, "required": ["q"], "additionalProperties": False}
@@ -27,7 +30,7 @@ def info(form: Form | None, *, marks: Sequence[str] = MARKS) -> TokenizerInfo:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: n for n, char in enumerate(alphabet)}, []))
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in (STOP, *marks)])  # the ids of Bytes
     return TokenizerInfo(Vocabulary(tokenizer.to_str()), (0,), form)
 
 
@@ -36,7 +39,7 @@ class Bytes:
 
     def __init__(self, marks: Sequence[str]) -> None:
         self.marks = marks
-        self.tokens = [bytes([n]) for n in range(256)] + [mark.encode() for mark in ("<|end|>", *marks)]
+        self.tokens = [bytes([n]) for n in range(256)] + [mark.encode() for mark in (STOP, *marks)]
         self.special_token_ids = list(range(256, len(self.tokens)))
         self.bos_token_id = self.eos_token_id = 256
 
@@ -208,6 +211,54 @@ def test_an_argument_without_a_schema_is_any_text() -> None:
     assert fits(structure, xml("f", a="any", b="text"))
     assert fits(structure, xml("f", b="{"))
     assert not fits(structure, xml("f", a="any"))
+
+
+def written(form: Form, *calls: tuple[str, str]) -> str:
+    """An answer with these calls, names and arguments, as the model itself writes them."""
+    parts = []
+    for n, (name, arguments) in enumerate(calls):
+        element = (
+            "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+            if form == "glm"
+            else "<parameter={}>\n{}\n</parameter>\n"
+        )
+        elements = "".join(element.format(key, value) for key, value in json.loads(arguments).items())
+        inner = f"{name}\n{elements}" if form == "glm" else f"<function={name}>\n{elements}</function>"
+        values = {"name": name, "quoted": f'"{name}"', "arguments": arguments, "number": str(n), "xml": inner}
+        parts.append(re.sub(r"\$(\w+)", lambda found, values=values: values[found[1]], FORMS[form].call))
+    begin = FORMS[form].begin.replace("$space", " ")
+    return begin + (FORMS[form].between or "").join(parts) + FORMS[form].end
+
+
+@pytest.mark.parametrize("has_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("form", FORMS)
+def test_calls_are_held_to_the_form_of_the_model_and_read_again(form: Form, has_tokens: bool) -> None:
+    marks = (*FORMS[form].marks, *(["<|end|>"] * bool(FORMS[form].joint))) if has_tokens else ()
+    tokenizer = info(form, marks=marks)
+    forced = made(tokenizer, tools=tools(), tool_choice="required")
+    free = made(tokenizer, tools=tools(strict=True))
+    add, get = ("add", '{"a": 1}'), ("get", '{"q": "x"}')
+    one, wrong = written(form, add), written(form, ("add", '{"a": "one"}'))
+    several = [written(form, add, get)] if FORMS[form].between is not None else []
+    for text in (one, written(form, get), *several):
+        assert fits(forced, text, marks=marks), text
+        assert fits(free, text, marks=marks), text
+        reader = forced.reader()
+        assert reader is not None
+        assert not [piece for piece in reader.push(text) + reader.end() if piece.call is None]
+        assert [call.name for call in reader.calls] == (
+            ["add", "get"] if text in several else [re.search("add|get", text)[0]]
+        )  # type: ignore[index]
+        assert json.loads(reader.calls[0].arguments) in ({"a": 1}, {"q": "x"})
+    for text in (wrong, written(form, ("sub", "{}")), f"x {one}", "hello", ""):
+        assert not fits(forced, text, marks=marks), text
+    said = "<|channel|>analysis<|message|>Hm." if form == "harmony" and has_tokens else "Hm."
+    assert fits(free, said, marks=marks)
+    assert not fits(free, wrong, marks=marks)
+    if FORMS[form].anywhere:
+        joint = FORMS[form].joint if has_tokens else ""
+        assert fits(free, f"{said}{joint}{one}", marks=marks)
+        assert not fits(free, f"{said}{joint}{wrong}", marks=marks)
 
 
 def test_one_call_at_most_without_parallel_calls() -> None:

@@ -1,11 +1,13 @@
 """Calls of tools, read from text in pieces of any size."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 
-from gateway.openai.tool_calls import Form, ToolCallReader
+from gateway.openai.call_forms import FORMS, Form
+from gateway.openai.tool_calls import ToolCallReader
 
 SCHEMAS: dict[str, Any] = {
     "add": {"properties": {"a": {"type": "array"}, "n": {"type": ["integer", "null"]}, "s": {"type": "string"}}},
@@ -22,9 +24,10 @@ SCHEMAS: dict[str, Any] = {
 }
 
 
-def read(text: str, *, form: Form, size: int) -> tuple[str, list[tuple[str, str]]]:
+def read(text: str | list[str], *, form: Form, size: int = 1) -> tuple[str, list[tuple[str, str]]]:
     reader = ToolCallReader(form, SCHEMAS)
-    pieces = [piece for n in range(0, len(text), size) for piece in reader.push(text[n : n + size])] + reader.end()
+    pushes = text if isinstance(text, list) else [text[n : n + size] for n in range(0, len(text), size)]
+    pieces = [piece for push in pushes for piece in reader.push(push)] + reader.end()
     content = "".join(piece.text for piece in pieces if piece.call is None)
     for call in reader.calls:
         told = [piece for piece in pieces if piece.call is call]
@@ -59,7 +62,7 @@ HERMES = {
     "no arguments": ('<tool_call>{"name": "add"}</tool_call>', "", [("add", "{}")]),
     "a broken call": ("<tool_call>nonsense</tool_call> x", "<tool_call>nonsense</tool_call> x", []),
     "cut in the arguments": ('<tool_call>\n{"name": "add", "arguments": {"a": [1', "", [("add", '{"a": [1')]),
-    "cut in the name": ('x <tool_call>\n{"name": "ad', 'x<tool_call>\n{"name": "ad', []),
+    "cut in the name": ('x <tool_call>\n{"name": "ad', 'x <tool_call>\n{"name": "ad', []),
     "cut in the mark": ("x <tool_ca", "x <tool_ca", []),
     "a call that is not closed before the next": (
         f"<tool_call>\n{ADD}\n<tool_call>\n{GET}\n</tool_call>",
@@ -161,6 +164,151 @@ def test_calls_in_hermes_form_are_read(text: str, content: str, calls: list[tupl
 @pytest.mark.parametrize(("text", "content", "calls"), LLAMA.values(), ids=LLAMA)
 def test_calls_in_llamas_form_are_read(text: str, content: str, calls: list[tuple[str, str]], size: int) -> None:
     assert read(text, form="llama3", size=size) == (content, calls)
+
+
+BEGIN, CALL, SEP, END, LAST = FORMS["deepseek_v3"].marks
+KIMI = "<|tool_calls_section_begin|>"
+FENCED = f"{CALL}function{SEP}add\n```json\n{ADD_ARGS}\n```{END}"
+FAMILIES: dict[Form, dict[str, tuple[str, str, list[tuple[str, str]]]]] = {
+    "glm": {
+        "text and two calls": (
+            "I think.\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>[1, 2]</arg_value>\n"
+            "<arg_key>s</arg_key>\n<arg_value>7</arg_value>\n</tool_call>\n<tool_call>get\n</tool_call>",
+            "I think.",
+            [("add", '{"a": [1, 2], "s": "7"}'), ("get", "{}")],
+        ),
+        "on one line, as GLM 4.7": (
+            "<tool_call>get<arg_key>q</arg_key><arg_value>\n a </tool_call> b\n</arg_value></tool_call>x",
+            "x",
+            [("get", '{"q": "\\n a </tool_call> b\\n"}')],
+        ),
+        "broken": ("<tool_call>do it now</tool_call> x", "<tool_call>do it now</tool_call> x", []),
+        "cut": ("a <tool_call>get\n<arg_key>q</arg_k", "a <tool_call>get\n<arg_key>q</arg_k", []),
+    },
+    "mistral": {
+        "two calls": (
+            f"Hm. [TOOL_CALLS]add[ARGS]{ADD_ARGS}[TOOL_CALLS]get[ARGS]{GET_ARGS}",
+            "Hm.",
+            [("add", ADD_ARGS), ("get", GET_ARGS)],
+        ),
+        "with an id": (f"[TOOL_CALLS]add[CALL_ID]a1b2c3d4e[ARGS]{ADD_ARGS}", "", [("add", ADD_ARGS)]),
+        "cut in the arguments": ('[TOOL_CALLS]add[ARGS]{"a": [1', "", [("add", '{"a": [1')]),
+        "cut in the name": ("[TOOL_CALLS]ad", "[TOOL_CALLS]ad", []),
+        "broken": (
+            "[TOOL_CALLS]add[ARGS]nothing, [TOOL_CALLS] is",
+            "[TOOL_CALLS]add[ARGS]nothing, [TOOL_CALLS] is",
+            [],
+        ),
+    },
+    "mistral_array": {
+        "two calls": (
+            f'[TOOL_CALLS] [{ADD[:-1]}, "id": "a1b2c3d4e"}}, {GET}]',
+            "",
+            [("add", ADD_ARGS), ("get", GET_ARGS)],
+        ),
+        "text around": (f"Hm. [TOOL_CALLS][{ADD}]\nIs it?", "Hm.Is it?", [("add", ADD_ARGS)]),
+        "cut after the first": (f'[TOOL_CALLS][{ADD}, {{"na', ', {"na', [("add", ADD_ARGS)]),
+        "other JSON": ("[TOOL_CALLS] [1, 2]", "[TOOL_CALLS] [1, 2]", []),
+    },
+    "deepseek_v3": {
+        "two calls": (
+            f"I think.\n{BEGIN}{FENCED}\n{FENCED.replace('add', 'get')}{LAST}",
+            "I think.",
+            [("add", ADD_ARGS), ("get", ADD_ARGS)],
+        ),
+        "without a section": (FENCED, "", [("add", ADD_ARGS)]),
+        "no name": (f"{BEGIN}{CALL}function{SEP}\n```json", f"{BEGIN}{CALL}function{SEP}\n```json", []),
+        "cut after the arguments": (f"{BEGIN}{FENCED}"[: -len(END)], "", [("add", ADD_ARGS)]),
+    },
+    "deepseek_v31": {
+        "two calls": (
+            f"{BEGIN}{CALL}add{SEP}{ADD_ARGS}{END}{CALL}get{SEP}{GET_ARGS}{END}{LAST}",
+            "",
+            [("add", ADD_ARGS), ("get", GET_ARGS)],
+        ),
+        "the marks in text": (f"It is {BEGIN} and {SEP}.", f"It is {BEGIN} and {SEP}.", []),
+        "no JSON": (f"{CALL}add{SEP}a=1{END}", f"{CALL}add{SEP}a=1{END}", []),
+    },
+    "kimi": {
+        "two calls": (
+            f"I call. {KIMI}<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{ADD_ARGS}<|tool_call_end|>"
+            f"<|tool_call_begin|>functions.get:1<|tool_call_argument_begin|>{GET_ARGS}<|tool_call_end|>"
+            "<|tool_calls_section_end|>",
+            "I call.",
+            [("add", ADD_ARGS), ("get", GET_ARGS)],
+        ),
+        "no number": (f"{KIMI}<|tool_call_begin|>add", f"{KIMI}<|tool_call_begin|>add", []),
+    },
+    "harmony": {
+        "thought and call": (
+            "<|channel|>analysis<|message|>I add to=functions.<|end|><|start|>assistant<|channel|>commentary "
+            f"to=functions.add <|constrain|>json<|message|>{ADD_ARGS}<|call|>",
+            "analysisI add to=functions.<|end|>",
+            [("add", ADD_ARGS)],
+        ),
+        "the recipient first": (
+            f" to=functions.add<|channel|>commentary json<|message|>{ADD_ARGS}",
+            "",
+            [("add", ADD_ARGS)],
+        ),
+        "an answer": ("<|channel|>final<|message|>It is 3.", "finalIt is 3.", []),
+        "a tool of its own": (
+            "<|channel|>analysis to=python code<|message|>{1}",
+            "analysis to=python code{1}",
+            [],
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("form", "text", "content", "calls"),
+    [(form, *one) for form, cases in FAMILIES.items() for one in cases.values()],
+    ids=[f"{form}: {name}" for form, cases in FAMILIES.items() for name in cases],
+)
+def test_calls_in_the_form_of_each_family_are_read(
+    form: Form, text: str, content: str, calls: list[tuple[str, str]], size: int
+) -> None:
+    """Marks are tokens of these families, so they come whole; other text comes in pieces of any size."""
+    mark = "|".join(re.escape(mark) for mark in FORMS[form].marks)
+    parts = [part for part in re.split(f"({mark})", text) if part]
+    pushes = [
+        piece
+        for part in parts
+        for piece in ([part] if re.fullmatch(mark, part) else [part[n : n + size] for n in range(0, len(part), size)])
+    ]
+    assert read(pushes, form=form) == (content, calls)
+
+
+def test_ids_are_those_that_the_family_and_its_template_take() -> None:
+    asked: dict[Form, tuple[str, str]] = {
+        "kimi": (FAMILIES["kimi"]["two calls"][0], r"functions\.add:0"),
+        "mistral": (FAMILIES["mistral"]["with an id"][0], "a1b2c3d4e"),
+        "mistral_array": (FAMILIES["mistral_array"]["text around"][0], "[a-z0-9]{9}"),
+        "hermes": (f"<tool_call>{ADD}</tool_call>", "call_[a-z0-9]{24}"),
+    }
+    for form, (text, expected) in asked.items():
+        reader = ToolCallReader(form, SCHEMAS)
+        reader.push(text)
+        assert re.fullmatch(expected, reader.calls[0].id)
+
+
+def test_llamas_calls_may_begin_with_its_mark() -> None:
+    text = '<|python_tag|>{"name": "add", "parameters": {}}'
+    assert read(text, form="llama3", size=3) == ("", [("add", "{}")])
+    assert read("<|python_tag|>print()", form="llama3", size=3) == ("<|python_tag|>print()", [])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_text_after_a_call_keeps_its_spaces(form: Form) -> None:
+    written = {"mistral_array": FAMILIES["mistral_array"]["text around"][0].split("\n")[0]}.get(
+        form, next(iter(FAMILIES.get(form, {"": [f"<tool_call>{ADD}</tool_call>"]}).values()))[0]
+    )
+    written = {"llama3": LLAMA["one call"][0], "qwen_xml": xml("add")}.get(form, written)
+    content, calls = read(f"{written}\nand so on, it  is", form=form, size=1)
+    assert content.endswith("and so on, it  is")
+    assert calls
 
 
 def test_text_is_told_as_soon_as_it_cannot_be_a_call() -> None:

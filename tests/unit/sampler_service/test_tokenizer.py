@@ -163,7 +163,9 @@ LLAMA3_TEMPLATE = '{% if tools %}Environment: ipython {"name": x, "parameters": 
 CODER_TEMPLATE = (
     "{% if tools %}<tool_call><function={{ tools }}><parameter=a></tool_call>{% endif %}{{ messages[0].content }}"
 )
-GLM_TEMPLATE = "{% if tools %}<tool_call>{{ tools }}<arg_key></tool_call>{% endif %}{{ messages[0].content }}"
+GLM_TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools }}<arg_key><arg_value></tool_call>{% endif %}{{ messages[0].content }}"
+)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,15 @@ GLM_TEMPLATE = "{% if tools %}<tool_call>{{ tools }}<arg_key></tool_call>{% endi
         (HERMES_TEMPLATE, "hermes"),
         (LLAMA3_TEMPLATE, "llama3"),
         (CODER_TEMPLATE, "qwen_xml"),
-        (GLM_TEMPLATE, None),
+        (GLM_TEMPLATE, "glm"),
+        ("{% if tools %}<tool_call><function={{ tools }}></tool_call>{% endif %}", None),
+        ("{{ tools }}[TOOL_CALLS]{{ call.name }}[ARGS]{{ call.arguments }}", "mistral"),
+        ("{{ tools }}[TOOL_CALLS] [{{ call | tojson }}]", "mistral_array"),
+        ("{{ tools }}<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ name }}\n```json\n{{ arguments }}", "deepseek_v3"),
+        ("{{ tools }}<｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>{{ arguments }}", "deepseek_v31"),
+        ("{{ tools }}<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ arguments }}", "kimi"),
+        ("{{ tools }} to=functions.{{ name }}<|channel|>commentary json<|message|>{{ arguments }}<|call|>", "harmony"),
+        ("{{ tools }}", None),
         (None, None),
     ],
 )
@@ -204,5 +214,11 @@ def test_calls_of_tools_that_the_template_would_drop_are_refused(
     (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("{% endfor %}", CALLS + "{% endfor %}", 1))
     shown = ChatTokenizer(str(tmp_path))
     assert 'log({"a": 1})' in stock.decode(shown.chat_tokens(chat(messages)).tolist())
+    plain = CALLS.replace(" | tojson", "").replace(
+        "{{ call.function.arguments }}", '{{ "" + call.function.arguments }}'
+    )
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("{% endfor %}", plain + "{% endfor %}", 1))
+    as_text = ChatTokenizer(str(tmp_path))  # DeepSeek's templates take the arguments as JSON
+    assert 'log({"a": 1})' in stock.decode(as_text.chat_tokens(chat(messages)).tolist())
     with pytest.raises(InvalidRequest, match=r"messages\[0\].tool_calls: is not a list of objects"):
         tokenizer.chat_tokens(chat([{"role": "assistant", "content": "", "tool_calls": ["log"]}]))
