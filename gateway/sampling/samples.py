@@ -22,7 +22,7 @@ from gateway.load import Pacer, Share
 from gateway.sampling.drawing import Drawings
 from gateway.sampling.records import Records
 from gateway.tenants.limits import Hold
-from tinsmith.errors import NotReady, OutOfCapacity, SequenceConflict, ServiceError
+from tinsmith.errors import InvalidRequest, NotReady, OutOfCapacity, SequenceConflict, ServiceError
 from tinsmith.rpc import logs
 from tinsmith.rpc.paths import run_of
 from tinsmith.v1 import sampler_pb2
@@ -58,23 +58,33 @@ class Places:
         """Number of prompts of the OpenAI API in work."""
         return self._prompts.total()
 
-    def check(self, owner: str) -> None:
-        """Raises OutOfCapacity when the samples in work, of the owner or of all owners, have reached their limit. It is
-        cheap, so it is called before a body is read."""
+    def check(self, owner: str, *, num_prompts: int = 1) -> None:
+        """Raises OutOfCapacity when there is no place for so many more samples: those in work, of the owner or of all
+        owners, are bounded. It is cheap, so it is called before a body is read. Raises InvalidRequest for more prompts
+        than there are places."""
         config, futures = self._config, self._futures
         num_own = futures.num_pending(KIND, owner=owner) + self._prompts[owner]
         for number, limit, name, whose in (
             (num_own, config.max_pending_samples_per_owner, "max_pending_samples_per_owner", f" of {owner!r}"),
             (futures.num_pending(KIND) + self.num_prompts, config.max_pending_samples, "max_pending_samples", ""),
         ):
+            if num_prompts > limit:
+                raise InvalidRequest(
+                    f"prompt: {num_prompts} prompts are more than this server has places for samples, {name} {limit}; "
+                    "send them in several requests",
+                    field="prompt",
+                )
             if number >= limit:
                 raise OutOfCapacity(f"{limit} samples{whose} are in work, which is {name}; try again")
+            if number + num_prompts > limit:
+                too_many = f"{num_prompts} more would be above {name} {limit}"
+                raise OutOfCapacity(f"{number} samples{whose} are in work, and {too_many}; try again")
 
     @contextlib.contextmanager
     def hold(self, owner: str, *, num_prompts: int = 1) -> Iterator[None]:
         """Counts prompts of the OpenAI API as samples in work, from before they are rendered to the end of the answer.
         Raises what `check` raises."""
-        self.check(owner)
+        self.check(owner, num_prompts=num_prompts)
         self._prompts[owner] += num_prompts
         try:
             yield

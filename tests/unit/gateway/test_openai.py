@@ -727,6 +727,26 @@ async def test_requests_that_come_at_once_hold_their_places_while_their_prompts_
         await until(lambda: places.num_prompts == 0)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.gateway(max_pending_samples=4, max_pending_samples_per_owner=3)
+async def test_each_prompt_of_a_list_takes_a_place(client: Client, sampler: TalkingSampler, stream: bool) -> None:
+    sampler.go.clear()
+    sampler.pauses = True
+    asked = COMPLETION | {"stream": stream}
+    first = asyncio.create_task(client.post("/v1/completions", json=asked | {"prompt": ["Hi", "Ho"], "n": 2}))
+    await until(lambda: len(sampler.requests) == 2)
+    refused = await refusal(client, "completions", asked, status=429, prompt=["Hi", "Ho"])
+    assert "2 more would be above max_pending_samples_per_owner 3" in refused["message"]
+    refused = await refusal(client, "completions", asked, prompt=["a", "b", "c", "d"])
+    assert refused["message"].startswith("prompt: 4 prompts are more than this server has places")
+    assert refused["param"] == "prompt"
+    third = asyncio.create_task(client.post("/v1/completions", json=asked))  # choices take no place of their own
+    await until(lambda: len(sampler.requests) == 3)
+    sampler.go.set()
+    assert [reply.status_code for reply in await asyncio.gather(first, third)] == [200, 200]
+    assert (await client.post("/v1/completions", json=asked | {"prompt": ["a", "b", "c"]})).status_code == 200
+
+
 @pytest.mark.gateway(max_pending_samples=2)
 async def test_both_apis_share_the_places(stack: Stack, sampler: TalkingSampler) -> None:
     sampler.go.clear()
