@@ -67,7 +67,7 @@ class Trainer:
         rule = GapRule(0.01, 0.01, "refuse", timeout_s=5)
         publisher = Publisher(sender, sequences, rule, metrics, self.engine.score(None, sequences))
         checkpoints = CheckpointStore(folder / "checkpoints", metrics)
-        run_alone, make_room = self.scheduler.run_alone, self.scheduler.parking.make_room
+        run_alone, make_room = self.scheduler.compute.run_alone, self.scheduler.parking.make_room
         models = LiveModels(["bench"], base.weights_sum)
         self._operations = Operations(
             self.engine,
@@ -140,7 +140,7 @@ async def measure(base: BaseModel, folder: Path, arguments: argparse.Namespace, 
         journalled.engine.capture(MODEL, with_optimizer=True)
         return 1e3 * (time.perf_counter() - begin)
 
-    captures = [await journalled.scheduler.run_alone(capture) for _ in range(arguments.repeats)]
+    captures = [await journalled.scheduler.compute.run_alone(capture) for _ in range(arguments.repeats)]
     report.add(Figure("capture, on the compute thread", "ms", captures, "engine alone", engine_ms))
     await snapshotted.close()
     (newest, *_) = snapshotted.files.seq_ids(MODEL)

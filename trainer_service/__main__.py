@@ -111,7 +111,7 @@ async def serve(config: TrainerConfig, group: RankGroup | None, cores: Cores) ->
         await server.set_serving(True)
         logger.info("serving %s", ", ".join(config.public_names))
         background = _begin_background(config, trainer)
-        died = asyncio.create_task(trainer.scheduler.engine_died.wait())
+        died = asyncio.create_task(trainer.scheduler.compute.engine_died.wait())
         await asyncio.wait({stopping, died, superseded}, return_when=asyncio.FIRST_COMPLETED)
         await server.set_serving(False)
         if superseded.done():
@@ -201,7 +201,7 @@ def _begin_background(config: TrainerConfig, trainer: Trainer) -> set[asyncio.Ta
 async def _end_with_device(trainer: Trainer) -> None:
     """Lets the trainer end when the device fails where no operation meets it."""
     await trainer.operations.publishing.publisher.sender.device_failed.wait()
-    trainer.scheduler.engine_died.set()
+    trainer.scheduler.compute.engine_died.set()
 
 
 async def _close(trainer: Trainer) -> bool:
@@ -254,7 +254,7 @@ async def start(
         engine,
         checkpoints,
         publisher,
-        scheduler.run_alone,
+        scheduler.compute.run_alone,
         scheduler.executing,
         models,
         config.max_lora_rank,

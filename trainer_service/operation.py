@@ -18,8 +18,6 @@ T = TypeVar("T")
 
 Answer = trainer_pb2.WaitResultResponse
 Outcome = Answer | ServiceError
-Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
-"""Starts a task that the scheduler waits for when it closes."""
 
 
 class Turn(Protocol):
@@ -91,7 +89,7 @@ class Operation:
     replayed: bool = False
     """True when the operation has had its answer since before a restart, and runs again only to change the model."""
     held_bytes: int = 0
-    """Bytes that the operation counts for in HeldBytes (scheduling/model_queue.py)."""
+    """Bytes that the operation counts for in HeldBytes (scheduling/held_bytes.py)."""
     arrived_s: float = field(default_factory=time.perf_counter)
     """Time of arrival, by time.perf_counter."""
     arrived_at: float = field(default_factory=time.time)

@@ -127,15 +127,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             await asyncio.wait([deleting])
         trainer = self._ready
         # A call that is cancelled does not end the step.
-        await asyncio.shield(trainer.scheduler.spawn(call(trainer.moving)))
-        if trainer.scheduler.has_moved(model_id):
+        await asyncio.shield(trainer.scheduler.tasks.spawn(call(trainer.moving)))
+        if model_id in trainer.scheduler.models.moved:
             self._told.pop(model_id, None)
 
     async def GetTrainerInfo(self, request: pb.GetTrainerInfoRequest, context: Context) -> pb.GetTrainerInfoResponse:
         trainer = self._ready
         engine = trainer.operations.engine
         full, groups = engine.base.trainable, engine.base.groups
-        pace = trainer.scheduler.pace()
+        pace = trainer.scheduler.compute.pace()
         return pb.GetTrainerInfoResponse(
             base_models=trainer.operations.models.base_models,
             max_context_length=engine.limits.max_context_length,
@@ -165,7 +165,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             fingerprint=trainer.fingerprint,
             reserved_bytes=engine.reserved_bytes,
             reservable_bytes=engine.plan.models_bytes or 0,
-            num_models=trainer.scheduler.num_models,
+            num_models=trainer.scheduler.models.num_known,
             queued_time=duration(trainer.scheduler.queued_s()),
         )
 
@@ -200,7 +200,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         trainer = self._ready
         await trainer.scheduler.check_held(request.model_id)
         model = trainer.operations.models.get(request.model_id)
-        return pb.GetModelResponse(model=model.to_proto(next_seq_id=trainer.scheduler.next_seq_id(request.model_id)))
+        next_seq_id = trainer.scheduler.models[request.model_id].next_seq_id
+        return pb.GetModelResponse(model=model.to_proto(next_seq_id=next_seq_id))
 
     async def DeleteModel(self, request: pb.DeleteModelRequest, context: Context) -> pb.DeleteModelResponse:
         model_id = check_model_id(request.model_id, field="model_id")
@@ -264,7 +265,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         try:
             certified = await trainer.operations.publishing.publish(location, request.version_id)
         except Exception as error:
-            if trainer.scheduler.ends_with(error, publication(location, request.version_id)):
+            if trainer.scheduler.compute.ends_with(error, publication(location, request.version_id)):
                 raise _dead(error) from error
             raise
         return pb.PublishCheckpointResponse(num_samplers=certified.num_samplers, certificate=certified.certificate)
@@ -345,7 +346,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         try:
             return await trainer.importer.run(first.header, pieces(), last=last, converting=converting)
         except Exception as error:
-            if names and trainer.scheduler.ends_with(error, names[-1]):
+            if names and trainer.scheduler.compute.ends_with(error, names[-1]):
                 raise _dead(error) from error
             raise
 
@@ -381,7 +382,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         scheduler.executing.check(*name)
         self._num_checks_of_no_model += 1
         # A call that is cancelled does not end the check on its thread, so it must not end the record of it either.
-        await asyncio.shield(scheduler.spawn(self._check_custom_loss(request, name)))
+        await asyncio.shield(scheduler.tasks.spawn(self._check_custom_loss(request, name)))
         return pb.CheckCustomLossResponse()
 
     async def _check_custom_loss(self, request: pb.CheckCustomLossRequest, name: Name) -> None:
@@ -430,12 +431,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 with scheduler.executing.other(name):
                     return await call()
             except Exception as error:
-                if scheduler.ends_with(error, name):
+                if scheduler.compute.ends_with(error, name):
                     raise _dead(error) from error
                 raise
 
         # A call that is cancelled does not end its thread, so it must not end the record of it either.
-        return await asyncio.shield(scheduler.spawn(noted()))
+        return await asyncio.shield(scheduler.tasks.spawn(noted()))
 
     async def _submit(
         self,
@@ -453,7 +454,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> Answer:
         """Has an operation accepted, acknowledges it, and waits for its answer. `pack` makes its body."""
         check_model_id(request.model_id, field="model_id")
-        accepting = self._ready.scheduler.spawn(self._accept(kind, request, seq_id, pack))
+        accepting = self._ready.scheduler.tasks.spawn(self._accept(kind, request, seq_id, pack))
         try:
             operation = await asyncio.shield(accepting)  # a call that is cancelled leaves no operation without work
         except ServiceError:
@@ -491,7 +492,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             async with executing.stage(*arrival):
                 body, needed = await self._run(lambda: (pack(), self._batch_bytes(request)), on_thread=on_thread)
         held_bytes = needed  # a batch above the limit is refused, and holds only its body
-        if needed is not None and needed > scheduler.max_operation_bytes:
+        if needed is not None and needed > scheduler.held.max_operation_bytes:
             held_bytes = None
         try:
             operation, is_new = await scheduler.accept(request.model_id, seq_id, body, held_bytes=held_bytes)
@@ -516,7 +517,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """The work of a new operation. A request that cannot be read gets work that fails, too."""
         trainer, model_id, seq_id = self._ready, operation.model_id, operation.seq_id
         custom = isinstance(request, pb.ForwardBackwardRequest) and request.HasField("custom_loss")
-        max_bytes = trainer.scheduler.max_operation_bytes
+        max_bytes = trainer.scheduler.held.max_operation_bytes
         work_of = partial(trainer.operations.work_of, request, held_bytes=held_bytes, max_bytes=max_bytes)
         try:
             trainer.scheduler.executing.check(model_id, seq_id)
@@ -527,13 +528,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             # within its stage makes all others wait, so it must not wait for a lock that one of them holds.
             turn = self._check_turns.setdefault(model_id, asyncio.Lock())
             async with turn, trainer.scheduler.executing.stage(model_id, seq_id):
-                if not trainer.scheduler.is_queued(model_id, seq_id):
+                if not trainer.scheduler.models.is_queued(model_id, seq_id):
                     raise ModelNotFound(f"model_id: {model_id!r} was deleted", model_id=model_id)
                 return await in_pool_of(trainer.operations.loss_checks, work_of)
         except ServiceError as error:
             return trainer.operations.refuse(request, error)
         except Exception as caught:
-            if trainer.scheduler.ends_with(caught, (model_id, seq_id)):
+            if trainer.scheduler.compute.ends_with(caught, (model_id, seq_id)):
                 raise _dead(caught) from caught
             logger.exception("%s of %s, seq_id %d, cannot be read", operation.kind, model_id, seq_id)
             error = ServiceError("internal error; the trainer's log has the cause")

@@ -15,7 +15,8 @@ from tinsmith.errors import ServiceError
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability.journal import Body
 from trainer_service.operation import Work
-from trainer_service.scheduling.scheduler import Gap, Scheduler
+from trainer_service.scheduling.model_queue import Gap
+from trainer_service.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class LostOperations:
 
     async def look(self, now_s: float) -> None:
         """Gives up each missing operation whose time is over. `now_s`: the present time, by time.monotonic."""
-        self._since_s = {gap: self._since_s.get(gap, now_s) for gap in self._scheduler.gaps()}
+        self._since_s = {gap: self._since_s.get(gap, now_s) for gap in self._scheduler.models.gaps()}
         for gap, since_s in self._since_s.items():
             if now_s - since_s >= self._timeout_s:
                 await self._give_up(gap)

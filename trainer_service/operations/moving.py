@@ -28,6 +28,7 @@ from trainer_service.durability.journal import Journal
 from trainer_service.durability.packages import ROWS, Packages
 from trainer_service.durability.run_file import Move
 from trainer_service.operations.restore import Restorer, moved
+from trainer_service.scheduling.withholding import resume, withhold
 from trainer_service.storage.protocol import Storage
 
 logger = logging.getLogger(__name__)
@@ -63,14 +64,15 @@ class Moving:
                 if not await in_pool(packages.is_intact, model_id, move.move_id):
                     await self._pack(packages, model_id, move)
                 return
-            if not self._scheduler.is_known(model_id) and await in_pool(packages.is_intact, model_id, move.move_id):
+            is_known = self._scheduler.models.is_known(model_id)
+            if not is_known and await in_pool(packages.is_intact, model_id, move.move_id):
                 return  # released before; with a journal in one database, the other trainer has taken over the rows
             await self._release(packages, model_id, move)
 
     async def _release(self, packages: Packages, model_id: str, move: Move) -> None:
         started = time.perf_counter()
         await self._have_intact_snapshot(model_id)
-        last = await self._scheduler.withhold(model_id, moved(model_id, move))
+        last = await withhold(self._scheduler, model_id, moved(model_id, move))
         try:
             if last is not None:
                 await self._restorer.put_away(model_id, last)
@@ -79,12 +81,12 @@ class Moving:
             logger.warning("%s is not released, and goes on here: %s", model_id, error)
             await self._restorer.free(model_id)
             model = await self._journal.live_model(model_id)
-            self._scheduler.resume(model_id, is_covered=model is None or model.is_covered)
+            resume(self._scheduler, model_id, is_covered=model is None or model.is_covered)
             if isinstance(error, OSError):
                 raise OutOfCapacity(f"{model_id} cannot be released: {error}") from error
             raise
         await self._journal.release(model_id, move)
-        self._scheduler.set_aside(model_id)
+        self._scheduler.models.remove(model_id)
         self._restorer.metrics.durability.released_models.inc()
         self._restorer.metrics.durability.release_seconds.observe(time.perf_counter() - started)
         logger.info("%s is released for the trainer %s", model_id, move.trainer_id)
@@ -92,7 +94,7 @@ class Moving:
     async def _have_intact_snapshot(self, model_id: str) -> None:
         """Brings back a parked model whose newest snapshot is damaged: an earlier snapshot and the journal give it."""
         model = await self._journal.live_model(model_id)
-        if model is None or model.snapshot_seq_id is None or not self._scheduler.is_parked(model_id):
+        if model is None or model.snapshot_seq_id is None or model_id not in self._scheduler.models.parked:
             return
         try:
             await in_pool(self._restorer.snapshots.files.verify, model_id, model.snapshot_seq_id)
@@ -120,16 +122,16 @@ class Moving:
         when the model was trained on other base weights, and DataCorrupted.
         """
         async with self._turn(model_id):
-            if self._scheduler.has_moved(model_id):
+            if model_id in self._scheduler.models.moved:
                 raise FailedPrecondition(f"model_id: {model_id!r} was released by this trainer", model_id=model_id)
-            if self._scheduler.is_known(model_id):
+            if self._scheduler.models.is_known(model_id):
                 return
             model = await self._journal.live_model(model_id)
             if model is None:
                 await self._adopt(await self._opened(), model_id, move_id)
                 model = await self._journal.live_model(model_id)
             if model is not None:
-                self._scheduler.resume(model_id, is_covered=model.is_covered)
+                resume(self._scheduler, model_id, is_covered=model.is_covered)
 
     async def _adopt(self, packages: Packages, model_id: str, move_id: str) -> None:
         started = time.perf_counter()
@@ -165,7 +167,7 @@ class Moving:
             if await self._journal.forget_moved(model_id, move_id):
                 await in_pool(self._restorer.snapshots.files.delete_all, model_id)
                 self._scheduler.executing.forget_model(model_id)
-            self._scheduler.forget_moved(model_id, move_id)
+            self._scheduler.models.forget_moved(model_id, move_id)
             packages = await self._opened()
             await in_pool(packages.delete, model_id, move_id)
 

@@ -100,13 +100,13 @@ class Restorer:
         """Hands every live model to the scheduler, parked or to be restored. The scheduler then runs its operations."""
         self.scheduler.parking.shelf = self
         for model_id, move in (await self.journal.moved_models()).items():
-            self.scheduler.set_moved(model_id, moved(model_id, move))
+            self.scheduler.models.moved[model_id] = moved(model_id, move)
         models = await self.journal.live_models()
         self.scheduler.executing.keep_models({model.model_id for model in models})
         await self._delete_orphans()
         for model in models:
             if model.is_covered:
-                self.scheduler.leave_parked(model.model_id)
+                self.scheduler.models.parked.add(model.model_id)
             else:
                 await self._try_to_restore(model, unparks=False)
 
@@ -125,7 +125,7 @@ class Restorer:
         self.scheduler.executing.check(*name)
 
         async def capture() -> tuple[types_pb2.CheckpointInfo, CapturedState]:
-            state = await self.scheduler.run_alone(
+            state = await self.scheduler.compute.run_alone(
                 lambda: engine.capture(model_id, with_optimizer=True, with_accumulation=True), name=name
             )
             return model.snapshot_info(seq_id, state), state
@@ -144,9 +144,9 @@ class Restorer:
         if model is not None:
             await self._try_to_restore(model, unparks=True)
             if model.is_covered:
-                await self.scheduler.restored(model_id)
+                await self.scheduler.replay.restored(model_id)
             else:  # it was adopted with operations that have not run: new ones queue behind them at once
-                await self.scheduler.in_memory(model_id)
+                await self.scheduler.replay.in_memory(model_id)
 
     async def _try_to_restore(self, model: LiveModel, *, unparks: bool) -> None:
         try:
@@ -158,13 +158,13 @@ class Restorer:
         except ServiceError as error:
             if unparks and isinstance(error, OutOfCapacity | NotReady):  # for example, the journal's disk is full
                 raise
-            self.scheduler.give_up(model.model_id, str(error))
+            self.scheduler.replay.give_up(model.model_id, str(error))
 
     async def _forget(self, model_id: str, *, name: Name) -> None:
         """Frees a model's memory. `name`: that of the work, for the record of executions."""
         self.operations.models.drop(model_id)
         self.snapshots.drop(model_id)
-        await self.scheduler.run_alone(lambda: self.operations.engine.delete_model(model_id), name=name)
+        await self.scheduler.compute.run_alone(lambda: self.operations.engine.delete_model(model_id), name=name)
 
     async def _restore(self, model: LiveModel, *, unparks: bool) -> None:
         model_id = model.model_id
@@ -195,7 +195,7 @@ class Restorer:
                 await self.journal.lose(model_id, str(error))
                 raise
 
-        self.scheduler.restore(
+        self.scheduler.replay.begin(
             model_id,
             history,
             start=start,

@@ -1,4 +1,4 @@
-"""The accepted operations of each model, its position in them, and the memory that they hold."""
+"""The models that a trainer has, and the accepted operations of each that is in memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinsmith.errors import OutOfCapacity, ServiceError
+from tinsmith.errors import ModelMoved, OutOfCapacity, ServiceError
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Operation
 
 _AHEAD = 16
 """Most operations of a model whose bodies are in memory ahead of their turn in a replay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """An operation that has not arrived, and for which others of its model wait."""
+
+    model_id: str
+    seq_id: int
+    """seq_id of the missing operation."""
+    behind: frozenset[int]
+    """seq_ids of the operations that wait for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +50,10 @@ class Restoration:
     """True when the model could not be restored. Its operations stay unchanged in the journal, for another attempt."""
     forgetting: asyncio.Task[None] | None = None
     """Task that frees the rest of the model after a failure."""
+
+    def stop_feeding(self) -> None:
+        if self.feeder is not None:
+            self.feeder.cancel()
 
 
 @dataclass(slots=True, eq=False)
@@ -66,9 +81,12 @@ class ModelQueue:
     @property
     def is_idle(self) -> bool:
         """True when everything that was asked of the model is done, and the answers are stored."""
-        if self.operations or self.unsettled or self.gone is not None:
-            return False
-        return self.restoration is None or self.restoration.is_over.is_set()
+        return not (self.operations or self.unsettled or self.gone is not None or self.is_being_restored)
+
+    @property
+    def is_being_restored(self) -> bool:
+        """True until the restoration has succeeded or failed."""
+        return self.restoration is not None and not self.restoration.is_over.is_set()
 
     @property
     def next_seq_id(self) -> int:
@@ -107,13 +125,13 @@ class ModelQueues:
         self._max_known_models = max_known_models
         self.unrestored: dict[str, ServiceError] = {}
         """Errors of the models that this process could not restore, by model_id."""
-        self.moved: dict[str, ServiceError] = {}
+        self.moved: dict[str, ModelMoved] = {}
         """Errors of the models that were released for another trainer, or are being released, by model_id."""
         self.parked: set[str] = set()
         """Ids of live models that are on disk only (parking.py)."""
         self.coming: set[str] = set()
         """Ids of models that are being brought back into memory. Each has its place in memory already."""
-        self.moves: dict[str, asyncio.Task[Any]] = {}
+        self.transitions: dict[str, asyncio.Task[Any]] = {}
         """Tasks that park or unpark a model, by model_id."""
         self._wanted: Counter[str] = Counter()
         """Number of calls that are about to use a model, by model_id."""
@@ -144,7 +162,36 @@ class ModelQueues:
 
     def is_away(self, model_id: str) -> bool:
         """True for a model that is parked, or is being parked or brought back."""
-        return model_id in self.moves or model_id in self.parked
+        return model_id in self.transitions or model_id in self.parked
+
+    def is_known(self, model_id: str) -> bool:
+        """True for a model in memory, parked, or on its way between the two, and for one that was given up."""
+        return model_id in self or self.is_away(model_id) or model_id in self.unrestored
+
+    def is_queued(self, model_id: str, seq_id: int) -> bool:
+        """False for an operation whose model was deleted."""
+        model = self.get(model_id)
+        return model is not None and seq_id in model.operations
+
+    def gaps(self) -> list[Gap]:
+        """The missing operations, one of each model whose accepted operations all wait for one that has not arrived."""
+        return [
+            Gap(model.model_id, model.next_to_enter, behind)
+            for model in self
+            if not model.is_being_restored
+            and model.next_to_enter not in model.operations
+            and (behind := frozenset(seq_id for seq_id in model.operations if seq_id > model.next_to_enter))
+        ]
+
+    def check_not_moved(self, model_id: str) -> None:
+        """Raises ModelMoved."""
+        if (error := self.moved.get(model_id)) is not None:
+            raise error
+
+    def forget_moved(self, model_id: str, move_id: str) -> None:
+        """Forgets a model that was released in this move: calls for it fail from now on because there is none."""
+        if (error := self.moved.get(model_id)) is not None and error.metadata.get("move_id") == move_id:
+            del self.moved[model_id]
 
     @contextmanager
     def wanted(self, model_id: str) -> Iterator[None]:
@@ -182,73 +229,6 @@ class ModelQueues:
         self._metrics.memory.models.set(len(self._queues))
         self.released.set()
         return model
-
-
-class HeldBytes:
-    """Bytes held by the operations of all models, with a common limit. Used on one event loop; the metrics may read it
-    on another thread.
-
-    A model may hold at most as many bytes as are free (Choudhury and Hahne 1998, "Dynamic queue length thresholds for
-    shared-memory packet switches", with a factor of 1). So one model gets at most half of the limit. n models that take
-    all they can leave a share of 1 / (n + 1) free, so a further model is never shut out.
-    """
-
-    def __init__(self, metrics: Metrics, *, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.total = 0
-        self._by_model: Counter[str] = Counter()
-        self._next: set[Operation] = set()
-        """Operations that were accepted as the next of their model, with none before them."""
-        self._released = asyncio.Event()
-        metrics.operations.held_bytes.set_function(lambda: self.total)
-        metrics.operations.held_limit_bytes.set(max_bytes)
-
-    @property
-    def max_operation_bytes(self) -> int:
-        """Most bytes of one operation; an operation that would hold more can never be accepted."""
-        return self.max_bytes // 2
-
-    def check(self, model_id: str, num_bytes: int) -> None:
-        """Raises OutOfCapacity when the model may not hold so many more bytes at this moment."""
-        own = self._by_model[model_id]
-        if own + num_bytes > self.max_bytes - self.total - num_bytes:
-            raise OutOfCapacity(
-                f"{model_id}: its operations hold {own} bytes of memory and this one needs {num_bytes}, which is more "
-                f"than its share of this server's max_queued_bytes {self.max_bytes}: all operations hold {self.total}"
-            )
-
-    def check_next(self, model_id: str, num_bytes: int) -> None:
-        """Like `check`, for an operation with no other of its model before it.
-
-        Beyond the limit, half as much memory again is reserved for such operations. None of them waits for another
-        operation, so each will release its memory, and each gets some in the end.
-        """
-        held = sum(operation.held_bytes for operation in self._next if not operation.outcome.done())
-        if held + num_bytes > self.max_operation_bytes:
-            self.check(model_id, num_bytes)
-
-    def hold(self, operation: Operation, num_bytes: int, *, is_next: bool = False) -> None:
-        """Counts so many bytes for an operation, instead of those counted before. The limit is not checked."""
-        if is_next:
-            self._next.add(operation)
-        self._add(operation.model_id, num_bytes - operation.held_bytes)
-        operation.held_bytes = num_bytes
-
-    def release(self, operation: Operation) -> None:
-        self.hold(operation, 0)
-        self._next.discard(operation)
-        self._released.set()
-
-    async def next_release(self) -> None:
-        """Returns when an operation releases its memory."""
-        self._released.clear()
-        await self._released.wait()
-
-    def _add(self, model_id: str, num_bytes: int) -> None:
-        self.total += num_bytes
-        self._by_model[model_id] += num_bytes
-        if not self._by_model[model_id]:
-            del self._by_model[model_id]
 
 
 def _waits(operation: Operation) -> bool:

@@ -18,10 +18,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
-from tinsmith.errors import OutOfCapacity, ServiceError
+from tinsmith.errors import NotReady, OutOfCapacity, ServiceError
 from trainer_service.metrics import Metrics
-from trainer_service.operation import Spawn
 from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
+from trainer_service.scheduling.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ _PATIENCE_S = 5.0
 """Longest wait of a model for a place in memory while all other models have work, in seconds."""
 _TRY_AGAIN_S = 30.0
 """Time after which parking a model is tried again when it has failed, in seconds."""
+_BRING_BACK_AGAIN_S = 1.0
+"""Pause between two attempts to bring back a model that has work, in seconds."""
 _LOOKS = 10
 """Number of searches for idle models within the time after which they are parked."""
 _LONGEST_PAUSE_S = 30.0
@@ -56,12 +58,12 @@ class Shelf(Protocol):
 class Parking:
     """Parks and unparks models. All methods run on one event loop."""
 
-    def __init__(self, models: ModelQueues, metrics: Metrics, spawn: Spawn) -> None:
+    def __init__(self, models: ModelQueues, metrics: Metrics, tasks: Tasks) -> None:
         self.shelf: Shelf | None = None
         """Storage of parked models; None means that no model is parked."""
         self._models = models
         self._metrics = metrics
-        self._spawn = spawn
+        self._tasks = tasks
         self._door = asyncio.Lock()
         """Held while a place is made, so that places are given in the order of the requests."""
 
@@ -79,16 +81,31 @@ class Parking:
 
     async def settled(self, model_id: str) -> None:
         """Returns when the model is not being parked or unparked."""
-        while (move := self._models.moves.get(model_id)) is not None:
-            await asyncio.wait([move])
+        while (transition := self._models.transitions.get(model_id)) is not None:
+            await asyncio.wait([transition])
 
     async def have(self, model_id: str) -> None:
         """Brings the model back if it is parked. Called within `ModelQueues.wanted`. Raises OutOfCapacity when there is
         no place for the model in memory, and other errors when it cannot be restored now."""
-        while (move := self._models.moves.get(model_id)) is not None or model_id in self._models.parked:
-            if move is None:
-                move = self._begin(model_id, self._unpark(model_id))
-            await asyncio.shield(move)
+        while (transition := self._models.transitions.get(model_id)) is not None or model_id in self._models.parked:
+            if transition is None:
+                transition = self._begin(model_id, self._unpark(model_id))
+            await asyncio.shield(transition)
+
+    def begin_to_have(self, model_id: str) -> None:
+        """Brings a parked model back, in the background, because it has operations that have not run. Tries again while
+        there is no place for it."""
+
+        async def have() -> None:
+            while not self._tasks.is_closing:
+                try:
+                    with self._models.wanted(model_id):
+                        return await self.have(model_id)
+                except (OutOfCapacity, NotReady) as error:
+                    logger.warning("%s waits for its place in memory: %s", model_id, error)
+                await asyncio.sleep(_BRING_BACK_AGAIN_S)
+
+        self._tasks.spawn(have())
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
@@ -130,21 +147,21 @@ class Parking:
     def _may_go(self, model: ModelQueue) -> bool:
         if self.shelf is None or not model.is_idle or self._models.get(model.model_id) is not model:
             return False
-        is_used = self._models.is_wanted(model.model_id) or model.model_id in self._models.moves
+        is_used = self._models.is_wanted(model.model_id) or model.model_id in self._models.transitions
         return not is_used and time.monotonic() >= model.stays_until_s
 
     async def _park(self, model: ModelQueue) -> bool:
         return await asyncio.shield(self._begin(model.model_id, self._put_away(model)))
 
-    def _begin(self, model_id: str, move: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        async def moving() -> Any:
+    def _begin(self, model_id: str, transition: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        async def running() -> Any:
             try:
-                return await move
+                return await transition
             finally:
                 # Not in a callback of the task: until it ran, whoever awaits the finished task would spin.
-                del self._models.moves[model_id]
+                del self._models.transitions[model_id]
 
-        task = self._models.moves[model_id] = self._spawn(moving())
+        task = self._models.transitions[model_id] = self._tasks.spawn(running())
         return task
 
     async def _put_away(self, model: ModelQueue) -> bool:

@@ -15,10 +15,16 @@ from trainer_service.durability.executing import Name
 from trainer_service.durability.journal import Entry, EntryState, lost
 from trainer_service.engine.batch import Batch
 from trainer_service.metrics import Metrics
-from trainer_service.operation import Operation, Outcome, Spawn, Work
-from trainer_service.scheduling.model_queue import HeldBytes, ModelQueue, ModelQueues, Restoration
+from trainer_service.operation import Operation, Outcome, Work
+from trainer_service.scheduling.held_bytes import HeldBytes
+from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues, Restoration
+from trainer_service.scheduling.tasks import Tasks
 
 logger = logging.getLogger(__name__)
+
+
+async def _unchanged(entry: Entry, work: Work) -> Work:
+    return work
 
 
 class Replay:
@@ -32,15 +38,15 @@ class Replay:
         ends_with: Callable[[Exception, Name], bool],
         held: HeldBytes,
         metrics: Metrics,
-        spawn: Spawn,
+        tasks: Tasks,
     ) -> None:
-        """`advance`, `abandon`, `ends_with`: those of the Scheduler."""
+        """`advance`, `abandon`, `ends_with`: those of the Execution and its compute thread."""
         self._models = models
         self._advance = advance
         self._abandon = abandon
         self._ends_with = ends_with
         self._metrics = metrics
-        self._spawn = spawn
+        self._tasks = tasks
         self._started_at = time.monotonic()
         self._held = held
         self._reading = asyncio.Lock()
@@ -56,11 +62,19 @@ class Replay:
         start: int,
         found: Work,
         work_of: Callable[[Entry], Awaitable[Work]],
-        checked: Callable[[Entry, Work], Awaitable[Work]],
         forget: Callable[[], Awaitable[object]],
-        unparks: bool,
+        checked: Callable[[Entry, Work], Awaitable[Work]] = _unchanged,
+        unparks: bool = False,
     ) -> None:
-        """See Scheduler.restore."""
+        """Begins to bring a model back from the journal.
+
+        `found`: work that makes the model as it was after operation `start`, or runs operation 0 again. The later
+        operations of `history` follow. `work_of` makes the work of each; operations with an answer keep it. `checked`
+        checks the work that `work_of` has made, which may take long, and returns the work to run.
+
+        When an operation with an answer fails now, the model is given up, and `forget` frees its memory. `unparks`: the
+        model was parked.
+        """
         loop = asyncio.get_running_loop()
         known = {entry.seq_id: entry for entry in history if entry.seq_id >= start}
         known.setdefault(start, Entry(start, "create_model", b"", EntryState.DONE, 0))  # its row may have been deleted
@@ -90,8 +104,29 @@ class Replay:
     def stop(self) -> None:
         """Stops reading bodies."""
         for model in self._models:
-            if model.restoration is not None and model.restoration.feeder is not None:
-                model.restoration.feeder.cancel()
+            if model.restoration is not None:
+                model.restoration.stop_feeding()
+
+    async def restored(self, model_id: str) -> None:
+        """Returns when the model is restored, or has been given up and its memory freed."""
+        model = self._models.get(model_id)
+        if model is None or (restoration := model.restoration) is None:
+            return
+        await restoration.is_over.wait()
+        if restoration.forgetting is not None:
+            await asyncio.wait([restoration.forgetting])
+
+    async def in_memory(self, model_id: str) -> None:
+        """Returns when the model is in memory as its snapshot has it, before its later operations have run. Returns as
+        `restored` does if the model is given up."""
+        model = self._models.get(model_id)
+        if model is None or (restoration := model.restoration) is None:
+            return
+        first = next((operation for operation in model.operations.values() if operation.makes_model), None)
+        if first is not None:
+            await asyncio.shield(first.outcome)
+        if restoration.forgetting is not None:
+            await asyncio.wait([restoration.forgetting])
 
     def give_up(self, model_id: str, why: str, *, cause: ServiceError | None = None) -> None:
         """Gives up the restoration of a model in this process. The journal keeps the model for the next process, or for
@@ -109,7 +144,7 @@ class Replay:
             model.restoration.has_failed = True
             self._abandon(model, error)
             model.restoration.is_over.set()
-            model.restoration.forgetting = self._spawn(_forget(model, model.restoration))
+            model.restoration.forgetting = self._tasks.spawn(_forget(model, model.restoration))
 
     def has_settled(self, model: ModelQueue, operation: Operation) -> None:
         """Called when an operation has its outcome. Lets the body of a further one be read."""

@@ -108,7 +108,7 @@ class Process:
         checkpoints = CheckpointStore(store, metrics)
         models = LiveModels(base_models, base.weights_sum, allow_other_weights=allow_other_weights)
         make_room = scheduler.parking.make_room
-        run_alone, executing = scheduler.run_alone, scheduler.executing
+        run_alone, executing = scheduler.compute.run_alone, scheduler.executing
         operations = Operations(engine, checkpoints, publisher, run_alone, executing, models, 16, snapshots, make_room)
         restorer = Restorer(journal, snapshots, operations, scheduler, metrics)
         await restorer.run()
@@ -134,7 +134,7 @@ class Process:
     async def weights(self, model_id: str) -> dict[str, Tensor]:
         """Weights of the adapter, and tensors of its optimizer, once the operations before a crash have run again."""
         await self.scheduler.check_held(model_id)
-        state = await self.scheduler.run_alone(lambda: self.engine.capture(model_id, with_optimizer=True))
+        state = await self.scheduler.compute.run_alone(lambda: self.engine.capture(model_id, with_optimizer=True))
         assert state.optimizer is not None
         return {"adapter": state.adapter.flat, **state.optimizer.tensors}
 

@@ -162,7 +162,7 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
         exits.push_async_callback(snapshots.close)
         models = LiveModels(["tiny"], base.weights_sum)
         make_room = scheduler.parking.make_room
-        run_alone, executing = scheduler.run_alone, scheduler.executing
+        run_alone, executing = scheduler.compute.run_alone, scheduler.executing
         operations = Operations(
             training, checkpoints, publisher, run_alone, executing, models, 16, snapshots, make_room
         )

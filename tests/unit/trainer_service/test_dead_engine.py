@@ -28,7 +28,7 @@ FAULT = torch.AcceleratorError("CUDA error: an illegal memory access was encount
 async def ends(bench: Bench, *operations: Operation) -> None:
     """The scheduler says that the engine is dead, and the journal has nothing but acceptances of these operations."""
     async with asyncio.timeout(5):
-        await bench.scheduler.engine_died.wait()
+        await bench.scheduler.compute.engine_died.wait()
     assert not await bench.scheduler.close(timeout_s=5)
     for operation in operations:
         assert not operation.outcome.done()
@@ -99,7 +99,7 @@ async def test_a_fault_of_the_device_outside_the_compute_thread_ends_the_engine_
     if where == "a coroutine":
         operation = await bench.step("a", 1, error=FAULT)
     else:
-        monkeypatch.setattr("trainer_service.scheduling.scheduler._answer", faults)
+        monkeypatch.setattr("trainer_service.scheduling.execution._answer", faults)
         operation = await bench.batch("a", 1)
     await ends(bench, operation)
     assert Executing(bench.journal.folder).deaths == {("a", 1): Deaths(executing=1)}
@@ -119,7 +119,7 @@ async def test_a_fault_of_the_device_in_what_belongs_to_no_operation_ends_the_en
     def faults() -> None:
         raise FAULT
 
-    calling = asyncio.create_task(bench.scheduler.run_alone(faults))
+    calling = asyncio.create_task(bench.scheduler.compute.run_alone(faults))
     await ends(bench)
     calling.cancel()
 
@@ -129,7 +129,7 @@ async def test_an_answer_that_cannot_be_made_fails_its_operation_instead_of_leav
     bench: Bench, monkeypatch: pytest.MonkeyPatch, result: str
 ) -> None:
     await bench.create("a")
-    monkeypatch.setattr("trainer_service.scheduling.scheduler._answer", fails)
+    monkeypatch.setattr("trainer_service.scheduling.execution._answer", fails)
     operation = await bench.batch("a", 1, num_tokens=10_000 if result == "a batch" else 10)
     async with asyncio.timeout(5):
         outcome = await asyncio.shield(operation.outcome)

@@ -204,7 +204,7 @@ async def test_a_replay_reads_no_more_than_the_bound_ahead_of_what_runs(make_ben
 
     for model_id in models:
         history = await bench.journal.history(model_id)
-        bench.scheduler.restore(model_id, history, start=0, found=found, work_of=work_of, forget=not_called)
+        bench.scheduler.replay.begin(model_id, history, start=0, found=found, work_of=work_of, forget=not_called)
     for model_id in models:
         await bench.scheduler.check_held(model_id)
     assert len(seen) == 60
@@ -226,7 +226,7 @@ async def test_a_batch_behind_a_gap_since_before_a_restart_holds_up_no_replay(ma
 
     for model_id in ("a", "b"):
         history = await bench.journal.history(model_id)
-        bench.scheduler.restore(model_id, history, start=0, found=found, work_of=work_of, forget=not_called)
+        bench.scheduler.replay.begin(model_id, history, start=0, found=found, work_of=work_of, forget=not_called)
     await asyncio.wait_for(bench.scheduler.check_held("b"), 10)
     await (await bench.batch("a", 1, held_bytes=400)).wait()
     await (await bench.scheduler.find("a", 5)).wait()

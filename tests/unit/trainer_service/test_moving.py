@@ -242,9 +242,9 @@ async def test_a_request_that_is_being_stored_when_its_model_is_released_is_not_
 
     with mock.patch.object(Journal, "append", slow):
         sending = asyncio.create_task(source.send(batch(1)))
-        await until(lambda: source.scheduler.is_queued(MODEL, 1))
+        await until(lambda: source.scheduler.models.is_queued(MODEL, 1))
         releasing = asyncio.create_task(source.moving.release(MODEL, MOVE))
-        await until(lambda: source.scheduler.has_moved(MODEL))
+        await until(lambda: MODEL in source.scheduler.models.moved)
         stored.set()
         operation = await sending
         await releasing
@@ -270,7 +270,7 @@ async def test_a_save_in_work_is_finished_by_the_source(trainers: Trainers) -> N
         saving = await source.send(save(3, "one"))
         await begun.wait()
         releasing = asyncio.create_task(source.moving.release(MODEL, MOVE))
-        await until(lambda: source.scheduler.has_moved(MODEL))
+        await until(lambda: MODEL in source.scheduler.models.moved)
         go.set()
         await releasing
     await target.moving.adopt(MODEL, MOVE.move_id)
@@ -500,6 +500,6 @@ async def test_a_model_of_other_base_weights_is_refused(trainers: Trainers) -> N
 async def test_a_failed_creation_and_a_lost_model_are_not_released(trainers: Trainers) -> None:
     source = await trainers.start("source")
     await source.send(creation(from_location="s:train:1/weights/none", base_model="", lora_config=None))
-    await until(lambda: not source.scheduler.is_known(MODEL))
+    await until(lambda: not source.scheduler.models.is_known(MODEL))
     with pytest.raises(ModelNotFound):
         await source.moving.release(MODEL, MOVE)

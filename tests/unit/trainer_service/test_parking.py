@@ -312,7 +312,7 @@ async def test_a_parked_model_is_saved_loaded_described_and_deleted_as_any_other
     await run(process, [creation(MODEL), batch(MODEL, 1), step(MODEL, 2)])
     await park(process)
     await process.scheduler.check_held(MODEL)
-    info = process.operations.models.get(MODEL).to_proto(next_seq_id=process.scheduler.next_seq_id(MODEL))
+    info = process.operations.models.get(MODEL).to_proto(next_seq_id=process.scheduler.models[MODEL].next_seq_id)
     assert (info.step, info.next_seq_id, info.optimizer, info.lora_config.rank) == (1, 3, types_pb2.OPTIMIZER_ADAMW, 4)
     for one in (save(3, "one"), batch(MODEL, 4), step(MODEL, 5), load(6, "one", load_optimizer=True)):
         await park(process)

@@ -69,7 +69,7 @@ async def test_the_time_is_expected_from_the_measured_speed_and_from_what_others
 async def test_the_time_of_all_waiting_work_is_expected_from_the_measured_speed(bench: Bench) -> None:
     assert bench.scheduler.queued_s() == 0
     await bench.create("a", "b")
-    assert bench.scheduler.num_models == 2
+    assert bench.scheduler.models.num_known == 2
     await (await bench.batch("a", 1, lengths=[100] * 2)).wait()  # which measures the speed
     await bench.hold("a", 2, lengths=[100] * 4)
     await bench.batch("b", 1, num_tokens=10)

@@ -48,9 +48,9 @@ async def _forward_backward(service: Service, seq_id: int) -> None:
     """Returns when the answer is in the journal."""
     data = [random_datum(5, seq_id, vocab_size=VOCAB_SIZE, policy=True)]
     await service.stub.ForwardBackward(request(data, "ppo", model_id=MODEL, seq_id=seq_id))
-    await until(lambda: not service.trainer.scheduler.is_queued(MODEL, seq_id))
+    await until(lambda: not service.trainer.scheduler.models.is_queued(MODEL, seq_id))
 
 
 async def _optim_step(service: Service, seq_id: int) -> None:
     await service.stub.OptimStep(step(seq_id))
-    await until(lambda: not service.trainer.scheduler.is_queued(MODEL, seq_id))
+    await until(lambda: not service.trainer.scheduler.models.is_queued(MODEL, seq_id))

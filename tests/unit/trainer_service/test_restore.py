@@ -955,7 +955,7 @@ async def test_a_fault_of_the_device_while_a_restart_makes_a_models_work_ends_th
     with mock.patch.object(Operations, "work_of", side_effect=fault):
         again = await start(tmp_path / "0")
         async with asyncio.timeout(20):
-            await again.scheduler.engine_died.wait()
+            await again.scheduler.compute.engine_died.wait()
         assert again.count("unrestored_models") == 0
     deaths = Executing(tmp_path / "0").deaths
     assert deaths.pop((MODEL, 1)) == Deaths(executing=1)

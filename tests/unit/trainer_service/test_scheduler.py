@@ -403,7 +403,7 @@ async def test_how_far_ahead_a_seq_id_is_counts_from_what_had_run_before_a_resta
         return nothing
 
     history = await bench.journal.history("a")
-    bench.scheduler.restore("a", history, start=0, found=nothing, work_of=work_of, forget=not_called)
+    bench.scheduler.replay.begin("a", history, start=0, found=nothing, work_of=work_of, forget=not_called)
     ahead = await bench.step("a", 11)
     with pytest.raises(InvalidRequest, match="seq_id: 12 is 4 ahead of the next one, 8"):
         await bench.step("a", 12)
@@ -534,12 +534,12 @@ async def test_a_restored_model_replays_what_had_run_and_what_waits_behind_a_gap
         return work
 
     history = await bench.journal.history("a")
-    bench.scheduler.restore("a", history, start=0, found=nothing, work_of=work_of, forget=not_called)
+    bench.scheduler.replay.begin("a", history, start=0, found=nothing, work_of=work_of, forget=not_called)
     waiting = await bench.scheduler.find("a", 3)
     assert await (await bench.scheduler.find("a", 1)).wait() == answer, "it keeps its answer"
     assert await (await bench.step("a", 1)).wait() == answer
     await bench.scheduler.check_held("a")
-    assert (replayed, bench.scheduler.next_seq_id("a")) == ([1], 2)
+    assert (replayed, bench.scheduler.models["a"].next_seq_id) == ([1], 2)
     with pytest.raises(SequenceConflict):
         await bench.step("a", 3, text="another")
     assert await bench.step("a", 3) is waiting
@@ -569,7 +569,7 @@ async def test_a_model_whose_replay_fails_is_given_up_and_stays_in_the_journal_f
         forgotten.set()
 
     before = await bench.journal.history("a")
-    bench.scheduler.restore("a", before, start=0, found=nothing, work_of=fails, forget=forget)
+    bench.scheduler.replay.begin("a", before, start=0, found=nothing, work_of=fails, forget=forget)
     waiting = await bench.scheduler.find("a", 3)
     with pytest.raises(ModelLost, match=r"optim_step, seq_id 1, fails when it runs again: boom; resume from"):
         await waiting.wait()
@@ -640,8 +640,8 @@ async def test_a_score_of_a_canary_uses_the_threads_that_its_tokens_need_and_oth
     make_page(tmp_path / "cores", cores=8, shares=[4, 4])
     cores = Cores(f"{tmp_path / 'cores'}:0", most=0, set_threads=lambda _: None)
     scheduler = (await make_bench(cores=cores)).scheduler
-    threads = [await scheduler.run_alone(lambda: cores.threads, canary_tokens=tokens) for tokens in (2, 100)]
-    assert (threads, await scheduler.run_alone(lambda: cores.threads)) == ([2, 4], 8)
+    threads = [await scheduler.compute.run_alone(lambda: cores.threads, canary_tokens=tokens) for tokens in (2, 100)]
+    assert (threads, await scheduler.compute.run_alone(lambda: cores.threads)) == ([2, 4], 8)
 
 
 async def test_a_call_that_is_cancelled_while_its_operation_is_appended_leaves_it_to_the_others(bench: Bench) -> None:
@@ -703,7 +703,7 @@ async def test_closing_reads_no_further_operation_of_a_model_that_is_restored(ma
         return nothing
 
     history = await bench.journal.history("a")
-    bench.scheduler.restore("a", history, start=0, found=nothing, work_of=work_of, forget=not_called)
+    bench.scheduler.replay.begin("a", history, start=0, found=nothing, work_of=work_of, forget=not_called)
     await begun.wait()
     assert await bench.scheduler.close(timeout_s=5)
     async with asyncio.timeout(60):
@@ -732,8 +732,8 @@ async def test_closing_gives_up_an_answer_that_cannot_be_stored(bench: Bench, mo
     async def full(*arguments: object, **options: object) -> None:
         raise OutOfCapacity("the disk is full")
 
-    monkeypatch.setattr("trainer_service.scheduling.scheduler._STORE_AGAIN_S", 0.01)
-    monkeypatch.setattr("trainer_service.scheduling.scheduler._LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("trainer_service.scheduling.answer_store._STORE_AGAIN_S", 0.01)
+    monkeypatch.setattr("trainer_service.scheduling.answer_store._LONGEST_PAUSE_S", 0.01)
     await bench.create("a")
     monkeypatch.setattr(bench.journal, "finish", full)
     await (await bench.step("a", 1)).wait()

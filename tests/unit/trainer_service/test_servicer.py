@@ -126,7 +126,7 @@ async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
         )
         models = LiveModels(["tiny", "alias"], base.weights_sum)
         make_room = scheduler.parking.make_room
-        run_alone, executing = scheduler.run_alone, scheduler.executing
+        run_alone, executing = scheduler.compute.run_alone, scheduler.executing
         operations = Operations(engine, checkpoints, publisher, run_alone, executing, models, 16, snapshots, make_room)
         importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
         restorer = Restorer(journal, snapshots, operations, scheduler, metrics)
@@ -401,7 +401,7 @@ async def test_a_fault_of_the_device_while_a_request_becomes_work_is_no_answer_a
     with mock.patch.object(Operations, "work_of", side_effect=fault):
         calling = asyncio.ensure_future(stub.ForwardBackward(batch(1)))  # the channel calls again after UNAVAILABLE
         async with asyncio.timeout(20):
-            await service.trainer.scheduler.engine_died.wait()
+            await service.trainer.scheduler.compute.engine_died.wait()
     assert as_found(tmp_path)[MODEL, 1] == Deaths(executing=1)
     record = await service.trainer.journal.find(MODEL, 1)
     assert record is not None
@@ -480,7 +480,7 @@ async def test_a_hundred_bytes_that_describe_67_million_targets_fail_by_name_and
 
 
 async def test_compressible_batches_are_bounded_by_what_they_are_in_memory(service: Service, stub: Any) -> None:
-    service.trainer.scheduler._held.max_bytes = 2**22
+    service.trainer.scheduler.held.max_bytes = 2**22
     large = [datum([1] * 60, target_tokens=[1] * 60)] * 200  # less than 1 kB in the journal
     calls = [await Accepted.of(service, request(large, model_id=MODEL, seq_id=seq_id)) for seq_id in range(2, 8)]
     await stub.ForwardBackward(request(large[:1], model_id=MODEL, seq_id=1))
@@ -498,7 +498,7 @@ async def test_compressible_batches_are_bounded_by_what_they_are_in_memory(servi
 
 async def test_a_body_larger_than_the_memory_for_one_operation_fails_by_name(service: Service, stub: Any) -> None:
     """A client that is told to try again would do so for ever."""
-    service.trainer.scheduler._held.max_bytes = 2**15
+    service.trainer.scheduler.held.max_bytes = 2**15
     large = request([datum([1] * 60, target_tokens=[1] * 60)] * 200, model_id=MODEL, seq_id=1)
     assert large.ByteSize() > 2**15
     await fails(stub.ForwardBackward(large), errors.InvalidRequest, "half of its max_queued_bytes")
@@ -990,7 +990,7 @@ async def test_a_fault_of_the_device_in_a_request_on_a_checkpoint_ends_the_train
     with mock.patch.object(CheckpointStore, method, side_effect=fault):
         calling = asyncio.ensure_future(getattr(stub, verb)(request))
         async with asyncio.timeout(20):
-            await service.trainer.scheduler.engine_died.wait()
+            await service.trainer.scheduler.compute.engine_died.wait()
     assert as_found(tmp_path)[name] == Deaths(executing=2)
     calling.cancel()
 
