@@ -24,8 +24,9 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.figure import Figure, Report
 from tests.support.postgres import running
-from trainer_service.durability.journal import Body, Journal
+from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_postgres import PostgresDatabase
+from trainer_service.durability.records import Body
 from trainer_service.metrics import Metrics
 
 SIZES = {"10 kB": (10_000, 100), "1 MB": (1_000_000, 12)}

@@ -28,7 +28,7 @@ from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from tinsmith.v1.trainer_pb2_grpc import TrainerServiceStub
-from trainer_service.durability.journal import EntryState
+from trainer_service.durability.records import EntryState
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -8,43 +8,30 @@ write returns only when its transaction is on disk.
 A request's body is cut once two snapshots of its model cover it, so that a damaged snapshot loses nothing. When the
 journal exceeds max_bytes, one snapshot is enough (Bound). If even that does not suffice, as in a very long
 batch, bodies are cut that a replay would need. The model can then not be restored until its next snapshot.
+
+Reads of what a restart needs wait for the end of an outage: a model that could not be read would count as lost.
 """
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
-from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
 
-import xxhash
-import zstandard
-from google.protobuf.message import DecodeError, Message
-from google.protobuf.unknown_fields import UnknownFieldSet
+from google.protobuf.message import DecodeError
 
-from tinsmith.errors import (
-    DataCorrupted,
-    FailedPrecondition,
-    ModelLost,
-    ModelNotFound,
-    NotReady,
-    OutOfCapacity,
-    ServiceError,
-)
+from tinsmith.errors import DataCorrupted, ModelNotFound, ServiceError
 from tinsmith.rpc import errors, tracing
 from tinsmith.threads import in_pool
 from tinsmith.v1 import trainer_pb2
-from trainer_service.durability import journal_file, run_file
-from trainer_service.durability.journal_database import Database, Superseded
+from trainer_service.durability import journal_file
+from trainer_service.durability.journal_bound import Bound
+from trainer_service.durability.journal_database import Database
 from trainer_service.durability.journal_pruning import Pruned, Sizes, Summary, prune, summaries
-from trainer_service.durability.journal_writer import Bound, Writer
-from trainer_service.durability.run_file import Move
+from trainer_service.durability.journal_writer import Writer
+from trainer_service.durability.moved_models import MovedModels
+from trainer_service.durability.records import Body, Entry, EntryState, LiveModel, Record, lost, result_sum, sum_of
 from trainer_service.metrics import Metrics
 from trainer_service.older_forms import carried_over
 
@@ -52,91 +39,6 @@ _LIVE_MODELS = (
     "SELECT model_id, cut_seq_id, snapshot_seq_id, "
     "(SELECT max(seq_id) FROM operations WHERE operations.model_id = models.model_id) FROM models WHERE state = 'live'"
 )
-_DATUMS_AT_ONCE = 64
-"""Datums of a batch that are serialized in one go."""
-_READ_AGAIN_S = 1.0
-"""Pause between two attempts to read what a restart needs, in seconds."""
-
-T = TypeVar("T")
-
-
-class EntryState(IntEnum):
-    ACCEPTED = 0
-    DONE = 1
-    FAILED = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """A request as the journal stores it."""
-
-    kind: str
-    digest: bytes
-    compressed: bytes
-
-    @classmethod
-    def pack(cls, kind: str, request: Message) -> Body:
-        data = _serialized(request)
-        return cls(kind, _digest(kind, data), zstandard.ZstdCompressor(level=1).compress(data))
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the serialized request, uncompressed."""
-        return zstandard.frame_content_size(self.compressed)
-
-    def unpack(self) -> bytes:
-        """The serialized request. Raises ValueError when it differs from the request that was packed."""
-        try:
-            data = zstandard.ZstdDecompressor().decompress(self.compressed, allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            raise ValueError(str(error)) from None
-        # The trainer adds fields to these requests, such as a seed. Their digest is that of the request as it came.
-        if (
-            self.kind not in ("create_model", "optim_step", "save_checkpoint")
-            and _digest(self.kind, data) != self.digest
-        ):
-            raise ValueError("its digest does not match")
-        return data
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """An accepted operation."""
-
-    kind: str
-    digest: bytes
-    state: EntryState
-    outcome: trainer_pb2.WaitResultResponse | ServiceError | None
-    """The answer. None before the operation has finished, and when the answer was not kept; DataCorrupted when it is
-    damaged."""
-
-
-@dataclass(frozen=True, slots=True)
-class LiveModel:
-    """A live model, as a restart finds it."""
-
-    model_id: str
-    cut_seq_id: int
-    snapshot_seq_id: int | None
-    last_seq_id: int | None
-    """seq_id of the newest operation; None when no operation's row is left."""
-
-    @property
-    def is_covered(self) -> bool:
-        """True when the newest snapshot covers every operation, so that nothing has to run again."""
-        return self.snapshot_seq_id is not None and (self.last_seq_id or 0) <= self.snapshot_seq_id
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """An operation in its model's history."""
-
-    seq_id: int
-    kind: str
-    digest: bytes
-    state: EntryState
-    num_bytes: int
-    """Size of the compressed body, in bytes; 0 when the body was cut."""
 
 
 class Journal:
@@ -165,6 +67,7 @@ class Journal:
         self._bound = Bound(Sizes.of(database), max_bytes=max_bytes, result_retention_s=result_retention_s)
         self._appended: Counter[str] = Counter()
         self.writer = Writer(database, self._bound, metrics)
+        self.moved = MovedModels(self.writer, self._bound)
 
     def close(self) -> None:
         self.writer.close()
@@ -193,24 +96,10 @@ class Journal:
         ModelNotFound when the model was deleted. `within_share`: raises OutOfCapacity also when the model's operations
         that have not run would take more bytes than the journal has left for others, by the rule of `HeldBytes`.
         """
-
         num_bytes = len(body.compressed)
 
         def run(database: Database) -> None:
-            pending, max_bytes = self._bound.sizes.pending, self._bound.max_bytes
-            if pending + num_bytes > max_bytes:
-                raise OutOfCapacity(
-                    f"the journal holds {pending} bytes of operations that have not run; "
-                    f"{num_bytes} more are above journal_max_bytes {max_bytes}"
-                )
-            if within_share and 2 * (pending + num_bytes) > max_bytes:  # below that, no model can be above its share
-                own = Sizes.of(database, model_id=model_id).pending
-                if own + num_bytes > max_bytes - pending - num_bytes:
-                    raise OutOfCapacity(
-                        f"{model_id}: its operations that have not run take {own} bytes of the journal and this one "
-                        f"takes {num_bytes}, which is more than its share of this server's journal_max_bytes "
-                        f"{max_bytes}: those of all models take {pending}"
-                    )
+            self._bound.check(database, model_id, num_bytes, within_share=within_share)
             now = time.time()
             if seq_id == 0:
                 new = "INSERT INTO models (model_id, created_at) VALUES (?, ?) ON CONFLICT (model_id) DO NOTHING"
@@ -319,39 +208,28 @@ class Journal:
 
     # What a restart reads
 
-    async def _read(self, run: Callable[[Database], T]) -> T:
-        """As Writer.submit, but waits for the end of an outage however long it is: a model that could not be read would
-        count as lost."""
-        while True:
-            try:
-                return await self.writer.submit(run)
-            except Superseded:
-                raise
-            except NotReady:
-                if self.writer.is_closed:
-                    raise
-            await asyncio.sleep(_READ_AGAIN_S)
-
     async def live_models(self) -> list[LiveModel]:
         """All live models, in the order of their creation."""
-        rows = await self._read(lambda database: database.execute(f"{_LIVE_MODELS} ORDER BY created_at").fetchall())
+        rows = await self.writer.submit_until_done(
+            lambda database: database.execute(f"{_LIVE_MODELS} ORDER BY created_at").fetchall()
+        )
         return [LiveModel(*row) for row in rows]
 
     async def live_model(self, model_id: str) -> LiveModel | None:
         """A live model; None when the journal has no live model of this id."""
-        row = await self._read(
+        row = await self.writer.submit_until_done(
             lambda database: database.execute(f"{_LIVE_MODELS} AND model_id = ?", (model_id,)).fetchone()
         )
         return None if row is None else LiveModel(*row)
 
     async def model_ids(self) -> set[str]:
         """Ids of all models, lost and failed ones included, and those of other trainers in the same database."""
-        rows = await self._read(lambda database: database.execute(database.all_model_ids).fetchall())
+        rows = await self.writer.submit_until_done(lambda database: database.execute(database.all_model_ids).fetchall())
         return {model_id for (model_id,) in rows}
 
     async def history(self, model_id: str) -> list[Entry]:
         """The model's operations, in the order of seq_id."""
-        rows = await self._read(
+        rows = await self.writer.submit_until_done(
             lambda database: database.execute(
                 "SELECT seq_id, kind, digest, state, coalesce(length(request), 0) FROM operations WHERE model_id = ? "
                 "ORDER BY seq_id",
@@ -363,7 +241,7 @@ class Journal:
     async def body(self, model_id: str, seq_id: int) -> Body:
         """The body of an operation that has one. Raises DataCorrupted, which names the journal, for a body that
         differs from the one that was appended."""
-        row = await self._read(
+        row = await self.writer.submit_until_done(
             lambda database: database.execute(
                 "SELECT kind, digest, request, request_sum FROM operations WHERE model_id = ? AND seq_id = ?",
                 (model_id, seq_id),
@@ -446,9 +324,8 @@ class Journal:
         operation has no answer yet, when the model has a newer snapshot, or when the model was deleted.
         """
 
-        found: list[
-            int
-        ] = []  # the previous snapshot, by an earlier call of `run` whose transaction may have taken place
+        # The previous snapshot, by an earlier call of `run` whose transaction may have taken place.
+        found: list[int] = []
 
         def run(database: Database) -> int | None:
             row = database.execute(
@@ -475,7 +352,7 @@ class Journal:
 
     async def fall_back(self, model_id: str, seq_id: int | None) -> None:
         """Records that the newest intact snapshot is an older one, after `seq_id`, or that there is none (None)."""
-        await self._read(
+        await self.writer.submit_until_done(
             lambda database: database.execute(
                 "UPDATE models SET snapshot_seq_id = ? WHERE model_id = ?", (seq_id, model_id)
             )
@@ -484,115 +361,8 @@ class Journal:
     async def delete_model(self, model_id: str) -> None:
         """Removes the model and its operations; an unknown one is no error."""
 
-        def run(database: Database) -> None:
-            gone = Sizes.of(database, model_id=model_id)
-            database.execute("DELETE FROM models WHERE model_id = ?", (model_id,))
-            self._bound.sizes.total -= gone.total
-            self._bound.sizes.pending -= gone.pending
-
-        await self.writer.submit(run)
+        await self.writer.submit(lambda database: self._bound.delete_model(database, model_id))
         del self._appended[model_id]
-
-    # Models that move to another trainer
-
-    async def moved_models(self) -> dict[str, Move]:
-        """The models that were released, by model_id."""
-        rows = await self._read(
-            lambda database: database.execute("SELECT model_id, reason FROM models WHERE state = 'moved'").fetchall()
-        )
-        return {model_id: Move.parse(reason) for model_id, reason in rows}
-
-    async def export(self, model_id: str, path: Path, move: Move) -> None:
-        """Writes the rows of a model to a new file (run_file.py), for the journal of another trainer. Nothing of the
-        model may run or arrive meanwhile. Raises FailedPrecondition for a model without a snapshot."""
-
-        def look(database: Database) -> tuple[Any, list[tuple[int, int]]]:
-            model = database.execute(
-                "SELECT created_at, snapshot_seq_id FROM models WHERE model_id = ?", (model_id,)
-            ).fetchone()
-            sizes = "SELECT seq_id, coalesce(length(request), 0) + coalesce(length(result), 0) FROM operations"
-            return model, database.execute(f"{sizes} WHERE model_id = ? ORDER BY seq_id", (model_id,)).fetchall()
-
-        model, sizes = await self._read(look)
-        if model is None or model[1] is None:
-            raise FailedPrecondition(f"the journal has no snapshot of {model_id!r}", model_id=model_id)
-        created_at, covered = model
-        await in_pool(run_file.create, path, model_id, move, created_at=created_at, snapshot_seq_id=covered)
-        for first, last in _ranges(sizes):
-            values = covered, model_id, first, last
-            rows = await self._read(
-                lambda database, values=values: database.execute(run_file.SELECT, values).fetchall()
-            )
-            await in_pool(run_file.add, path, model_id, rows)
-
-    async def release(self, model_id: str, move: Move) -> None:
-        """Records that a live model was released: its package is durable. Tries again until this is on disk, because
-        nobody could tell otherwise whether the model is still this trainer's."""
-
-        def run(database: Database) -> None:
-            database.execute(
-                "UPDATE models SET state = 'moved', reason = ? WHERE model_id = ? AND state = 'live'",
-                (str(move), model_id),
-            )
-
-        pause_s = _READ_AGAIN_S
-        while True:
-            try:
-                return await self.writer.submit(run)
-            except Superseded:
-                raise
-            except (NotReady, OutOfCapacity):
-                if self.writer.is_closed:
-                    raise
-            await asyncio.sleep(pause_s)
-
-    async def adopt(self, model_id: str, path: Path, *, snapshot_bytes: int) -> None:
-        """Adds a model and its operations from the file that another trainer's `export` has written. Its snapshot must
-        be durable. Does nothing when the journal has the model already.
-
-        Raises FailedPrecondition for a model that this trainer has released itself, and DataCorrupted.
-        """
-
-        def run(database: Database) -> None:
-            row = database.execute("SELECT state FROM models WHERE model_id = ?", (model_id,)).fetchone()
-            if row is not None and row[0] == "moved":
-                raise FailedPrecondition(f"model_id: {model_id!r} was released by this trainer", model_id=model_id)
-            if row is not None:
-                return
-            _, created_at, covered = run_file.move_of(path, model_id)
-            if database.delete_moved is not None:
-                database.execute(database.delete_moved, (model_id,))
-            database.execute(
-                "INSERT INTO models (model_id, created_at, cut_seq_id, snapshot_seq_id, snapshot_at, snapshot_bytes) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
-                (model_id, created_at, covered, covered, time.time(), snapshot_bytes),
-            )
-            try:
-                for chunk in run_file.chunks(path):
-                    database.executemany(run_file.INSERT, [(*row, model_id) for row in chunk])
-            except DataCorrupted as error:  # a ServiceError would leave what was written in the transaction
-                raise RuntimeError(f"the operations of {model_id!r} cannot be read any more") from error
-            added = Sizes.of(database, model_id=model_id)
-            self._bound.sizes.total += added.total
-            self._bound.sizes.pending += added.pending
-
-        await in_pool(run_file.check, path)
-        await self.writer.submit(run)
-
-    async def forget_moved(self, model_id: str, move_id: str) -> bool:
-        """Deletes what is left of a model that was released in this move. False when there is nothing."""
-
-        def run(database: Database) -> bool:
-            row = database.execute("SELECT state, reason FROM models WHERE model_id = ?", (model_id,)).fetchone()
-            if row is None or row[0] != "moved" or Move.parse(row[1]).move_id != move_id:
-                return False
-            gone = Sizes.of(database, model_id=model_id)
-            database.execute("DELETE FROM models WHERE model_id = ?", (model_id,))
-            self._bound.sizes.total -= gone.total
-            self._bound.sizes.pending -= gone.pending
-            return True
-
-        return await self.writer.submit(run)
 
     async def summaries(self) -> list[Summary]:
         """Summaries of all models, for an operator."""
@@ -610,19 +380,6 @@ class Journal:
         return await self.writer.submit(run)
 
 
-def _ranges(sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """First and last seq_id of operations that are read into memory at once. `sizes`: seq_id and bytes of each, in the
-    order of seq_id."""
-    first, last, total = None, 0, 0
-    for seq_id, num_bytes in sizes:
-        if first is not None and total + num_bytes > run_file.CHUNK_BYTES:
-            yield first, last
-            first, total = None, 0
-        first, last, total = seq_id if first is None else first, seq_id, total + num_bytes
-    if first is not None:
-        yield first, last
-
-
 def _waiting_bytes(database: Database, model_id: str, seq_id: int) -> int | None:
     """Size of the body of an operation that has not run, in bytes; None when there is no such operation."""
     select = "SELECT length(request) FROM operations WHERE model_id = ? AND seq_id = ? AND state = 0"
@@ -630,54 +387,5 @@ def _waiting_bytes(database: Database, model_id: str, seq_id: int) -> int | None
     return None if row is None else row[0]
 
 
-def _serialized(request: Message) -> bytes:
-    """The deterministic serialization of a request. Many datums are serialized a few at a time, because protobuf holds
-    the interpreter's lock while it serializes a message, and the event loop and the compute thread wait for that."""
-    if not isinstance(request, trainer_pb2.ForwardBackwardRequest) or len(UnknownFieldSet(request)):
-        return request.SerializeToString(deterministic=True)
-    starts = range(0, len(request.data), _DATUMS_AT_ONCE)
-    after = trainer_pb2.ForwardBackwardRequest(
-        loss_fn=request.loss_fn,
-        loss_fn_config=request.loss_fn_config,
-        forward_only=request.forward_only,
-        loss_fn_config_v2=request.loss_fn_config_v2,
-        custom_loss=request.custom_loss if request.HasField("custom_loss") else None,
-    )
-    parts = chain(
-        [trainer_pb2.ForwardBackwardRequest(model_id=request.model_id, seq_id=request.seq_id)],
-        (trainer_pb2.ForwardBackwardRequest(data=request.data[start : start + _DATUMS_AT_ONCE]) for start in starts),
-        [after],
-    )
-    return b"".join(part.SerializeToString(deterministic=True) for part in parts)
-
-
 def _result(outcome: trainer_pb2.WaitResultResponse | ServiceError) -> bytes:
     return errors.to_bytes(outcome) if isinstance(outcome, ServiceError) else outcome.SerializeToString()
-
-
-def _digest(kind: str, data: bytes) -> bytes:
-    digest = xxhash.xxh3_128(kind.encode() + b"\0")
-    digest.update(data)
-    return digest.digest()
-
-
-def sum_of(model_id: str, seq_id: int, what: str, data: bytes) -> bytes:
-    """Checksum of a request or a result, bound to its place. `what`: a request's kind, or the number of a result's
-    state."""
-    digest = xxhash.xxh3_64(f"{model_id}\0{seq_id}\0{what}\0".encode())
-    digest.update(data)
-    return digest.digest()
-
-
-def result_sum(model_id: str, seq_id: int, state: int, result: bytes) -> bytes:
-    """The checksum of an answer."""
-    return sum_of(model_id, seq_id, str(int(state)), result)
-
-
-def lost(model_id: str, reason: str) -> ModelLost:
-    """The error of all operations of a model that could not be restored."""
-    return ModelLost(
-        f"{model_id} was not restored after the trainer's restart: {reason}; resume from a checkpoint "
-        "(create_training_client_from_state)",
-        model_id=model_id,
-    )

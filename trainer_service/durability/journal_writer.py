@@ -1,4 +1,4 @@
-"""The thread that owns the journal's database, and keeps the journal within its bound.
+"""The thread that owns the journal's database.
 
 Waiting writes share one transaction (group commit). In an outage of the database they wait, and their transaction is
 tried again; it is unknown then whether the earlier attempt took place, so all jobs can be repeated.
@@ -16,9 +16,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from tinsmith.errors import NotReady, ServiceError
+from tinsmith.errors import NotReady, OutOfCapacity, ServiceError
+from trainer_service.durability.journal_bound import Bound
 from trainer_service.durability.journal_database import Database, Superseded
-from trainer_service.durability.journal_pruning import Sizes, cut_covered, drop_empty, expire
+from trainer_service.durability.journal_pruning import Sizes
 from trainer_service.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -32,11 +33,8 @@ _OUTAGE_PATIENCE_S = 10.0
 again."""
 _OUTAGE_PAUSE_S = 0.25
 """Pause between two attempts in an outage, in seconds."""
-_PRUNE_INTERVAL_S = 60.0
-_LOW_WATER = 0.9
-"""Share of max_bytes down to which the journal is cut, so that not every commit has to cut again."""
-_PRESSED = 0.5
-"""Share of max_bytes above which a snapshot is taken at every step."""
+_SUBMIT_AGAIN_S = 1.0
+"""Pause before a job that must succeed is submitted again, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,90 +42,6 @@ class _Job:
     run: Callable[[Database], Any]
     done: Future[Any]
     urgent: bool
-
-
-class Bound:
-    """The journal's size and its limit. Only `is_pressed` is used outside the writer's thread.
-
-    Above the limit, bodies that a snapshot covers are cut first, then results, then bodies that a replay would need.
-    Bodies of operations that have not run are never cut.
-    """
-
-    def __init__(self, sizes: Sizes, *, max_bytes: int, result_retention_s: float) -> None:
-        self.sizes = sizes
-        """Bytes in the journal. Code that adds or deletes rows updates it in the same transaction."""
-        self.max_bytes = max_bytes
-        self._result_retention_s = result_retention_s
-        self._next_prune = 0.0
-
-    @property
-    def is_pressed(self) -> bool:
-        return self.sizes.total > self.max_bytes * _PRESSED
-
-    def prune(self, database: Database) -> None:
-        """Deletes expired results and models that ended long ago, at most once a minute. Above the bound it runs at
-        once, and cuts more, in the order that the class's docstring has."""
-        if time.time() < self._next_prune and self.sizes.total <= self.max_bytes:
-            return
-        self._next_prune = time.time() + _PRUNE_INTERVAL_S
-        expire(database, before=time.time() - self._result_retention_s)
-        self.sizes = Sizes.of(database)
-        if self.sizes.total > self.max_bytes:
-            cut_covered(database)
-            self.sizes = Sizes.of(database)
-            self._cut_results(database)
-            self._cut_needed_bodies(database)
-        drop_empty(database)
-
-    def cut_up_to(self, database: Database, model_id: str, seq_id: int) -> None:
-        """Cuts a model's bodies up to that of the operation `seq_id`."""
-        (num_bytes,) = database.execute(
-            "SELECT coalesce(sum(length(request)), 0) FROM operations WHERE model_id = ? AND seq_id <= ?",
-            (model_id, seq_id),
-        ).fetchone()
-        database.execute("UPDATE operations SET request = NULL WHERE model_id = ? AND seq_id <= ?", (model_id, seq_id))
-        database.execute("UPDATE models SET cut_seq_id = ? WHERE model_id = ?", (seq_id, model_id))
-        self.sizes.total -= num_bytes
-
-    def _cut_results(self, database: Database) -> None:
-        rows = self._oldest(
-            database, "SELECT id, model_id, seq_id, length(result) FROM operations WHERE result IS NOT NULL"
-        )
-        database.executemany("UPDATE operations SET result = NULL WHERE id = ?", [(row[0],) for row in rows])
-        if rows:
-            logger.warning("cut %d results from the journal before they expired", len(rows))
-
-    def _cut_needed_bodies(self, database: Database) -> None:
-        rows = self._oldest(
-            database,
-            "SELECT id, model_id, seq_id, length(request) FROM operations WHERE request IS NOT NULL AND seq_id > 0",
-        )
-        database.executemany("UPDATE operations SET request = NULL WHERE id = ?", [(row[0],) for row in rows])
-        database.executemany(
-            "UPDATE models SET cut_seq_id = ? WHERE model_id = ? AND cut_seq_id < ?",
-            [(row[2], row[1], row[2]) for row in rows],
-        )
-        if rows:
-            logger.warning(
-                "the journal is full (journal_max_bytes %d) and %d executed operations since the last snapshot were "
-                "cut from it: until their next optim_step a crash loses the models %s",
-                self.max_bytes,
-                len(rows),
-                ", ".join(sorted({row[1] for row in rows})),
-            )
-
-    def _oldest(self, database: Database, select: str) -> list[tuple[int, str, int, int]]:
-        """Selects executed operations to cut, the oldest first, until the journal would be below _LOW_WATER.
-
-        `select`: a query for (id, model_id, seq_id, bytes to be cut).
-        """
-        chosen: list[tuple[int, str, int, int]] = []
-        for row in database.execute(f"{select} AND state != 0 ORDER BY id"):
-            if self.sizes.total <= self.max_bytes * _LOW_WATER:
-                break
-            self.sizes.total -= row[3]
-            chosen.append(row)
-        return chosen
 
 
 class Writer:
@@ -146,10 +60,6 @@ class Writer:
         """Has the reason once another trainer has taken over the journal. No later job runs."""
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
         self._thread.start()
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
 
     def close(self) -> None:
         with self._closing:
@@ -174,6 +84,18 @@ class Writer:
                 raise NotReady("the journal is closed: the trainer is going down")
             self._jobs.put(_Job(run, done, urgent))
         return await asyncio.wrap_future(done)
+
+    async def submit_until_done(self, run: Callable[[Database], T], *, even_if_full: bool = False) -> T:
+        """Submits `run` again and again, however long an outage lasts. `even_if_full`: also while the disk is full."""
+        while True:
+            try:
+                return await self.submit(run)
+            except Superseded:
+                raise
+            except (NotReady, OutOfCapacity) as error:
+                if self._closed or (isinstance(error, OutOfCapacity) and not even_if_full):
+                    raise
+            await asyncio.sleep(_SUBMIT_AGAIN_S)
 
     def _work(self) -> None:
         """The writer's thread: runs all waiting jobs in one transaction, again and again."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from tinsmith.errors import ServiceError
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.durability.journal import Body
+from trainer_service.durability.records import Body
 from trainer_service.operation import Work
 from trainer_service.scheduling.model_queue import Gap
 from trainer_service.scheduling.scheduler import Scheduler

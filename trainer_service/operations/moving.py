@@ -57,7 +57,7 @@ class Moving:
         """
         async with self._turn(model_id):
             packages = await self._opened()
-            earlier = (await self._journal.moved_models()).get(model_id)
+            earlier = (await self._journal.moved.all()).get(model_id)
             if earlier is not None and earlier != move:
                 raise FailedPrecondition(f"model_id: {model_id!r} was released in another move, {earlier.move_id}")
             if earlier is not None:
@@ -85,7 +85,7 @@ class Moving:
             if isinstance(error, OSError):
                 raise OutOfCapacity(f"{model_id} cannot be released: {error}") from error
             raise
-        await self._journal.release(model_id, move)
+        await self._journal.moved.release(model_id, move)
         self._scheduler.models.remove(model_id)
         self._restorer.metrics.durability.released_models.inc()
         self._restorer.metrics.durability.release_seconds.observe(time.perf_counter() - started)
@@ -107,7 +107,7 @@ class Moving:
         base = self._restorer.operations.engine.base
         with packages.scratch() as folder:
             rows = folder / ROWS
-            await self._journal.export(model_id, rows, move)
+            await self._journal.moved.export(model_id, rows, move)
             _, _, seq_id = await in_pool(run_file.move_of, rows, model_id)
             files = self._restorer.snapshots.files
             await in_pool(files.verify, model_id, seq_id)
@@ -155,7 +155,7 @@ class Moving:
                 num_bytes = await in_pool(files.write, seq_id, info, state)
             except OSError as error:
                 raise OutOfCapacity(f"the snapshot of {model_id} cannot be written: {error}") from error
-            await self._journal.adopt(model_id, rows, snapshot_bytes=num_bytes)
+            await self._journal.moved.adopt(model_id, rows, snapshot_bytes=num_bytes)
         self._restorer.metrics.durability.adopted_models.inc()
         self._restorer.metrics.durability.adopt_seconds.observe(time.perf_counter() - started)
         logger.info("%s is adopted, after seq_id %d", model_id, seq_id)
@@ -164,7 +164,7 @@ class Moving:
         """Deletes what is left of a move that has ended: its package and, at the trainer that has released the model,
         the rows and snapshots."""
         async with self._turn(model_id):
-            if await self._journal.forget_moved(model_id, move_id):
+            if await self._journal.moved.forget(model_id, move_id):
                 await in_pool(self._restorer.snapshots.files.delete_all, model_id)
                 self._scheduler.executing.forget_model(model_id)
             self._scheduler.models.forget_moved(model_id, move_id)

@@ -39,7 +39,8 @@ from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability import stopped
 from trainer_service.durability.executing import Name, other_work
-from trainer_service.durability.journal import Entry, EntryState, Journal, LiveModel
+from trainer_service.durability.journal import Journal
+from trainer_service.durability.records import Entry, EntryState, LiveModel
 from trainer_service.durability.run_file import Move
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Snapshots
@@ -99,7 +100,7 @@ class Restorer:
     async def run(self) -> None:
         """Hands every live model to the scheduler, parked or to be restored. The scheduler then runs its operations."""
         self.scheduler.parking.shelf = self
-        for model_id, move in (await self.journal.moved_models()).items():
+        for model_id, move in (await self.journal.moved.all()).items():
             self.scheduler.models.moved[model_id] = moved(model_id, move)
         models = await self.journal.live_models()
         self.scheduler.executing.keep_models({model.model_id for model in models})

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from tinsmith.errors import OutOfCapacity, ServiceError
 from trainer_service.durability.executing import Name
-from trainer_service.durability.journal import Entry, EntryState, lost
+from trainer_service.durability.records import Entry, EntryState, lost
 from trainer_service.engine.batch import Batch
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Operation, Outcome, Work

@@ -28,7 +28,8 @@ from tinsmith.errors import (
     ServiceError,
 )
 from trainer_service.durability.executing import Executing, arriving, deletion
-from trainer_service.durability.journal import Body, EntryState, Journal
+from trainer_service.durability.journal import Journal
+from trainer_service.durability.records import Body, EntryState
 from trainer_service.engine.batch import Batch
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Operation, Work

@@ -10,8 +10,9 @@ from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tinsmith.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith_cli import main
-from trainer_service.durability.journal import Body, Journal
+from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_postgres import PostgresDatabase
+from trainer_service.durability.records import Body
 from trainer_service.metrics import Metrics
 
 LIVE, LOST = "s:train:0", "s:train:1"

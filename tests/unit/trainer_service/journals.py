@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry
 from tests.support.batches import random_datum, request
 from tinsmith.rpc.postgres import described
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.durability.journal import Body, Journal
+from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_postgres import PostgresDatabase
+from trainer_service.durability.records import Body
 from trainer_service.metrics import Metrics
 
 MODEL = "s:train:0"

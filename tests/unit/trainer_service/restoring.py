@@ -16,8 +16,9 @@ from tinsmith.errors import ServiceError
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.addresses import Addresses, AddressSource
 from trainer_service.durability import packages, stored_snapshots
-from trainer_service.durability.journal import Body, Journal
+from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_database import Database
+from trainer_service.durability.records import Body
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.durability.stored_snapshots import SnapshotStore, StoredSnapshots

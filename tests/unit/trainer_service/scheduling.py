@@ -15,7 +15,8 @@ from prometheus_client import CollectorRegistry
 from tinsmith.errors import InvalidRequest, ServiceError
 from tinsmith.faults import is_device_fault
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.durability.journal import Body, Journal
+from trainer_service.durability.journal import Journal
+from trainer_service.durability.records import Body
 from trainer_service.engine.batch import Batch, Datum, MicroBatch, Output
 from trainer_service.objectives.losses import LOSS_FNS
 from trainer_service.operation import Answer, Operation, Turn, Work

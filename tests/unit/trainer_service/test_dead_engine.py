@@ -15,7 +15,7 @@ from tests.unit.trainer_service.scheduling import Bench
 from tinsmith.errors import OutOfCapacity
 from tinsmith.modeling.base_model import BaseModel
 from trainer_service.durability.executing import Deaths, Executing
-from trainer_service.durability.journal import EntryState
+from trainer_service.durability.records import EntryState
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.passes import Passes
 from trainer_service.operation import Operation

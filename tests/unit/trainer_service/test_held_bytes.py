@@ -13,7 +13,7 @@ from tests.unit.trainer_service.scheduling import Bench, MakeBench, fake_batch
 from tinsmith.errors import InvalidRequest, OutOfCapacity
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-from trainer_service.durability.journal import Body, Entry
+from trainer_service.durability.records import Body, Entry
 from trainer_service.engine.batch import BatchLimits
 from trainer_service.operation import Answer, Turn, Work
 from trainer_service.requests import batch_bytes, batch_of

@@ -23,8 +23,9 @@ from tinsmith.errors import (
 )
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability import journal_writer
-from trainer_service.durability.journal import Body, EntryState, Journal, LiveModel
+from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_database import Database
+from trainer_service.durability.records import Body, EntryState, LiveModel
 
 
 async def test_requests_come_back_whole_and_in_order(journals: Journals) -> None:
@@ -321,7 +322,7 @@ import asyncio, sys
 from pathlib import Path
 from tests.unit.trainer_service.journals import Journals
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.durability.journal import Body
+from trainer_service.durability.records import Body
 
 async def main(journal):
     await journal.append("m", 0, Body.pack("create_model", pb.CreateModelRequest(model_id="m")))

@@ -15,8 +15,9 @@ from prometheus_client import CollectorRegistry
 
 from tests.unit.trainer_service.journals import MODEL, batch, created, done, executed, requests
 from tinsmith.errors import DataCorrupted, OutOfCapacity, ServiceError
-from trainer_service.durability.journal import EntryState, Journal, Record
+from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_database import Database
+from trainer_service.durability.records import EntryState, Record
 from trainer_service.metrics import Metrics
 
 

@@ -17,9 +17,10 @@ from tests.unit.trainer_service.journals import MODEL, Journals, batch, created,
 from tinsmith.errors import ModelNotFound, NotReady, ServiceError
 from tinsmith.rpc.postgres import check_url, described
 from trainer_service.durability import journal_writer
-from trainer_service.durability.journal import Body, EntryState, Journal
+from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_database import Superseded, Unstorable
 from trainer_service.durability.journal_postgres import PostgresDatabase
+from trainer_service.durability.records import Body, EntryState
 
 NEVER_S = 3600.0
 

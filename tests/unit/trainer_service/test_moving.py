@@ -341,7 +341,7 @@ async def test_at_every_step_of_a_move_a_trainer_may_die_and_exactly_one_has_the
     assert (await has(source), await has(target)) == (False, True)
     await answered(target)
     await assert_alike(target, alone)
-    assert await source.journal.moved_models() == {}
+    assert await source.journal.moved.all() == {}
     restarted = await trainers.start("target")
     assert_equal(await restarted.weights(MODEL), await alone.weights(MODEL))
 

@@ -34,7 +34,7 @@ from trainer_service.durability.executing import (
     Executing,
     other_work,
 )
-from trainer_service.durability.journal import Body, EntryState, sum_of
+from trainer_service.durability.records import Body, EntryState, sum_of
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy
 from trainer_service.objectives.custom_loss import CustomLoss

@@ -20,7 +20,7 @@ from tinsmith.errors import (
 )
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability.executing import Executing
-from trainer_service.durability.journal import Entry, EntryState
+from trainer_service.durability.records import Entry, EntryState
 from trainer_service.operation import Answer, Turn, Work
 
 

@@ -55,7 +55,8 @@ from trainer_service.durability.executing import (
     deletion,
     other_work,
 )
-from trainer_service.durability.journal import EntryState, Journal
+from trainer_service.durability.journal import Journal
+from trainer_service.durability.records import EntryState
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import CapturedState, TrainingEngine

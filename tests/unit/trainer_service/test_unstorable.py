@@ -15,9 +15,10 @@ from prometheus_client import CollectorRegistry
 from tests.unit.trainer_service.scheduling import Bench, MakeBench, fake_batch
 from tinsmith.errors import OutOfCapacity, ResultNotFound, ServiceError
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.durability.journal import Body, EntryState, Journal
+from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_database import Database, Unstorable
 from trainer_service.durability.journal_file import JournalFile
+from trainer_service.durability.records import Body, EntryState
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Operation
 from trainer_service.scheduling import scheduler as scheduler_module
