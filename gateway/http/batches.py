@@ -30,7 +30,7 @@ from gateway.codec import (
 from gateway.config import GatewayConfig
 from gateway.ids import batch_fingerprint, fingerprint
 from gateway.load import Share
-from gateway.training.operations import Submission
+from gateway.training.submission import Submission
 from tinsmith.errors import InvalidRequest, OutOfCapacity, ServiceError
 from tinsmith.rpc.parts import check_parts
 from tinsmith.v1 import trainer_pb2

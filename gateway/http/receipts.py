@@ -20,7 +20,8 @@ from gateway.gateway import Gateway
 from gateway.ids import fingerprint
 from gateway.tenants.access import Caller, refused_id
 from gateway.tenants.limits import Hold, Size
-from gateway.training.operations import Submission, TooFarAhead
+from gateway.training.submission import Submission
+from gateway.training.trainer_calls import TooFarAhead
 from tinsmith.errors import BudgetExceeded, ModelNotFound, NotReady, RateLimited, ServiceError
 from tinsmith.rpc.paths import TinkerPath
 

@@ -11,42 +11,37 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from cachetools import LRUCache
-from google.protobuf.message import Message
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway import json_forms
-from gateway.clients import Trainer
 from gateway.config import GatewayConfig
 from gateway.dashboard.history import History
 from gateway.database.outages import TRY_AGAIN, in_words, until_written
 from gateway.database.store import Store
 from gateway.database.tables.operations import Operation
-from gateway.futures import PROTOBUF, Answer, Futures, Gone, Pending, ran_of
-from gateway.ids import operation_of, request_id_of
+from gateway.futures import PROTOBUF, Answer, Futures, Gone, Pending
+from gateway.ids import operation_of
 from gateway.metrics import Metrics
 from gateway.placement import Placement
 from gateway.tenants.ledger import Ledger
 from gateway.training.results import Results
+from gateway.training.submission import Submission
+from gateway.training.trainer_calls import TooFarAhead, TrainerCalls
 from tinsmith.errors import (
     InvalidRequest,
-    ModelMoved,
-    ModelNotFound,
     NotReady,
     OutOfCapacity,
     ResultNotFound,
     SequenceConflict,
     ServiceError,
 )
-from tinsmith.rpc.server import ACCEPTED, UNREAD
+from tinsmith.rpc.server import ACCEPTED
 from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
-from tinsmith.v1 import types_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -54,217 +49,8 @@ _SELF_EXPLAINING = ("forward_backward", "optim_step")
 """Endpoints whose answer is made from the trainer's reply alone, without a row of the database."""
 _WRITTEN_DOWN = ("create_model", "load_weights", "save_weights", "save_weights_for_sampler", "save_weights_external")
 """Endpoints whose results go into the database, even when no client asks for the answer."""
-_UNREACHABLE = "the trainer is unreachable; it goes on from its journal when it is back"
-_MOVING = "the run moves to another trainer, and goes on there"
-_MOVING_S = 0.2
-"""Pause before a call of a run that moves, or whose trainer is not ready, is made again, in seconds."""
 _MOST_TOLD = 4096
 """Most models that are kept in `Operations._told`; beyond that the least recently used is forgotten."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Submission(Pending):
-    """One training operation, from its route to its answer. `kind` is the endpoint, and `group` is the model."""
-
-    seq_id: int
-    base_model: str = ""
-    """Set when the operation is admitted."""
-    rpc: str = ""
-    """The trainer's RPC."""
-    body: bytes = b""
-    """The RPC's request. The body of a batch is emptied once the trainer has it in its journal."""
-    path: str | None = None
-    """Tinker path that the operation loads or saves."""
-    sampling_session_id: str | None = None
-    """Set for an ephemeral save."""
-    inflight: bool = False
-    """A save with kind "inflight"."""
-    loss_fn: str = ""
-    picture_sizes: Sequence[tuple[int, int]] = ()
-    """Width and height of the pictures whose tokens are not in `num_tokens`, because they depend on the base model."""
-    is_forward_only: bool = False
-    """A batch without gradients."""
-    sends_parts_at_once: bool = True
-    """The client sends all parts of a large batch before it asks for the answer of any part."""
-    is_completed: bool = False
-    """The gateway has added what the client only names, such as a custom loss, so a repeat may have another body."""
-    error: ServiceError | None = None
-    """The gateway's reason to refuse it. The trainer gets a SkipOperation then, because the number is used up."""
-
-    @classmethod
-    def of(cls, kind: str, model_id: str, seq_id: int, *, fingerprint: str | None = None, **fields: Any) -> Submission:
-        return cls(request_id_of(model_id, seq_id), kind, model_id, fingerprint, seq_id=seq_id, **fields)
-
-    @property
-    def model_id(self) -> str:
-        return self.group
-
-    @property
-    def adds_gradients(self) -> bool:
-        """True also for a refused batch that was meant to add gradients."""
-        return self.kind == "forward_backward" and not self.is_forward_only
-
-    def calls(self, rpc: str, request: Message) -> None:
-        """The operation becomes this RPC of the trainer."""
-        self.rpc, self.body = rpc, request.SerializeToString(deterministic=True)
-
-    def refuse(self, error: ServiceError) -> None:
-        """The operation fails with this error. The trainer only learns that its number is used up."""
-        self.error = error
-        self.rpc, self.body = "SkipOperation", b""
-        self.path, self.sampling_session_id, self.inflight, self.is_completed = None, None, False, False
-
-    def number(self, seq_id: int) -> None:
-        """Gives a number to a batch that came without one."""
-        self.seq_id, self.request_id = seq_id, request_id_of(self.model_id, seq_id)
-        if self.error is None:  # protobuf merges concatenated messages, so appended fields belong to the request
-            self.body += pb.ForwardBackwardRequest(seq_id=seq_id).SerializeToString()
-
-    @property
-    def request_body(self) -> bytes:
-        """The serialized request of the RPC."""
-        if self.error is None:
-            return self.body
-        return pb.SkipOperationRequest(
-            model_id=self.model_id,
-            seq_id=self.seq_id,
-            reason=self.error.message,
-            gradients_missing=self.adds_gradients,
-        ).SerializeToString()
-
-
-class TooFarAhead(InvalidRequest):
-    """The trainer's refusal of a seq_id that is too far ahead.
-
-    The number stays free, so nothing of the request is kept.
-    """
-
-
-class TrainerCalls:
-    """Starts operations on the trainer, and waits for their replies."""
-
-    def __init__(self, placement: Placement, *, timeout_s: float) -> None:
-        """`timeout_s`: how long to wait for the trainer's acknowledgement."""
-        self._placement = placement
-        self._timeout_s = timeout_s
-
-    async def accept(self, rpc: str, body: bytes, *, model_id: str, request_id: str) -> Any:
-        """The call, once the trainer has acknowledged it, or it has failed in a way that a repeat would not change.
-
-        Raises NotReady when there is no acknowledgement in time, OutOfCapacity when the trainer's queue is full,
-        TooFarAhead, SequenceConflict when the trainer has another body under this number, and InvalidRequest when the
-        trainer has refused the message before it took the number.
-        """
-        lost = NotReady("the trainer did not acknowledge the operation in time; send it again")
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                while True:
-                    trainer = await self._placement.of_run(model_id)
-                    call = trainer.start(
-                        rpc, body, request_id=request_id, wait_for_ready=not self._placement.are_several
-                    )
-                    try:
-                        metadata = await call.initial_metadata()
-                    except asyncio.CancelledError:
-                        call.cancel()
-                        raise
-                    is_accepted = ACCEPTED in tuple(metadata)
-                    if is_accepted and not call.done():
-                        return call
-                    await call.code()  # a refusal has no initial metadata, and may seem to have some before it is done
-                    error = await _error(call)
-                    if isinstance(error, SequenceConflict):
-                        raise error
-                    if not is_accepted:
-                        if isinstance(error, OutOfCapacity):
-                            raise error  # the trainer's queue is full: the client has to send the operation again
-                        if isinstance(error, InvalidRequest) and error.metadata.get("field") == "seq_id":
-                            raise TooFarAhead(error.message, field="seq_id")
-                        # Not every refusal without the metadata: gRPC may drop it if the operation fails at once.
-                        if isinstance(error, InvalidRequest) and UNREAD in error.metadata and rpc != "CreateModel":
-                            raise error
-                    if await self._has_moved(model_id, trainer, error):
-                        error = NotReady(f"model {model_id} moves to another trainer; send it again")
-                    if not isinstance(error, NotReady):
-                        return call
-                    lost = error
-                    await asyncio.sleep(_MOVING_S)
-        except TimeoutError:
-            raise lost from None
-
-    async def _has_moved(self, model_id: str, trainer: Trainer, error: ServiceError | None) -> bool:
-        """Whether a call has failed because its run moves, or has moved, to another trainer."""
-        if isinstance(error, ModelMoved):
-            self._placement.forget(model_id)
-            return True
-        return isinstance(error, ModelNotFound | ResultNotFound) and await self._placement.has_moved(model_id, trainer)
-
-    async def reply(self, call: Any, *, seq_id: int, pending: Pending) -> Any:
-        """The trainer's reply message; if the call is lost, WaitResult gets it. Raises the operation's error."""
-        try:
-            async for reply in call:
-                pending.ran = ran_of(await call.trailing_metadata())
-                return reply
-            raise ServiceError(f"the trainer ended {pending.request_id} without a reply")
-        except NotReady:
-            pass
-        except ServiceError:
-            pending.ran = ran_of(await call.trailing_metadata())
-            raise
-        pending.progress.paused(_UNREACHABLE)
-        try:
-            return await self.wait_result(seq_id, pending=pending)
-        except ResultNotFound as error:
-            raise ServiceError(f"the trainer has lost {pending.request_id}: {error.message}") from error
-        finally:
-            call.cancel()
-
-    async def wait_result(self, seq_id: int, *, pending: Pending) -> Any:
-        """The reply of an operation that the trainer accepted before; waits while the trainer is unreachable.
-
-        Raises ResultNotFound when the trainer does not know the operation, and the error of a failed operation.
-        """
-        request = pb.WaitResultRequest(model_id=pending.group, seq_id=seq_id)
-        pause_s = 0.1
-        while True:
-            trainer = await self._placement.of_run(pending.group)
-            call = trainer.stub.WaitResult(request, wait_for_ready=not self._placement.are_several)
-            try:
-                found = await call
-            except ServiceError as error:
-                if await self._has_moved(pending.group, trainer, error):
-                    pending.progress.paused(_MOVING)
-                    await asyncio.sleep(_MOVING_S)
-                    continue
-                if isinstance(error, NotReady):
-                    pending.progress.paused(_UNREACHABLE)
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, 2.0)
-                    continue
-                pending.ran = ran_of(await call.trailing_metadata())
-                raise
-            pending.ran = ran_of(await call.trailing_metadata())
-            return getattr(found, found.WhichOneof("result"))
-
-    def watch(self, pending: Pending, seq_id: int) -> None:
-        """From now on polls of the future ask the trainer what the operation waits for."""
-        request = pb.DescribeOperationRequest(model_id=pending.group, seq_id=seq_id)
-
-        async def ask() -> types_pb2.QueueStatus:
-            trainer = await self._placement.of_run(pending.group)
-            return (await trainer.stub.DescribeOperation(request)).status
-
-        pending.progress.active("the trainer is working on it")
-        pending.ask = ask
-
-
-async def _error(call: Any) -> ServiceError | None:
-    """The error of a call that is done; None when it succeeded."""
-    try:
-        await call.wait_for_connection()
-    except ServiceError as error:
-        return error
-    return None
 
 
 class Operations:

@@ -14,7 +14,7 @@ from gateway.http.endpoint import POST, SUBMISSION
 from gateway.http.receipts import failed_receipt, receipt
 from gateway.ids import fingerprint, model_id_of, request_id_of, unload_id_of
 from gateway.tenants.access import Caller, refused_id
-from gateway.training.operations import Submission
+from gateway.training.submission import Submission
 from gateway.views import lora_view
 from tinsmith.errors import (
     AlreadyExists,

@@ -15,7 +15,7 @@ from gateway.http.receipts import counted_if_refused, no_model, submit, submit_j
 from gateway.ids import fingerprint
 from gateway.tenants.access import Caller
 from gateway.training import provenance
-from gateway.training.operations import Submission
+from gateway.training.submission import Submission
 from tinsmith.errors import NotReady, ServiceError
 from tinsmith.v1 import trainer_pb2
 

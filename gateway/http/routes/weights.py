@@ -12,7 +12,7 @@ from gateway.http.endpoint import POST, SUBMISSION
 from gateway.http.receipts import counted_if_refused, submit_content, submit_json
 from gateway.http.routes.models import check_session, create_from_checkpoint
 from gateway.ids import model_id_of, sampling_session_id_of, session_of
-from gateway.training.operations import Submission
+from gateway.training.submission import Submission
 from gateway.views import lora_view
 from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.rpc.paths import TinkerPath, check_name

@@ -11,7 +11,7 @@ from grpc.aio._call import UnaryStreamCall
 from pydantic import ValidationError
 
 from gateway.config import GatewayConfig
-from gateway.training.operations import Submission
+from gateway.training.submission import Submission
 from tests.support.waiting import until
 from tests.unit.gateway.stack import Client, Stack, batch, sample_body
 from tests.unit.gateway.test_connections import connection

@@ -309,7 +309,7 @@ async def test_a_bug_before_the_trainer_has_it_is_an_error_at_once_and_not_remem
 
     model_id = await client.model(await client.session())
     with monkeypatch.context() as patch:
-        patch.setattr("gateway.training.operations.TrainerCalls.accept", wrong)
+        patch.setattr("gateway.training.trainer_calls.TrainerCalls.accept", wrong)
         reply = await asyncio.wait_for(client.forward_backward(model_id, 1), 20)
     assert (reply.status_code, "internal error of the gateway" in reply.json()["detail"]) == (500, True)
     assert "a bug" in caplog.text

@@ -1,0 +1,162 @@
+"""Calls of the trainers: an operation's acknowledgement and its reply, also across a restart or a move of the run."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from gateway.clients import Trainer
+from gateway.futures import Pending, ran_of
+from gateway.placement import Placement
+from tinsmith.errors import (
+    InvalidRequest,
+    ModelMoved,
+    ModelNotFound,
+    NotReady,
+    OutOfCapacity,
+    ResultNotFound,
+    SequenceConflict,
+    ServiceError,
+)
+from tinsmith.rpc.server import ACCEPTED, UNREAD
+from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import types_pb2
+
+_UNREACHABLE = "the trainer is unreachable; it goes on from its journal when it is back"
+_MOVING = "the run moves to another trainer, and goes on there"
+_MOVING_S = 0.2
+"""Pause before a call of a run that moves, or whose trainer is not ready, is made again, in seconds."""
+
+
+class TooFarAhead(InvalidRequest):
+    """The trainer's refusal of a seq_id that is too far ahead.
+
+    The number stays free, so nothing of the request is kept.
+    """
+
+
+class TrainerCalls:
+    """Starts operations on the trainer, and waits for their replies."""
+
+    def __init__(self, placement: Placement, *, timeout_s: float) -> None:
+        """`timeout_s`: how long to wait for the trainer's acknowledgement."""
+        self._placement = placement
+        self._timeout_s = timeout_s
+
+    async def accept(self, rpc: str, body: bytes, *, model_id: str, request_id: str) -> Any:
+        """The call, once the trainer has acknowledged it, or it has failed in a way that a repeat would not change.
+
+        Raises NotReady when there is no acknowledgement in time, OutOfCapacity when the trainer's queue is full,
+        TooFarAhead, SequenceConflict when the trainer has another body under this number, and InvalidRequest when the
+        trainer has refused the message before it took the number.
+        """
+        lost = NotReady("the trainer did not acknowledge the operation in time; send it again")
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    trainer = await self._placement.of_run(model_id)
+                    call = trainer.start(
+                        rpc, body, request_id=request_id, wait_for_ready=not self._placement.are_several
+                    )
+                    try:
+                        metadata = await call.initial_metadata()
+                    except asyncio.CancelledError:
+                        call.cancel()
+                        raise
+                    is_accepted = ACCEPTED in tuple(metadata)
+                    if is_accepted and not call.done():
+                        return call
+                    await call.code()  # a refusal has no initial metadata, and may seem to have some before it is done
+                    error = await _error(call)
+                    if isinstance(error, SequenceConflict):
+                        raise error
+                    if not is_accepted:
+                        if isinstance(error, OutOfCapacity):
+                            raise error  # the trainer's queue is full: the client has to send the operation again
+                        if isinstance(error, InvalidRequest) and error.metadata.get("field") == "seq_id":
+                            raise TooFarAhead(error.message, field="seq_id")
+                        # Not every refusal without the metadata: gRPC may drop it if the operation fails at once.
+                        if isinstance(error, InvalidRequest) and UNREAD in error.metadata and rpc != "CreateModel":
+                            raise error
+                    if await self._has_moved(model_id, trainer, error):
+                        error = NotReady(f"model {model_id} moves to another trainer; send it again")
+                    if not isinstance(error, NotReady):
+                        return call
+                    lost = error
+                    await asyncio.sleep(_MOVING_S)
+        except TimeoutError:
+            raise lost from None
+
+    async def _has_moved(self, model_id: str, trainer: Trainer, error: ServiceError | None) -> bool:
+        """Whether a call has failed because its run moves, or has moved, to another trainer."""
+        if isinstance(error, ModelMoved):
+            self._placement.forget(model_id)
+            return True
+        return isinstance(error, ModelNotFound | ResultNotFound) and await self._placement.has_moved(model_id, trainer)
+
+    async def reply(self, call: Any, *, seq_id: int, pending: Pending) -> Any:
+        """The trainer's reply message; if the call is lost, WaitResult gets it. Raises the operation's error."""
+        try:
+            async for reply in call:
+                pending.ran = ran_of(await call.trailing_metadata())
+                return reply
+            raise ServiceError(f"the trainer ended {pending.request_id} without a reply")
+        except NotReady:
+            pass
+        except ServiceError:
+            pending.ran = ran_of(await call.trailing_metadata())
+            raise
+        pending.progress.paused(_UNREACHABLE)
+        try:
+            return await self.wait_result(seq_id, pending=pending)
+        except ResultNotFound as error:
+            raise ServiceError(f"the trainer has lost {pending.request_id}: {error.message}") from error
+        finally:
+            call.cancel()
+
+    async def wait_result(self, seq_id: int, *, pending: Pending) -> Any:
+        """The reply of an operation that the trainer accepted before; waits while the trainer is unreachable.
+
+        Raises ResultNotFound when the trainer does not know the operation, and the error of a failed operation.
+        """
+        request = pb.WaitResultRequest(model_id=pending.group, seq_id=seq_id)
+        pause_s = 0.1
+        while True:
+            trainer = await self._placement.of_run(pending.group)
+            call = trainer.stub.WaitResult(request, wait_for_ready=not self._placement.are_several)
+            try:
+                found = await call
+            except ServiceError as error:
+                if await self._has_moved(pending.group, trainer, error):
+                    pending.progress.paused(_MOVING)
+                    await asyncio.sleep(_MOVING_S)
+                    continue
+                if isinstance(error, NotReady):
+                    pending.progress.paused(_UNREACHABLE)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, 2.0)
+                    continue
+                pending.ran = ran_of(await call.trailing_metadata())
+                raise
+            pending.ran = ran_of(await call.trailing_metadata())
+            return getattr(found, found.WhichOneof("result"))
+
+    def watch(self, pending: Pending, seq_id: int) -> None:
+        """From now on polls of the future ask the trainer what the operation waits for."""
+        request = pb.DescribeOperationRequest(model_id=pending.group, seq_id=seq_id)
+
+        async def ask() -> types_pb2.QueueStatus:
+            trainer = await self._placement.of_run(pending.group)
+            return (await trainer.stub.DescribeOperation(request)).status
+
+        pending.progress.active("the trainer is working on it")
+        pending.ask = ask
+
+
+async def _error(call: Any) -> ServiceError | None:
+    """The error of a call that is done; None when it succeeded."""
+    try:
+        await call.wait_for_connection()
+    except ServiceError as error:
+        return error
+    return None
