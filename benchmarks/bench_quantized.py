@@ -20,10 +20,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tinsmith.modeling.adapter import AdapterConfig
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.logprobs import target_logprobs
-from tinsmith.modeling.lora import Run
 from tinsmith.modeling.self_check import random_adapter
 from tinsmith.quantization import QUANTIZATIONS, Quantization
 

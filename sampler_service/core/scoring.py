@@ -17,8 +17,8 @@ from sampler_service.core.request import EMPTY_LOGPROB, AltTokens, PromptScores,
 from sampler_service.core.sampling import pick, scaled_logprobs, stream_keys, uniforms
 from tinsmith.errors import ServiceError
 from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.logprobs import Head, logprob_chunks
-from tinsmith.modeling.lora import Run
 
 ALT_STREAM = 1
 """The random stream of prompt_alt_tokens_k; sequences use stream 0."""

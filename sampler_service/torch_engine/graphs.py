@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from sampler_service.torch_engine.kv_cache import power_of_two
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.kv_cache import Cached, KVCache
 from tinsmith.modeling.logprobs import logits
-from tinsmith.modeling.lora import Run
 
 logger = logging.getLogger(__name__)
 

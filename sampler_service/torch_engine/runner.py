@@ -25,13 +25,13 @@ from sampler_service.torch_engine.planner import Piece
 from tinsmith.cores import Cores
 from tinsmith.errors import ServiceError
 from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights, Parameters
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.kv_cache import Cached, CachedTogether, KVCache, Prefill, SharedPrompts
 from tinsmith.modeling.logprobs import logits
-from tinsmith.modeling.lora import Run
 from tinsmith.modeling.tower import Sights
 
 MIN_SHARED_TOKENS = 32

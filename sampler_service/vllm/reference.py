@@ -20,11 +20,11 @@ from sampler_service.eos import eos_token_ids
 from sampler_service.vllm.division import Devices, check_division, sizes_of_each
 from sampler_service.vllm.full import Parameters
 from tinsmith.modeling.adapter import AdapterConfig, Group, Target
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.config import load_config
 from tinsmith.modeling.logprobs import target_logprobs
-from tinsmith.modeling.lora import Run
 from tinsmith.modeling.pretrained import UnsupportedModel
 from tinsmith.modeling.self_check import only, random_adapter
 

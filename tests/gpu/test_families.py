@@ -18,10 +18,10 @@ from tests.support.models import make_model, make_sparse_model
 from tests.unit.modeling.test_families import FAMILIES as SETTINGS
 from tests.unit.modeling.test_families import make
 from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.logprobs import target_logprobs
-from tinsmith.modeling.lora import Run
 from tinsmith.quantization import QUANTIZATIONS, Quantization
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")]

@@ -18,8 +18,10 @@ from tests.gpu.device import CPU, DEVICE, MARKS, ONLY_CUDA
 from tests.support.models import VOCAB_SIZE, make_model
 from tinsmith.modeling import logprobs
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
+from tinsmith.modeling.adapter_runs import ActiveRuns, Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
+from tinsmith.modeling.grouped_lora import Groups, torch_grouped_mm
 from tinsmith.modeling.heads import Heads
 from tinsmith.modeling.kernels import elementwise
 from tinsmith.modeling.kernels.choice import Kernels
@@ -29,7 +31,7 @@ from tinsmith.modeling.kernels.flash_attn import FlashAttn
 from tinsmith.modeling.kernels.liger import liger
 from tinsmith.modeling.kernels.varlen import Kernel, TorchVarlen
 from tinsmith.modeling.logprobs import Head, target_logprobs
-from tinsmith.modeling.lora import ActiveRuns, Groups, LoraLinear, Run, torch_grouped_mm
+from tinsmith.modeling.lora import LoraLinear
 
 pytestmark = [*MARKS, ONLY_CUDA]
 

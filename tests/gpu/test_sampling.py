@@ -22,10 +22,10 @@ from tests.gpu.device import DEVICE, MARKS, ONLY_CUDA
 from tests.support.models import make_model, make_recurrent_model, make_sparse_model
 from tests.unit.sampler_service.serving import generate, make_adapter, prompt, serving
 from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.logprobs import target_logprobs
-from tinsmith.modeling.lora import Run
 
 pytestmark = MARKS
 

@@ -31,10 +31,10 @@ from tests.support.models import make_model, make_sparse_model
 from tinsmith.cores import Cores
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.grouped_lora import torch_grouped_mm
 from tinsmith.modeling.kernels import choice
 from tinsmith.modeling.kernels.elementwise import EAGER
 from tinsmith.modeling.kernels.varlen import TorchVarlen
-from tinsmith.modeling.lora import torch_grouped_mm
 from tinsmith.modeling.self_check import random_adapter
 from trainer_service.engine.batch import Batch, Datum, Output
 from trainer_service.engine.engine import TrainingEngine

@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry
 
 from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.logprobs import target_logprobs
-from tinsmith.modeling.lora import Run
 from tinsmith.v1 import types_pb2
 from trainer_service.engine.engine import CapturedState
 from trainer_service.metrics import Metrics

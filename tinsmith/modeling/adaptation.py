@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tinsmith.modeling.adapter import Group, Target
+from tinsmith.modeling.adapter_runs import ActiveRuns
 from tinsmith.modeling.experts import LoraExperts, is_fused_experts
-from tinsmith.modeling.lora import ActiveRuns, LoraLinear
+from tinsmith.modeling.lora import LoraLinear
 from tinsmith.modeling.padded import carries_state
 
 

@@ -20,6 +20,7 @@ from tinsmith.errors import Unsupported
 from tinsmith.modeling import attention
 from tinsmith.modeling.adaptation import adapt, decoder_layers, decoder_of, quantizable
 from tinsmith.modeling.adapter import GROUPS, Group, Target
+from tinsmith.modeling.adapter_runs import ActiveRuns, Run
 from tinsmith.modeling.attention import Layout, Packed
 from tinsmith.modeling.base_weights import sum_of
 from tinsmith.modeling.capabilities import MISFITS, checked
@@ -33,7 +34,7 @@ from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.kv_cache import Cached, CachedTogether
 from tinsmith.modeling.latent import compress
 from tinsmith.modeling.logprobs import Head, target_logprobs
-from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run, prepack
+from tinsmith.modeling.lora import LoraLinear, prepack
 from tinsmith.modeling.padded import cached_batches, padded_batches, runs_within, uncached
 from tinsmith.modeling.parallel import Division
 from tinsmith.modeling.parallel_base import ShardedLayers

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tinsmith.modeling.adapter import Adapter, Target
-from tinsmith.modeling.lora import ActiveRuns, Run
+from tinsmith.modeling.adapter_runs import ActiveRuns, Run
 from tinsmith.modeling.quantized import quantized_parameters, take_quantized
 
 _ALIGNMENT_BYTES = 16

@@ -23,7 +23,8 @@ from tinsmith.modeling.kernels.cpu import normalize, rotate
 from tinsmith.modeling.lora import add_rows
 
 if TYPE_CHECKING:
-    from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run
+    from tinsmith.modeling.adapter_runs import ActiveRuns, Run
+    from tinsmith.modeling.lora import LoraLinear
     from tinsmith.modeling.whole_layers import WholeLayer
 
 

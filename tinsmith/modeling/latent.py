@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tinsmith.modeling.adapter_runs import ActiveRuns
 from tinsmith.modeling.attention import Packed
-from tinsmith.modeling.lora import ActiveRuns, LoraLinear
+from tinsmith.modeling.lora import LoraLinear
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 """Largest relative difference on random numbers; for other types _ROUGH."""

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.kernels.prepacked import Prepacked
 from tinsmith.modeling.kernels.transfer import on_device
-from tinsmith.modeling.lora import Run, add_rows
+from tinsmith.modeling.lora import add_rows
 from tinsmith.sizing import MAX_CHUNK_ELEMENTS
 
 MAX_KEPT_ELEMENTS = {"cpu": 64 * 1024 * 1024, "cuda": 0}

@@ -1,145 +1,32 @@
 """The LoRA product, y = x W^T + b + scaling (x A^T) B^T, with many adapters in one packed batch.
 
-A `Run` says to which rows of the batch an adapter applies. `LoraLinear` is the frozen layer that computes the product.
-There are two backends, which compute the same:
+A `Run` (adapter_runs.py) says to which rows of the batch an adapter applies. `LoraLinear` is the frozen layer that
+computes the product. There are two ways, which compute the same:
 
 - `forward` and `backward` loop over the runs. They work on every device and in every dtype, for all ranks and for any
   rows. Decoder layers that are differentiated by hand (whole_layers.py) call them directly.
-- `Groups` computes all adapters with grouped matrix products, a few kernels for each layer. A base model uses it where
+- `Groups` (grouped_lora.py) computes all adapters with grouped matrix products. A base model uses it where
   kernels/choice.py finds a grouped product.
 
 Shapes: T packed tokens, n rows of one run, I input features, O output features, S outputs of several layers side by
-side, R rank, G groups of rows.
+side, R rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tinsmith.modeling.adapter import Adapter, LoraWeights
-from tinsmith.modeling.attention import Layout, Packed
+from tinsmith.modeling.adapter import LoraWeights
+from tinsmith.modeling.adapter_runs import ActiveRuns, Run
 from tinsmith.modeling.kernels.prepacked import Prepacked
-from tinsmith.modeling.kernels.transfer import table
 from tinsmith.modeling.quantized import dtype_of, quantized_parameters, take_quantized
-
-if TYPE_CHECKING:
-    from tinsmith.modeling.padded import Padded
 
 _FEW_ROWS = 64
 """Up to this number of rows the gradient of B is one operation. With more rows, two operations are faster."""
-RANK_MULTIPLE = 16
-"""Ranks are padded to a multiple of this, because the kernels read 16 bytes at a time."""
-FEATURE_MULTIPLE = 8
-"""Grouped products support layers whose features are a multiple of this: 16 bytes in bfloat16."""
-MAX_GROUPS = 1023
-"""Largest number of groups that torch's kernel supports."""
-
-GroupedMM = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(left, right, ends_G): [T, K] by [G, K, N] -> [T, N], row groups end at ends_G; [M, T] by [T, N] -> [G, M, N]."""
-
-
-class PassGradient:
-    """The gradient of one adapter in one backward pass, in one flat buffer.
-
-    Layers that are differentiated by hand add the gradients of A and B to it, and return none to autograd.
-    """
-
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
-        self._sum: Adapter | None = None
-        """Made at the first gradient, so that it takes no memory during the forward pass."""
-        self.anchor = torch.zeros((), requires_grad=True)
-        """Input of such layers in place of A and B, so that autograd runs their backward. It gets no gradient."""
-
-    def of(self, name: str) -> LoraWeights:
-        """The gradient of A and B of the layer `name`, to be added to."""
-        return self._need_sum().weights[name]
-
-    def gather(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """The whole gradient, flat. `grads`: gradients that autograd computed, in the order of the adapter's
-        tensors."""
-        found = [grad for grad in grads if grad is not None]
-        if len(found) == len(grads) and self._sum is None:
-            # One operation: on CUDA an operation for each of 500 tensors takes longer than the products.
-            self._sum = self._adapter.like(torch.cat([grad.flatten() for grad in found]))
-        elif found:
-            own = [one for one, grad in zip(self._need_sum().tensors(), grads, strict=True) if grad is not None]
-            torch._foreach_add_(own, found)
-        return self._need_sum().flat
-
-    def _need_sum(self) -> Adapter:
-        if self._sum is None:
-            self._sum = self._adapter.like(torch.zeros_like(self._adapter.flat))
-        return self._sum
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Rows of the packed batch to which one adapter applies. The runs of a batch do not overlap."""
-
-    adapter: Adapter
-    rows: slice | Tensor
-    """A slice, or int64 [n] row numbers."""
-    gradient: PassGradient | None = None
-    """Receives the adapter's gradient from layers that support it. If None, autograd returns the gradients."""
-    rounded: Adapter | None = None
-    """The adapter in the type of the layers, if it was rounded for the whole pass. If None, each layer rounds its A
-    and B."""
-
-    def weights(self, name: str) -> LoraWeights | None:
-        """A and B of the layer `name` for its product; None if the adapter does not change the layer."""
-        return (self.rounded or self.adapter).weights.get(name)
-
-    def rounded_for(self, dtype: torch.dtype) -> Run:
-        """This run, with the adapter in `dtype`."""
-        if self.adapter.flat.dtype == dtype:
-            return self
-        with torch.no_grad():
-            return replace(self, rounded=self.adapter.rounded(dtype))
-
-
-@dataclass(slots=True)
-class ActiveRuns:
-    """The runs of the present forward pass, which the adapted layers of a base model read. Only one compute thread sets
-    and reads it."""
-
-    runs: Sequence[Run] = field(default_factory=tuple)
-    groups: Groups | None = None
-    """The runs in the form for grouped matrix products, if those are used."""
-    layout: Layout | None = None
-    """The layout of the pass, for layers that transformers does not hand it to."""
-    every_row: bool = False
-    """Whether the only run applies to all rows that a layer sees. A layer of a plain model may see more rows than the
-    call has tokens: it expands the compressed keys and values of all earlier tokens."""
-    padded: Sequence[Padded] = ()
-    """The packed sequences as padded batches, for those of these layers that have no code for packed ones."""
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Lengths of the packed sequences; empty in passes over others."""
-        return self.layout.lengths if isinstance(self.layout, Packed) else ()
-
-    def clear(self) -> None:
-        """Ends the pass."""
-        self.runs, self.groups, self.layout, self.every_row, self.padded = (), None, None, False, ()
-
-    @contextmanager
-    def replaced_by(self, other: ActiveRuns) -> Iterator[None]:
-        """Within the block, this holds the values of `other`."""
-        before = {one.name: getattr(self, one.name) for one in fields(self)}
-        for one in fields(self):
-            setattr(self, one.name, getattr(other, one.name))
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                setattr(self, name, value)
 
 
 class LoraLinear(nn.Module):
@@ -388,166 +275,4 @@ class _Linear(torch.autograd.Function):
         grad_x_T_I, grads = backward(
             x_T_I, [ctx.layer], ctx.runs, lows, grad_outputs[0], need_x=ctx.needs_input_grad[0]
         )
-        return grad_x_T_I, None, None, *grads
-
-
-# Grouped matrix products
-
-
-def torch_grouped_mm(left: Tensor, right: Tensor, ends_G: Tensor) -> Tensor:
-    return torch.nn.functional.grouped_mm(left, right, offs=ends_G)
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """The runs of one packed batch for grouped matrix products. Made once for each forward pass.
-
-    Rows are sorted by adapter, so each adapter has a group of rows. A and B of all adapters are stacked, cast to the
-    rows' dtype and padded with zeros to a common rank; the padding adds nothing. The stacks exist during one layer's
-    forward, and are made again in its backward. Making them costs little beside the products. Stacks that are kept
-    until backward would take half the memory of the adapters.
-    """
-
-    adapters: Sequence[Adapter | None]
-    """Adapter of each group; None for rows without an adapter."""
-    ends_G: Tensor
-    """int32, on the device: the row after each group's last."""
-    scalings_G: Tensor
-    """float32, on the device: scaling of each group's adapter."""
-    mm: GroupedMM
-
-    @classmethod
-    def of(cls, runs: Sequence[Run], num_rows: int, device: torch.device, mm: GroupedMM) -> Groups | None:
-        """The groups of these runs. None if grouped products do not pay or are not possible: fewer than two runs,
-        rows that are numbers or out of order, or too many groups."""
-        if len(runs) < 2:
-            return None
-        adapters: list[Adapter | None] = []
-        ends: list[int] = []
-        row = 0
-        for run in runs:
-            if not isinstance(run.rows, slice) or run.rows.start < row:
-                return None
-            if run.rows.start > row:
-                adapters.append(None)
-                ends.append(run.rows.start)
-            adapters.append(run.adapter)
-            ends.append(run.rows.stop)
-            row = run.rows.stop
-        if row < num_rows:
-            adapters.append(None)
-            ends.append(num_rows)
-        if len(ends) > MAX_GROUPS:
-            return None
-        scalings = [adapter.scaling if adapter is not None else 0.0 for adapter in adapters]
-        return cls(adapters, table(ends, torch.int32, device), table(scalings, torch.float32, device), mm)
-
-    def linear(self, x_T_I: Tensor, layer: LoraLinear) -> Tensor | None:
-        """x W^T + bias + scaling (x A^T) B^T, with the A and B of each row's adapter. Differentiable in x, A and B.
-
-        None if no adapter has this layer, or if grouped products do not support its features.
-        """
-        grouped = _GroupedLayer.of(self, layer)
-        if not grouped.parameters or x_T_I.shape[1] % FEATURE_MULTIPLE or layer.num_outputs % FEATURE_MULTIPLE:
-            return None
-        return _GroupedLinear.apply(x_T_I.contiguous(), layer, grouped, *grouped.parameters)
-
-
-@dataclass(frozen=True, slots=True)
-class _GroupedLayer:
-    """One layer's part of the adapters."""
-
-    groups: Groups
-    where: Sequence[int]
-    """The groups whose adapter has this layer."""
-    parameters: Sequence[Tensor]
-    """A and B of each of these groups in turn."""
-    rank: int
-    """The common rank, to which all are padded."""
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, groups: Groups, layer: LoraLinear) -> _GroupedLayer:
-        where: list[int] = []
-        parameters: list[Tensor] = []
-        for n, adapter in enumerate(groups.adapters):
-            weights = adapter.weights.get(layer.name) if adapter is not None else None
-            if weights is not None:
-                where.append(n)
-                parameters += [weights.a_R_I, weights.b_O_R]
-        largest = max((a.shape[0] for a in parameters[::2]), default=1)
-        return cls(groups, where, parameters, -(-largest // RANK_MULTIPLE) * RANK_MULTIPLE, layer.dtype)
-
-    @property
-    def ranks(self) -> list[int]:
-        return [a.shape[0] for a in self.parameters[::2]]
-
-    def stack_a(self, parameters: Sequence[Tensor]) -> Tensor:
-        """A of all groups, [G, R, I]."""
-        if self.is_full:
-            return torch.stack(list(parameters[::2])).to(self.dtype)
-        a_G_R_I = self._zeros(self.rank, parameters[0].shape[1], parameters[0].device)
-        torch._foreach_copy_(self.parts(a_G_R_I, 0), list(parameters[::2]))
-        return a_G_R_I
-
-    def stack_b(self, parameters: Sequence[Tensor]) -> Tensor:
-        """B of all groups, [G, O, R], multiplied by each adapter's scaling."""
-        scalings = [adapter.scaling for n in self.where if (adapter := self.groups.adapters[n]) is not None]
-        if self.is_full:
-            b_G_O_R = torch.stack(list(parameters[1::2]))
-            if set(scalings) != {1.0}:
-                b_G_O_R *= self.groups.scalings_G[:, None, None]
-            return b_G_O_R.to(self.dtype)
-        b_G_O_R = self._zeros(parameters[1].shape[0], self.rank, parameters[1].device)
-        torch._foreach_copy_(self.parts(b_G_O_R, 1), torch._foreach_mul(list(parameters[1::2]), scalings))
-        return b_G_O_R
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every group has an adapter with this layer, of the common rank: the stacks then need no padding."""
-        return len(self.where) == len(self.groups.adapters) and all(rank == self.rank for rank in self.ranks)
-
-    def parts(self, stack_G: Tensor, dimension: int) -> list[Tensor]:
-        """The part of each adapter that has this layer: of its group, as many rows (dimension 0) or columns (1) as its
-        rank."""
-        groups = stack_G.unbind()  # one operation, and most ranks need no other
-        return [
-            groups[n] if rank == self.rank else groups[n].narrow(dimension, 0, rank)
-            for n, rank in zip(self.where, self.ranks, strict=True)
-        ]
-
-    def _zeros(self, rows: int, columns: int, device: torch.device) -> Tensor:
-        return torch.zeros(len(self.groups.adapters), rows, columns, dtype=self.dtype, device=device)
-
-
-class _GroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_T_I: Tensor, linear: LoraLinear, layer: _GroupedLayer, *parameters: Tensor) -> Tensor:
-        mm, ends_G = layer.groups.mm, layer.groups.ends_G
-        y_T_O = torch.nn.functional.linear(x_T_I, linear.dense(), linear.bias)
-        low_T_R = mm(x_T_I, layer.stack_a(parameters).transpose(1, 2), ends_G)
-        y_T_O += mm(low_T_R, layer.stack_b(parameters).transpose(1, 2), ends_G)
-        ctx.save_for_backward(x_T_I, low_T_R, *parameters)
-        ctx.linear, ctx.layer = linear, layer
-        return y_T_O
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        grad_T_O = grad_outputs[0].contiguous()
-        layer: _GroupedLayer = ctx.layer
-        mm, ends_G = layer.groups.mm, layer.groups.ends_G
-        x_T_I, low_T_R, *parameters = ctx.saved_tensors
-        grad_low_T_R = mm(grad_T_O, layer.stack_b(parameters), ends_G)
-        grad_x_T_I = None
-        if ctx.needs_input_grad[0]:
-            grad_x_T_I = grad_T_O @ ctx.linear.dense()
-            grad_x_T_I += mm(grad_low_T_R, layer.stack_a(parameters), ends_G)
-        grads: list[Tensor | None] = [None] * len(parameters)
-        if any(ctx.needs_input_grad[3:]):
-            # One cast for all adapters, whose gradients are views of the result.
-            grad_a_G_R_I = mm(grad_low_T_R.T, x_T_I, ends_G).float()
-            grad_b_G_O_R = mm(grad_T_O.T, low_T_R, ends_G).float()
-            grad_b_G_O_R *= layer.groups.scalings_G[:, None, None]
-            grads[::2] = layer.parts(grad_a_G_R_I, 0)
-            grads[1::2] = layer.parts(grad_b_G_O_R, 1)
         return grad_x_T_I, None, None, *grads

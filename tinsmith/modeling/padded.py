@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tinsmith.modeling.adapter_runs import ActiveRuns, Run
 from tinsmith.modeling.kernels.choice import Kernels
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.kv_cache import Cached, CachedTogether
-from tinsmith.modeling.lora import ActiveRuns, Run
 from tinsmith.modeling.recurrent_cache import LaneStates
 
 _CACHES = ("cache_params", "past_key_values")

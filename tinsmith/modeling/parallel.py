@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from tinsmith.modeling.adaptation import decoder_of
-from tinsmith.modeling.lora import ActiveRuns
+from tinsmith.modeling.adapter_runs import ActiveRuns
 from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.modeling.parallel_ops import Peers
 from tinsmith.modeling.parallel_tensor import CannotDivide, TensorParallel

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 
 from tinsmith.modeling.adaptation import decoder_of
 from tinsmith.modeling.adapter import Adapter, LoraWeights
+from tinsmith.modeling.adapter_runs import ActiveRuns, Run
 from tinsmith.modeling.logprobs import Head, target_logprobs
-from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run
+from tinsmith.modeling.lora import LoraLinear
 from tinsmith.modeling.parallel_ops import Peers, joined, own_part, replicated, shared_gradient, summed
 
 _COLWISE = ("colwise", "colwise_gather_output")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from transformers.activations import ACT2FN
 
+from tinsmith.modeling.adapter_runs import ActiveRuns
 from tinsmith.modeling.kernels import recurrent_cuda
 from tinsmith.modeling.kernels.causal_conv import causal_conv, causal_conv_step
 from tinsmith.modeling.kernels.delta_rule import gated_delta_rule
@@ -25,7 +26,6 @@ from tinsmith.modeling.kernels.delta_step import gated_delta_step
 from tinsmith.modeling.kernels.install import with_functions
 from tinsmith.modeling.kernels.state_space import state_space_scan
 from tinsmith.modeling.kernels.state_space_step import state_space_step
-from tinsmith.modeling.lora import ActiveRuns
 from tinsmith.modeling.padded import Apart, carries_state
 
 _SILU = ("silu", "swish")

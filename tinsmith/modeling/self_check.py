@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tinsmith.modeling.adapter import GROUPS, Adapter, AdapterConfig, Group, Target
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.kv_cache import Cached, KVCache, Prefill
 from tinsmith.modeling.logprobs import logits
-from tinsmith.modeling.lora import Run
 from tinsmith.modeling.reference import adapted
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from tinsmith.modeling.adapter_runs import ActiveRuns, Run
 from tinsmith.modeling.attention import Layout, Packed, attend, attend_backward
 from tinsmith.modeling.generation import GenerationLayer, Joined, generate
 from tinsmith.modeling.heads import Heads
@@ -35,7 +36,7 @@ from tinsmith.modeling.kernels.cpu import (
     swiglu_backward,
 )
 from tinsmith.modeling.kernels.install import FusedMLP, FusedRMSNorm
-from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run, backward, forward, parameters_of
+from tinsmith.modeling.lora import LoraLinear, backward, forward, parameters_of
 
 _TOLERANCE = 1e-4
 """Largest relative difference from a layer's own code. It allows rounding in float32, and no other function."""

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tinsmith.modeling.lora import ActiveRuns
+from tinsmith.modeling.adapter_runs import ActiveRuns
 
 
 @contextmanager

@@ -15,10 +15,10 @@ from torch import Tensor
 from tinsmith.errors import InvalidRequest, NotFinite, OutOfCapacity, ServiceError
 from tinsmith.faults import is_device_fault, is_out_of_memory
 from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.adapter_runs import PassGradient, Run
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_logprobs import full_target_logprobs
 from tinsmith.modeling.kernels.transfer import on_device
-from tinsmith.modeling.lora import PassGradient, Run
 from trainer_service.engine.activation_checkpointing import checkpointed
 from trainer_service.engine.batch import Batch, Example, MicroBatch, Output, charges_of, describe_ratio, log_ratio
 from trainer_service.engine.budget import Attempt, MemoryBudget

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.full_logprobs import full_target_logprobs
 from tinsmith.modeling.full_weights import FullWeights, Parameters, TrainedWeights, Weights
-from tinsmith.modeling.lora import Run
 
 Tokens = npt.NDArray[np.int32]
 Scores = npt.NDArray[np.float32]

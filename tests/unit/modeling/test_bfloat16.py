@@ -10,11 +10,12 @@ from torch import Tensor
 from tests.support.adapters import random_adapter
 from tests.support.models import VOCAB_SIZE
 from tests.support.oracle import Oracle
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
+from tinsmith.modeling.grouped_lora import torch_grouped_mm
 from tinsmith.modeling.kernels.choice import Kernels
 from tinsmith.modeling.logprobs import target_logprobs
-from tinsmith.modeling.lora import Run, torch_grouped_mm
 
 CPU = torch.device("cpu")
 LENGTHS = [9, 30, 30, 41]

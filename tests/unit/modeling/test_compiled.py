@@ -10,10 +10,10 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 
 from tests.support.models import VOCAB_SIZE
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.logprobs import target_logprobs
-from tinsmith.modeling.lora import Run
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinsmith.modeling.lora import ActiveRuns
+from tinsmith.modeling.adapter_runs import ActiveRuns
 from tinsmith.modeling.recurrent import _FUNCTIONS
 
 FAMILIES = ("qwen3_5", "qwen3_next", "nemotron_h", "mamba2", "falcon_h1", "bamba", "granitemoehybrid", "lfm2")

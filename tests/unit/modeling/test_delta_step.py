@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinsmith.modeling.lora import ActiveRuns
+from tinsmith.modeling.adapter_runs import ActiveRuns
 from tinsmith.modeling.recurrent import _FUNCTIONS
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid")

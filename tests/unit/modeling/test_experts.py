@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 from tests.support.models import SPARSE, VOCAB_SIZE, make_sparse_family, make_sparse_model
 from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.experts import grouped_mm
 from tinsmith.modeling.logprobs import target_logprobs
-from tinsmith.modeling.lora import Run
 from tinsmith.modeling.peft_import import import_peft
 
 CPU = torch.device("cpu")

@@ -21,13 +21,13 @@ from tests.support.oracle import Oracle
 from tinsmith.errors import Unsupported
 from tinsmith.modeling import adaptation
 from tinsmith.modeling.adapter import GROUPS, Adapter, AdapterConfig
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.full_logprobs import full_target_logprobs
 from tinsmith.modeling.kernels import recurrent_cuda
 from tinsmith.modeling.kv_cache import Cached, KVCache, Prefill
 from tinsmith.modeling.logprobs import target_logprobs
-from tinsmith.modeling.lora import Run
 from tinsmith.modeling.prefixes import forest_of
 from tinsmith.modeling.pretrained import UnsupportedModel, auto_class
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.support.models import make_model
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.generation import GenerationLayer
-from tinsmith.modeling.lora import Run
 from tinsmith.modeling.self_check import only, random_adapter
 
 LENGTHS = [6, 1, 4]

@@ -6,7 +6,9 @@ from torch import Tensor, nn
 
 from tests.support.adapters import random_adapter
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
-from tinsmith.modeling.lora import ActiveRuns, Groups, LoraLinear, Run, torch_grouped_mm
+from tinsmith.modeling.adapter_runs import ActiveRuns, Run
+from tinsmith.modeling.grouped_lora import Groups, torch_grouped_mm
+from tinsmith.modeling.lora import LoraLinear
 
 CPU = torch.device("cpu")
 TARGETS = [Target("attn", "attn", 16, 24), Target("mlp", "mlp", 16, 24)]

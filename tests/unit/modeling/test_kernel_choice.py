@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.grouped_lora import torch_grouped_mm
 from tinsmith.modeling.kernels import choice, compiled
 from tinsmith.modeling.kernels.choice import PLAIN, choose
 from tinsmith.modeling.kernels.compiled import CannotCompile
 from tinsmith.modeling.kernels.elementwise import EAGER, Elementwise
 from tinsmith.modeling.kernels.flash_attn import FlashAttn
 from tinsmith.modeling.kernels.varlen import TorchVarlen
-from tinsmith.modeling.lora import torch_grouped_mm
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 COMPILED = replace(EAGER, name="compiled")

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
-from tinsmith.modeling.lora import ActiveRuns, LoraLinear, PassGradient, Run, backward, forward, parameters_of
+from tinsmith.modeling.adapter_runs import ActiveRuns, PassGradient, Run
+from tinsmith.modeling.lora import LoraLinear, backward, forward, parameters_of
 
 T, INPUTS, OUTPUTS = 80, 60, {"a": 40, "b": 90, "c": 20}
 """So that an adapter is merged from 49, 73 and 31 rows on."""

@@ -11,11 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.models import VOCAB_SIZE
 from tinsmith.modeling import logprobs
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
+from tinsmith.modeling.grouped_lora import torch_grouped_mm
 from tinsmith.modeling.kernels.choice import Kernels
 from tinsmith.modeling.logprobs import target_logprobs
-from tinsmith.modeling.lora import Run, torch_grouped_mm
 
 CPU = torch.device("cpu")
 WAITING = {

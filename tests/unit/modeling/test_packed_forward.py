@@ -12,11 +12,11 @@ from tests.support.oracle import Oracle
 from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.modeling import base_model, logprobs
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.kv_cache import Cached, KVCache, Prefill
 from tinsmith.modeling.logprobs import logits, logprob_chunks, target_logprobs
-from tinsmith.modeling.lora import Run
 from tinsmith.modeling.pretrained import UnsupportedModel
 
 CPU = torch.device("cpu")

@@ -16,10 +16,10 @@ from torch import Tensor
 from tests.support.adapters import random_adapter
 from tests.unit.modeling.test_families import DENSE, SPARSE, make
 from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.kernels.elementwise import EAGER, Elementwise, eager_on_host
-from tinsmith.modeling.lora import Run
 from tinsmith.modeling.parallel import Division
 from tinsmith.modeling.parallel_ops import joined, own_part, replicated, summed
 from tinsmith.modeling.parallel_tensor import CannotDivide

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.models import VOCAB_SIZE
 from tinsmith.errors import InvalidRequest
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.logprobs import target_logprobs
-from tinsmith.modeling.lora import Run
 from tinsmith.modeling.peft_import import Imported, import_peft
 
 TOKENS = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(5))

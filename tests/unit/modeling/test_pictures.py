@@ -17,11 +17,11 @@ from tests.support.models import VISION, kinds_of, make_model, make_vision_model
 from tests.support.oracle import Oracle
 from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.capabilities import one_by_one
 from tinsmith.modeling.logprobs import target_logprobs
-from tinsmith.modeling.lora import Run
 from tinsmith.modeling.tower import Placed, Tower, positions_with_pictures
 from tinsmith.pictures.families import family_of
 from tinsmith.pictures.processing import Picture

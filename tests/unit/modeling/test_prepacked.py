@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.support.models import make_model
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.full_weights import FullWeights, Parameters
 from tinsmith.modeling.kernels import prepacked
 from tinsmith.modeling.kernels.prepacked import Prepacked
 from tinsmith.modeling.logprobs import logits
-from tinsmith.modeling.lora import Run
 from tinsmith.modeling.self_check import only, random_adapter
 
 pytestmark = pytest.mark.skipif(

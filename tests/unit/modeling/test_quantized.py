@@ -14,11 +14,12 @@ from tests.support.adapters import random_adapter
 from tests.support.models import VOCAB_SIZE, make_model, make_recurrent_model, make_sparse_model
 from tests.support.oracle import Oracle
 from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
+from tinsmith.modeling.grouped_lora import torch_grouped_mm
 from tinsmith.modeling.kernels import choice
 from tinsmith.modeling.logprobs import target_logprobs
-from tinsmith.modeling.lora import Run, torch_grouped_mm
 from tinsmith.modeling.parallel import Division
 from tinsmith.modeling.parallel_tensor import CannotDivide
 from tinsmith.modeling.quantized import _NF4, all_quantized, dequantized, num_weights, quantized, shape_of

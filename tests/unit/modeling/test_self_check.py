@@ -12,9 +12,10 @@ from tests.support.oracle import Oracle
 from tinsmith.errors import Unsupported
 from tinsmith.modeling import base_model, whole_layers
 from tinsmith.modeling.adapter import GROUPS, Group
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.generation import Joined
-from tinsmith.modeling.lora import LoraLinear, Run
+from tinsmith.modeling.lora import LoraLinear
 from tinsmith.modeling.reference import adapted
 from tinsmith.modeling.self_check import Gaps, only, random_adapter
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tinsmith.modeling.adapter_runs import ActiveRuns
 from tinsmith.modeling.kernels import delta_step
-from tinsmith.modeling.lora import ActiveRuns
 from tinsmith.modeling.recurrent import _FUNCTIONS
 
 FAMILIES = ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")

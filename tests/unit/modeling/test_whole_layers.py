@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.support.adapters import random_adapter
 from tests.support.models import TINY_CONFIG
 from tinsmith.modeling import whole_layers
+from tinsmith.modeling.adapter_runs import ActiveRuns, PassGradient, Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.kernels.cpu import CPU
-from tinsmith.modeling.lora import ActiveRuns, PassGradient, Run
 
 LENGTHS = (7, 7, 3, 12, 12)
 T = sum(LENGTHS)

@@ -18,9 +18,9 @@ from sampler_service.torch_engine.graphs import MAX_GRAPHS, DecodeGraphs, Decode
 from tests.support.models import make_model
 from tests.unit.sampler_service.full_versions import make_full
 from tests.unit.sampler_service.serving import generate, make_adapter, prompt, serving
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.kv_cache import KVCache
-from tinsmith.modeling.lora import Run
 
 CPU = torch.device("cpu")
 

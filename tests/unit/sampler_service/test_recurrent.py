@@ -31,10 +31,10 @@ from tests.unit.sampler_service.serving import (
     serving,
 )
 from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.logprobs import target_logprobs
-from tinsmith.modeling.lora import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 

@@ -10,10 +10,10 @@ from tests.support.models import make_sparse_model
 from tests.unit.sampler_service.serving import generate, make_adapter, prompt
 from tests.unit.sampler_service.test_weight_sync import Setup, receiving
 from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.logprobs import target_logprobs
-from tinsmith.modeling.lora import Run
 
 
 def trained_logprobs(base: BaseModel, adapter: Adapter, tokens: np.ndarray) -> np.ndarray:

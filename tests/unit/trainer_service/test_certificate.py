@@ -19,10 +19,10 @@ from tests.support.models import make_model, make_recurrent_model, make_sparse_m
 from tests.unit.trainer_service.engines import create
 from tinsmith.errors import InvalidRequest, NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, VersionRefused
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.full_weights import Weights
-from tinsmith.modeling.lora import Run
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.server import Server
 from tinsmith.rpc.times import seconds_of

@@ -10,13 +10,14 @@ from typing import Literal
 
 import torch
 
+from tinsmith.modeling.adapter_runs import Run
+from tinsmith.modeling.grouped_lora import GroupedMM, Groups, torch_grouped_mm
 from tinsmith.modeling.kernels.compiled import CannotCompile, attempt, compiled, first_lines
 from tinsmith.modeling.kernels.cpu import CPU
 from tinsmith.modeling.kernels.elementwise import Elementwise
 from tinsmith.modeling.kernels.flash_attn import FlashAttn
 from tinsmith.modeling.kernels.liger import liger
 from tinsmith.modeling.kernels.varlen import Kernel, TorchVarlen
-from tinsmith.modeling.lora import GroupedMM, Groups, Run, torch_grouped_mm
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from tests.support.models import make_model
 from tests.unit.modeling.test_families import load
 from tinsmith.modeling.adaptation import adapt
 from tinsmith.modeling.adapter import AdapterConfig, Target, num_elements
-from tinsmith.modeling.lora import ActiveRuns
+from tinsmith.modeling.adapter_runs import ActiveRuns
 from tinsmith.modeling.pretrained import auto_class
 from tinsmith_cli.base_models import UsageError
 from tinsmith_cli.planning import shape
