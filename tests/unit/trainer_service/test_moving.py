@@ -39,12 +39,14 @@ from tinsmith.errors import (
 from tinsmith.modeling.base_model import BaseModel
 from trainer_service.durability import run_file
 from trainer_service.durability.journal import Journal
+from trainer_service.durability.moved_models import MovedModels
 from trainer_service.durability.packages import ROWS, Packages
 from trainer_service.durability.run_file import Move
 from trainer_service.durability.snapshots import Policy
 from trainer_service.operation import Answer
+from trainer_service.operations import moving
 from trainer_service.operations.restore import Restorer
-from trainer_service.scheduling.scheduler import Scheduler
+from trainer_service.scheduling.model_queue import ModelQueues
 
 MOVE = Move("a" * 32, "target")
 BACK = Move("b" * 32, "source")
@@ -298,17 +300,17 @@ async def test_a_model_comes_back_to_a_trainer_that_had_released_it(trainers: Tr
 
 
 STEPS = [
-    pytest.param("source", Scheduler, "withhold", id="before the model is stopped"),
+    pytest.param("source", moving, "withhold", id="before the model is stopped"),
     pytest.param("source", Restorer, "put_away", id="once it is stopped"),
-    pytest.param("source", Journal, "export", id="once it is parked"),
+    pytest.param("source", MovedModels, "export", id="once it is parked"),
     pytest.param("source", Packages, "write", id="once its rows are read"),
-    pytest.param("source", Journal, "release", id="once the package is written"),
-    pytest.param("source", Scheduler, "set_aside", id="once the source has given it up"),
+    pytest.param("source", MovedModels, "release", id="once the package is written"),
+    pytest.param("source", ModelQueues, "remove", id="once the source has given it up"),
     pytest.param("target", Packages, "read", id="before the package is read"),
-    pytest.param("target", Journal, "adopt", id="once the target has the snapshot"),
-    pytest.param("target", Scheduler, "resume", id="once the target has it"),
-    pytest.param("source", Journal, "forget_moved", id="before the source forgets it"),
-    pytest.param("source", Scheduler, "forget_moved", id="once the source has forgotten it"),
+    pytest.param("target", MovedModels, "adopt", id="once the target has the snapshot"),
+    pytest.param("target", moving, "resume", id="once the target has it"),
+    pytest.param("source", MovedModels, "forget", id="before the source forgets it"),
+    pytest.param("source", ModelQueues, "forget_moved", id="once the source has forgotten it"),
     pytest.param("source", Packages, "delete", id="before the package is deleted"),
 ]
 
@@ -316,7 +318,7 @@ STEPS = [
 @IN_BOTH
 @pytest.mark.parametrize(("dies", "owner", "method"), STEPS)
 async def test_at_every_step_of_a_move_a_trainer_may_die_and_exactly_one_has_the_model_in_the_end(
-    trainers: Trainers, alone: Process, dies: str, owner: type, method: str
+    trainers: Trainers, alone: Process, dies: str, owner: Any, method: str
 ) -> None:
     await run(alone)
     trainers.settings = {"policy": Policy(2, 0, 0)}

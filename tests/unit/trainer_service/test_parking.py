@@ -156,7 +156,7 @@ async def test_500_runs_in_16_places_have_the_weights_of_500_runs_alone(
         assert_equal(tensors_of(state), alone(lonely, scripts[name], seed=n))
 
 
-async def test_a_kill_at_any_moment_of_a_move_changes_no_bit(
+async def test_a_kill_at_any_moment_of_parking_and_coming_back_changes_no_bit(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = await start(tmp_path / "0", policy=Policy(1, 0, 0))
@@ -180,9 +180,9 @@ async def test_a_kill_at_any_moment_of_a_move_changes_no_bit(
     for owner, name in (
         (process.snapshots, "_store"),
         (process.snapshots, "_count"),
-        (process.scheduler, "run_alone"),
+        (process.scheduler.compute, "run_alone"),
         (process.journal, "live_model"),
-        (process.scheduler, "restored"),
+        (process.scheduler.replay, "restored"),
     ):
         copied_around(owner, name)
     await park(process)
