@@ -1,9 +1,14 @@
 """Moves runs from one trainer to another, and empties trainers that are being drained, one run at a time.
 
-A move is a row of the database (database/tables/moves.py) until nothing is left of it. Its steps are calls of the two
-trainers, each of which may be repeated: the source releases the run, the target adopts it, the run's row names the
-target, and both forget the move. A move that was begun is always finished, also by a gateway that is started later, so
-a run is never left between two trainers. Clients wait meanwhile as for a trainer that restarts.
+A move has a row in the database (database/tables/moves.py) until it is over. Its steps are:
+
+1. The source, the trainer that has the run, releases it.
+2. The target, the trainer that is to have it, adopts it.
+3. The run's row in the database names the target.
+4. Both trainers forget the move.
+
+Each step may be repeated. A move that has begun is always finished, if need be by a gateway that is started later, so a
+run is never left between two trainers. While a run moves, its clients wait as they do for a trainer that restarts.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from uuid import uuid4
 from gateway.clients import Clients, Trainer
 from gateway.database.outages import log_failure
 from gateway.database.store import Store
-from gateway.database.tables.moves import GONE, MoveRow
+from gateway.database.tables.moves import MoveRow, Problem
 from gateway.database.tables.sessions import Model
 from gateway.high_availability.peers import Peers
 from gateway.metrics import Metrics
@@ -39,24 +44,27 @@ from tinsmith.v1 import trainer_admin_pb2 as pb
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 5.0
-"""Pause between two looks for moves and drained trainers, which another gateway may have begun."""
+"""Pause between two looks into the database for moves and drained trainers, in seconds. Another gateway may have
+written them there."""
 _AGAIN_S = 1.0
-"""Pause before a step that has failed is tried again; it doubles with each attempt."""
+"""Pause before a run whose move has failed is tried again, in seconds. It doubles with each attempt."""
 _LONGEST_PAUSE_S = 60.0
+"""Longest pause between two attempts to move a run, in seconds."""
 _STEP_TIMEOUT_S = 600.0
-"""Longest time of one call. A release waits for the operations of the run that have begun."""
+"""Longest time of one call of a trainer, in seconds. A release waits for the operations of the run that have begun."""
 _MOST_PROBLEMS = 1000
-"""Most runs of a drained trainer whose problems are stored."""
+"""Largest number of runs of a drained trainer whose problems are stored."""
 _AT_ONCE = 50
-"""Runs of a drained trainer that are read from the database at a time."""
+"""Number of runs of a drained trainer that are read from the database at a time."""
 
 
 @dataclass(slots=True)
 class _Failure:
-    """The last attempt to move a run, which has failed."""
+    """A run whose last attempt to move has failed."""
 
-    why: str
+    problem: Problem
     pause_s: float
+    """Pause before the next attempt, in seconds."""
     again_s: float
     """Time of the next attempt, by time.monotonic."""
 
@@ -67,19 +75,19 @@ class TrainerState:
 
     trainer: Trainer
     num_runs: int
-    """Runs that the database has at this trainer."""
+    """Number of runs that this trainer has, as the database says."""
     num_moving: int
-    """Moves away from this trainer that are not over."""
+    """Number of unfinished moves away from this trainer."""
     is_drained: bool
-    """It takes no new runs."""
-    problems: dict[str, str]
+    """True when the trainer takes no new runs, and its runs move to others."""
+    problems: dict[str, Problem]
     """See DrainedTrainer.problems."""
     can_be_stopped: bool
-    """It is being drained, and has no run that could be lost with it."""
+    """True when the trainer is being drained, and no run would be lost or wait without it."""
 
 
 class Moving:
-    """Makes the moves. Only one of several gateways does so, the holder of the reaper's lease."""
+    """Makes the moves. Of several gateways behind one database only one does so: the holder of the reaper's lease."""
 
     def __init__(self, *, store: Store, clients: Clients, placement: Placement, peers: Peers, metrics: Metrics) -> None:
         self._store = store
@@ -89,11 +97,13 @@ class Moving:
         self._metrics = metrics
         self._wake = asyncio.Event()
         self._failures: dict[str, _Failure] = {}
-        """By model_id. A run that its trainer does not have is tried again, too, because it may come back."""
-        self._noted: dict[str, dict[str, str]] = {}
-        """By trainer_id of a drained trainer, the problems that were stored last."""
+        """By model_id. A run that its trainer does not have is tried again, too, because the trainer may come back with
+        it."""
+        self._noted: dict[str, dict[str, Problem]] = {}
+        """For each drained trainer, by trainer_id, the problems that were stored last."""
 
     async def run(self) -> None:
+        """Moves runs until it is cancelled."""
         while True:
             try:
                 await to_its_end(self._round())
@@ -110,8 +120,8 @@ class Moving:
     # Draining
 
     async def drain(self, trainer: Trainer) -> None:
-        """Begins to drain a trainer; a repeat changes nothing. Raises FailedPrecondition when no other trainer takes
-        its runs, and NotReady when it has not been reached yet."""
+        """Begins to drain a trainer. A repeat changes nothing. Raises FailedPrecondition when no other trainer can take
+        its runs, and NotReady when the gateway has not reached the trainer yet."""
         if trainer.info is None:
             raise NotReady(f"trainer: {trainer.address} has not been reached yet")
         if not trainer.trainer_id:
@@ -129,12 +139,12 @@ class Moving:
         self._wake.set()
 
     async def undrain(self, trainer: Trainer) -> None:
-        """Lets a trainer take runs again. A move that was begun is finished."""
+        """Lets a trainer take runs again. Moves that have begun are finished all the same."""
         await self._store.moves.undrain(trainer.trainer_id)
         logger.info("the trainer at %s takes runs again", trainer.address)
 
     async def _round(self) -> None:
-        """Finishes the moves that were begun, then moves the runs of drained trainers, as long as there are any."""
+        """Finishes the moves that have begun. Then moves the runs of drained trainers, as long as they have any."""
         if not await self._peers.has_lease("reaper"):
             self._failures.clear()
             self._noted.clear()
@@ -148,7 +158,7 @@ class Moving:
             if self._is_due(move.model_id):
                 await self._continue(move)
         for trainer_id in sorted(drained):
-            while models := await self._left(trainer_id):
+            while models := await self._runs_to_move(trainer_id):
                 for model in models:
                     if trainer_id not in await self._store.moves.drained():
                         break
@@ -159,15 +169,17 @@ class Moving:
             await self._note_problems(trainer_id)
 
     async def _note_problems(self, trainer_id: str) -> None:
-        """Stores why runs of a drained trainer could not be moved, for whoever asks any gateway."""
+        """Stores why runs of a drained trainer could not be moved, because every gateway may be asked for that."""
         runs = await self._store.moves.runs_of(trainer_id, but=set(), limit=_MOST_PROBLEMS)
-        of_runs = {run.model_id: self._failures[run.model_id].why for run in runs if run.model_id in self._failures}
-        if self._noted.get(trainer_id) != of_runs:
-            await self._store.moves.set_problems(trainer_id, of_runs)
-            self._noted[trainer_id] = of_runs
+        problems = {
+            run.model_id: self._failures[run.model_id].problem for run in runs if run.model_id in self._failures
+        }
+        if self._noted.get(trainer_id) != problems:
+            await self._store.moves.set_problems(trainer_id, problems)
+            self._noted[trainer_id] = problems
 
-    async def _left(self, trainer_id: str) -> list[Model]:
-        """Some of the runs at the trainer that are to be moved now."""
+    async def _runs_to_move(self, trainer_id: str) -> list[Model]:
+        """The next runs of the trainer to be moved: those that neither move already nor wait for another attempt."""
         waiting = {model_id for model_id in self._failures if not self._is_due(model_id)}
         moving = {move.model_id for move in await self._store.moves.all()}
         return await self._store.moves.runs_of(trainer_id, but=waiting | moving, limit=_AT_ONCE)
@@ -176,21 +188,22 @@ class Moving:
         failure = self._failures.get(model_id)
         return failure is None or failure.again_s <= time.monotonic()
 
-    def _failed(self, model_id: str, why: str) -> None:
-        before = self._failures.get(model_id)
+    def _failed(self, model_id: str, why: str, *, is_gone: bool = False) -> None:
+        """Notes a failed attempt. For `is_gone` see Problem."""
+        before, problem = self._failures.get(model_id), Problem(why=why, is_gone=is_gone)
         pause_s = _AGAIN_S if before is None else min(2 * before.pause_s, _LONGEST_PAUSE_S)
-        if before is None or before.why != why:
-            logger.warning("%s is not moved yet: %s", model_id, why)
-        self._failures[model_id] = _Failure(why, pause_s, time.monotonic() + pause_s)
+        if before is None or before.problem != problem:
+            logger.warning("the run %s is not moved yet: %s", model_id, why)
+        self._failures[model_id] = _Failure(problem, pause_s, time.monotonic() + pause_s)
 
     # One move
 
     async def _move(self, model: Model, source_id: str) -> None:
-        """Begins the move of a run to the trainer with most room and least work, and makes it."""
+        """Begins to move a run, to the other trainer with the most room and the least work, and makes all steps."""
         try:
-            self._reached(source_id)
+            self._connected(source_id)
             target = await self._placement.choose(model.base_model, but=source_id)
-            self._reached(target.trainer_id)
+            self._connected(target.trainer_id)
         except ServiceError as error:
             self._failed(model.model_id, error.message)
             return
@@ -208,10 +221,10 @@ class Moving:
         if begun:
             await self._continue(move)
         else:
-            self._failed(model.model_id, "it has ended, or is moving already")
+            self._failed(model.model_id, "the run has ended, or is moving already")
 
     async def _continue(self, move: MoveRow) -> None:
-        """Makes the steps that are left of a move."""
+        """Makes the remaining steps of a move."""
         try:
             if not move.is_done and not await self._hand_over(move):
                 return
@@ -222,68 +235,79 @@ class Moving:
             self._failures.pop(move.model_id, None)
 
     async def _hand_over(self, move: MoveRow) -> bool:
-        """Brings the run to its target. False when the source does not have it, so that there is nothing to move."""
+        """Makes the steps up to the one at which the run is the target's. Returns False when neither trainer has the
+        run, so that nothing can be moved."""
         started = time.monotonic()
         ids = {"model_id": move.model_id, "move_id": move.move_id}
         release = pb.ReleaseModelRequest(**ids, trainer_id=move.target_id)
         adopt = pb.AdoptModelRequest(**ids)
-        gone: ServiceError | None = None
+        not_at_source: ServiceError | None = None
         if not move.is_released:
             try:
                 await self._call(move.source_id, "ReleaseModel", release)
             except (ModelNotFound, ModelLost) as error:
-                # With a journal in one database, the source forgets the run as soon as the target has it.
-                gone = error
+                # Perhaps the target has it by now: if all trainers have their journals in one database, the source
+                # loses the run's rows when the target adopts it.
+                not_at_source = error
             else:
                 await self._store.moves.note_released(move)
         try:
             await self._call(move.target_id, "AdoptModel", adopt)
         except FailedPrecondition:
-            if gone is None:
+            if not_at_source is None:
                 raise
             await self._store.moves.delete(move)
-            self._failed(move.model_id, f"{GONE}{gone.message}")
+            self._failed(move.model_id, not_at_source.message, is_gone=True)
             return False
         except DataCorrupted:
-            await self._call(move.source_id, "ReleaseModel", release)  # writes a damaged package again
+            await self._call(move.source_id, "ReleaseModel", release)  # writes the package again, which is damaged
             raise
         await self._store.moves.finish(move)
         self._placement.forget(move.model_id)
         self._metrics.services.moved_runs.inc()
         self._metrics.services.move_seconds.observe(time.monotonic() - started)
-        logger.info("%s has moved from trainer %s to %s", move.model_id, move.source_id, move.target_id)
+        logger.info(
+            "the run %s has moved from the trainer %s to the trainer %s", move.model_id, move.source_id, move.target_id
+        )
         return True
 
     async def _clean_up(self, move: MoveRow) -> None:
-        """Deletes what is left of a move that is done."""
+        """Makes the last steps of a move whose run is at the target: both trainers delete what they keep for it."""
         forget = pb.ForgetMoveRequest(model_id=move.model_id, move_id=move.move_id)
         await self._call(move.target_id, "ForgetMove", forget)
         try:
             await self._call(move.source_id, "ForgetMove", forget)
         except NotFound:
-            logger.info("the trainer %s is not in the list any more; it keeps what it has of %s", *_of(move))
+            logger.info(
+                "the trainer %s is no longer one of this gateway's trainers, so files of the moved run %s stay there",
+                move.source_id,
+                move.model_id,
+            )
         await self._store.moves.delete(move)
 
     async def _call(self, trainer_id: str, rpc: str, request: Any) -> None:
-        """Calls a trainer. Raises NotFound when no trainer of the list has this id, and NotReady when it is away."""
+        """Calls a trainer. Raises NotFound and NotReady as `_connected` does, and NotReady when another gateway makes
+        the moves by now."""
         await self._peers.refresh()
         if not await self._peers.has_lease("reaper"):
-            raise NotReady("another gateway moves runs by now")
-        trainer = self._reached(trainer_id)
+            raise NotReady("another gateway makes the moves by now")
+        trainer = self._connected(trainer_id)
         await getattr(trainer.admin, rpc)(request, timeout=_STEP_TIMEOUT_S)
 
-    def _reached(self, trainer_id: str) -> Trainer:
+    def _connected(self, trainer_id: str) -> Trainer:
+        """The trainer with this id. Raises NotFound when none of this gateway's trainers has the id, and NotReady when
+        the trainer cannot be reached now."""
         trainer = next((one for one in self._clients.trainers if one.trainer_id == trainer_id), None)
         if trainer is None and self._clients.has_unreached_trainers:
             raise NotReady(f"the trainer {trainer_id} has not been reached yet")
         if trainer is None:
             raise NotFound(f"the trainer {trainer_id} is none of this gateway's trainers")
         if not trainer.is_connected:
-            raise NotReady(f"the trainer at {trainer.address} is away")
+            raise NotReady(f"the trainer at {trainer.address} cannot be reached at the moment")
         return trainer
 
     async def state(self) -> list[TrainerState]:
-        """All trainers in the list, with their runs and moves."""
+        """All of this gateway's trainers, with their runs and moves."""
         counts, moves = await self._store.moves.count_runs(), await self._store.moves.all()
         drained = {row.trainer_id: row for row in await self._store.moves.drained_rows()}
         found: list[TrainerState] = []
@@ -291,7 +315,7 @@ class Moving:
             own = trainer.trainer_id
             row = drained.get(own) if own else None
             num_runs, problems = counts.get(own, 0) if own else 0, row.problems if row is not None else {}
-            num_gone = sum(why.startswith(GONE) for why in problems.values())
+            num_gone = sum(problem["is_gone"] for problem in problems.values())
             num_moving = sum(own == move.source_id for move in moves) if own else 0
             is_empty = row is not None and not num_moving and num_runs <= num_gone
             found.append(TrainerState(trainer, num_runs, num_moving, row is not None, problems, is_empty))
@@ -306,7 +330,3 @@ class Moving:
                 f"trainer: {name!r} is no address or id of a trainer; this server has {known}", field="trainer"
             )
         return found[0]
-
-
-def _of(move: MoveRow) -> tuple[str, str]:
-    return move.source_id, move.model_id

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from sqlalchemy import delete, func, select, update
 
 from gateway.database.connection import Database
-from gateway.database.tables.moves import DrainedTrainer, MoveRow
+from gateway.database.tables.moves import DrainedTrainer, MoveRow, Problem
 from gateway.database.tables.sessions import Model
 
 
@@ -78,7 +78,7 @@ class MoveRows:
     async def drained_rows(self) -> list[DrainedTrainer]:
         return await self._database.all(select(DrainedTrainer))
 
-    async def set_problems(self, trainer_id: str, problems: dict[str, str]) -> None:
+    async def set_problems(self, trainer_id: str, problems: dict[str, Problem]) -> None:
         query = update(DrainedTrainer).where(DrainedTrainer.trainer_id == trainer_id)
         await self._database.run(query.values(problems=problems))
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from sqlalchemy import JSON
 from sqlalchemy.orm import Mapped, mapped_column
+from typing_extensions import TypedDict
 
 from gateway.database.tables.base import Base
 
-GONE = "gone: "
-"""Begins the problem of a run that its trainer does not have, so that nothing of it can be lost with the trainer."""
+
+class Problem(TypedDict):
+    """Why a run of a drained trainer could not be moved."""
+
+    why: str
+    is_gone: bool
+    """True when the trainer does not have the run, so that nothing of it can be lost with the trainer."""
 
 
 class MoveRow(Base):
@@ -37,6 +43,5 @@ class DrainedTrainer(Base):
 
     trainer_id: Mapped[str] = mapped_column(primary_key=True)
     since: Mapped[float]
-    problems: Mapped[dict[str, str]] = mapped_column(JSON)
-    """Why runs could not be moved at the last attempt, by model_id; GONE and the reason for one that the trainer does
-    not have."""
+    problems: Mapped[dict[str, Problem]] = mapped_column(JSON)
+    """For each run that could not be moved at the last attempt, by model_id."""

@@ -26,7 +26,10 @@ def _view(state: TrainerState) -> answers.trainers.Trainer:
         "can_be_stopped": state.can_be_stopped,
         "num_runs": state.num_runs,
         "num_moving": state.num_moving,
-        "problems": state.problems,
+        "problems": {
+            model_id: f"gone: {problem['why']}" if problem["is_gone"] else problem["why"]
+            for model_id, problem in state.problems.items()
+        },
     }
 
 
