@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 _LOOK_S = 1.0
+"""Pause between two questions how far the draining is, in seconds."""
 
 
 def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -66,7 +67,8 @@ def _one(answer: Any, name: str) -> dict[str, Any]:
 
 
 def _say(one: dict[str, Any], said: str) -> str:
-    """Prints how far the draining is, unless that was said before. Returns what was said."""
+    """Prints how far the draining of the trainer `one` is, unless that is the text `said`, which was printed last.
+    Returns the text."""
     address = one["address"]
     if one["can_be_stopped"]:
         text = f"{address} can be stopped: none of its runs is left there"

@@ -1,18 +1,18 @@
-"""Finds requests that kill samplers, and condemns none that does not.
+"""Finds the requests that kill samplers. A request that kills none is never condemned.
 
-When a sampler's process or engine dies, any request that it had in work may be the cause, so the death counts against
-all of them. A request is condemned by its second death, or a later one, if it had the sampler to itself.
+When a sampler's process or engine dies, each request that the sampler had in work may be the cause, so the death counts
+against all of them. A request is condemned, which means that it fails and no other sampler gets it, when it has at
+least two deaths and had the sampler to itself at the last one.
 
-A request with one death is on trial until its first token. A sampler takes one such request at a time, and computes
-its prompt while it computes nothing else, if its engine can (sampler_service/core/trial.py). It says so before. A death
-between that and the first token condemns, and counts against no other request.
+- After one death a request is on trial. A sampler takes one such request at a time. If its engine can, it computes the
+  prompt of that request while it computes nothing else (sampler_service/core/trial.py), and tells the gateway before it
+  begins. If the sampler dies between that message and the first token, only the request on trial can be the cause: the
+  death condemns this request, and counts against no other.
+- After two deaths a request has a sampler to itself until the request ends. So it kills at most one more sampler.
 
-A request with two deaths has a sampler to itself until it ends, so it is given to no more than one sampler after these
-two.
-
-Requests of other gateways are not known here. Where there are several gateways, a request with two deaths asks the
-sampler to run it while it runs no other (sampler_service/core/room.py), and only a death after the sampler's
-confirmation condemns.
+This gateway does not know the requests that other gateways send to the same sampler. Where there are several gateways,
+a request with two deaths asks the sampler to run it alone (sampler_service/core/room.py), and a death condemns the
+request only after the sampler has confirmed that it runs no other.
 """
 
 from __future__ import annotations
@@ -25,84 +25,87 @@ from dataclasses import dataclass, field
 from tinsmith.errors import NotReady, ServiceError
 
 PATIENCE_S = 30.0
-"""Longest time for which a request that has to run alone waits for those in work, in seconds. They may be long, or have
-slow readers. They are taken away then, and sent again."""
+"""Longest time for which a request that has to run alone waits for the requests in work, in seconds. Those may be long,
+or their clients may read slowly. After that time they are cancelled at this sampler, and sent again."""
 
 STEP_S = 10.0
-"""Longest time that a sampler goes on computing a request whose call was cancelled, in seconds: a step that has begun.
-A step has a bounded number of tokens, and takes less than a second nearly everywhere."""
+"""Longest time for which a sampler still computes a request whose call was cancelled, in seconds. The sampler finishes
+the step that it has begun. A step has a bounded number of tokens, and takes less than a second on most machines."""
 
 
 @dataclass(slots=True, eq=False)
 class Suspicion:
-    """How much one request is suspected."""
+    """The deaths of samplers that one request may have caused."""
 
     ended: list[Life] = field(default_factory=list)
-    """The lives of samplers that ended with the request in work, and not of another one's trial."""
+    """The lives of samplers that ended while the request was in work, unless another request was on trial then."""
     came_alone_as: int | None = None
-    """Its number among the requests of its sampler, if there were no others when it came."""
+    """The request's number among all requests that its sampler has been given. None if the sampler had others in work
+    when the request was sent."""
     is_alone_for_sure: bool = False
-    """Whether its sampler has said that it runs no other request, of no gateway."""
+    """True when the sampler has confirmed that it runs no other request, of this gateway or another one."""
 
     @property
     def deaths(self) -> int:
-        """Number of samplers that died and may have been killed by the request."""
+        """Number of samplers that the request may have killed."""
         return len(self.ended)
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether a sampler should compute its prompt alone."""
+        """True when a sampler should compute the request's prompt while it computes nothing else."""
         return self.deaths == 1
 
     @property
     def runs_alone(self) -> bool:
-        """Whether a sampler may have no other request in work beside this one."""
+        """True when the request must have its sampler to itself."""
         return self.deaths >= 2
 
 
 class Life:
-    """One life of a sampler's process: from when it begins to serve until it is lost.
+    """One life of a sampler's process, from the time at which it begins to serve until it is lost.
 
-    Requests that run alone, and the others, are let in by turns. So each request waits for no more than one that runs
-    alone, and for those in work before that.
+    Requests that run alone take turns with the others: one request alone, then all others that wait. So a request waits
+    at most for the requests in work, and for one request that runs alone.
     """
 
     def __init__(
         self, boot_id: str = "", *, is_shared: bool = False, take_away: Callable[[], None] = lambda: None
     ) -> None:
-        """`is_shared`: other gateways may use the sampler, too. `take_away` ends the calls in work, whose requests are
-        then sent again."""
+        """`is_shared`: other gateways may use the sampler, too. `take_away`: cancels the sampler's calls in work, whose
+        requests are then sent again."""
         self.boot_id = boot_id
         self.is_shared = is_shared
         self.is_over = False
         self._take_away = take_away
         self._trial = asyncio.Lock()
         self._tried: Suspicion | None = None
-        """The request whose prompt the sampler computes now, and nothing else, as the sampler has said."""
+        """The request on trial whose prompt the sampler computes now, while it computes nothing else, as it has told
+        the gateway."""
         self._in_work: set[Suspicion] = set()
         self._num_let_in = 0
         self._alone: Suspicion | None = None
         """The request that has the sampler to itself."""
         self._waiting: dict[Suspicion, asyncio.Future[None]] = {}
-        """Requests that wait for their turn, in the order of their arrival."""
+        """Requests that wait until they may be sent to the sampler, in the order of their arrival."""
         self._patience: asyncio.TimerHandle | None = None
-        """Runs while a request that has to run alone waits for those in work."""
+        """Timer that runs while a request that has to run alone waits for the requests in work."""
         self._empty_at = 0.0
-        """Time on the event loop's clock from which the sampler computes no cancelled call any more."""
+        """Time from which the sampler certainly computes no cancelled request any more, by the event loop's clock."""
         self._emptying: asyncio.TimerHandle | None = None
-        """Runs while a request that has to run alone waits for that time."""
+        """Timer that runs while a request that has to run alone waits for `_empty_at`."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether a request runs here alone, or will as soon as those in work have ended."""
+        """True when a request runs alone here, or waits for its turn. New requests are better sent to another
+        sampler."""
         return self._alone is not None or bool(self._waiting)
 
     @asynccontextmanager
     async def work(self, mine: Suspicion) -> AsyncIterator[Callable[[], None]]:
-        """Waits for the request's turn. The sampler has the request in work until the block ends.
+        """A context in which the sampler may have the request `mine` in work. Entering waits for the request's turn.
 
-        The block gets a function, and must call it at the first token. It must look at `is_over`: the sampler may have
-        died before the request's turn.
+        The context gives a function that the caller must call at the first token. The caller must look at `is_over`
+        first: the sampler may have died before the request's turn.
         """
         on_trial = mine.is_on_trial
         if on_trial:
@@ -122,7 +125,7 @@ class Life:
             await turn
             yield begun
         except BaseException as error:
-            # Any other error is the sampler's answer, which has ended the request there.
+            # Every other ServiceError is the sampler's own answer, after which it computes the request no more.
             if mine in self._in_work and (isinstance(error, NotReady) or not isinstance(error, ServiceError)):
                 self._has_cancelled()
             raise
@@ -131,7 +134,8 @@ class Life:
             self._leave(mine)
 
     def ends(self, mine: Suspicion) -> bool:
-        """Notes that the sampler died with this request in work. True when the request is condemned."""
+        """Notes that the sampler has died with the request `mine` in work. Returns True when that condemns the
+        request."""
         self.is_over = True
         self._let_in()
         if self._tried is not None and self._tried is not mine:
@@ -141,7 +145,7 @@ class Life:
         return mine.deaths >= 2 and (was_alone or self._tried is mine)
 
     def tries(self, mine: Suspicion) -> None:
-        """Notes that the sampler computes nothing but the prompt of this request, until its first token."""
+        """Notes that from now on until the first token the sampler computes nothing but the prompt of `mine`."""
         if not self.is_over:
             self._tried = mine
 
@@ -154,7 +158,8 @@ class Life:
         self._let_in(others_first=was_alone)
 
     def _let_in(self, *, others_first: bool = False) -> None:
-        """Begins the turns of those that may go now."""
+        """Begins the turns of the waiting requests that may be sent to the sampler now. `others_first`: those that need
+        not run alone go first, because one has just run alone."""
         if self.is_over:
             for turn in self._waiting.values():
                 _begin(turn)

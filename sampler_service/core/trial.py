@@ -1,9 +1,10 @@
-"""Computes the prompt of one request while the engine computes nothing else, so that a death of the sampler has one
-cause.
+"""The trial of a request: the engine computes the prompt of this request and nothing else, so that a death of the
+sampler can have only one cause.
 
-Other requests keep what they have in the cache and wait meanwhile. Between steps the engine is held twice: until the
-caller has been told that the prompt is next, and until the caller has the first token. So whatever kills the sampler
-between these two messages is the prompt.
+The other requests wait meanwhile, and keep their part of the KV cache. The engine stops between two steps, until the
+caller has been told that the prompt is next. After the prompt it stops again, until the caller has the first token. So
+if the sampler dies between these two messages, the prompt has killed it. The caller is a gateway, which draws that
+conclusion (gateway/sampling/lives.py).
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import asyncio
 from collections.abc import Callable
 
 LIMIT_S = 10.0
-"""Longest time for which others wait for a prompt, in seconds. The rest of a longer prompt is computed beside them."""
+"""Longest time for which the other requests wait for a prompt on trial, in seconds. After that time the rest of the
+prompt is computed together with them."""
 GRACE_S = 5.0
-"""Time that the caller then has to read that its trial is over, in seconds."""
+"""Time for which the other requests wait after LIMIT_S until the caller has read that the trial is over, in seconds."""
 
 
 class Trial:
-    """The trial of one request. Belongs to the event loop."""
+    """The trial of one request. All methods run on the event loop."""
 
     def __init__(self, *, begin: Callable[[], None], end: Callable[[], None], expire: Callable[[], None]) -> None:
-        """`begin` lets the engine compute the prompt, and `end` everything else. `expire` sends the caller an empty
-        piece of the answer."""
+        """`begin`: lets the engine compute the prompt. `end`: lets the engine compute everything. `expire`: sends the
+        caller an empty piece of the answer, which tells it that the trial is over."""
         self._begin = begin
         self._ends = [end]
         self._expire = expire
@@ -31,15 +33,15 @@ class Trial:
         self._is_over = False
 
     async def granted(self) -> bool:
-        """Waits until the engine computes nothing. False: the request has ended before."""
+        """Waits until the engine computes nothing. Returns False when the request has ended before that."""
         return await self._granted
 
     def begin(self) -> None:
-        """The caller has been told."""
+        """Called once the caller has been told that the prompt is next."""
         self._begin()
 
     def end(self) -> None:
-        """The caller has the first token, or has left. Calls after the first do nothing."""
+        """Called once the caller has the first token, or has left. A second call does nothing."""
         if not self._is_over:
             self._is_over = True
             for timer in self._timers:
@@ -48,11 +50,12 @@ class Trial:
                 end()
 
     def at_end(self, callback: Callable[[], None]) -> None:
-        """Calls it at the end, too."""
+        """Has `callback` called at the end of the trial, too."""
         self._ends.append(callback)
 
     def grant(self) -> None:
-        """Called by the engine, which computes nothing until `begin`, and then only this prompt until `end`."""
+        """Called by the engine once it computes nothing. It goes on so until `begin`, and then computes only the prompt
+        until `end`."""
         if self._is_over or self._granted.done():
             return
         self._granted.set_result(True)
@@ -60,6 +63,6 @@ class Trial:
         self._timers = [loop.call_later(LIMIT_S, self._expire), loop.call_later(LIMIT_S + GRACE_S, self.end)]
 
     def lapse(self) -> None:
-        """Called at the end of the request."""
+        """Called when the request ends, perhaps before the engine has granted the trial."""
         if not self._granted.done():
             self._granted.set_result(False)

@@ -1,5 +1,5 @@
-"""The addresses of trainers and samplers: a list of the settings, or a file. They may change while those who use them
-run."""
+"""The addresses of trainers and samplers, from a list in the settings or from a file. The file, and what a name stands
+for, may change while the services run."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ logger = logging.getLogger(__name__)
 DNS = "dns:///"
 """Prefix of a name in a list of samplers: dns:///HOST:PORT stands for every address that the host has."""
 _FILE_INTERVAL_S = 0.5
-"""Pause between two readings of the file, in seconds. The file is small. It may be a mounted ConfigMap, or lie on a
-network, where nothing tells of a change."""
+"""Pause between two readings of the file, in seconds. The file is small, and nothing tells of a change when it is a
+mounted ConfigMap or lies on a network."""
 _NAMES_INTERVAL_S = 2.0
 """Pause between two lookups of the names, in seconds. DNS servers of a cluster answer from a cache of some seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """gRPC addresses, HOST:PORT. Among those of samplers may be names, dns:///HOST:PORT."""
+    """gRPC addresses, HOST:PORT. `samplers` may also contain names, dns:///HOST:PORT."""
 
     trainers: Sequence[str] = ()
     samplers: Sequence[str] = ()
 
     @property
     def names(self) -> list[str]:
+        """The entries of `samplers` that are names."""
         return [address for address in self.samplers if address.startswith(DNS)]
 
 
 def check_addresses(addresses: Addresses, *, source: str) -> None:
-    """Raises ValueError for an address that is of no known form, or that is there twice. `source`: for the message."""
+    """Raises ValueError for an address that is not of the form HOST:PORT, and for one that is listed twice. `source`:
+    where the addresses come from, for the message, such as "in the settings"."""
     for name, listed in asdict(addresses).items():
         if len(set(listed)) != len(listed):
             raise ValueError(f"{name} {source} contains a duplicate: {list(listed)}")
@@ -54,7 +56,8 @@ def check_addresses(addresses: Addresses, *, source: str) -> None:
 
 
 def read_addresses(path: Path) -> Addresses:
-    """The addresses in the file: JSON, {"trainers": [...], "samplers": [...]}. Raises ValueError."""
+    """Reads the file, which is JSON: {"trainers": ["HOST:PORT", ...], "samplers": [...]}. Raises ValueError when it
+    cannot be used."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -72,7 +75,7 @@ def read_addresses(path: Path) -> Addresses:
 
 
 def write_addresses(path: Path, addresses: Addresses) -> None:
-    """Replaces the file as a whole, so that no reader finds half of it."""
+    """Replaces the file in one step, so that no reader finds half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text(json.dumps(asdict(addresses)) + "\n")
@@ -80,29 +83,30 @@ def write_addresses(path: Path, addresses: Addresses) -> None:
 
 
 class AddressSource:
-    """Where the addresses come from: a list of the settings, or a file. Names in it are looked up."""
+    """Keeps the addresses up to date: reads the file again and again, and looks up the names."""
 
     def __init__(self, listed: Addresses, file: Path | None = None, *, encrypted: bool = False) -> None:
-        """`file`: has the addresses instead of `listed`, and may change. `encrypted`: gRPC is, with certificates of
-        hosts. Raises ValueError for addresses that cannot be used."""
+        """`file`: if it is not None, it has the addresses instead of `listed`, and may change. `encrypted`: gRPC is
+        encrypted with certificates that name hosts, so names, which stand for addresses, are refused. Raises ValueError
+        for addresses that cannot be used."""
         self._given = listed
         self._file = file
         self._encrypted = encrypted
         self._found: dict[str, Sequence[str]] = {}
-        """The addresses that a name had when it was last found."""
+        """For each name, the addresses that it had when it was last found."""
         self._complaints: dict[str, str] = {}
-        """The newest error of the file, under an empty name, and of each name, so that it is logged once."""
+        """The newest error of each name, and that of the file under the empty name. Each error is logged once."""
         self._listed = self._read()
         self.known = self._resolved()
-        """The newest addresses, HOST:PORT. Before `changes` is iterated, those of names are missing."""
+        """The newest addresses, HOST:PORT. The addresses of names are missing until `changes` is iterated."""
 
     @property
     def may_change(self) -> bool:
         return self._file is not None or bool(self._given.names)
 
     async def changes(self) -> AsyncIterator[Addresses]:
-        """Yields `known` whenever it has changed, for ever; ends at once if it cannot change. While the file cannot be
-        read or a name is not found, its addresses stay."""
+        """Yields `known` whenever it has changed, for ever. Ends at once if it cannot change. While the file cannot be
+        read, or a name is not found, the addresses from before stay."""
         while self.may_change:
             try:
                 self._listed = self._read()
@@ -140,7 +144,7 @@ class AddressSource:
         self._found[name] = sorted({address_of(str(address[0]), int(port)) for *_, address in found})
 
     def _resolved(self) -> Addresses:
-        """The listed addresses, with those of a name in its place."""
+        """The listed addresses, in which each name is replaced by its addresses."""
         samplers: list[str] = []
         for address in self._listed.samplers:
             samplers += self._found.get(address, ()) if address.startswith(DNS) else [address]

@@ -1,8 +1,9 @@
-"""Packages of models that move to another trainer, in the store of checkpoints, which the trainers share.
+"""Packages: all that a trainer hands over of a model that moves to another trainer.
 
-A package lies below a root of its own, "<checkpoint_dir>/~moving", as a checkpoint of the kind "weights" whose name is
-the id of the move. It has the files of the model's newest snapshot (snapshot_files.py) and `run.sqlite`, the model's
-rows of the journal (run_file.py). It exists whole or not at all.
+The trainers share a store of checkpoints. A package lies there below a root of its own, "<checkpoint_dir>/~moving", as
+a checkpoint of the kind "weights" whose name is the id of the move. It consists of the files of the model's newest
+snapshot (snapshot_files.py) and of `run.sqlite`, which has the model's rows of the journal (run_file.py). A package
+exists whole or not at all.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from trainer_service.storage.manifest import Manifest
 from trainer_service.storage.protocol import Storage
 
 FOLDER = "~moving"
-"""Folder of all packages below the root of the checkpoints. No run can have this name."""
+"""Name of the packages' root, a folder below the root of the checkpoints. No run can have this name."""
 ROWS = "run.sqlite"
+"""Name of the file with the model's rows of the journal."""
 _KIND = KINDS[pb.CHECKPOINT_KIND_TRAINING]
 
 
@@ -33,18 +35,18 @@ class Packages:
     OutOfCapacity when it is full."""
 
     def __init__(self, storage: Storage) -> None:
-        """`storage`: one with the packages' root."""
+        """`storage`: a Storage whose root is the packages' root."""
         self._storage = storage
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A context with an empty temporary folder on this machine."""
+        """A context that gives an empty temporary folder on this machine."""
         with self._storage.scratch() as folder:
             yield folder
 
     def write(self, move_id: str, info: pb.CheckpointInfo, state: CapturedState, rows: Path) -> None:
-        """Returns once the package is durable. Replaces an earlier one of the same move. `rows`: a file of
-        run_file.py."""
+        """Writes a package, and returns once it is durable. Replaces an earlier package of the same move. `info` and
+        `state`: the snapshot. `rows`: a file made by run_file.py."""
         location = _location(info.model_id, move_id)
         stored = pb.CheckpointInfo()
         stored.CopyFrom(info)
@@ -59,7 +61,7 @@ class Packages:
             raise OutOfCapacity(f"the package {location} cannot be written: {error}") from error
 
     def is_intact(self, model_id: str, move_id: str) -> bool:
-        """Whether the package exists, and all its files are as they were written."""
+        """True when the package exists, and all its files are as they were written."""
         location = _location(model_id, move_id)
         try:
             with self._storage.reading(location) as found, self._storage.files(location, found, found.files):
@@ -70,8 +72,8 @@ class Packages:
     def read(
         self, model_id: str, move_id: str, base: BaseModel, *, rows: Path
     ) -> tuple[pb.CheckpointInfo, CapturedState]:
-        """Reads a package: the snapshot's facts and state, and the rows, which are copied to the file `rows`. Raises
-        FailedPrecondition when there is no package of this move, and DataCorrupted."""
+        """Reads a package. Returns the snapshot, as `write` got it, and copies the file with the rows to the path
+        `rows`. Raises FailedPrecondition when there is no package of this move, and DataCorrupted for damage."""
         location = _location(model_id, move_id)
         try:
             with (

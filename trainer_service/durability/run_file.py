@@ -1,7 +1,8 @@
-"""The journal's rows of one model in a file of its own: how a model's history travels to another trainer's journal.
+"""The run file: the journal's rows of one model, in a file that travels to another trainer's journal.
 
-A SQLite file with the tables of journal_file.py and one more, `move`: the id of the move, and the trainer that takes
-the model over. It has the bodies of the operations that the model's snapshot does not cover, and all answers.
+It is a SQLite file with the tables of journal_file.py and one more, `move`, which has the id of the move and of the
+trainer that takes the model over. It has all answers, and the bodies of those operations that the model's snapshot does
+not cover.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ INSERT = (
     "INSERT INTO operations (seq_id, kind, digest, request, state, result, accepted_at, finished_at, request_sum, "
     "result_sum, model_id) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
-"""Statement that adds an operation: a row of SELECT, then its model's id."""
+"""Statement that adds an operation. Its values are a row of SELECT, then the model's id."""
 SELECT = (
     "SELECT seq_id, kind, digest, CASE WHEN seq_id > ? THEN request END, state, result, accepted_at, finished_at, "
     "request_sum, result_sum FROM operations WHERE model_id = ? AND seq_id BETWEEN ? AND ? ORDER BY seq_id"
 )
-"""Statement for some of a model's operations, without the bodies that its snapshot covers."""
+"""Statement that reads some of a model's operations. Bodies of operations that its snapshot covers are left out. Its
+values: the last seq_id that the snapshot covers, the model's id, and the first and the last seq_id to read."""
 _ALL = (
     "SELECT seq_id, kind, digest, request, state, result, accepted_at, finished_at, request_sum, result_sum "
     "FROM operations ORDER BY seq_id"
 )
 CHUNK_BYTES = 8 * 1024 * 1024
-"""Bytes of requests and results that are read into memory at once; a larger one alone."""
+"""Most bytes of requests and results that are read into memory at once. A larger operation is read by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Move:
     """The trainer that takes the model over."""
 
     def __str__(self) -> str:
-        """As the journal stores it."""
+        """The form in which the journal stores it."""
         return f"{self.move_id} {self.trainer_id}"
 
     @classmethod
@@ -53,8 +55,8 @@ class Move:
 
 
 def create(path: Path, model_id: str, move: Move, *, created_at: float, snapshot_seq_id: int) -> None:
-    """Makes a file without operations. `snapshot_seq_id`: last operation that the model's snapshot covers, which
-    travels with the file."""
+    """Makes a file without operations. `created_at`: creation of the model, in seconds since 1970. `snapshot_seq_id`:
+    seq_id of the last operation that the model's snapshot covers."""
     with closing(sqlite3.connect(path, isolation_level=None)) as database:
         database.executescript(
             f"BEGIN; {journal_file.SCHEMA} CREATE TABLE move (move_id TEXT, trainer_id TEXT) STRICT; "
@@ -68,13 +70,13 @@ def create(path: Path, model_id: str, move: Move, *, created_at: float, snapshot
 
 
 def add(path: Path, model_id: str, rows: Iterable[Sequence[Any]]) -> None:
-    """Adds operations: rows of SELECT."""
+    """Adds operations to a file. `rows`: rows of SELECT."""
     with closing(sqlite3.connect(path)) as database, database:
         database.executemany(INSERT, ((*row, model_id) for row in rows))
 
 
 def move_of(path: Path, model_id: str) -> tuple[Move, float, int]:
-    """The move, the time at which the model was created, and the seq_id of its snapshot. Raises DataCorrupted."""
+    """The move, and `created_at` and `snapshot_seq_id` as `create` got them. Raises DataCorrupted."""
     with _reading(path) as database:
         if (version := database.execute("PRAGMA user_version").fetchone()[0]) != journal_file.FORMAT:
             raise DataCorrupted(f"{path.name} of {model_id} has format {version}, not {journal_file.FORMAT}")
@@ -87,7 +89,8 @@ def move_of(path: Path, model_id: str) -> tuple[Move, float, int]:
 
 
 def chunks(path: Path) -> Iterator[list[tuple[Any, ...]]]:
-    """The operations, in the order of seq_id: rows of SELECT, some at a time. Raises DataCorrupted."""
+    """Yields all operations in the order of seq_id, as rows of SELECT, up to CHUNK_BYTES at a time. Raises
+    DataCorrupted."""
     with _reading(path) as database:
         chunk: list[tuple[Any, ...]] = []
         num_bytes = 0
@@ -103,13 +106,13 @@ def chunks(path: Path) -> Iterator[list[tuple[Any, ...]]]:
 
 
 def check(path: Path) -> None:
-    """Reads all operations. Raises DataCorrupted."""
+    """Raises DataCorrupted when an operation cannot be read."""
     for _ in chunks(path):
         pass
 
 
 class _reading:
-    """A context with the file, opened for reading. Errors of SQLite become DataCorrupted."""
+    """A context that opens the file for reading. An error of SQLite within the context becomes DataCorrupted."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,14 +1,15 @@
-"""Moves models between trainers: releases a model for another trainer, and adopts one that another has released.
+"""Moves models between trainers: the source releases a model, and the target adopts it. Every trainer can be either.
 
-A release stops the model between two operations, parks it (its snapshot covers what has run), and writes a package: the
-snapshot and the journal's rows, in the store of checkpoints. Then the journal records that the model has moved. An
-adoption brings snapshot and rows into this trainer's own files and journal, where the model is parked; it comes back by
-the code that restores models after a restart, and its accepted operations run.
+A release stops the model between two operations, and parks it, so that a snapshot covers all operations that have run.
+Then it writes a package into the store of checkpoints: the snapshot, and the model's rows of the journal. At last the
+journal records that the model has moved. An adoption copies the snapshot and the rows into the target's own files and
+journal, which then has a parked model. The model comes back by the code that restores models after a restart, and its
+accepted operations run.
 
-A model is this trainer's exactly while its journal has it as live. The source's journal gives it up after the package
-is durable, and the target's journal takes it in one transaction, which is after that. So at every moment at most one
-trainer has the model, and a crash loses nothing: each step can be repeated, and a repeat of a finished step changes
-nothing. Only the target that the release has named adopts it, so whoever moves a model must repeat `adopt` until it
+A trainer has a model exactly while its journal has the model as live. The source's journal gives the model up once the
+package is durable. Only after that the target's journal takes the model, in one transaction. So at most one trainer has
+the model at any moment. A crash loses nothing: each step can be repeated, and a repeat of a finished step changes
+nothing. Only the target that the release has named can adopt the model, so the gateway repeats `adopt` until it
 succeeds.
 """
 
@@ -38,7 +39,8 @@ class Moving:
     """Releases and adopts models. All methods run on one event loop, and must not be cancelled."""
 
     def __init__(self, restorer: Restorer, open_storage: Callable[[], Storage], *, trainer_id: str) -> None:
-        """`open_storage`: opens the packages' root; called at the first move. `trainer_id`: this trainer's."""
+        """`open_storage`: opens a Storage with the packages' root; it is called at the first move. `trainer_id`: the id
+        of this trainer."""
         self._restorer = restorer
         self._journal: Journal = restorer.journal
         self._scheduler = restorer.scheduler
@@ -49,11 +51,11 @@ class Moving:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def release(self, model_id: str, move: Move) -> None:
-        """Returns once the model's package is durable and this trainer has given the model up.
+        """Releases a model. Returns once the model's package is durable and this trainer has given the model up.
 
-        Raises ModelNotFound and ModelLost for a model that this trainer does not have, FailedPrecondition for one that
-        was released in another move, and, when the package cannot be written, OutOfCapacity or NotReady; then the model
-        goes on here.
+        Raises ModelNotFound and ModelLost for a model that this trainer does not have, and FailedPrecondition for a
+        model that was released in another move. Raises OutOfCapacity or NotReady when the package cannot be written;
+        then the model goes on at this trainer.
         """
         async with self._turn(model_id):
             packages = await self._opened()
@@ -66,7 +68,7 @@ class Moving:
                 return
             is_known = self._scheduler.models.is_known(model_id)
             if not is_known and await in_pool(packages.is_intact, model_id, move.move_id):
-                return  # released before; with a journal in one database, the other trainer has taken over the rows
+                return  # it was released before, and the target, in the same database, has taken over its rows
             await self._release(packages, model_id, move)
 
     async def _release(self, packages: Packages, model_id: str, move: Move) -> None:
@@ -78,7 +80,7 @@ class Moving:
                 await self._restorer.put_away(model_id, last)
             await self._pack(packages, model_id, move)
         except Exception as error:
-            logger.warning("%s is not released, and goes on here: %s", model_id, error)
+            logger.warning("the model %s cannot be released, and goes on here: %s", model_id, error)
             await self._restorer.free(model_id)
             model = await self._journal.live_model(model_id)
             resume(self._scheduler, model_id, is_covered=model is None or model.is_covered)
@@ -89,10 +91,11 @@ class Moving:
         self._scheduler.models.remove(model_id)
         self._restorer.metrics.durability.released_models.inc()
         self._restorer.metrics.durability.release_seconds.observe(time.perf_counter() - started)
-        logger.info("%s is released for the trainer %s", model_id, move.trainer_id)
+        logger.info("the model %s is released for the trainer %s", model_id, move.trainer_id)
 
     async def _have_intact_snapshot(self, model_id: str) -> None:
-        """Brings back a parked model whose newest snapshot is damaged: an earlier snapshot and the journal give it."""
+        """Brings a parked model back into memory if its newest snapshot is damaged. It is made from an earlier snapshot
+        and the journal, and then gets a new snapshot as it is released."""
         model = await self._journal.live_model(model_id)
         if model is None or model.snapshot_seq_id is None or model_id not in self._scheduler.models.parked:
             return
@@ -103,7 +106,7 @@ class Moving:
             await self._scheduler.check_held(model_id)
 
     async def _pack(self, packages: Packages, model_id: str, move: Move) -> None:
-        """Writes the package of a model that is withheld and not in memory, or was released."""
+        """Writes the package of a model that is not in memory. The model is withheld, or was released before."""
         base = self._restorer.operations.engine.base
         with packages.scratch() as folder:
             rows = folder / ROWS
@@ -115,11 +118,11 @@ class Moving:
             await in_pool(packages.write, move.move_id, info, state, rows)
 
     async def adopt(self, model_id: str, move_id: str) -> None:
-        """Returns once the model is in this trainer's journal and snapshots. It is parked, and comes back at once if
-        operations of it wait.
+        """Adopts a model. Returns once this trainer has its snapshot, and its rows in the journal. The model is parked
+        then, and is brought back at once if accepted operations wait.
 
-        Raises FailedPrecondition when there is no package of this move, or it is for another trainer, InvalidRequest
-        when the model was trained on other base weights, and DataCorrupted.
+        Raises FailedPrecondition when there is no package of this move, or the package is for another trainer,
+        InvalidRequest when the model was trained on other base weights, and DataCorrupted when the package is damaged.
         """
         async with self._turn(model_id):
             if model_id in self._scheduler.models.moved:
@@ -158,11 +161,11 @@ class Moving:
             await self._journal.moved.adopt(model_id, rows, snapshot_bytes=num_bytes)
         self._restorer.metrics.durability.adopted_models.inc()
         self._restorer.metrics.durability.adopt_seconds.observe(time.perf_counter() - started)
-        logger.info("%s is adopted, after seq_id %d", model_id, seq_id)
+        logger.info("the model %s is adopted; its snapshot is that after seq_id %d", model_id, seq_id)
 
     async def forget(self, model_id: str, move_id: str) -> None:
-        """Deletes what is left of a move that has ended: its package and, at the trainer that has released the model,
-        the rows and snapshots."""
+        """Deletes what is left of a move that has ended: the package, and at the source the model's rows and
+        snapshots."""
         async with self._turn(model_id):
             if await self._journal.moved.forget(model_id, move_id):
                 await in_pool(self._restorer.snapshots.files.delete_all, model_id)
