@@ -56,11 +56,12 @@ from trainer_service.ranks.group import RankGroup
 from trainer_service.ranks.leader import LeadingEngine
 from trainer_service.ranks.place import Place
 from trainer_service.scheduling.scheduler import Scheduler
-from trainer_service.servicer import Trainer, TrainerServicer
+from trainer_service.servicer import TrainerServicer
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.choice import keep_trainer_id, open_storage, trainer_id
 from trainer_service.storage.imports import Importer
 from trainer_service.storage.protocol import Storage, StorageUnusable
+from trainer_service.trainer import Trainer
 from trainer_service.weight_sync import WeightSender
 from trainer_service.weight_sync.canary import canary_of
 from trainer_service.weight_sync.certificate import GAP_LIMITS, MEAN_LIMITS, GapRule, Publisher

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_service import servicer
+from trainer_service import intake
 from trainer_service.__main__ import main
 from trainer_service.durability.journal import Journal
 from trainer_service.engine.batch import Example
@@ -56,7 +56,7 @@ def install_at_arrival() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return batch_bytes(request, *options)
 
-    servicer.batch_bytes = poisoned  # type: ignore[assignment]
+    intake.batch_bytes = poisoned  # type: ignore[assignment]
 
 
 def install() -> None:

@@ -54,10 +54,11 @@ from trainer_service.operations.moving import Moving
 from trainer_service.operations.operations import Operations
 from trainer_service.operations.restore import Restorer
 from trainer_service.scheduling.scheduler import Scheduler
-from trainer_service.servicer import Trainer, TrainerServicer
+from trainer_service.servicer import TrainerServicer
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.imports import Importer
 from trainer_service.storage.local import LocalStorage
+from trainer_service.trainer import Trainer
 from trainer_service.weight_sync import WeightSender
 from trainer_service.weight_sync.canary import canary_of
 from trainer_service.weight_sync.certificate import GapRule, Publisher

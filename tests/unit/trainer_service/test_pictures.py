@@ -20,8 +20,8 @@ from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.engine.batch import BatchLimits
+from trainer_service.intake import _is_large
 from trainer_service.requests import batch_bytes, batch_of
-from trainer_service.servicer import _is_large
 
 PIXELS = np.random.default_rng(0).integers(256, size=(90, 90, 3), dtype=np.uint8)
 WIDE = Image.fromarray(PIXELS[:21, :37])

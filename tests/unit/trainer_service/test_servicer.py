@@ -60,17 +60,19 @@ from trainer_service.durability.records import EntryState
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import CapturedState, TrainingEngine
+from trainer_service.intake import _is_large
 from trainer_service.metrics import Metrics
 from trainer_service.operations.models import LiveModels
 from trainer_service.operations.moving import Moving
 from trainer_service.operations.operations import Operations
 from trainer_service.operations.restore import Restorer
 from trainer_service.scheduling.scheduler import Scheduler
-from trainer_service.servicer import Trainer, TrainerServicer, _is_large
+from trainer_service.servicer import TrainerServicer
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.imports import Importer
 from trainer_service.storage.local import LocalStorage
 from trainer_service.storage.locations import Location
+from trainer_service.trainer import Trainer
 from trainer_service.weight_sync import Version, WeightSender
 from trainer_service.weight_sync.canary import canary_of
 from trainer_service.weight_sync.certificate import Certified, GapRule, Publisher
@@ -337,7 +339,7 @@ async def test_a_request_that_ended_the_trainer_twice_before_it_was_in_the_journ
 ) -> None:
     await stub.ForwardBackward(batch(1))
     service = await die_while_arriving(start, "forward_backward", MODEL, 2)
-    with mock.patch("trainer_service.servicer.batch_bytes", side_effect=AssertionError("read again")):
+    with mock.patch("trainer_service.intake.batch_bytes", side_effect=AssertionError("read again")):
         for _ in range(2):
             await fails(service.stub.ForwardBackward(batch(2)), errors.InvalidRequest, "ended twice while it ran this")
     said = step(3)
@@ -863,7 +865,7 @@ async def test_recipients_are_refused_by_name(stub: Any) -> None:
 
 async def test_a_large_file_comes_in_pieces(stub: Any, service: Service) -> None:
     saved = (await stub.SaveCheckpoint(save(1, kind=EXTERNAL))).checkpoint
-    with mock.patch("trainer_service.servicer._PIECE_BYTES", 1000):
+    with mock.patch("trainer_service.checkpoint_servicer._PIECE_BYTES", 1000):
         name = "adapter_model.safetensors"
         call = stub.ReadCheckpointFile(pb.ReadCheckpointFileRequest(location=saved.location, name=name))
         pieces = [piece.data async for piece in call]
@@ -972,7 +974,7 @@ async def test_each_piece_of_a_file_is_noted_by_its_offset(service: Service, stu
         request = pb.ReadCheckpointFileRequest(location=location, name=name, offset=offset)
         got.extend([piece.data async for piece in stub.ReadCheckpointFile(request)])
 
-    with mock.patch("trainer_service.servicer._PIECE_BYTES", 1000):
+    with mock.patch("trainer_service.checkpoint_servicer._PIECE_BYTES", 1000):
         await fails(read(0), errors.ServiceError, "while it read or wrote the checkpoint of this")
         assert list(service.trainer.scheduler.executing.deaths) == [killing]
         await read(2500)

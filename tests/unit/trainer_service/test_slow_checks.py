@@ -27,11 +27,11 @@ from tests.unit.trainer_service.test_servicer import (  # noqa: F401 - fixtures
 from tinsmith.errors import InvalidRequest, OutOfCapacity
 from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.v1 import trainer_pb2 as pb
+from trainer_service.intake import _MAX_CHECKS_OF_NO_MODEL
 from trainer_service.objectives import custom_loss as module
 from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.objectives.custom_loss_cost import LossPace
 from trainer_service.requests import loss_of
-from trainer_service.servicer import _MAX_CHECKS_OF_NO_MODEL
 
 AT_ONCE_S = 30.0
 """Far more than anything takes that does not wait for a check, which ends when the test says so."""

@@ -1,0 +1,277 @@
+"""Takes operations in: has them accepted, makes their work, acknowledges them, and sends their answers to the callers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+import grpc.aio
+from google.protobuf.message import Message
+
+from tinsmith.errors import (
+    EngineDead,
+    InvalidRequest,
+    ModelNotFound,
+    OutOfCapacity,
+    SequenceConflict,
+    ServiceError,
+)
+from tinsmith.rpc import tensors
+from tinsmith.rpc.arrivals import is_taken_over
+from tinsmith.rpc.paths import check_model_id
+from tinsmith.rpc.server import ACCEPTED, RAN
+from tinsmith.threads import in_pool_of
+from tinsmith.told import Told
+from tinsmith.v1 import trainer_pb2 as pb
+from trainer_service.durability.executing import Name, arriving, other_work
+from trainer_service.durability.records import Body
+from trainer_service.operation import Answer, Operation, Work
+from trainer_service.operations.operations import Request
+from trainer_service.requests import batch_bytes
+from trainer_service.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_MAX_CHECKS_OF_NO_MODEL = 64
+"""Most calls of CheckCustomLoss that run or wait at once, also those whose client has left."""
+_MANY_DATUMS = 64
+"""A batch of more datums counts as large, without adding up its bytes."""
+_LARGE_BYTES = 64 * 1024
+"""Messages above this size are packed and made into batches on a thread, to keep the event loop free."""
+_READER = ThreadPoolExecutor(1, "reader")
+"""That thread. It reads one message at a time: it holds the interpreter's lock, for which the compute thread waits."""
+
+
+class Intake:
+    """Takes operations of all models in, and answers their callers. All methods run on one event loop."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, Told] = {}
+        """Failures that callers have been told of, by model_id. It serves callers that send no failure_seen; the
+        gateway does."""
+        self._num_checks_of_no_model = 0
+        """Calls of CheckCustomLoss that run or wait."""
+        self._check_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """A lock for each model_id, so that at most one custom loss of each model is checked at a time. The lock of the
+        empty model_id is that of losses which are checked before a model uses them."""
+
+    def failure_seen(self, model_id: str, seq_id: int) -> int:
+        """The failed batch after which the caller of this optim_step has started afresh; see Told.step."""
+        told = self._told.get(model_id)
+        seen = 0 if told is None else told.step(seq_id)
+        self._drop_idle(model_id)
+        return seen
+
+    def forget(self, model_id: str) -> None:
+        """Forgets what callers of a model were told, because the model has gone."""
+        self._told.pop(model_id, None)
+
+    async def check_custom_loss(self, trainer: Trainer, request: pb.CheckCustomLossRequest) -> None:
+        """Checks a custom loss before a model uses it. Raises InvalidRequest, and OutOfCapacity when too many wait."""
+        if self._num_checks_of_no_model >= _MAX_CHECKS_OF_NO_MODEL:
+            raise OutOfCapacity(f"{self._num_checks_of_no_model} custom losses wait to be checked, the most at once")
+        name = other_work("check custom-loss", request.SerializeToString(deterministic=True))
+        trainer.scheduler.executing.check(*name)
+        self._num_checks_of_no_model += 1
+        # A call that is cancelled does not end the check on its thread, so it must not end the record of it either.
+        await asyncio.shield(trainer.scheduler.tasks.spawn(self._check_custom_loss(trainer, request, name)))
+
+    async def _check_custom_loss(self, trainer: Trainer, request: pb.CheckCustomLossRequest, name: Name) -> None:
+        try:
+            # One at a time, so that models' own checks find threads. No model has the empty id.
+            turn = self._check_turns.setdefault("", asyncio.Lock())
+            async with turn, trainer.scheduler.executing.stage(*name):
+                await in_pool_of(trainer.operations.loss_checks, trainer.operations.check_custom_loss, request)
+        finally:
+            self._num_checks_of_no_model -= 1
+            trainer.scheduler.executing.forget(*name)
+
+    async def submit(
+        self,
+        trainer: Trainer,
+        kind: str,
+        request: pb.ForwardBackwardRequest | pb.SkipOperationRequest | pb.LoadCheckpointRequest,
+        context: Context,
+    ) -> Answer:
+        check_seq_id(request.seq_id)
+        if _adds_gradients(request):
+            self._told.setdefault(request.model_id, Told()).sent(request.seq_id)
+        return await self.operate(trainer, kind, request, request.seq_id, lambda: Body.pack(kind, request), context)
+
+    async def operate(
+        self, trainer: Trainer, kind: str, request: Request, seq_id: int, pack: Callable[[], Body], context: Context
+    ) -> Answer:
+        """Has an operation accepted, acknowledges it, and waits for its answer. `pack` makes its body."""
+        check_model_id(request.model_id, field="model_id")
+        accepting = trainer.scheduler.tasks.spawn(self._accept(trainer, kind, request, seq_id, pack))
+        try:
+            operation = await asyncio.shield(accepting)  # a call that is cancelled leaves no operation without work
+        except ServiceError:
+            if (told := self._told.get(request.model_id)) is not None:
+                told.unsent(seq_id)
+                self._drop_idle(request.model_id)
+            raise
+        is_taken_over()  # the scheduler counts the memory of accepted operations
+        await context.send_initial_metadata((ACCEPTED,))
+        return await self.answer(operation, context)
+
+    async def _accept(
+        self, trainer: Trainer, kind: str, request: Request, seq_id: int, pack: Callable[[], Body]
+    ) -> Operation:
+        """Has the scheduler accept an operation, and makes its work while the journal writes.
+
+        A request that cannot be packed, because the trainer ends each time, becomes an operation that fails.
+        """
+        scheduler, executing = trainer.scheduler, trainer.scheduler.executing
+        arrival = arriving(kind, request.model_id), seq_id
+        on_thread = _is_large(request)
+        given_up: ServiceError | None = None
+        try:
+            executing.check(*arrival)
+        except ServiceError as error:
+            if not seq_id:  # there is no model, and so nobody waits for this operation
+                raise
+            given_up = error
+            request = pb.SkipOperationRequest(
+                model_id=request.model_id,
+                seq_id=seq_id,
+                reason=error.message,
+                gradients_missing=_adds_gradients(request),
+            )
+            body, needed = Body.pack("skip", request), None
+        else:
+            async with executing.stage(*arrival):
+                body, needed = await _run(
+                    trainer, lambda: (pack(), _batch_bytes(trainer, request)), on_thread=on_thread
+                )
+        held_bytes = needed  # a batch above the limit is refused, and holds only its body
+        if needed is not None and needed > scheduler.held.max_operation_bytes:
+            held_bytes = None
+        try:
+            operation, is_new = await scheduler.accept(request.model_id, seq_id, body, held_bytes=held_bytes)
+        except SequenceConflict as error:  # one that was given up is perhaps the repeat of an accepted operation
+            raise given_up or error from None
+        if is_new:
+            work = await self._work_of(trainer, operation, request, held_bytes=needed, on_thread=on_thread)
+            await scheduler.begin(operation, work)
+        elif given_up is None:
+            executing.forget(*arrival)  # of a new operation, the scheduler does this once it is in the journal
+        return operation
+
+    async def _work_of(
+        self, trainer: Trainer, operation: Operation, request: Request, *, held_bytes: int | None, on_thread: bool
+    ) -> Work:
+        """The work of a new operation. A request that cannot be read gets work that fails, too."""
+        model_id, seq_id = operation.model_id, operation.seq_id
+        custom = isinstance(request, pb.ForwardBackwardRequest) and request.HasField("custom_loss")
+        max_bytes = trainer.scheduler.held.max_operation_bytes
+        work_of = partial(trainer.operations.work_of, request, held_bytes=held_bytes, max_bytes=max_bytes)
+        try:
+            trainer.scheduler.executing.check(model_id, seq_id)
+            if not custom:
+                async with trainer.scheduler.executing.stage(model_id, seq_id):
+                    return await _run(trainer, work_of, on_thread=on_thread)
+            # Checking a custom loss may take long even for a small message. The lock comes before the stage: a suspect
+            # within its stage makes all others wait, so it must not wait for a lock that one of them holds.
+            turn = self._check_turns.setdefault(model_id, asyncio.Lock())
+            async with turn, trainer.scheduler.executing.stage(model_id, seq_id):
+                if not trainer.scheduler.models.is_queued(model_id, seq_id):
+                    raise ModelNotFound(f"model_id: {model_id!r} was deleted", model_id=model_id)
+                return await in_pool_of(trainer.operations.loss_checks, work_of)
+        except ServiceError as error:
+            return trainer.operations.refuse(request, error)
+        except Exception as caught:
+            if trainer.scheduler.compute.ends_with(caught, (model_id, seq_id)):
+                raise dead(caught) from caught
+            logger.exception("%s of %s, seq_id %d, cannot be read", operation.kind, model_id, seq_id)
+            error = ServiceError("internal error; the trainer's log has the cause")
+            return trainer.operations.refuse(request, error)
+
+    async def answer(self, operation: Operation, context: Context) -> Answer:
+        """The operation's answer. Records for the model's next optim_step that the caller is told of it."""
+        failed = False
+        try:
+            return await _answer(operation, context)
+        except ServiceError:
+            failed = True
+            raise
+        finally:
+            # Without an outcome the call was cancelled, and its caller is told nothing.
+            if operation.outcome.done() and (told := self._told.get(operation.model_id)) is not None:
+                told.told(operation.seq_id, failed=failed)
+                self._drop_idle(operation.model_id)
+
+    def _drop_idle(self, model_id: str) -> None:
+        if (told := self._told.get(model_id)) is not None and told.is_idle:
+            del self._told[model_id]
+
+
+def _batch_bytes(trainer: Trainer, request: Request) -> int | None:
+    """Memory that a batch takes until it is answered, in bytes; None for other requests."""
+    if not isinstance(request, pb.ForwardBackwardRequest):
+        return None
+    return batch_bytes(request, trainer.operations.engine.limits.counting)
+
+
+async def _run(trainer: Trainer, call: Callable[[], T], *, on_thread: bool) -> T:
+    if not on_thread:
+        return call()
+    cores = trainer.scheduler.cores
+
+    def announced() -> T:
+        with cores.reading():
+            return call()
+
+    return await in_pool_of(_READER, announced)
+
+
+def _is_large(request: Message) -> bool:
+    """True when the request must be packed on a thread. A batch's ByteSize is not used, because it encodes the whole
+    batch (0.2 s for 64 MB)."""
+    if not isinstance(request, pb.ForwardBackwardRequest):
+        return request.ByteSize() > _LARGE_BYTES
+    if len(request.data) > _MANY_DATUMS:
+        return True
+    num_bytes = 0
+    for datum in request.data:
+        if any(chunk.HasField("image") for chunk in datum.model_input):  # which is decoded, whatever its size
+            return True
+        num_bytes += sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input)
+        num_bytes += sum(tensors.num_bytes(tensor) for tensor in datum.loss_fn_inputs.values())
+        if num_bytes > _LARGE_BYTES:
+            return True
+    return False
+
+
+def dead(error: Exception) -> EngineDead:
+    """The error of a call that has met a fault of the device. Its caller tries again, after the restart."""
+    return EngineDead(f"the trainer ends, because its device has failed, and starts again: {error}")
+
+
+def check_seq_id(seq_id: int) -> None:
+    if seq_id < 1:
+        raise InvalidRequest(f"seq_id: {seq_id} must be 1 or more; 0 is the creation", field="seq_id")
+
+
+def _adds_gradients(request: Message) -> bool:
+    """True when the request adds gradients, or stands for one that would have added some."""
+    if isinstance(request, pb.SkipOperationRequest):
+        return request.gradients_missing
+    return isinstance(request, pb.ForwardBackwardRequest) and not request.forward_only
+
+
+async def _answer(operation: Operation, context: Context) -> Answer:
+    """The answer or the error, with the time of its computation in the trailing metadata."""
+    try:
+        return await operation.wait()
+    finally:
+        if operation.ran is not None:
+            context.set_trailing_metadata(((RAN, "{:.6f}:{:.6f}".format(*operation.ran)),))
