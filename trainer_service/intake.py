@@ -1,4 +1,4 @@
-"""Takes operations in: has them accepted, makes their work, acknowledges them, and sends their answers to the callers."""
+"""Takes operations in: has them accepted, makes their work, acknowledges them, and sends their answers to callers."""
 
 from __future__ import annotations
 
