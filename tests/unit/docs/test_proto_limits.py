@@ -12,7 +12,7 @@ from sampler_service.config import SamplerConfig
 from sampler_service.core import request
 from tinsmith.pictures import counting, headers
 from tinsmith.rpc import notes, tensors
-from trainer_service import servicer
+from trainer_service import checkpoint_servicer, servicer
 from trainer_service.config import TrainerConfig
 from trainer_service.engine.batch import BatchLimits
 from trainer_service.objectives import custom_loss, custom_loss_graph
@@ -41,7 +41,7 @@ LIMITS = [
     ("trainer", "SaveCheckpointRequest", "age_recipients", "at most {}", encryption.MAX_RECIPIENTS),
     ("trainer", "CreateModelRequest", "creation_id", "{} hexadecimal", 2 * servicer._NONCE_BYTES),
     ("trainer", "SaveCheckpointRequest", "save_id", "{} hexadecimal", 2 * servicer._NONCE_BYTES),
-    ("trainer", "ReadCheckpointFileResponse", "data", "{} MiB", servicer._PIECE_BYTES // 2**20),
+    ("trainer", "ReadCheckpointFileResponse", "data", "{} MiB", checkpoint_servicer._PIECE_BYTES // 2**20),
     ("trainer", "ImportCheckpointRequest", "archive", "{} GiB", default(TrainerConfig, "max_import_bytes") // 2**30),
     ("sampler", "SampleRequest", "num_samples", "{:,} unless set", default(SamplerConfig, "max_num_samples")),
     ("sampler", "SampleRequest", "topk_prompt_logprobs", "{} unless set", default(SamplerConfig, "max_topk_logprobs")),
