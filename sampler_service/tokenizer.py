@@ -26,8 +26,16 @@ from tinsmith.errors import FailedPrecondition, InvalidRequest, Unsupported
 
 T = TypeVar("T")
 ToolCallFormat = Literal[
-    *("hermes", "llama3", "qwen_xml", "glm", "mistral", "mistral_array"),
-    *("deepseek_v3", "deepseek_v31", "kimi", "harmony"),
+    "hermes",
+    "llama3",
+    "qwen_xml",
+    "glm",
+    "mistral",
+    "mistral_array",
+    "deepseek_v3",
+    "deepseek_v31",
+    "kimi",
+    "harmony",
 ]
 _TOOL_CALL_FORMATS: Sequence[tuple[ToolCallFormat, Sequence[str], Sequence[str]]] = (
     ("qwen_xml", ("<tool_call>", "<function=", "<parameter="), ()),
@@ -193,12 +201,8 @@ class ChatTokenizer:
 def _dump_arguments(messages: list[dict[str, Any]]) -> bool:
     """Turns the arguments of calls of tools into JSON, as templates take them that put texts together. Returns False if
     there are none."""
-    functions = [
-        call.get("function")
-        for message in messages
-        if _are_objects(calls := message.get("tool_calls"))
-        for call in calls
-    ]
+    calls = [call for message in messages if _are_objects(each := message.get("tool_calls")) for call in each or ()]
+    functions = [call.get("function") for call in calls]
     found = [one for one in functions if isinstance(one, dict) and isinstance(one.get("arguments"), dict)]
     for function in found:
         function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)

@@ -208,7 +208,8 @@ class _Rules:
         rules = _RULES | dict(rules)
         parts: list[str] = []
         literal = ""
-        for piece in [*_MARK_OR_PLACEHOLDER.split(text), ""]:
+        pieces: list[str] = _MARK_OR_PLACEHOLDER.split(text)
+        for piece in pieces:
             token = self._vocabulary.added.get(piece)
             part = rules.get(piece[1:]) if piece.startswith("$") else None
             if token is not None:

@@ -3,15 +3,17 @@
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor
 
 from tests.recipes.harness import FOLDERS, HUB, MODEL, PYTHON, environment
-from tests.support.models import make_sparse_family
+from tests.support.models import make_model, make_sparse_family
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.config import load_config
@@ -79,6 +81,66 @@ def deltas(adapter: Adapter) -> dict[str, Tensor]:
         name = f"{target.name}.weight" if target.num_experts is None else target.name
         found[name] = (b @ a * adapter.scaling).float()
     return found
+
+
+def logits_of(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([[5, 9, 13, 7, 21, 8, 30, 12, 6, 17]])).logits
+
+
+def loaded(folder: Path) -> Any:
+    return auto_class(load_config(folder)).from_pretrained(folder, dtype=torch.float32)
+
+
+def with_changes(folder: Path, changes: dict[str, Tensor], *, embedding: bool = False) -> Any:
+    """The base model, whose layers are changed by hand. `embedding`: the embedding changes as the output layer does."""
+    model = loaded(folder)
+    head = changes.get("lm_head.weight")
+    with torch.no_grad():
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())  # no longer that of the embedding
+        for name, change in changes.items():
+            model.get_parameter(name).add_(change)
+        if embedding and head is not None:
+            model.model.embed_tokens.weight.add_(head)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT warns of what the last lines hold
+@pytest.mark.parametrize("train_unembed", [True, False], ids=["output layer", "layers"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_logits_of_merged_and_converted_adapters_are_those_that_the_docs_tell(
+    tied: bool, train_unembed: bool, tmp_path: Path
+) -> None:
+    folder = make_model(tmp_path / "base", tie_word_embeddings=tied)
+    base = BaseModel.load(folder, device=torch.device("cpu"), dtype=torch.float32)
+    adapter = Adapter.create(AdapterConfig(rank=4, seed=0, train_unembed=train_unembed), base.targets, base.device)
+    adapter.flat.normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
+    for name, each in (("plain", adapter), ("adapter", adapter.with_tinker_names())):
+        (tmp_path / name).mkdir()
+        each.save_peft(tmp_path / name, base_model="base")
+    done = subprocess.run(
+        [PYTHON, Path(__file__).with_name("merge_weights.py"), folder, tmp_path / "adapter", tmp_path],
+        env=environment("http://127.0.0.1:9"),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    changes = deltas(adapter)
+    assert ("lm_head.weight" in changes) == train_unembed
+    trained = logits_of(with_changes(folder, changes))
+    assert (logits_of(loaded(folder)) - trained).abs().max() > 0.1
+    torch.testing.assert_close(logits_of(PeftModel.from_pretrained(loaded(folder), tmp_path / "plain")), trained)
+    # The cookbook has one matrix for a tied pair, so it changes both.
+    merged = logits_of(loaded(tmp_path / "merged"))
+    torch.testing.assert_close(merged, logits_of(with_changes(folder, changes, embedding=tied)), rtol=0, atol=1e-4)
+    # The adapter of a tied output layer is one of the embedding in the converted file, and PEFT does not load it.
+    kept = {name: change for name, change in changes.items() if not (tied and name == "lm_head.weight")}
+    converted = logits_of(PeftModel.from_pretrained(loaded(folder), tmp_path / "lora"))
+    torch.testing.assert_close(converted, logits_of(with_changes(folder, kept)), rtol=0, atol=1e-4)
+    if tied and train_unembed:
+        assert (merged - trained).abs().max() > 1e-2
+        assert (converted - trained).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen3_5Moe", "DeepseekV3", "GptOss", "NemotronH"])
