@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+from torch import Tensor
 
 from tests.support.waiting import until
 from tests.unit.trainer_service.journals import Journals
@@ -109,11 +111,32 @@ async def alone(base: BaseModel, tmp_path: Path) -> AsyncIterator[Process]:
     await process.stop()
 
 
-async def assert_alike(process: Process, alone: Process) -> None:
-    """Asserts that both have the same answers and, bit for bit, the same weights and moments."""
-    for seq_id, (one, other) in enumerate(zip(await outcomes(process), await outcomes(alone), strict=True)):
+@dataclass(frozen=True)
+class Undisturbed:
+    """What the whole script gives where nothing moves and nobody dies."""
+
+    outcomes: list[Any]
+    weights: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base: BaseModel, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    async def train() -> Undisturbed:
+        process = await Process.start(tmp_path_factory.mktemp("undisturbed"), base)
+        await run(process)
+        found = Undisturbed(await outcomes(process), await process.weights(MODEL))
+        await process.stop()
+        return found
+
+    with ThreadPoolExecutor(1) as thread:  # the event loop of the test is not this one's
+        return thread.submit(asyncio.run, train()).result()
+
+
+async def assert_alike(process: Process, undisturbed: Undisturbed) -> None:
+    """Asserts that the process has the same answers and, bit for bit, the same weights and moments."""
+    for seq_id, (one, other) in enumerate(zip(await outcomes(process), undisturbed.outcomes, strict=True)):
         assert one == other, seq_id
-    assert_equal(await process.weights(MODEL), await alone.weights(MODEL))
+    assert_equal(await process.weights(MODEL), undisturbed.weights)
 
 
 async def has(process: Process) -> bool:
@@ -139,16 +162,15 @@ async def answered(process: Process) -> None:
 
 @IN_BOTH
 async def test_a_model_that_moves_after_each_operation_changes_no_bit_and_no_answer(
-    trainers: Trainers, alone: Process
+    trainers: Trainers, undisturbed: Undisturbed
 ) -> None:
     source, target = await trainers.start("source"), await trainers.start("target")
     for one in SCRIPT:
-        await run(alone, [one])
         await run(source, [one])
         await move(source, target, Move("a" * 32, "target" if target is trainers.running["target"] else "source"))
         assert (await has(source), await has(target)) == (False, True)
         source, target = target, source
-    await assert_alike(source, alone)
+    await assert_alike(source, undisturbed)
     assert source.count("replayed_operations_total", kind="forward_backward") == 0
     if not trainers.journals.url:  # otherwise both have their snapshots in one place
         assert not target.snapshots.files.seq_ids(MODEL)
@@ -156,9 +178,8 @@ async def test_a_model_that_moves_after_each_operation_changes_no_bit_and_no_ans
 
 @pytest.mark.parametrize("num_done", [0, 8, 20])
 async def test_a_pipeline_that_moves_while_it_runs_goes_on_at_the_other_trainer(
-    trainers: Trainers, alone: Process, num_done: int
+    trainers: Trainers, undisturbed: Undisturbed, num_done: int
 ) -> None:
-    await run(alone)
     source, target = await trainers.start("source"), await trainers.start("target")
     sent = [await source.send(one) for one in SCRIPT]
     await asyncio.wait([sent[num_done].outcome])
@@ -167,7 +188,7 @@ async def test_a_pipeline_that_moves_while_it_runs_goes_on_at_the_other_trainer(
     assert not source.engine.models
     await target.moving.adopt(MODEL, MOVE.move_id)
     await answered(target)
-    await assert_alike(target, alone)
+    await assert_alike(target, undisturbed)
 
 
 @IN_BOTH
@@ -318,9 +339,8 @@ STEPS = [
 @IN_BOTH
 @pytest.mark.parametrize(("dies", "owner", "method"), STEPS)
 async def test_at_every_step_of_a_move_a_trainer_may_die_and_exactly_one_has_the_model_in_the_end(
-    trainers: Trainers, alone: Process, dies: str, owner: Any, method: str
+    trainers: Trainers, undisturbed: Undisturbed, dies: str, owner: Any, method: str
 ) -> None:
-    await run(alone)
     trainers.settings = {"policy": Policy(2, 0, 0)}
     source, target = await trainers.start("source"), await trainers.start("target")
     sent = [await source.send(one) for one in SCRIPT]
@@ -342,10 +362,10 @@ async def test_at_every_step_of_a_move_a_trainer_may_die_and_exactly_one_has_the
     await move(source, target)  # as whoever moves the model does again
     assert (await has(source), await has(target)) == (False, True)
     await answered(target)
-    await assert_alike(target, alone)
+    await assert_alike(target, undisturbed)
     assert await source.journal.moved.all() == {}
     restarted = await trainers.start("target")
-    assert_equal(await restarted.weights(MODEL), await alone.weights(MODEL))
+    assert_equal(await restarted.weights(MODEL), undisturbed.weights)
 
 
 @IN_BOTH
@@ -368,9 +388,8 @@ async def test_every_step_of_a_move_may_be_repeated(trainers: Trainers) -> None:
 
 @pytest.mark.parametrize("broken", ["snapshot", "package"])
 async def test_a_model_that_cannot_be_released_goes_on_where_it_is(
-    trainers: Trainers, alone: Process, broken: str
+    trainers: Trainers, undisturbed: Undisturbed, broken: str
 ) -> None:
-    await run(alone)
     source = await trainers.start("source")
     sent = [await source.send(one) for one in SCRIPT]
     await asyncio.wait([sent[3].outcome])
@@ -382,7 +401,7 @@ async def test_a_model_that_cannot_be_released_goes_on_where_it_is(
     with mock.patch.object(owner, "write", fail), pytest.raises(OutOfCapacity, match=r"(?i)no space left"):
         await source.moving.release(MODEL, MOVE)
     await answered(source)
-    await assert_alike(source, alone)
+    await assert_alike(source, undisturbed)
 
 
 async def test_a_target_without_room_lets_the_model_wait(trainers: Trainers) -> None:
