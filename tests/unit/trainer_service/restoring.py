@@ -159,7 +159,8 @@ class Process:
         if self.has_stopped:
             return
         self.has_stopped = True
-        await self.scheduler.close(timeout_s=10)
+        await self.scheduler.compute.close(timeout_s=10)
+        await self.scheduler.close(timeout_s=3)  # a save that waits for operations which will not run does not end
         await self.snapshots.close()
         await asyncio.to_thread(self.journal.close)
         self.operations.publishing.checkpoints.close()

@@ -430,7 +430,10 @@ async def test_a_damaged_snapshot_of_a_parked_model_is_not_taken_along(trainers:
     await run(alone, [*script, batch(5), step(6)])
     trainers.settings = {"policy": Policy(1, 0, 0)}
     source, target = await trainers.start("source"), await trainers.start("target")
-    await run(source, script)
+    await run(source, script[:3])
+    await until(lambda: source.snapshots.files.seq_ids(MODEL))  # no step takes a snapshot while one is being written
+    await asyncio.gather(*source.snapshots.tasks)
+    await run(source, script[3:])
     await until(lambda: len(source.snapshots.files.seq_ids(MODEL)) == 2)
     await asyncio.gather(*source.scheduler.tasks, *source.snapshots.tasks)
     await source.scheduler.parking.park_idle(0)
