@@ -164,6 +164,12 @@ class Batch:
         """Cost of the next datum in a micro-batch. `begins`: it would be the batch's first one there."""
         return self.costs[self.num_taken] - (0 if begins else self.shared[self.num_taken])
 
+    def rest_cost(self, *, begins: bool) -> int:
+        """Cost of all datums that have not been taken, in one micro-batch. `begins`: none was taken into it before."""
+        if not self.num_waiting:
+            return 0
+        return self.num_waiting_tokens + (self.shared[self.num_taken] if begins else 0)
+
     def take(self, *, begins: bool) -> int:
         """Takes the next datum into a micro-batch. Returns its cost there."""
         cost = self.next_cost(begins=begins)

@@ -22,6 +22,9 @@ from trainer_service.operation import Call, Operation
 Selection = Sequence[tuple[Operation, range]]
 """The datums of a micro-batch: operations with indices of their batches' datums."""
 
+_UNCUT = 4
+"""The rest of a batch is taken as one if it is at most one part in so many of a micro-batch."""
+
 
 @dataclass(slots=True)
 class _Lane:
@@ -189,6 +192,10 @@ class DeficitRoundRobin:
     2. The rest, one datum at a time, goes to the first model in the order above whose datum still fits. A datum longer
        than the budget is a micro-batch by itself.
 
+    What is left of a batch counts as one datum if it has at most budget / 4 tokens. Otherwise the batches of many
+    models would all be cut into as many micro-batches as each has datums, none of them would end before the last of
+    these, and each micro-batch would have to apply the adapters of all models.
+
     Forward-only datums and those with a gradient never share a micro-batch. The two kinds alternate while owed models
     wait with both.
 
@@ -209,8 +216,8 @@ class DeficitRoundRobin:
       kind: after the micro-batch that runs when it comes and at most one of the other kind.
     - A model's debt is at most q plus the largest `charge`. Models that always have something to compute have been
       charged equally, to within twice that. Without such charges they have received equally many tokens, to within 2 q.
-    - Between the moment when a datum of length L is the next of its model, whose deficit then is d, and the beginning
-      of its micro-batch, at most W = (n - 1) (L + q) + n max(0, -d) + budget tokens of others are computed, in at most
+    - Between the moment when a datum of length L, or such a rest, is the next of its model, whose deficit then is d, and
+      the beginning of its micro-batch, at most W = (n - 1) (L + q) + n max(0, -d) + budget tokens of others are computed, in at most
       4 W / budget + 2 micro-batches.
     """
 
@@ -281,7 +288,7 @@ class DeficitRoundRobin:
             return []
         owed = [member for member in ready.values() if self._is_owed(member)]
         self._forward_only = self._choose_kind(owed)
-        filling = _MicroBatch(self._forward_only, budget, go_together)
+        filling = _MicroBatch(self._forward_only, budget, go_together, cuts_all=self._alone)
         of_kind = [member for member in owed if filling.next_cost(member)]
         first = min(of_kind, key=lambda one: one.charged + filling.next_cost(one))
         batch = first.batches[0]
@@ -346,8 +353,12 @@ class DeficitRoundRobin:
 class _MicroBatch:
     """A micro-batch that is being filled."""
 
-    def __init__(self, forward_only: bool, budget: int, go_together: Callable[[Sequence[str]], bool]) -> None:
+    def __init__(
+        self, forward_only: bool, budget: int, go_together: Callable[[Sequence[str]], bool], *, cuts_all: bool
+    ) -> None:
+        """`cuts_all`: the rest of a small batch is not taken as one datum."""
         self._forward_only = forward_only
+        self._most_uncut = 0 if cuts_all else budget // _UNCUT
         self._budget = self._left = budget
         self._go_together = go_together
         self._refused: set[str] = set()
@@ -358,11 +369,14 @@ class _MicroBatch:
         """Index of the first datum taken from each batch."""
 
     def next_cost(self, member: _Member) -> int:
-        """Cost of the member's next datum, in tokens; 0 when it has none of this kind."""
+        """Cost of the member's next datum, or of the rest of its batch if that is taken as one, in tokens; 0 when it
+        has none of this kind."""
         if not member.batches or member.batches[0].forward_only != self._forward_only:
             return 0
         batch = member.batches[0]
-        return batch.next_cost(begins=batch not in self.starts)
+        begins = batch not in self.starts
+        rest = batch.rest_cost(begins=begins)
+        return rest if rest <= self._most_uncut else batch.next_cost(begins=begins)
 
     def share_allows(self, member: _Member, *, num_models: int) -> bool:
         """True when the member's next datum fits into its share of the budget."""
@@ -392,10 +406,12 @@ class _MicroBatch:
         return False
 
     def take(self, member: _Member) -> int:
-        """Takes and charges the member's next datum. Returns its cost in tokens."""
+        """Takes and charges what `next_cost` is the cost of. Returns that, in tokens."""
         batch = member.batches[0]
-        cost = batch.take(begins=batch not in self.starts)
-        self.starts.setdefault(batch, batch.num_taken - 1)
+        begins = batch not in self.starts
+        num_datums = batch.num_waiting if batch.rest_cost(begins=begins) <= self._most_uncut else 1
+        self.starts.setdefault(batch, batch.num_taken)
+        cost = sum(batch.take(begins=begins and not n) for n in range(num_datums))
         if not batch.num_waiting:
             member.batches.popleft()
         member.charged += cost

@@ -100,9 +100,9 @@ class Simulation:
     def _wait(self, model: str) -> None:
         load = next(load for load in self.loads[model] if load.num_waiting)
         others = self.tokens.total() - self.tokens[model]
-        self.waiting[model] = Waiting(
-            load.costs[load.num_taken], self.ring.deficit(model), others, self.num_micro_batches
-        )
+        rest = load.num_waiting_tokens
+        length = rest if rest <= self.budget / 4 else load.costs[load.num_taken]  # a short rest is taken as one datum
+        self.waiting[model] = Waiting(length, self.ring.deficit(model), others, self.num_micro_batches)
 
     def _check_wait(self, model: str) -> None:
         """The bound of the module's docstring."""
@@ -197,6 +197,17 @@ def test_a_short_job_is_in_the_very_next_micro_batch_beside_any_number_of_long_o
         simulation.add("short", 6, 5, 5)
         assert simulation.step()["short"] == 16
     assert max(simulation.tokens.values()) == 256 * -(-40 // num_long)
+
+
+def test_small_batches_of_many_models_are_taken_whole_and_the_first_ones_need_not_wait_for_the_last() -> None:
+    ring = DeficitRoundRobin()
+    loads = [load_of(f"m{n}", [8, 16, 4]) for n in range(16)]
+    for load in loads:
+        ring.add(load)
+    micro_batches = [ring.next_micro_batch(256), ring.next_micro_batch(256)]
+    assert ring.next_micro_batch(256) == []
+    assert [load for taken in micro_batches for load, _ in taken] == loads
+    assert all(indices == range(3) for taken in micro_batches for _, indices in taken)
 
 
 def test_a_datum_above_the_share_of_its_model_still_goes_before_longer_ones_that_are_owed_alike() -> None:
