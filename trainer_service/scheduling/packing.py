@@ -216,9 +216,9 @@ class DeficitRoundRobin:
       kind: after the micro-batch that runs when it comes and at most one of the other kind.
     - A model's debt is at most q plus the largest `charge`. Models that always have something to compute have been
       charged equally, to within twice that. Without such charges they have received equally many tokens, to within 2 q.
-    - Between the moment when a datum of length L, or such a rest, is the next of its model, whose deficit then is d, and
-      the beginning of its micro-batch, at most W = (n - 1) (L + q) + n max(0, -d) + budget tokens of others are computed, in at most
-      4 W / budget + 2 micro-batches.
+    - Between the moment when a datum of length L, or such a rest, is the next of its model, whose deficit then is d,
+      and the beginning of its micro-batch, at most W = (n - 1) (L + q) + n max(0, -d) + budget tokens of others are
+      computed, in at most 4 W / budget + 2 micro-batches.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
