@@ -22,7 +22,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from mmap import mmap
 from pathlib import Path
 
@@ -62,11 +62,13 @@ def usable_cores() -> int:
 def yield_to_event_loops() -> None:
     """Lowers the priority of this thread, and of the threads that it starts, below that of every service's event loop.
     An event loop that is ready then gets a core at once; it needs it only for a moment. Does nothing on systems whose
-    threads have no priority of their own. Where Linux divides the cores among sessions (sched_autogroup_enabled),
-    priorities count among the threads of one service only."""
+    threads have no priority of their own, or that forbid to change it, as systemd's filter ~@resources does. Where
+    Linux divides the cores among sessions (sched_autogroup_enabled), priorities count among the threads of one service
+    only."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
 
 
 def make_page(path: Path, *, cores: int, shares: Sequence[int]) -> None:

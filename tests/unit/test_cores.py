@@ -143,6 +143,15 @@ def test_a_thread_that_yields_passes_its_priority_on_and_leaves_others_theirs() 
     assert niceness() == before
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux")
+def test_a_thread_that_may_not_yield_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("tinsmith.cores.os.setpriority", refused)
+    yield_to_event_loops()
+
+
 def test_a_pass_of_few_tokens_has_fewer_threads(place: Place) -> None:
     trainer = place(0)
     trainer.tokens_per_thread = 16
