@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol, TypeVar
@@ -260,13 +261,14 @@ class ComputeThread:
             if self._newest_model not in ("", operation.model_id):
                 self._shared_at = time.monotonic()
             self._newest_model = operation.model_id
-            self._lanes.put(operation)
+            with self.dying_of_errors():
+                self._lanes.put(operation)
             self._changed.notify()
 
     def withdraw(self, model_id: str, error: ServiceError) -> None:
         """Fails a model's waiting operations with `error`. A batch that has begun is stopped after the current
         micro-batch, and a running call ends as usual."""
-        with self._changed:
+        with self._changed, self.dying_of_errors():
             for operation in self._lanes.withdraw(model_id):
                 if operation.batch is not None and operation.has_begun:
                     operation.stopped_by = error
@@ -277,7 +279,7 @@ class ComputeThread:
 
     def withhold(self, model_id: str, error: ServiceError) -> None:
         """Fails a model's operations that have not begun with `error`. Those that have begun go on to their end."""
-        with self._changed:
+        with self._changed, self.dying_of_errors():
             for operation in self._lanes.withhold(model_id):
                 if operation.result is not None and not operation.result.done():
                     operation.result.set_exception(error)
@@ -310,6 +312,19 @@ class ComputeThread:
         except TimeoutError:
             return False
         return True
+
+    @contextmanager
+    def dying_of_errors(self) -> Iterator[None]:
+        """Sets `engine_died` when the block raises, and drops the error: after an error in the books on operations some
+        would wait for ever, or fail without a fault of their own."""
+        try:
+            yield
+        except Exception:
+            logger.critical(
+                "the books on waiting operations are wrong, and the trainer ends; operations run again after a restart",
+                exc_info=True,
+            )
+            self.engine_died.set()
 
     def ends_with(self, error: Exception, name: Name) -> bool:
         """True for an error, met outside the thread, after which nothing can be computed. Then `engine_died` is set,
@@ -354,8 +369,8 @@ class ComputeThread:
     def _work(self) -> None:
         """The thread's loop. An operation's own error becomes its result. Any other error sets `engine_died`: otherwise
         operations would wait for ever, or fail without a fault of their own."""
-        yield_to_event_loops()
         try:
+            yield_to_event_loops()
             while (work := self._next()) is not None:
                 assert self._running is not None
                 if isinstance(work, Call):

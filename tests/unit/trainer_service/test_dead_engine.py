@@ -12,14 +12,16 @@ import torch
 
 from tests.unit.trainer_service.engines import batch, create
 from tests.unit.trainer_service.scheduling import Bench
-from tinsmith.errors import OutOfCapacity
+from tinsmith.errors import NotReady, OutOfCapacity
 from tinsmith.modeling.base_model import BaseModel
 from trainer_service.durability.executing import Deaths, Executing
 from trainer_service.durability.records import EntryState
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.passes import Passes
 from trainer_service.operation import Operation
-from trainer_service.scheduling.compute import ComputeThread
+from trainer_service.scheduling import compute
+from trainer_service.scheduling.compute import ComputeThread, Speed
+from trainer_service.scheduling.execution import Execution
 from trainer_service.scheduling.packing import Lanes
 
 FAULT = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -63,6 +65,47 @@ async def test_an_exception_of_the_lanes_ends_the_engine(
     monkeypatch.setattr(Lanes, method, fails)
     bench.engine.gate.set()
     await ends(bench, held)
+
+
+@pytest.mark.parametrize("method", ["put", "withdraw", "withhold"])
+async def test_an_exception_of_the_lanes_on_the_event_loop_ends_the_engine(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    await bench.create("a")
+    held = await bench.hold("a", 1)
+    waiting = [await bench.batch("a", 2), await bench.step("a", 3)]
+    monkeypatch.setattr(Lanes, method, fails)
+    match method:
+        case "put":
+            waiting.append(await bench.batch("a", 4))
+        case _:
+            getattr(bench.scheduler._compute, method)("a", NotReady("it leaves"))
+    assert bench.scheduler.engine_died.is_set()
+    bench.engine.gate.set()
+    assert not any(operation.outcome.done() for operation in (held, *waiting))
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Speed, "loss_tokens"), (Execution, "enter")])
+async def test_a_batch_that_gets_no_place_on_the_compute_thread_ends_the_engine_and_does_not_fail(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    """Failed, it would let the model's next step run without its gradients; left alone, its model would wait for
+    ever."""
+    await bench.create("a")
+    monkeypatch.setattr(owner, name, fails)
+    batch = await bench.batch("a", 1, loss_s=0.1)
+    monkeypatch.undo()
+    await ends(bench, batch)
+
+
+async def test_an_exception_before_the_compute_threads_loop_ends_the_engine(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute, "yield_to_event_loops", fails)
+    one = bench.scheduler
+    thread = ComputeThread(bench.engine, one._metrics, one.executing, one.cores)
+    async with asyncio.timeout(5):
+        await thread.engine_died.wait()
 
 
 @pytest.mark.parametrize("method", ["run", "finish"])
