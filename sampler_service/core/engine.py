@@ -264,12 +264,12 @@ class OpenRequests:
         if group not in self._open:
             return
         del self._open[group]
-        self.room.leave(cancelled=isinstance(outcome, Cancelled | NotReady))
-        self._waiting.pop(group, None)
-        self._metrics.waiting.set(len(self._waiting))
-        self.held_bytes -= group.request.num_bytes
-        self._metrics.ended.labels(outcome.reason if isinstance(outcome, ServiceError) else "ok").inc()
         try:
+            self.room.leave(cancelled=isinstance(outcome, Cancelled | NotReady))
+            self._waiting.pop(group, None)
+            self._metrics.waiting.set(len(self._waiting))
+            self.held_bytes -= group.request.num_bytes
+            self._metrics.ended.labels(outcome.reason if isinstance(outcome, ServiceError) else "ok").inc()
             self._release(group)
             group.forget_versions()
         finally:
@@ -345,16 +345,23 @@ class OpenRequests:
             named = error.groups if isinstance(error, StateUnknown) else ()
             for group in list(self._open):
                 computing = "no" if group in self._waiting and group not in named else "yes"
-                self.end(group, EngineDead(f"the engine has died: {error}", computing=computing))
+                self._end_surely(group, EngineDead(f"the engine has died: {error}", computing=computing))
             self._end_all(EngineDead(f"the engine has died: {error}"))
 
     def _take_away(self, error: ServiceError) -> None:
         for group in list(self._open):
             self._cancel(group, error)
 
+    def _end_surely(self, group: SequenceGroup, error: ServiceError) -> None:
+        """Ends a request, whatever goes wrong with what it holds: others have to be ended after it."""
+        try:
+            self.end(group, error)
+        except Exception:
+            logger.exception("a request does not let go of what it holds")
+
     def _end_all(self, error: ServiceError) -> None:
         for group in list(self._open):
-            self.end(group, error)
+            self._end_surely(group, error)
         for future in list(self._futures):
             if not future.done():
                 future.set_exception(error)
@@ -368,7 +375,9 @@ class OpenRequests:
     def _waiting_tokens(self) -> int:
         """Tokens that the waiting requests have and may sample. The thread that serves the metrics calls this."""
         return sum(
-            len(group.request.prompt) + sum(one.max_length - one.prompt_length for one in group.sequences)
+            len(group.request.prompt)
+            # All alike: there may be a thousand in each of thousands of requests.
+            + len(group.sequences) * (group.sequences[0].max_length - group.sequences[0].prompt_length)
             for group in list(self._waiting)
         )
 

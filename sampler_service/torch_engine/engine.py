@@ -325,8 +325,8 @@ class TorchEngine:
     # The compute thread.
 
     def _run(self) -> None:
-        yield_to_event_loops()
         try:
+            yield_to_event_loops()
             going_on = True
             while going_on:
                 if self.scheduler.idle:
@@ -421,6 +421,8 @@ class TorchEngine:
 
     def _died(self, error: BaseException, output: StepOutput) -> None:
         """`output`: of the step that has failed, which may have begun requests."""
-        for group, started_at in output.admitted:
-            self.requests.admit(group, started_at)
-        self.requests.die(error)
+        try:
+            for group, started_at in output.admitted:
+                self.requests.admit(group, started_at)
+        finally:
+            self.requests.die(error)

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from sampler_service.core.engine import OpenRequests
 from sampler_service.core.request import Result
+from sampler_service.core.room import Room
 from sampler_service.core.scoring import PromptScorer
 from sampler_service.core.sequence import Sequence, SequenceGroup
 from sampler_service.torch_engine import runner
@@ -230,6 +232,43 @@ async def test_an_error_of_several_requests_ends_the_engine_and_health_hears_of_
         assert len(engine.requests.waiting) == 0
         with pytest.raises(EngineDead):
             await engine.submit(request(prompt(4), max_tokens=3))
+
+
+@pytest.mark.parametrize("name", ["let go", "leave", "admit"])
+async def test_books_that_stay_wrong_after_the_engine_has_died_keep_no_request_waiting(
+    name: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`admit`: of requests that begin in the step that fails."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ValueError("no such luck, ever")
+
+    async with serving(model_folder) as engine:
+        if name == "admit":
+            monkeypatch.setattr(OpenRequests, "admit", fail)
+            monkeypatch.setattr(Runner, "logits", fail)
+        else:
+            owner, method = {"let go": (SequenceGroup, "forget_versions"), "leave": (Room, "leave")}[name]
+            monkeypatch.setattr(owner, method, fail)
+        running = [await engine.submit(request(prompt(20, seed=n), num_samples=2, max_tokens=20)) for n in range(4)]
+        async with asyncio.timeout(LIMIT_S):
+            found = await asyncio.gather(*(one.result() for one in running), return_exceptions=True)
+        assert any(isinstance(one, EngineDead) for one in found)
+        assert all(isinstance(one, Result | EngineDead) for one in found)
+        assert engine.requests.died.is_set()
+
+
+async def test_a_compute_thread_that_ends_before_its_loop_ends_the_engine(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ValueError("no such luck")
+
+    monkeypatch.setattr("sampler_service.torch_engine.engine.yield_to_event_loops", fail)
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(EngineDead):
+            async with serving(model_folder):
+                pass
 
 
 @pytest.mark.parametrize("name", ["cancel", "move", "forget_version"])
