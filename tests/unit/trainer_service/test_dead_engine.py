@@ -79,8 +79,8 @@ async def test_an_exception_of_the_lanes_on_the_event_loop_ends_the_engine(
         case "put":
             waiting.append(await bench.batch("a", 4))
         case _:
-            getattr(bench.scheduler._compute, method)("a", NotReady("it leaves"))
-    assert bench.scheduler.engine_died.is_set()
+            getattr(bench.scheduler.compute, method)("a", NotReady("it leaves"))
+    assert bench.scheduler.compute.engine_died.is_set()
     bench.engine.gate.set()
     assert not any(operation.outcome.done() for operation in (held, *waiting))
 
