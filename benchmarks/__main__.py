@@ -22,6 +22,7 @@ COMMANDS = {
     "journal": "the journal in PostgreSQL against that in a file",
     "ranks": "the trainer on several ranks",
     "starts": "starts of the stack",
+    "parked_runs": "runs that are parked: coming back, and the memory of many",
     "load": "a thousand samples and two hundred sessions at once",
     "hostile": "waits of 16 good clients beside every hostile request that is known",
     "sdk_floor": "what the SDK costs by itself",

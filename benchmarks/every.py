@@ -43,6 +43,8 @@ PARTS: Mapping[str, str] = {
     "sdk-floor-tiny": "sdk_floor --size tiny --repeats 5",
     "load-tiny": "load --size tiny",
     "starts-small": "starts --size small --starts 4",
+    "parked-small": "parked_runs --size small --only come_back --runs 6",
+    "parked-tiny": "parked_runs --size tiny --only memory",
 }
 """Arguments of `python -m benchmarks` for each part."""
 _BESIDE = "peak memory"
