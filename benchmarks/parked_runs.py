@@ -115,11 +115,11 @@ def _memory(arguments: argparse.Namespace, report: Report) -> None:
 
 def _resident(target: Target) -> dict[str, float]:
     """Resident memory of each service, in MB, once it does not change any more."""
-    pids, before = target.service_pids(), {}
+    pids = target.service_pids()
+    now = dict.fromkeys(pids, 0.0)
     for _ in range(20):
-        time.sleep(1)
-        now = {name: psutil.Process(pid).memory_info().rss / 1e6 for name, pid in pids.items()}
-        if before and all(abs(now[name] - before[name]) < 0.5 for name in now):
+        before, now = now, {name: psutil.Process(pid).memory_info().rss / 1e6 for name, pid in pids.items()}
+        if all(abs(now[name] - before[name]) < 0.5 for name in now):
             break
-        before = now
+        time.sleep(1)
     return now
