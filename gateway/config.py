@@ -170,6 +170,9 @@ class GatewayConfig(GrpcTls, BaseSettings):
     """Longest output of a chat or a response of /v1 that names no maximum, in tokens; 0: only the context bounds it."""
     session_timeout_s: float = Field(default=1800.0, gt=0)
     """A session without a heartbeat for this long is ended."""
+    adopt_after_s: float = Field(default=60.0, ge=0)
+    """Time after which a trainer that is away may be lost, in seconds. Its runs are then adopted by other trainers, if
+    these have their journals in the same PostgreSQL database and find there that it is dead. 0 means never."""
     reap_interval_s: float = Field(default=30.0, gt=0)
     """How often ended sessions are released and expired checkpoints are deleted."""
     tokenizers: dict[str, str] = {}

@@ -211,7 +211,12 @@ class Gateway(Core):
             metrics=self.metrics,
         )
         self.moving = Moving(
-            store=self.store, clients=self.clients, placement=self.placement, peers=self.peers, metrics=self.metrics
+            store=self.store,
+            clients=self.clients,
+            placement=self.placement,
+            peers=self.peers,
+            metrics=self.metrics,
+            adopt_after_s=config.adopt_after_s,
         )
         self.peers.on_beat = self.reaper.hear_of_ends
         self._write_behinds = (

@@ -1,4 +1,4 @@
-"""Moves runs from one trainer to another, and empties trainers that are being drained, one run at a time.
+"""Moves runs from one trainer to another, one at a time: those of trainers that are being drained, and of lost ones.
 
 A move has a row in the database (database/tables/moves.py) until it is over. Its steps are:
 
@@ -9,6 +9,10 @@ A move has a row in the database (database/tables/moves.py) until it is over. It
 
 Each step may be repeated. A move that has begun is always finished, if need be by a gateway that is started later, so a
 run is never left between two trainers. While a run moves, its clients wait as they do for a trainer that restarts.
+
+A trainer that has been away for `adopt_after_s` is lost once another trainer has fenced it. This succeeds only if both
+have their journals in one database and the first one is dead. A lost trainer releases nothing: the target takes the run
+from the database.
 """
 
 from __future__ import annotations
@@ -52,6 +56,8 @@ _LONGEST_PAUSE_S = 60.0
 """Longest pause between two attempts to move a run, in seconds."""
 _STEP_TIMEOUT_S = 600.0
 """Longest time of one call of a trainer, in seconds. A release waits for the operations of the run that have begun."""
+_FENCE_TIMEOUT_S = 30.0
+"""Longest time of a call that fences a trainer, in seconds."""
 _MOST_PROBLEMS = 1000
 """Largest number of runs of a drained trainer whose problems are stored."""
 _AT_ONCE = 50
@@ -89,12 +95,27 @@ class TrainerState:
 class Moving:
     """Makes the moves. Of several gateways behind one database only one does so: the holder of the reaper's lease."""
 
-    def __init__(self, *, store: Store, clients: Clients, placement: Placement, peers: Peers, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        *,
+        store: Store,
+        clients: Clients,
+        placement: Placement,
+        peers: Peers,
+        metrics: Metrics,
+        adopt_after_s: float,
+    ) -> None:
         self._store = store
         self._clients = clients
         self._placement = placement
         self._peers = peers
         self._metrics = metrics
+        self._adopt_after_s = adopt_after_s
+        self._away_since_s: dict[str, float] = {}
+        """By trainer_id of a trainer that has runs and is not connected, the time at which it is taken to have gone, by
+        time.monotonic."""
+        self._lost: set[str] = set()
+        """The trainer_ids of lost trainers, in this round."""
         self._wake = asyncio.Event()
         self._failures: dict[str, _Failure] = {}
         """By model_id. A run that its trainer does not have is tried again, too, because the trainer may come back with
@@ -144,29 +165,60 @@ class Moving:
         logger.info("the trainer at %s takes runs again", trainer.address)
 
     async def _round(self) -> None:
-        """Finishes the moves that have begun. Then moves the runs of drained trainers, as long as they have any."""
+        """Finishes the moves that have begun. Then moves the runs of drained and lost trainers, as long as they have
+        any."""
         if not await self._peers.has_lease("reaper"):
             self._failures.clear()
             self._noted.clear()
+            self._away_since_s.clear()
             return
         moves = await self._store.moves.all()
         drained = await self._store.moves.drained()
-        if not moves and not drained:
+        self._lost = await self._find_lost()
+        if not moves and not drained and not self._lost:
             self._failures.clear()
             return
         for move in moves:
             if self._is_due(move.model_id):
                 await self._continue(move)
-        for trainer_id in sorted(drained):
+        for trainer_id in sorted(drained | self._lost):
             while models := await self._runs_to_move(trainer_id):
                 for model in models:
-                    if trainer_id not in await self._store.moves.drained():
+                    if trainer_id not in self._lost | await self._store.moves.drained():
                         break
                     await self._move(model, trainer_id)
                 else:
                     continue
                 break
             await self._note_problems(trainer_id)
+
+    async def _find_lost(self) -> set[str]:
+        trainers = self._clients.trainers
+        present = {one.trainer_id for one in trainers if one.is_connected}
+        if not self._adopt_after_s or all(one.is_connected for one in trainers):
+            self._away_since_s.clear()
+            return set()
+        away, now = (await self._store.moves.count_runs()).keys() - present, time.monotonic()
+        self._away_since_s = {trainer_id: self._away_since_s.get(trainer_id, now) for trainer_id in away}
+        long_away = [one for one, since_s in self._away_since_s.items() if since_s + self._adopt_after_s <= now]
+        return {trainer_id for trainer_id in long_away if await self._fence(trainer_id)}
+
+    async def _fence(self, trainer_id: str) -> bool:
+        """Has a trainer fence another one. False when it is alive, or no trainer can adopt its runs."""
+        why = "no trainer is connected"
+        for trainer in self._clients.trainers:
+            if not trainer.is_connected or trainer.info is None:
+                continue
+            try:
+                await trainer.admin.FenceTrainer(
+                    pb.FenceTrainerRequest(trainer_id=trainer_id), timeout=_FENCE_TIMEOUT_S
+                )
+                return True
+            except ServiceError as error:
+                why = error.message
+        logger.info("the runs of the trainer %s wait for it: %s", trainer_id, why)
+        self._away_since_s[trainer_id] = time.monotonic()
+        return False
 
     async def _note_problems(self, trainer_id: str) -> None:
         """Stores why runs of a drained trainer could not be moved, because every gateway may be asked for that."""
@@ -201,7 +253,8 @@ class Moving:
     async def _move(self, model: Model, source_id: str) -> None:
         """Begins to move a run, to the other trainer with the most room and the least work, and makes all steps."""
         try:
-            self._connected(source_id)
+            if source_id not in self._lost:
+                self._connected(source_id)
             target = await self._placement.choose(model.base_model, but=source_id)
             self._connected(target.trainer_id)
         except ServiceError as error:
@@ -242,7 +295,10 @@ class Moving:
         release = pb.ReleaseModelRequest(**ids, trainer_id=move.target_id)
         adopt = pb.AdoptModelRequest(**ids)
         not_at_source: ServiceError | None = None
-        if not move.is_released:
+        is_lost = move.source_id in self._lost and not move.is_released
+        if is_lost:
+            adopt.fenced_trainer_id = move.source_id
+        elif not move.is_released:
             try:
                 await self._call(move.source_id, "ReleaseModel", release)
             except (ModelNotFound, ModelLost) as error:
@@ -253,11 +309,14 @@ class Moving:
                 await self._store.moves.note_released(move)
         try:
             await self._call(move.target_id, "AdoptModel", adopt)
-        except FailedPrecondition:
-            if not_at_source is None:
+        except FailedPrecondition as error:
+            if not_at_source is None and not is_lost:
                 raise
             await self._store.moves.delete(move)
-            self._failed(move.model_id, not_at_source.message, is_gone=True)
+            if not_at_source is None:
+                self._failed(move.model_id, error.message)
+            else:
+                self._failed(move.model_id, not_at_source.message, is_gone=True)
             return False
         except DataCorrupted:
             await self._call(move.source_id, "ReleaseModel", release)  # writes the package again, which is damaged
@@ -275,6 +334,9 @@ class Moving:
         """Makes the last steps of a move whose run is at the target: both trainers delete what they keep for it."""
         forget = pb.ForgetMoveRequest(model_id=move.model_id, move_id=move.move_id)
         await self._call(move.target_id, "ForgetMove", forget)
+        if move.source_id in self._lost:  # the target has taken over the rows, those of a release, too
+            await self._store.moves.delete(move)
+            return
         try:
             await self._call(move.source_id, "ForgetMove", forget)
         except NotFound:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -26,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_KNOWN = 100_000
 _ASK_TIMEOUT_S = 1.0
+_LOOK_S = 2.0
+"""Pause between two looks for the trainer of a run whose trainer has not been reached, in seconds."""
 _BUSY_S = 10.0
 """Queued work, in seconds, that counts as much as half of the memory for models."""
 
@@ -92,7 +97,17 @@ class Placement:
         longer in the list, and InvalidRequest when no trainer serves its base model.
         """
         place = self._known.get(model_id) or await self._place(model_id)
-        trainer = await self._settled(model_id, place, timeout_s=timeout_s)
+        ends_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, ends_s - time.monotonic())
+            try:
+                trainer = await self._settled(model_id, place, timeout_s=min(left_s, _LOOK_S))
+                break
+            except NotReady:
+                if left_s <= _LOOK_S:
+                    raise
+            with suppress(SQLAlchemyError):  # the run may have been adopted by another trainer meanwhile
+                place = await self._place(model_id, is_newest=True)
         if not trainer.is_connected and self.are_several and self._store.is_shared:
             try:  # another gateway may have moved the run before the trainer went away
                 place = await self._place(model_id, is_newest=True)

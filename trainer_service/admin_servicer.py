@@ -37,9 +37,17 @@ class TrainerAdminServicer(trainer_admin_pb2_grpc.TrainerAdminServiceServicer):
         return pb.ReleaseModelResponse()
 
     async def AdoptModel(self, request: pb.AdoptModelRequest, context: Context) -> pb.AdoptModelResponse:
-        move_id = _id(request.move_id)
-        await self._trainer.moves(request.model_id, lambda moving: moving.adopt(request.model_id, move_id))
+        move_id, fenced = _id(request.move_id), request.fenced_trainer_id
+        if fenced:
+            check_name(fenced, field="fenced_trainer_id")
+        await self._trainer.moves(
+            request.model_id, lambda moving: moving.adopt(request.model_id, move_id, fenced_trainer_id=fenced)
+        )
         return pb.AdoptModelResponse()
+
+    async def FenceTrainer(self, request: pb.FenceTrainerRequest, context: Context) -> pb.FenceTrainerResponse:
+        await self._trainer.fence(check_name(request.trainer_id, field="trainer_id"))
+        return pb.FenceTrainerResponse()
 
     async def ForgetMove(self, request: pb.ForgetMoveRequest, context: Context) -> pb.ForgetMoveResponse:
         move_id = _id(request.move_id)

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftinsmith/v1/trainer_admin.proto\x12\x0btinsmith.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x14\n\x12ListJournalRequest\"@\n\x13ListJournalResponse\x12)\n\x06models\x18\x01 \x03(\x0b\x32\x19.tinsmith.v1.JournalModel\"\x9a\x03\n\x0cJournalModel\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.tinsmith.v1.JournalState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12.\n\ncreated_at\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1c\n\x0fsnapshot_seq_id\x18\x05 \x01(\x05H\x00\x88\x01\x01\x12/\n\x0bsnapshot_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1b\n\x0esnapshot_bytes\x18\x07 \x01(\x03H\x01\x88\x01\x01\x12\x12\n\ncut_seq_id\x18\x08 \x01(\x05\x12\x14\n\x0cnum_accepted\x18\t \x01(\x03\x12\x10\n\x08num_done\x18\n \x01(\x03\x12\x12\n\nnum_failed\x18\x0b \x01(\x03\x12\x15\n\rrequest_bytes\x18\x0c \x01(\x03\x12\x14\n\x0cresult_bytes\x18\r \x01(\x03\x42\x12\n\x10_snapshot_seq_idB\x11\n\x0f_snapshot_bytes\"&\n\x13PruneJournalRequest\x12\x0f\n\x07\x64ry_run\x18\x01 \x01(\x08\"e\n\x14PruneJournalResponse\x12\x13\n\x0bnum_results\x18\x01 \x01(\x03\x12\x12\n\nnum_bodies\x18\x02 \x01(\x03\x12\x11\n\tmodel_ids\x18\x03 \x03(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x03\"L\n\x13ReleaseModelRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0f\n\x07move_id\x18\x02 \x01(\t\x12\x12\n\ntrainer_id\x18\x03 \x01(\t\"\x16\n\x14ReleaseModelResponse\"6\n\x11\x41\x64optModelRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0f\n\x07move_id\x18\x02 \x01(\t\"\x14\n\x12\x41\x64optModelResponse\"6\n\x11\x46orgetMoveRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0f\n\x07move_id\x18\x02 \x01(\t\"\x14\n\x12\x46orgetMoveResponse*\x90\x01\n\x0cJournalState\x12\x1d\n\x19JOURNAL_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12JOURNAL_STATE_LIVE\x10\x01\x12\x16\n\x12JOURNAL_STATE_LOST\x10\x02\x12\x18\n\x14JOURNAL_STATE_FAILED\x10\x03\x12\x17\n\x13JOURNAL_STATE_MOVED\x10\x04\x32\xaf\x03\n\x13TrainerAdminService\x12P\n\x0bListJournal\x12\x1f.tinsmith.v1.ListJournalRequest\x1a .tinsmith.v1.ListJournalResponse\x12S\n\x0cPruneJournal\x12 .tinsmith.v1.PruneJournalRequest\x1a!.tinsmith.v1.PruneJournalResponse\x12S\n\x0cReleaseModel\x12 .tinsmith.v1.ReleaseModelRequest\x1a!.tinsmith.v1.ReleaseModelResponse\x12M\n\nAdoptModel\x12\x1e.tinsmith.v1.AdoptModelRequest\x1a\x1f.tinsmith.v1.AdoptModelResponse\x12M\n\nForgetMove\x12\x1e.tinsmith.v1.ForgetMoveRequest\x1a\x1f.tinsmith.v1.ForgetMoveResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftinsmith/v1/trainer_admin.proto\x12\x0btinsmith.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x14\n\x12ListJournalRequest\"@\n\x13ListJournalResponse\x12)\n\x06models\x18\x01 \x03(\x0b\x32\x19.tinsmith.v1.JournalModel\"\x9a\x03\n\x0cJournalModel\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.tinsmith.v1.JournalState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12.\n\ncreated_at\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1c\n\x0fsnapshot_seq_id\x18\x05 \x01(\x05H\x00\x88\x01\x01\x12/\n\x0bsnapshot_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1b\n\x0esnapshot_bytes\x18\x07 \x01(\x03H\x01\x88\x01\x01\x12\x12\n\ncut_seq_id\x18\x08 \x01(\x05\x12\x14\n\x0cnum_accepted\x18\t \x01(\x03\x12\x10\n\x08num_done\x18\n \x01(\x03\x12\x12\n\nnum_failed\x18\x0b \x01(\x03\x12\x15\n\rrequest_bytes\x18\x0c \x01(\x03\x12\x14\n\x0cresult_bytes\x18\r \x01(\x03\x42\x12\n\x10_snapshot_seq_idB\x11\n\x0f_snapshot_bytes\"&\n\x13PruneJournalRequest\x12\x0f\n\x07\x64ry_run\x18\x01 \x01(\x08\"e\n\x14PruneJournalResponse\x12\x13\n\x0bnum_results\x18\x01 \x01(\x03\x12\x12\n\nnum_bodies\x18\x02 \x01(\x03\x12\x11\n\tmodel_ids\x18\x03 \x03(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x03\"L\n\x13ReleaseModelRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0f\n\x07move_id\x18\x02 \x01(\t\x12\x12\n\ntrainer_id\x18\x03 \x01(\t\"\x16\n\x14ReleaseModelResponse\"Q\n\x11\x41\x64optModelRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0f\n\x07move_id\x18\x02 \x01(\t\x12\x19\n\x11\x66\x65nced_trainer_id\x18\x03 \x01(\t\"\x14\n\x12\x41\x64optModelResponse\")\n\x13\x46\x65nceTrainerRequest\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\"\x16\n\x14\x46\x65nceTrainerResponse\"6\n\x11\x46orgetMoveRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0f\n\x07move_id\x18\x02 \x01(\t\"\x14\n\x12\x46orgetMoveResponse*\x90\x01\n\x0cJournalState\x12\x1d\n\x19JOURNAL_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12JOURNAL_STATE_LIVE\x10\x01\x12\x16\n\x12JOURNAL_STATE_LOST\x10\x02\x12\x18\n\x14JOURNAL_STATE_FAILED\x10\x03\x12\x17\n\x13JOURNAL_STATE_MOVED\x10\x04\x32\x84\x04\n\x13TrainerAdminService\x12P\n\x0bListJournal\x12\x1f.tinsmith.v1.ListJournalRequest\x1a .tinsmith.v1.ListJournalResponse\x12S\n\x0cPruneJournal\x12 .tinsmith.v1.PruneJournalRequest\x1a!.tinsmith.v1.PruneJournalResponse\x12S\n\x0cReleaseModel\x12 .tinsmith.v1.ReleaseModelRequest\x1a!.tinsmith.v1.ReleaseModelResponse\x12M\n\nAdoptModel\x12\x1e.tinsmith.v1.AdoptModelRequest\x1a\x1f.tinsmith.v1.AdoptModelResponse\x12S\n\x0c\x46\x65nceTrainer\x12 .tinsmith.v1.FenceTrainerRequest\x1a!.tinsmith.v1.FenceTrainerResponse\x12M\n\nForgetMove\x12\x1e.tinsmith.v1.ForgetMoveRequest\x1a\x1f.tinsmith.v1.ForgetMoveResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tinsmith.v1.trainer_admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_JOURNALSTATE']._serialized_start=984
-  _globals['_JOURNALSTATE']._serialized_end=1128
+  _globals['_JOURNALSTATE']._serialized_start=1078
+  _globals['_JOURNALSTATE']._serialized_end=1222
   _globals['_LISTJOURNALREQUEST']._serialized_start=81
   _globals['_LISTJOURNALREQUEST']._serialized_end=101
   _globals['_LISTJOURNALRESPONSE']._serialized_start=103
@@ -49,13 +49,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RELEASEMODELRESPONSE']._serialized_start=803
   _globals['_RELEASEMODELRESPONSE']._serialized_end=825
   _globals['_ADOPTMODELREQUEST']._serialized_start=827
-  _globals['_ADOPTMODELREQUEST']._serialized_end=881
-  _globals['_ADOPTMODELRESPONSE']._serialized_start=883
-  _globals['_ADOPTMODELRESPONSE']._serialized_end=903
-  _globals['_FORGETMOVEREQUEST']._serialized_start=905
-  _globals['_FORGETMOVEREQUEST']._serialized_end=959
-  _globals['_FORGETMOVERESPONSE']._serialized_start=961
-  _globals['_FORGETMOVERESPONSE']._serialized_end=981
-  _globals['_TRAINERADMINSERVICE']._serialized_start=1131
-  _globals['_TRAINERADMINSERVICE']._serialized_end=1562
+  _globals['_ADOPTMODELREQUEST']._serialized_end=908
+  _globals['_ADOPTMODELRESPONSE']._serialized_start=910
+  _globals['_ADOPTMODELRESPONSE']._serialized_end=930
+  _globals['_FENCETRAINERREQUEST']._serialized_start=932
+  _globals['_FENCETRAINERREQUEST']._serialized_end=973
+  _globals['_FENCETRAINERRESPONSE']._serialized_start=975
+  _globals['_FENCETRAINERRESPONSE']._serialized_end=997
+  _globals['_FORGETMOVEREQUEST']._serialized_start=999
+  _globals['_FORGETMOVEREQUEST']._serialized_end=1053
+  _globals['_FORGETMOVERESPONSE']._serialized_start=1055
+  _globals['_FORGETMOVERESPONSE']._serialized_end=1075
+  _globals['_TRAINERADMINSERVICE']._serialized_start=1225
+  _globals['_TRAINERADMINSERVICE']._serialized_end=1741
 # @@protoc_insertion_point(module_scope)

@@ -96,14 +96,26 @@ class ReleaseModelResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class AdoptModelRequest(_message.Message):
-    __slots__ = ("model_id", "move_id")
+    __slots__ = ("model_id", "move_id", "fenced_trainer_id")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     MOVE_ID_FIELD_NUMBER: _ClassVar[int]
+    FENCED_TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     move_id: str
-    def __init__(self, model_id: _Optional[str] = ..., move_id: _Optional[str] = ...) -> None: ...
+    fenced_trainer_id: str
+    def __init__(self, model_id: _Optional[str] = ..., move_id: _Optional[str] = ..., fenced_trainer_id: _Optional[str] = ...) -> None: ...
 
 class AdoptModelResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FenceTrainerRequest(_message.Message):
+    __slots__ = ("trainer_id",)
+    TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
+    trainer_id: str
+    def __init__(self, trainer_id: _Optional[str] = ...) -> None: ...
+
+class FenceTrainerResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

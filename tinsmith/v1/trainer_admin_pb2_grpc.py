@@ -56,6 +56,11 @@ class TrainerAdminServiceStub:
                 request_serializer=tinsmith_dot_v1_dot_trainer__admin__pb2.AdoptModelRequest.SerializeToString,
                 response_deserializer=tinsmith_dot_v1_dot_trainer__admin__pb2.AdoptModelResponse.FromString,
                 _registered_method=True)
+        self.FenceTrainer = channel.unary_unary(
+                '/tinsmith.v1.TrainerAdminService/FenceTrainer',
+                request_serializer=tinsmith_dot_v1_dot_trainer__admin__pb2.FenceTrainerRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_trainer__admin__pb2.FenceTrainerResponse.FromString,
+                _registered_method=True)
         self.ForgetMove = channel.unary_unary(
                 '/tinsmith.v1.TrainerAdminService/ForgetMove',
                 request_serializer=tinsmith_dot_v1_dot_trainer__admin__pb2.ForgetMoveRequest.SerializeToString,
@@ -100,6 +105,15 @@ class TrainerAdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FenceTrainer(self, request, context):
+        """FenceTrainer makes sure that nothing which another trainer's process still does counts, so that its models can be
+        adopted. Both have their journals in one PostgreSQL database. Refused while that trainer is alive. A repeat changes
+        nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ForgetMove(self, request, context):
         """ForgetMove deletes the package of a move, and what this trainer has kept of a model that it has released in the
         move. A repeat changes nothing.
@@ -130,6 +144,11 @@ def add_TrainerAdminServiceServicer_to_server(servicer, server):
                     servicer.AdoptModel,
                     request_deserializer=tinsmith_dot_v1_dot_trainer__admin__pb2.AdoptModelRequest.FromString,
                     response_serializer=tinsmith_dot_v1_dot_trainer__admin__pb2.AdoptModelResponse.SerializeToString,
+            ),
+            'FenceTrainer': grpc.unary_unary_rpc_method_handler(
+                    servicer.FenceTrainer,
+                    request_deserializer=tinsmith_dot_v1_dot_trainer__admin__pb2.FenceTrainerRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_trainer__admin__pb2.FenceTrainerResponse.SerializeToString,
             ),
             'ForgetMove': grpc.unary_unary_rpc_method_handler(
                     servicer.ForgetMove,
@@ -247,6 +266,33 @@ class TrainerAdminService:
             '/tinsmith.v1.TrainerAdminService/AdoptModel',
             tinsmith_dot_v1_dot_trainer__admin__pb2.AdoptModelRequest.SerializeToString,
             tinsmith_dot_v1_dot_trainer__admin__pb2.AdoptModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FenceTrainer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinsmith.v1.TrainerAdminService/FenceTrainer',
+            tinsmith_dot_v1_dot_trainer__admin__pb2.FenceTrainerRequest.SerializeToString,
+            tinsmith_dot_v1_dot_trainer__admin__pb2.FenceTrainerResponse.FromString,
             options,
             channel_credentials,
             insecure,

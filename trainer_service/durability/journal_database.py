@@ -55,6 +55,20 @@ class Database(Protocol):
         """The file or the database, for messages; without secrets."""
         ...
 
+    def fence(self, trainer_id: str) -> None:
+        """Within a transaction: supersedes the last process of another trainer of the database, which is dead. Its
+        models can be taken until it is started again.
+
+        Raises NotReady when the trainer is alive, and FailedPrecondition when the database has no other trainer of this
+        id.
+        """
+        ...
+
+    def take_over(self, model_id: str, trainer_id: str) -> bool:
+        """Within a transaction: makes a model of a fenced trainer this trainer's own. False when that trainer has no
+        such model, or has released it. Raises NotReady when it was started again."""
+        ...
+
     def begin(self) -> None:
         """Begins a transaction, after it has ended an earlier one that could not be rolled back. Connects again if the
         connection is lost. Raises Superseded."""

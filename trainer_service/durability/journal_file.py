@@ -31,7 +31,7 @@ from pathlib import Path
 
 from google.protobuf.message import EncodeError
 
-from tinsmith.errors import OutOfCapacity, ServiceError
+from tinsmith.errors import FailedPrecondition, OutOfCapacity, ServiceError
 from trainer_service.durability.journal_database import Unstorable
 
 FORMAT = 3
@@ -93,6 +93,16 @@ class JournalFile(sqlite3.Connection):
     @property
     def name(self) -> str:
         return str(self.path)
+
+    def fence(self, trainer_id: str) -> None:
+        raise FailedPrecondition(
+            f"trainer_id: the journal of this trainer is a file, so it cannot adopt the models of {trainer_id!r}",
+            field="trainer_id",
+        )
+
+    def take_over(self, model_id: str, trainer_id: str) -> bool:
+        self.fence(trainer_id)
+        return False
 
     def begin(self) -> None:
         if self.in_transaction:  # an earlier transaction that could not be rolled back

@@ -14,6 +14,9 @@ A connection sees its own trainer's rows only: the views `models` and `operation
 A trainer takes the next generation when it starts. Each transaction locks the trainer's row and checks the generation
 first, so from then on an older process changes nothing. The next generation is refused while the process of the last
 one is alive: its connection is open, and the row is renewed.
+
+A trainer that is lost can be fenced by another one, which then takes over its models: their rows get its number.
+Fencing takes a generation that no process has. The row of a fenced trainer has no `pid` until it is started again.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.message import EncodeError
 
-from tinsmith.errors import NotReady, OutOfCapacity, ServiceError
+from tinsmith.errors import FailedPrecondition, NotReady, OutOfCapacity, ServiceError
 from tinsmith.rpc.postgres import described
 from trainer_service.durability.journal_database import Superseded, Unstorable
 
@@ -231,6 +234,51 @@ class PostgresDatabase:
                 self._run(self._connection.execute("ROLLBACK"))
         except Exception:
             self._drop()
+
+    def fence(self, trainer_id: str) -> None:
+        row = self._run(
+            self._connected.fetchrow(
+                "SELECT number, name, generation, holder, pid, backend_start, "
+                "clock_timestamp() - renewed_at < $2 * interval '1 second' AS renewed "
+                "FROM tinsmith_journal.trainers WHERE id = $1",
+                *(trainer_id, self._lease_s),
+            )
+        )
+        if row is None or row["number"] == self._number:
+            raise FailedPrecondition(
+                f"trainer_id: the journal {self.name} has no other trainer {trainer_id!r}", field="trainer_id"
+            )
+        if row["pid"] is None:
+            return
+        if row["renewed"]:
+            raise NotReady(f"trainer {row['name']!r} is alive ({row['holder']}); try again")
+        self._terminate(row["pid"], row["backend_start"])  # it may hold locks
+        status = self._run(
+            self._connected.execute(
+                "UPDATE tinsmith_journal.trainers SET generation = generation + 1, holder = $3, pid = NULL, "
+                "backend_start = NULL WHERE number = $1 AND generation = $2",
+                *(row["number"], row["generation"], f"held by trainer {self.trainer!r}, which adopts its runs"),
+            )
+        )
+        if status != "UPDATE 1":
+            raise NotReady(f"trainer {row['name']!r} has been started; try again")
+        logger.warning("trainer %r (%s) is dead: its process is fenced", row["name"], row["holder"])
+
+    def take_over(self, model_id: str, trainer_id: str) -> bool:
+        # The lock keeps the trainer from starting before the end of this transaction.
+        number = self._value(
+            "SELECT number FROM tinsmith_journal.trainers WHERE id = $1 AND pid IS NULL FOR SHARE", trainer_id
+        )
+        if number is None:
+            raise NotReady(f"trainer {trainer_id!r} is not fenced; try again")
+        status = self._run(
+            self._connected.execute(
+                "UPDATE tinsmith_journal.models SET trainer = $3 "
+                "WHERE model_id = $1 AND trainer = $2 AND state <> 'moved'",
+                *(model_id, number, self._number),
+            )
+        )
+        return status == "UPDATE 1"
 
     def compact(self) -> None:
         """Does nothing: autovacuum frees the space."""

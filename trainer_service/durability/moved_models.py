@@ -1,4 +1,4 @@
-"""The journal's part in moves of models between trainers (operations/moving.py).
+"""The journal's part in moves of models between trainers, also from a lost one (operations/moving.py).
 
 A released model keeps its row, in the state "moved", and its operations, until the move is forgotten: so that another
 package can be written, and calls for the model can be told where it is.
@@ -96,12 +96,35 @@ class MovedModels:
                     database.executemany(run_file.INSERT, [(*row, model_id) for row in chunk])
             except DataCorrupted as error:  # a ServiceError would leave what was written in the transaction
                 raise RuntimeError(f"the operations of {model_id!r} cannot be read any more") from error
-            added = Sizes.of(database, model_id=model_id)
-            self._bound.sizes.total += added.total
-            self._bound.sizes.pending += added.pending
+            self._count(database, model_id)
 
         await in_pool(run_file.check, path)
         await self._writer.submit(run)
+
+    async def fence(self, trainer_id: str) -> None:
+        """Supersedes the last process of another trainer in the same database, which is dead. Raises NotReady and
+        FailedPrecondition as `Database.fence`."""
+        await self._writer.submit(lambda database: database.fence(trainer_id))
+
+    async def take_over(self, model_id: str, trainer_id: str) -> bool:
+        """Takes a model, with all its operations, from a fenced trainer. False when that trainer has no such model, or
+        has released it. Raises NotReady as `Database.take_over`."""
+
+        def run(database: Database) -> bool:
+            if database.execute("SELECT 1 FROM models WHERE model_id = ?", (model_id,)).fetchone():
+                return True  # an earlier call took it, whose caller was not told
+            if not database.take_over(model_id, trainer_id):
+                return False
+            self._count(database, model_id)
+            return True
+
+        return await self._writer.submit(run)
+
+    def _count(self, database: Database, model_id: str) -> None:
+        """Adds a model that is new in the journal to the journal's size."""
+        added = Sizes.of(database, model_id=model_id)
+        self._bound.sizes.total += added.total
+        self._bound.sizes.pending += added.pending
 
     async def forget(self, model_id: str, move_id: str) -> bool:
         """Deletes what is left of a model that was released in this move. False when there is nothing."""

@@ -11,6 +11,10 @@ package is durable. Only after that the target's journal takes the model, in one
 the model at any moment. A crash loses nothing: each step can be repeated, and a repeat of a finished step changes
 nothing. Only the target that the release has named can adopt the model, so the gateway repeats `adopt` until it
 succeeds.
+
+A lost trainer releases nothing. If its journal lies in the same database as this trainer's, its snapshots are in the
+same place, too. Another trainer fences it, and then takes over the rows of its models where they are, without a
+package. Each model comes back as it would have at the restart of the lost trainer.
 """
 
 from __future__ import annotations
@@ -117,12 +121,19 @@ class Moving:
             info, state = await in_pool(files.read, model_id, seq_id, base)
             await in_pool(packages.write, move.move_id, info, state, rows)
 
-    async def adopt(self, model_id: str, move_id: str) -> None:
-        """Adopts a model. Returns once this trainer has its snapshot, and its rows in the journal. The model is parked
-        then, and is brought back at once if accepted operations wait.
+    async def fence(self, trainer_id: str) -> None:
+        """Makes sure that nothing which a lost trainer's process still does counts. Raises NotReady when that trainer is
+        alive, and FailedPrecondition when its journal is not in the database of this trainer's."""
+        await self._journal.moved.fence(trainer_id)
 
-        Raises FailedPrecondition when there is no package of this move, or the package is for another trainer,
-        InvalidRequest when the model was trained on other base weights, and DataCorrupted when the package is damaged.
+    async def adopt(self, model_id: str, move_id: str, *, fenced_trainer_id: str = "") -> None:
+        """Adopts a model. Returns once this trainer has its snapshot, and its rows in the journal. The model is parked
+        then, and is brought back at once if accepted operations wait. `fenced_trainer_id`: the lost trainer that had
+        the model, unless it had released it.
+
+        Raises FailedPrecondition when there is no package of this move, or the package is for another trainer, NotReady
+        when the lost trainer was started again, InvalidRequest when the model was trained on other base weights, and
+        DataCorrupted when the package is damaged.
         """
         async with self._turn(model_id):
             if model_id in self._scheduler.models.moved:
@@ -131,7 +142,11 @@ class Moving:
                 return
             model = await self._journal.live_model(model_id)
             if model is None:
-                await self._adopt(await self._opened(), model_id, move_id)
+                if fenced_trainer_id and await self._journal.moved.take_over(model_id, fenced_trainer_id):
+                    self._restorer.metrics.durability.adopted_models.inc()
+                    logger.info("%s is adopted from the trainer %s, which is lost", model_id, fenced_trainer_id)
+                else:
+                    await self._adopt(await self._opened(), model_id, move_id)
                 model = await self._journal.live_model(model_id)
             if model is not None:
                 resume(self._scheduler, model_id, is_covered=model.is_covered)

@@ -138,6 +138,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, trainer_admin_pb2_grp
         """Next errors of the RPCs of moves, before they do anything."""
         self.move_calls: list[str] = []
         """The RPCs of moves that were called."""
+        self.lost: dict[str, FakeTrainer] = {}
+        """By trainer_id, other trainers in the same database that are dead, so that they can be fenced."""
+        self.is_fenced = False
 
     async def GetTrainerInfo(self, request: Any, context: Any) -> Any:
         return trainer_pb2.GetTrainerInfoResponse(
@@ -185,12 +188,23 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, trainer_admin_pb2_grp
                 model.changed.notify_all()
         return trainer_admin_pb2.ReleaseModelResponse()
 
+    async def FenceTrainer(self, request: Any, context: Any) -> Any:
+        self._step("FenceTrainer")
+        if request.trainer_id not in self.lost:
+            raise FailedPrecondition(f"no trainer {request.trainer_id}")
+        self.lost[request.trainer_id].is_fenced = True
+        return trainer_admin_pb2.FenceTrainerResponse()
+
     async def AdoptModel(self, request: Any, context: Any) -> Any:
         self._step("AdoptModel")
         if request.model_id not in self.models:
-            if request.move_id not in self.packages:
+            lost = self.lost.get(request.fenced_trainer_id)
+            if lost is not None and lost.is_fenced and request.model_id in lost.models:
+                model = self.models[request.model_id] = lost.models.pop(request.model_id)
+            elif request.move_id in self.packages:
+                model = self.models[request.model_id] = self.packages[request.move_id]
+            else:
                 raise FailedPrecondition(f"no package of {request.model_id}")
-            model = self.models[request.model_id] = self.packages[request.move_id]
             for seq_id in [one for one in model.requests if one not in model.results]:
                 asyncio.get_running_loop().create_task(
                     self._execute(model, seq_id, lambda: trainer_pb2.OptimStepResponse(metrics={"moved": 1.0}))

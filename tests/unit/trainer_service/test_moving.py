@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -67,12 +67,16 @@ class Trainers:
     journals: Journals
     settings: dict[str, Any]
     running: dict[str, Process]
+    leases: dict[str, float] = field(default_factory=dict)
+    """Settings of the database of each trainer: lease_s and renew_s."""
 
     async def start(self, name: str) -> Process:
         """Starts a trainer; called again, it starts its next process."""
         if name in self.running:
             await self.running.pop(name).stop()
-        database = await asyncio.to_thread(self.journals.database, trainer=name) if self.journals.url else None
+        database = None
+        if self.journals.url:
+            database = await asyncio.to_thread(self.journals.database, trainer=name, **self.leases)
         self.running[name] = await Process.start(
             self.folder / name,
             self.base,
