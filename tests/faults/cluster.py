@@ -147,10 +147,15 @@ class Cluster:
         sampler_env: Mapping[str, str] | None = None,
         gateway_env: Mapping[str, str] | None = None,
         num_gateways: int = 1,
+        num_trainers: int = 1,
+        checkpoint_dir: str = "",
     ) -> None:
-        """Several gateways need a database that they share, in gateway_env."""
-        addresses = [f"127.0.0.1:{port}" for port in free_ports(1 + num_gateways + num_samplers)]
-        trainer, gateways, samplers = addresses[0], addresses[1 : 1 + num_gateways], addresses[1 + num_gateways :]
+        """Several gateways need a database that they share, in gateway_env. `checkpoint_dir`: the trainers' store;
+        empty means the folder `checkpoints`."""
+        ports = iter(free_ports(num_trainers + num_gateways + num_samplers))
+        trainers, gateways, samplers = (
+            [f"127.0.0.1:{next(ports)}" for _ in range(count)] for count in (num_trainers, num_gateways, num_samplers)
+        )
         common = ["--base-model", str(model), "--model-names", json.dumps([BASE_MODEL]), "--num-threads", "1"]
         self.folder = folder
         self.samplers = [
@@ -163,18 +168,22 @@ class Cluster:
             )
             for n, address in enumerate(samplers, start=1)
         ]
-        self.trainer = Process(
-            "trainer",
-            [
-                "trainer_service",
-                *common,
-                *("--listen", trainer, "--samplers", json.dumps(samplers)),
-                *("--checkpoint-dir", str(self.checkpoints), "--state-dir", str(self.journal.parent)),
-            ],
-            address=trainer,
-            log=folder / "trainer.log",
-            env=trainer_env or {},
-        )
+        self.trainers = [
+            Process(
+                name,
+                [
+                    "trainer_service",
+                    *common,
+                    *("--listen", address, "--samplers", json.dumps(samplers), "--journal-name", name),
+                    *("--checkpoint-dir", checkpoint_dir or str(self.checkpoints), "--state-dir", str(folder / name)),
+                ],
+                address=address,
+                log=folder / f"{name}.log",
+                env=trainer_env or {},
+            )
+            for name, address in ((f"trainer-{n}" if n > 1 else "trainer", one) for n, one in enumerate(trainers, 1))
+        ]
+        self.trainer = self.trainers[0]
         self.gateways = [
             _Gateway(
                 f"gateway-{n}" if n > 1 else "gateway",
@@ -182,7 +191,7 @@ class Cluster:
                     "gateway",
                     *("--host", address.rpartition(":")[0], "--port", address.rpartition(":")[2]),
                     *("--state-dir", str(folder / "gateway")),
-                    *("--trainers", json.dumps([trainer]), "--samplers", json.dumps(samplers)),
+                    *("--trainers", json.dumps(trainers), "--samplers", json.dumps(samplers)),
                     *(("--peer-url", f"http://{address}") if num_gateways > 1 else ()),
                 ],
                 address=address,
@@ -195,7 +204,7 @@ class Cluster:
 
     @property
     def processes(self) -> list[Process]:
-        return [*self.samplers, self.trainer, *self.gateways]
+        return [*self.samplers, *self.trainers, *self.gateways]
 
     @property
     def url(self) -> str:

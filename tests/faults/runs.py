@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import tinker
-from safetensors.numpy import load_file
+from safetensors.numpy import load
 from tinker import ModelInput, SamplingParams
 
 from tests.support.examples import Floats, batch, new_model, random_tokens
@@ -57,8 +58,8 @@ def check_tensors(mine: dict[str, Floats], theirs: dict[str, Floats], *, exactly
         np.testing.assert_allclose(tensor, theirs[name], rtol=0, atol=0 if exactly else gap, err_msg=name)
 
 
-def run(service: tinker.ServiceClient, checkpoints: Path, *, seed: int) -> Outcome:
-    """Raises what the SDK raises. `checkpoints` is the trainer's folder."""
+def run(service: tinker.ServiceClient, checkpoints: Path | str, *, seed: int) -> Outcome:
+    """Raises what the SDK raises. `checkpoints` is the trainer's folder, or the URL of its bucket."""
     began = time.monotonic()
     client = new_model(service, seed=seed)
     steps, states, samplers = [], [], []
@@ -82,17 +83,19 @@ def run(service: tinker.ServiceClient, checkpoints: Path, *, seed: int) -> Outco
     )
 
 
-def run_all(service: tinker.ServiceClient, checkpoints: Path) -> list[Outcome]:
-    """One run for each of SEEDS, at the same time."""
-    with under_way(service, checkpoints) as outcomes:
+def run_all(service: tinker.ServiceClient, checkpoints: Path | str, *, seeds: Sequence[int] = SEEDS) -> list[Outcome]:
+    """One run for each of the seeds, at the same time."""
+    with under_way(service, checkpoints, seeds=seeds) as outcomes:
         return outcomes()
 
 
 @contextmanager
-def under_way(service: tinker.ServiceClient, checkpoints: Path) -> Iterator[Callable[[], list[Outcome]]]:
+def under_way(
+    service: tinker.ServiceClient, checkpoints: Path | str, *, seeds: Sequence[int] = SEEDS
+) -> Iterator[Callable[[], list[Outcome]]]:
     """The runs go on during the block; calling what it gives waits for them."""
-    with ThreadPoolExecutor(len(SEEDS)) as threads:
-        futures = [threads.submit(run, service, checkpoints, seed=seed) for seed in SEEDS]
+    with ThreadPoolExecutor(len(seeds)) as threads:
+        futures = [threads.submit(run, service, checkpoints, seed=seed) for seed in seeds]
         yield lambda: [future.result() for future in futures]
 
 
@@ -120,8 +123,10 @@ def disturbed(
         check_all(outcomes(), undisturbed, exactly=exactly)
 
 
-def tensors_of(checkpoints: Path, path: str) -> dict[str, Floats]:
+def tensors_of(checkpoints: Path | str, path: str) -> dict[str, Floats]:
     """Adapter and optimizer of a saved state, from its files."""
-    folder = checkpoints / path.removeprefix("tinker://")
-    files = (_ADAPTER, "optimizer.safetensors")
-    return {f"{file}: {name}": tensor for file in files for name, tensor in load_file(folder / file).items()}
+    found: dict[str, Floats] = {}
+    for file in (_ADAPTER, "optimizer.safetensors"):
+        with fsspec.open(f"{checkpoints}/{path.removeprefix('tinker://')}/{file}") as stream:
+            found |= {f"{file}: {name}": tensor for name, tensor in load(stream.read()).items()}
+    return found
