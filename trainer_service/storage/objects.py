@@ -276,6 +276,8 @@ class ObjectStorage:
                     self._delete_keys([key])
                 if self._settle(location, "" if generation == _FLAT else generation):
                     self._metrics.storage.swept_leftovers.inc()
+            except FileNotFoundError:  # its writer, who is alive, has removed the marker meanwhile
+                continue
             except (ServiceError, ValueError) as error:
                 logger.warning("%s://%s is left where it is: %s", self._url.partition("://")[0], key, error)
 

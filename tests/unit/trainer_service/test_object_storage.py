@@ -108,6 +108,28 @@ def test_files_of_another_trainer_are_no_leftovers_until_they_are_old(
     assert registry.get_sample_value("trainer_swept_leftovers_total") == 1
 
 
+def test_a_start_beside_a_trainer_that_ends_a_save_goes_on(
+    objects: Place, base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other trainer's marker is listed, and is gone when its age is asked for."""
+    store = objects.open()
+    with pytest.MonkeyPatch.context() as patch:
+        die_in(patch, "install")
+        with pytest.raises(Died):
+            save(store, base)
+    find = ObjectStorage._find
+
+    def find_and_end(storage: ObjectStorage, folder: str) -> list[str]:
+        found = find(storage, folder)
+        for path in objects.leftovers():
+            objects.fs.rm_file(path)
+        return found
+
+    monkeypatch.setattr(ObjectStorage, "_find", find_and_end)
+    objects.open(state_dir=tmp_path / "other")
+    assert objects.leftovers() == []
+
+
 def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(
     objects: Place, base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
