@@ -16,6 +16,8 @@ from tinsmith_cli.base_models import UsageError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 600.0
+_AWAY = (502, 503, 504)
+"""Statuses of a gateway, or of a proxy in front of it, that is not ready."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key", default=os.environ.get("TINKER_API_KEY", ""), help="key for the server (default: TINKER_API_KEY)"
     )
+
+
+class Unreachable(UsageError):
+    """The server does not answer, or says that it is not ready: a gateway that restarts."""
 
 
 class ApiClient:
@@ -44,7 +50,8 @@ class ApiClient:
         self, path: str, *, body: IO[bytes] | None = None, content: object = None, method: str | None = None
     ) -> Any:
         """Sends a request and returns the JSON of the answer. `body`: tar archive to send. `content`: JSON to send.
-        `method`: by default POST with one of these, else GET. Raises UsageError with the server's message."""
+        `method`: by default POST with one of these, else GET. Raises UsageError with the server's message, and
+        Unreachable."""
         request = urllib.request.Request(f"{self._base_url}/api/v1/{path}", headers=self._headers, method=method)  # noqa: S310
         if body is not None:
             request.data = body
@@ -58,9 +65,10 @@ class ApiClient:
             with _open(request) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
-            raise UsageError(f"the server refused it: {detail(error)}") from None
+            kind = Unreachable if error.code in _AWAY else UsageError
+            raise kind(f"the server refused it: {detail(error)}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise UsageError(f"no Tinsmith answers at {self._base_url}: {error}") from None
+            raise Unreachable(f"no Tinsmith answers at {self._base_url}: {error}") from None
 
     def checkpoint(self, path: str, action: str = "", **options: Any) -> Any:
         """Calls the route of a checkpoint. `path`: tinker:// path of the checkpoint. `action`: last part of the route.

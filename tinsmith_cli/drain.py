@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tinsmith.formatting import columns
 from tinsmith_cli import client
 from tinsmith_cli.base_models import UsageError
-from tinsmith_cli.client import ApiClient
+from tinsmith_cli.client import ApiClient, Unreachable
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -52,7 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
     while not one["can_be_stopped"] and not arguments.no_wait:
         said = _say(one, said)
         time.sleep(_LOOK_S)
-        one = _one(server.call("trainers"), name)
+        try:
+            one = _one(server.call("trainers"), name)
+        except Unreachable as error:  # the draining goes on when the gateway is back
+            one = {**one, "problems": {"the server": str(error)}}
+            continue
         if not one["is_drained"]:
             raise UsageError(f"{one['address']} is not being drained any more: somebody has ended it (--undo)")
     _say(one, said)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tinsmith_cli import main
-from tinsmith_cli.client import ApiClient
+from tinsmith_cli.client import ApiClient, Unreachable
 
 NAMES = {"one:8001": "a" * 8, "two:8001": "b" * 8}
 
@@ -32,14 +32,17 @@ class Server:
     """Answers calls in the order in which they are listed; the last answer stays."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *firsts: dict[str, Any]) -> None:
-        self.answers = [{"trainers": [first, trainer("two:8001", num_runs=1)]} for first in firsts]
+        self.answers: list[Any] = [{"trainers": [first, trainer("two:8001", num_runs=1)]} for first in firsts]
         self.calls: list[tuple[str, Any]] = []
         monkeypatch.setattr(ApiClient, "call", self._call)
         monkeypatch.setattr("tinsmith_cli.drain._LOOK_S", 0.0)
 
     def _call(self, path: str, *, content: Any = None, **_: Any) -> Any:
         self.calls.append((path, content))
-        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 def test_without_a_name_the_trainers_are_listed(
@@ -53,6 +56,23 @@ def test_without_a_name_the_trainers_are_listed(
         ["two:8001", "bbbbbbbb", "serving", "1", "run", "tiny"],
     ]
     assert server.calls == [("trainers", None)]
+
+
+def test_it_waits_for_a_gateway_that_is_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = trainer("one:8001", is_drained=True, num_runs=1)
+    server = Server(monkeypatch, left, left, trainer("one:8001", is_drained=True, can_be_stopped=True))
+    away = Unreachable("no Tinsmith answers at http://127.0.0.1:8000: refused")
+    server.answers[1:1] = [away, away]
+    assert main(["drain", "one:8001"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "one:8001: 1 run is left",
+        "one:8001: 1 run is left",
+        f"    the server: {away}",
+        "one:8001: 1 run is left",
+        "one:8001 can be stopped: none of its runs is left there",
+    ]
 
 
 @pytest.mark.parametrize("name", ["one:8001", "a" * 8])
