@@ -17,6 +17,7 @@ from safetensors.numpy import load
 from tinker import ModelInput, SamplingParams
 
 from tests.support.examples import Floats, batch, new_model, random_tokens
+from trainer_service.storage.manifest import Manifest
 
 SEEDS = (1, 2)
 """One for each of the concurrent runs."""
@@ -24,6 +25,9 @@ ADAM = tinker.AdamParams(learning_rate=1e-4)
 ROUNDS = 4
 STEPS = 5
 """Steps of a round. It ends with two saves and a sample."""
+_LENGTHS = (9, 17, 5, 33)
+TOKENS = ROUNDS * STEPS * sum(_LENGTHS)
+"""Tokens that a run trains on."""
 LARGEST_GAP = 1e-6
 """Largest gap between the weights of a disturbed and an undisturbed run; weights are of the order of 0.01 to 1."""
 ROUNDING = 1e-5
@@ -64,7 +68,7 @@ def run(service: tinker.ServiceClient, checkpoints: Path | str, *, seed: int) ->
     client = new_model(service, seed=seed)
     steps, states, samplers = [], [], []
     for n in range(ROUNDS):
-        data = batch(10 * seed + n, lengths=(9, 17, 5, 33))
+        data = batch(10 * seed + n, lengths=_LENGTHS)
         for _ in range(STEPS):
             steps.append((client.forward_backward(data, "cross_entropy"), client.optim_step(ADAM)))
         states.append(client.save_state(f"round-{n}"))
@@ -126,7 +130,10 @@ def disturbed(
 def tensors_of(checkpoints: Path | str, path: str) -> dict[str, Floats]:
     """Adapter and optimizer of a saved state, from its files."""
     found: dict[str, Floats] = {}
+    files, root = fsspec.url_to_fs(str(checkpoints), use_listings_cache=False)
+    place = f"{root}/{path.removeprefix('tinker://')}"
+    folder = Manifest.parse(files.cat_file(f"{place}/manifest.json"), location=path).folder
     for file in (_ADAPTER, "optimizer.safetensors"):
-        with fsspec.open(f"{checkpoints}/{path.removeprefix('tinker://')}/{file}") as stream:
+        with files.open("/".join(part for part in (place, folder, file) if part)) as stream:
             found |= {f"{file}: {name}": tensor for name, tensor in load(stream.read()).items()}
     return found
