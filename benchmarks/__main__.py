@@ -25,6 +25,7 @@ COMMANDS = {
     "parked_runs": "runs that are parked: coming back, and the memory of many",
     "load": "a thousand samples and two hundred sessions at once",
     "hostile": "waits of 16 good clients beside every hostile request that is known",
+    "tenants": "a simulation of many tenants on eight GPUs, with the queue and the placement that serve",
     "sdk_floor": "what the SDK costs by itself",
     "sampler_memory": "memory of a sampler over time",
 }

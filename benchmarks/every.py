@@ -42,6 +42,7 @@ PARTS: Mapping[str, str] = {
     "service-medium": "service --size medium --repeats 3 --budget-s 15 --only publishing",
     "sdk-floor-tiny": "sdk_floor --size tiny --repeats 5",
     "load-tiny": "load --size tiny",
+    "tenants": "tenants",
     "starts-small": "starts --size small --starts 4",
     "parked-small": "parked_runs --size small --only come_back --runs 6",
     "parked-tiny": "parked_runs --size tiny --only memory",

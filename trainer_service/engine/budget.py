@@ -34,9 +34,9 @@ Checkpointing = Literal["auto", "on", "off"]
 
 _RECOVERS_AFTER = 100
 """After this many micro-batches without lack of memory, a lowered token budget is raised again."""
-_MAX_COMING = 4
+MAX_COMING = 3
 """Most models of a micro-batch that wait in host memory. A model moves with its optimizer, and where many tenants take
-turns, micro-batches of many models would spend their time on moves."""
+turns, micro-batches of many models would spend their time on moves (`python -m benchmarks tenants`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +175,8 @@ class MemoryBudget:
 
     def go_together(self, ids: Sequence[str], *, tokens: int) -> bool:
         """Whether these models and their gradients fit on the device beside a micro-batch of `tokens` tokens, and at
-        most `_MAX_COMING` of them have to be moved there first."""
-        if self.residency.num_on_host(ids) > _MAX_COMING:
+        most `MAX_COMING` of them have to be moved there first."""
+        if self.residency.num_on_host(ids) > MAX_COMING:
             return False
         left = self.plan.bytes_for_adapters([tokens], checkpointing=self.always_checkpoints)
         if left is None:

@@ -144,6 +144,11 @@ class Passes:
         """Whether a micro-batch may have datums of all these models: see `MemoryBudget.go_together`."""
         return self._memory.go_together(model_ids, tokens=self.token_budget // self._team.num_shares)
 
+    @property
+    def moves_models(self) -> bool:
+        """Whether models that do not fit on the device wait in host memory."""
+        return self._memory.residency.moves
+
     def is_dead(self, error: Exception) -> bool:
         """True for an error after which nothing can be computed in this process, whichever operation met it."""
         return is_device_fault(error)

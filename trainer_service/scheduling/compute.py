@@ -31,8 +31,9 @@ logger = logging.getLogger(__name__)
 
 _LONE_AFTER_S = 30.0
 """A model has the trainer for itself when no other model's operation has come for this long, in seconds."""
-_LONE_MICRO_BATCH_S = 2.0
-"""Time that a micro-batch should take while one model has the trainer for itself, in seconds."""
+_LONG_MICRO_BATCH_S = 2.0
+"""Time that a micro-batch should take while one model has the trainer for itself, or models are moved between device
+and host, in seconds."""
 _SHARED_MICRO_BATCH_S = {"cpu": 0.1, "cuda": 0.5}
 """Time that a micro-batch should take otherwise, in seconds. Operations that arrive meanwhile wait for its end. On CUDA
 a micro-batch takes 0.2 to 0.5 s however few its tokens are, while the host starts its operations
@@ -65,6 +66,11 @@ class BatchEngine(Protocol):
 
     def go_together(self, model_ids: Sequence[str]) -> bool:
         """Whether a micro-batch may have datums of all these models."""
+        ...
+
+    @property
+    def moves_models(self) -> bool:
+        """Whether models that do not fit on the device wait in host memory."""
         ...
 
     def run(self, micro_batch: MicroBatch) -> None:
@@ -422,12 +428,16 @@ class ComputeThread:
 
     def _micro_batch_tokens(self) -> int:
         """Most tokens of the next micro-batch: as many as are computed in the time that it should take, at the measured
-        speed, and at most the engine's token budget. For a deterministic trainer, the budget alone."""
+        speed, and at most the engine's token budget. For a deterministic trainer, the budget alone.
+
+        While models take turns on the device, a short micro-batch would spend a large part of its time on moves
+        (`python -m benchmarks tenants`)."""
         budget = self._engine.token_budget
         if self._alone:
             return budget
         is_lone = self._shared_at is None or time.monotonic() - self._shared_at > _LONE_AFTER_S
-        return min(budget, self.speed.tokens_of(_LONE_MICRO_BATCH_S) if is_lone else self.speed.short_tokens)
+        is_long = is_lone or (self._lanes.is_crowded and self._engine.moves_models)
+        return min(budget, self.speed.tokens_of(_LONG_MICRO_BATCH_S) if is_long else self.speed.short_tokens)
 
     def _deliver(self) -> None:
         if self._results:

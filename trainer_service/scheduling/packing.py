@@ -80,6 +80,11 @@ class Lanes:
         """Charges a model for costs beyond the tokens of its datums."""
         self._ring.charge(model_id, tokens)
 
+    @property
+    def is_crowded(self) -> bool:
+        """True when a model did not fit on the device beside those in the last micro-batch."""
+        return self._ring.is_crowded
+
     def end_micro_batch(self) -> None:
         """Called after a micro-batch. The calls that wait now run before the next micro-batch."""
         self._calls_before_batch = len(self._calls)
@@ -204,6 +209,8 @@ class DeficitRoundRobin:
     does so when a custom loss has taken longer than expected. Such a charge is a debt like any other.
 
     Models that do not fit on the device at once share no micro-batch. The one that has to wait stays before the others.
+    The room that it leaves is not lost: models that fit may take it before they are owed it. A model that was moved to
+    the device then computes more than one datum for the time of its move.
 
     A model without datums leaves the ring. Its credit is dropped, so that no model saves up for later. Its debt stays
     until the others have caught up, so that submitting in small portions does not pay. A new model begins with deficit
@@ -228,6 +235,8 @@ class DeficitRoundRobin:
         self._members: dict[str, _Member] = {}  # in the order of their last turns, the latest at the end
         self._total = 0  # sum of the members' charges
         self._forward_only = False  # the kind of the last micro-batch
+        self.is_crowded = False
+        """True when a model did not fit on the device beside those in the last micro-batch."""
 
     def __bool__(self) -> bool:
         """True when a datum waits."""
@@ -305,15 +314,15 @@ class DeficitRoundRobin:
     def _fill_rest(self, filling: _MicroBatch, ready: Mapping[str, _Member]) -> None:
         """The second pass, in O(log n) for each datum and O(n) once.
 
-        Members move from a heap by their charges to one by their turns when they become owed. A member whose datum does
-        not fit is left out for good, because the room only shrinks.
+        Members move from a heap by their charges to one by their turns when they become owed, or a model has no place
+        on the device. A member whose datum does not fit is left out for good, because the room only shrinks.
         """
         members = [member for member in ready.values() if filling.next_cost(member)]
         by_charge = [(member.charged, place) for place, member in enumerate(members)]
         by_turn: list[tuple[int, int]] = []
         heapify(by_charge)
         while True:
-            while by_charge and self._is_owed(members[by_charge[0][1]]):
+            while by_charge and (filling.is_crowded or self._is_owed(members[by_charge[0][1]])):
                 charged, place = heappop(by_charge)
                 heappush(by_turn, (charged + filling.next_cost(members[place]), place))
             if not by_turn:
@@ -326,6 +335,7 @@ class DeficitRoundRobin:
                     heappush(by_charge, (member.charged, place))
 
     def _taken(self, filling: _MicroBatch, ready: Mapping[str, _Member]) -> list[tuple[Batch, range]]:
+        self.is_crowded = filling.is_crowded
         for model_id in [model_id for model_id, member in ready.items() if filling.taken[member]]:
             self._members[model_id] = self._members.pop(model_id)  # to the end
         return [(batch, range(start, batch.num_taken)) for batch, start in filling.starts.items()]
@@ -367,6 +377,11 @@ class _MicroBatch:
         """Tokens taken from each member."""
         self.starts: dict[Batch, int] = {}
         """Index of the first datum taken from each batch."""
+
+    @property
+    def is_crowded(self) -> bool:
+        """True when a model does not fit on the device beside those in the micro-batch."""
+        return bool(self._refused)
 
     def next_cost(self, member: _Member) -> int:
         """Cost of the member's next datum, or of the rest of its batch if that is taken as one, in tokens; 0 when it

@@ -85,6 +85,10 @@ class FakeEngine:
             if self._one.acquire(timeout=0.001):
                 return
 
+    @property
+    def moves_models(self) -> bool:
+        return False
+
     def go_together(self, model_ids: Sequence[str]) -> bool:
         return True
 

@@ -359,3 +359,21 @@ def test_models_that_do_not_fit_on_the_device_together_take_turns() -> None:
         seen.update({load.model_id: len(indices) for load, indices in micro_batch})
         assert max(seen.values()) - min(seen[name] for name in ("a", "b", "c")) <= 4
     assert seen == {"a": 4, "b": 4, "c": 4}
+
+
+def test_a_model_that_was_moved_to_the_device_fills_the_micro_batch() -> None:
+    """Two of twenty models fit at once. If all waited for their turns, each would compute one datum for its move."""
+    ring = DeficitRoundRobin()
+    for number in range(20):
+        ring.add(load_of(f"m{number}", [10] * 50))
+    assert not ring.is_crowded
+    seen: Counter[str] = Counter()
+    num_crowded = 0
+    for _ in range(20):
+        micro_batch = ring.next_micro_batch(400, lambda model_ids: len(model_ids) <= 2)
+        assert sum(len(indices) for _, indices in micro_batch) == 40
+        seen.update({load.model_id: len(indices) for load, indices in micro_batch})
+        num_crowded += ring.is_crowded
+    assert num_crowded > 5
+    assert len(seen) == 20, "all have had a turn"
+    assert max(seen.values()) - min(seen.values()) <= 40, "nobody is more than a micro-batch ahead"

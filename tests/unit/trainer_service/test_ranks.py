@@ -237,7 +237,7 @@ def test_every_change_of_an_engine_is_done_on_every_rank() -> None:
     }
     assert _public(TrainingEngine) - vars(LeadingEngine).keys() == own
     own = {"once"}  # `probe` tells the others
-    own |= {"go_together", "is_dead", "token_budget"}  # read
+    own |= {"go_together", "is_dead", "moves_models", "token_budget"}  # read
     assert _public(Passes) - vars(LeadingPasses).keys() == own
 
 
