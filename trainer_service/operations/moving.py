@@ -122,8 +122,8 @@ class Moving:
             await in_pool(packages.write, move.move_id, info, state, rows)
 
     async def fence(self, trainer_id: str) -> None:
-        """Makes sure that nothing which a lost trainer's process still does counts. Raises NotReady when that trainer is
-        alive, and FailedPrecondition when its journal is not in the database of this trainer's."""
+        """Makes sure that nothing which a lost trainer's process still does counts. Raises NotReady when it is alive,
+        and FailedPrecondition when its journal is not in the database of this trainer's."""
         await self._journal.moved.fence(trainer_id)
 
     async def adopt(self, model_id: str, move_id: str, *, fenced_trainer_id: str = "") -> None:

@@ -907,9 +907,7 @@ SPECIAL: dict[Any, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("form", SPECIAL, ids=pb.ToolCallFormat.Name)
-async def test_calls_marked_by_special_tokens_are_read(
-    client: Client, sampler: TalkingSampler, form: Any
-) -> None:
+async def test_calls_marked_by_special_tokens_are_read(client: Client, sampler: TalkingSampler, form: Any) -> None:
     sampler.tool_call_format = form
     sampler.says, content = SPECIAL[form]
     marks = FORMS[cast(Form, word_of(pb.ToolCallFormat, form))].marks

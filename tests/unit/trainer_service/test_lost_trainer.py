@@ -52,6 +52,25 @@ async def stopped(process: Process) -> AsyncIterator[None]:
             await job
 
 
+@asynccontextmanager
+async def computing_nothing(process: Process) -> AsyncIterator[None]:
+    """A context in which the trainer computes nothing: the trainers of these tests share one base model, with which one
+    at a time may compute."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def stand_still() -> None:
+        begun.set()
+        goes_on.wait(60)
+
+    job = asyncio.create_task(process.scheduler.compute.run_alone(stand_still))
+    await asyncio.to_thread(begun.wait)
+    try:
+        yield
+    finally:
+        goes_on.set()
+        await job
+
+
 async def id_of(trainers: Trainers, name: str) -> str:
     connection = await asyncpg.connect(trainers.journals.url)
     try:
@@ -81,19 +100,20 @@ async def test_the_runs_of_a_trainer_that_stands_still_go_on_elsewhere_without_a
     source_id = await id_of(trainers, "source")
     sent = [await source.send(one) for one in SCRIPT]
     await asyncio.wait([sent[num_done].outcome])
-    async with stopped(source):
-        await fenced(target, source_id)
-        await target.moving.adopt(MODEL, MOVE.move_id, fenced_trainer_id=source_id)
-    assert await has(target)
-    for late in (
-        source.journal.append(MODEL, 99, body(99)),
-        source.journal.check_ours(),
-        source.journal.live_model(MODEL),
-    ):
-        with pytest.raises(Superseded, match="held by trainer 'target', which adopts its runs"):
-            await late
-    await answered(target)
-    await assert_alike(target, alone)
+    async with computing_nothing(source):
+        async with stopped(source):
+            await fenced(target, source_id)
+            await target.moving.adopt(MODEL, MOVE.move_id, fenced_trainer_id=source_id)
+        assert await has(target)
+        for late in (
+            source.journal.append(MODEL, 99, body(99)),
+            source.journal.check_ours(),
+            source.journal.live_model(MODEL),
+        ):
+            with pytest.raises(Superseded, match="held by trainer 'target', which adopts its runs"):
+                await late
+        await answered(target)
+        await assert_alike(target, alone)
 
 
 async def test_a_trainer_that_comes_back_has_the_runs_that_were_not_adopted(trainers: Trainers) -> None:
@@ -141,7 +161,7 @@ async def test_what_a_lost_trainer_had_released_is_adopted_from_its_package(trai
     await fenced(target, source_id)
     await target.moving.adopt(MODEL, MOVE.move_id, fenced_trainer_id=source_id)
     await assert_alike(target, alone)
-    assert not await (await trainers.start("source")).journal.moved_models(), "nothing is left of the move"
+    assert not await (await trainers.start("source")).journal.moved.all(), "nothing is left of the move"
 
 
 async def test_a_run_that_the_lost_trainer_does_not_have_and_other_trainers_are_refused(trainers: Trainers) -> None:
