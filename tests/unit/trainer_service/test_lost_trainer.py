@@ -12,13 +12,22 @@ import pytest
 
 from tests.unit.trainer_service.journals import batch as body
 from tests.unit.trainer_service.restoring import Process
-from tests.unit.trainer_service.test_moving import MOVE, Trainers, alone, answered, assert_alike, has, trainers
+from tests.unit.trainer_service.test_moving import (
+    MOVE,
+    Trainers,
+    Undisturbed,
+    answered,
+    assert_alike,
+    has,
+    trainers,
+    undisturbed,
+)
 from tests.unit.trainer_service.test_restore import MODEL, SCRIPT, batch, creation, run, step
 from tinsmith.errors import FailedPrecondition, ModelNotFound, NotReady
 from trainer_service.durability.journal_database import Superseded
 from trainer_service.durability.snapshots import Policy
 
-__all__ = ["alone", "trainers"]
+__all__ = ["trainers", "undisturbed"]
 LEASE = {"lease_s": 0.05, "renew_s": 3600.0}
 """A trainer that writes nothing for 50 ms counts as dead."""
 
@@ -92,9 +101,8 @@ async def fenced(target: Process, trainer_id: str) -> None:
 @pytest.mark.parametrize("policy", [Policy(0, 0, 0), Policy(2, 0, 0)], ids=["no-snapshots", "snapshots"])
 @pytest.mark.parametrize("num_done", [0, 8, 20])
 async def test_the_runs_of_a_trainer_that_stands_still_go_on_elsewhere_without_a_difference(
-    trainers: Trainers, alone: Process, num_done: int, policy: Policy
+    trainers: Trainers, undisturbed: Undisturbed, num_done: int, policy: Policy
 ) -> None:
-    await run(alone)
     trainers.settings["policy"] = policy
     source, target = await trainers.start("source"), await trainers.start("target")
     source_id = await id_of(trainers, "source")
@@ -113,7 +121,7 @@ async def test_the_runs_of_a_trainer_that_stands_still_go_on_elsewhere_without_a
             with pytest.raises(Superseded, match="held by trainer 'target', which adopts its runs"):
                 await late
         await answered(target)
-        await assert_alike(target, alone)
+        await assert_alike(target, undisturbed)
 
 
 async def test_a_trainer_that_comes_back_has_the_runs_that_were_not_adopted(trainers: Trainers) -> None:
@@ -150,17 +158,18 @@ async def test_a_trainer_that_is_alive_is_not_fenced_and_goes_on(trainers: Train
     assert (await has(source), await has(target)) == (True, False)
 
 
-async def test_what_a_lost_trainer_had_released_is_adopted_from_its_package(trainers: Trainers, alone: Process) -> None:
+async def test_what_a_lost_trainer_had_released_is_adopted_from_its_package(
+    trainers: Trainers, undisturbed: Undisturbed
+) -> None:
     source = await trainers.start("source")
     target = await trainers.start("target")
-    await run(alone)
     await run(source)
     await source.moving.release(MODEL, MOVE)
     await source.stop()
     source_id = await id_of(trainers, "source")
     await fenced(target, source_id)
     await target.moving.adopt(MODEL, MOVE.move_id, fenced_trainer_id=source_id)
-    await assert_alike(target, alone)
+    await assert_alike(target, undisturbed)
     assert not await (await trainers.start("source")).journal.moved.all(), "nothing is left of the move"
 
 
