@@ -13,9 +13,7 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from tinsmith.errors import (
-    InvalidRequest,
-)
+from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.modeling.tower import Tower
 from tinsmith.pictures.counting import settings_of

@@ -37,7 +37,7 @@ _MEMBERS = r'\s*\{\s*"name"\s*:\s*(?P<quoted>"(?:[^"\\]|\\.)*")\s*,\s*"(?:argume
 class CallForm:
     """One form of calls.
 
-    In `begin` and `call` stand the marks of `marks`, which are tokens of most models that use them, and placeholders:
+    `begin` and `call` contain the marks of `marks`, which are tokens of most models that use them, and placeholders:
     $name and $quoted for the tool's name, plain and as JSON; $arguments; $number for digits; $space for at most one
     space; $xml for what `xml` says.
     """
@@ -174,7 +174,13 @@ FORMS: Mapping[Form, CallForm] = {
             rf"(?P<id>(?:functions\.)?{_NAME}:\d+)\s*<\|tool_call_argument_begin\|>{_OBJECT}"
         ),
         call="<|tool_call_begin|>functions.$name:$number<|tool_call_argument_begin|>$arguments<|tool_call_end|>",
-        marks=(*(_KIMI_BEGIN, "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", _KIMI_END),),
+        marks=(
+            _KIMI_BEGIN,
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            _KIMI_END,
+        ),
         closes=("<|tool_call_end|>", _KIMI_END),
         begin=_KIMI_BEGIN,
         end=_KIMI_END,

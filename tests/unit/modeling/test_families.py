@@ -344,8 +344,16 @@ def test_a_family_that_does_not_pack_runs_one_sequence_at_a_time_and_says_why(
     torch.testing.assert_close(ours, theirs.repeat(2, 1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["Qwen3_5Text", "NemotronH", "Lfm2", "StableLm"])
-def test_all_parameters_of_a_family_can_be_trained(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "exactly"),
+    [
+        ("Qwen3_5Text", torch.float64),
+        ("NemotronH", torch.float32),  # transformers' experts do not run in float64
+        ("Lfm2", torch.float64),
+        ("StableLm", torch.float64),
+    ],
+)
+def test_all_parameters_of_a_family_can_be_trained(family: str, exactly: torch.dtype, tmp_path: Path) -> None:
     base = BaseModel.load(make(tmp_path, family, FAMILIES[family]), device=CPU, dtype=torch.float32, trainable=True)
     lengths = [70, 5, 33]  # over three chunks of a recurrent layer at most
     tokens = torch.randint(256, (108,), generator=torch.Generator().manual_seed(1))
@@ -356,11 +364,17 @@ def test_all_parameters_of_a_family_can_be_trained(family: str, tmp_path: Path) 
     theirs = [plain(part[None]).logits[0].log_softmax(-1).gather(1, part[:, None]) for part in tokens.split(lengths)]
     torch.testing.assert_close(ours.detach(), torch.cat(theirs)[:, 0].detach(), rtol=1e-5, atol=1e-5)
     torch.cat(theirs).sum().backward()
-    expected = dict(plain.named_parameters())
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=exactly)
+    logits = [exact(part[None]).logits[0].log_softmax(-1).gather(1, part[:, None]) for part in tokens.split(lengths)]
+    torch.cat(logits).sum().backward()
+    rounded, expected = dict(plain.named_parameters()), dict(exact.named_parameters())
     for name, grad in zip(base.parameters, grads, strict=True):
-        theirs_grad = expected[name].grad
+        theirs_grad, exact_grad = rounded[name].grad, expected[name].grad
         assert theirs_grad is not None
-        assert (grad - theirs_grad).norm() <= 2e-5 * theirs_grad.norm()
+        assert exact_grad is not None
+        # Where gradients cancel, the plain model in float32 is as far from the exact ones as this one may be.
+        rounding = (theirs_grad - exact_grad).norm()
+        assert (grad - exact_grad).norm() <= max(2e-5 * exact_grad.norm(), 2 * rounding), name
 
 
 def test_a_family_without_a_cache_here_is_not_continued_from_one(tmp_path: Path) -> None:
