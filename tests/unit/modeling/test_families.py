@@ -212,18 +212,22 @@ def test_family_equals_stock_peft_gradients_included(family: str, tmp_path: Path
         warnings.simplefilter("error")  # such as one of keys that PEFT misses
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to True but the target")  # GPT-2's output layer
-        # transformers' own gradients of Jamba in float32 can differ by 2.6e-5 from those in float64.
-        exact = torch.float64 if family == "Jamba" else torch.float32
-        oracle = Oracle(tmp_path / "model", adapter, tmp_path / "adapter", dtype=exact)
+        # transformers' own gradients of these in float32 can differ by 2.6e-5 (Jamba) from those in float64.
+        rounded = Oracle(tmp_path / "model", adapter, tmp_path / "adapter", dtype=torch.float32)
+        oracle = rounded
+        if family in ("Jamba", "Qwen3_5Moe"):
+            oracle = Oracle(tmp_path / "model", adapter, tmp_path / "adapter", dtype=torch.float64)
 
-    def theirs() -> torch.Tensor:
-        logprobs = [oracle.logprobs(tokens[p].tolist(), tokens[p]) for p in (slice(0, 7), slice(7, 16))]
+    def theirs(model: Oracle) -> torch.Tensor:
+        logprobs = [model.logprobs(tokens[p].tolist(), tokens[p]) for p in (slice(0, 7), slice(7, 16))]
         return torch.cat(logprobs).float()
 
-    torch.testing.assert_close(ours.detach(), theirs().detach(), rtol=1e-5, atol=2e-5)
-    for grad, expected in zip(grads, oracle.gradients(lambda: (theirs() * factors).sum()), strict=True):
+    torch.testing.assert_close(ours.detach(), theirs(oracle).detach(), rtol=1e-5, atol=2e-5)
+    exact, plain = (one.gradients(lambda one=one: (theirs(one) * factors).sum()) for one in (oracle, rounded))
+    for grad, expected, theirs_grad in zip(grads, exact, plain, strict=True):
         assert expected.norm() > 0
-        assert (grad - expected).norm() <= 2e-5 * expected.norm()
+        # On AVX2, Qwen3_5Moe has been 2.5 times as far from the exact gradient as the plain model in float32.
+        assert (grad - expected).norm() <= max(2e-5 * expected.norm(), 4 * (theirs_grad - expected).norm())
     assert torch.equal(Adapter.load_peft(tmp_path / "adapter", adapter.config, base.targets).flat, adapter.flat)
 
     assert bool(base.why_not_shared) == (family not in {**DENSE, **SPARSE}) or family in MORE
