@@ -203,20 +203,21 @@ def simulate(num_tenants: int, num_trainers: int, *, load: float, seconds: float
             tenant.num_late += 1
 
     def send(tenant: Tenant, now: float) -> None:
-        if tenant.trainer is None or (now >= tenant.ends_s and not tenant.num_sent):
-            if tenant.trainer is not None:
-                tenant.trainer.end_run(tenant.run)
+        trainer = tenant.trainer
+        if trainer is None or (now >= tenant.ends_s and not tenant.num_sent):
+            if trainer is not None:
+                trainer.end_run(tenant.run)
             tenant.num_runs += 1
             tenant.run = f"{id(tenant)}-{tenant.num_runs}"
             infos = [(SimpleNamespace(trainer=trainer), trainer.info()) for trainer in trainers]
-            tenant.trainer = least_loaded(infos, {}).trainer  # type: ignore[arg-type,attr-defined]
-            tenant.trainer.begin_run(tenant.run)
+            tenant.trainer = trainer = least_loaded(infos, {}).trainer  # type: ignore[arg-type,attr-defined]
+            trainer.begin_run(tenant.run)
             tenant.ends_s = now + rng.expovariate(1 / RUN_S)
         num_datums = max(1, round(tenant.tokens * rng.lognormvariate(0, 0.5) / DATUM_TOKENS))
         batch = Batch("cross_entropy", _LOSS, {}, False, [_DATUM] * num_datums, model_id=tenant.run)
         tenant.num_sent += 1
-        tenant.trainer.add(Job(tenant, batch, now, num_datums * DATUM_TOKENS))
-        work(tenant.trainer, now)
+        trainer.add(Job(tenant, batch, now, num_datums * DATUM_TOKENS))
+        work(trainer, now)
 
     for tenant in tenants:
         at(rng.expovariate(tenant.rate), lambda now, tenant=tenant: come(tenant, now))
