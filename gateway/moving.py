@@ -193,6 +193,7 @@ class Moving:
             await self._note_problems(trainer_id)
 
     async def _find_lost(self) -> set[str]:
+        """The trainer_ids of trainers with runs that have been away for `adopt_after_s` and are fenced."""
         trainers = self._clients.trainers
         present = {one.trainer_id for one in trainers if one.is_connected}
         if not self._adopt_after_s or all(one.is_connected for one in trainers):
@@ -204,7 +205,8 @@ class Moving:
         return {trainer_id for trainer_id in long_away if await self._fence(trainer_id)}
 
     async def _fence(self, trainer_id: str) -> bool:
-        """Has a trainer fence another one. False when it is alive, or no trainer can adopt its runs."""
+        """Has a trainer fence a trainer that is away. Returns False when that one is alive, or nobody can adopt its
+        runs; then this is tried again after `adopt_after_s`."""
         why = "no trainer is connected"
         for trainer in self._clients.trainers:
             if not trainer.is_connected or trainer.info is None:

@@ -9,7 +9,7 @@ import json
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from jinja2 import Environment, nodes
@@ -23,20 +23,9 @@ from transformers.utils import cached_file
 from sampler_service.core.request import Ints
 from sampler_service.threads import in_thread
 from tinsmith.errors import FailedPrecondition, InvalidRequest, Unsupported
+from tinsmith.tool_calls import ToolCallFormat
 
 T = TypeVar("T")
-ToolCallFormat = Literal[
-    "hermes",
-    "llama3",
-    "qwen_xml",
-    "glm",
-    "mistral",
-    "mistral_array",
-    "deepseek_v3",
-    "deepseek_v31",
-    "kimi",
-    "harmony",
-]
 _TOOL_CALL_FORMATS: Sequence[tuple[ToolCallFormat, Sequence[str], Sequence[str]]] = (
     ("qwen_xml", ("<tool_call>", "<function=", "<parameter="), ()),
     ("glm", ("<tool_call>", "<arg_key>", "<arg_value>"), ("<function=",)),

@@ -283,8 +283,9 @@ async def start(
 
 
 def fingerprint(config: TrainerConfig, engine: TrainingEngine) -> dict[str, str]:
-    """What trainers of one base model must have in common, by name: what decides whether a request is accepted, and the
-    numbers of its answer beyond rounding. A deterministic trainer promises every bit, so it adds what changes bits."""
+    """Properties that trainers of one base model must have in common, by name: those that decide whether a request is
+    accepted, and those on which the numbers of its answer depend beyond rounding. A deterministic trainer promises
+    every bit, so it adds what changes bits."""
     base = engine.base
     found = {
         "base_weights": base.weights_sum,

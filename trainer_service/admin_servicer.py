@@ -46,7 +46,7 @@ class TrainerAdminServicer(trainer_admin_pb2_grpc.TrainerAdminServiceServicer):
         return pb.AdoptModelResponse()
 
     async def FenceTrainer(self, request: pb.FenceTrainerRequest, context: Context) -> pb.FenceTrainerResponse:
-        await self._trainer.fence(check_name(request.trainer_id, field="trainer_id"))
+        await self._trainer.journal.moved.fence(check_name(request.trainer_id, field="trainer_id"))
         return pb.FenceTrainerResponse()
 
     async def ForgetMove(self, request: pb.ForgetMoveRequest, context: Context) -> pb.ForgetMoveResponse:

@@ -67,10 +67,6 @@ class TrainerServicer(CheckpointServicer):
         if model_id in trainer.scheduler.models.moved:
             self._intake.forget(model_id)
 
-    async def fence(self, trainer_id: str) -> None:
-        """Fences a lost trainer; see `Moving.fence`. Raises NotReady as `journal` does."""
-        await self._ready.moving.fence(trainer_id)
-
     async def GetTrainerInfo(self, request: pb.GetTrainerInfoRequest, context: Context) -> pb.GetTrainerInfoResponse:
         trainer = self._ready
         engine = trainer.operations.engine

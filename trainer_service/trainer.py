@@ -27,4 +27,4 @@ class Trainer:
     trainer_id: str
     """Stable id of this trainer, kept in its state folder."""
     fingerprint: Mapping[str, str]
-    """What trainers of one base model must have in common, by name."""
+    """Properties that trainers of one base model must have in common, by name."""

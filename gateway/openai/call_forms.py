@@ -8,24 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import regex
 
 from gateway.openai.xml_calls import GLM, QWEN, Syntax
-
-Form = Literal[
-    "hermes",
-    "llama3",
-    "qwen_xml",
-    "glm",
-    "mistral",
-    "mistral_array",
-    "deepseek_v3",
-    "deepseek_v31",
-    "kimi",
-    "harmony",
-]
+from tinsmith.tool_calls import ToolCallFormat
 
 _NAME = r"(?P<name>[\w.-]{1,64})"
 _OBJECT = r"\s*(?P<arguments>\{)"
@@ -87,7 +74,7 @@ _CALL_BEGIN, _CALL_SEP, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁s
 _DEEPSEEK_MARKS = (_SECTION_BEGIN, _CALL_BEGIN, _CALL_SEP, _CALL_END, _SECTION_END)
 _KIMI_BEGIN, _KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 
-FORMS: Mapping[Form, CallForm] = {
+FORMS: Mapping[ToolCallFormat, CallForm] = {
     # <tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes, Qwen 2.5 and 3
     "hermes": CallForm(
         reads=_re(rf"<tool_call>{_MEMBERS}"),

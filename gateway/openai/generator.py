@@ -22,7 +22,7 @@ from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.database.tables.sessions import SamplingSession
 from gateway.load import Pacer
-from gateway.openai.call_forms import FORMS, Form
+from gateway.openai.call_forms import FORMS
 from gateway.openai.resumption import resumed, with_seed
 from gateway.openai.text import Vocabulary
 from gateway.sampling.drawing import Drawing, Drawings
@@ -32,10 +32,11 @@ from gateway.tenants.limits import Hold, Limits
 from tinsmith.errors import NotReady, ServiceError
 from tinsmith.rpc.words import value_of
 from tinsmith.threads import in_pool
+from tinsmith.tool_calls import ToolCallFormat
 from tinsmith.v1 import sampler_pb2 as pb
 
 T = TypeVar("T")
-_FORMS: Mapping[int, Form] = {value_of(pb.ToolCallFormat, form): form for form in FORMS}
+_FORMS: Mapping[int, ToolCallFormat] = {value_of(pb.ToolCallFormat, form): form for form in FORMS}
 _MAX_SAMPLED = 100_000
 """Most entries of `Generator._sampled`. A forgotten entry is written into the audit log once more."""
 
@@ -69,7 +70,7 @@ class TokenizerInfo:
 
     vocabulary: Vocabulary
     eos_token_ids: tuple[int, ...]
-    tool_calls: Form | None = None
+    tool_calls: ToolCallFormat | None = None
     """Form in which the model writes calls of tools; None when its chat template has no known form."""
 
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.openai import xml_calls
-from gateway.openai.call_forms import FORMS, Form
+from gateway.openai.call_forms import FORMS
 from gateway.openai.generator import TokenizerInfo
 from gateway.openai.schemas import FunctionTool, ResponseFormat, ToolChoice
 from gateway.openai.text import Vocabulary
 from gateway.openai.tool_calls import ToolCallReader
 from tinsmith.errors import InvalidRequest, Unsupported
+from tinsmith.tool_calls import ToolCallFormat
 from tinsmith.v1 import sampler_pb2 as pb
 
 _PLACE = re.compile(r"at (\d+)\(\d+\): (failed to compile JSON schema: )?")
@@ -32,7 +33,7 @@ class Structure:
 
     grammar: pb.Grammar | None = None
     """Grammar for the sampler; None: any text."""
-    form: Form | None = None
+    form: ToolCallFormat | None = None
     """Form of the calls of tools; None: calls are not read."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """JSON Schema of the arguments of each of the request's tools, by name."""
@@ -104,7 +105,7 @@ def structure_of(
     return Structure(pb.Grammar(lark="\n".join(lines)), form, schemas, shown, fields)
 
 
-def _shown(form: Form, vocabulary: Vocabulary) -> list[int]:
+def _shown(form: ToolCallFormat, vocabulary: Vocabulary) -> list[int]:
     marks = [vocabulary.added[mark] for mark in FORMS[form].marks if mark in vocabulary.added]
     return [token for token in marks if token in vocabulary.special]
 
@@ -127,7 +128,13 @@ class _Rules:
     """The grammar of calls of tools, in Lark's syntax. Each schema has its own line, by which errors find its field."""
 
     def __init__(
-        self, form: Form, vocabulary: Vocabulary, tools: Sequence[FunctionTool], only: Sequence[int], *, parallel: bool
+        self,
+        form: ToolCallFormat,
+        vocabulary: Vocabulary,
+        tools: Sequence[FunctionTool],
+        only: Sequence[int],
+        *,
+        parallel: bool,
     ) -> None:
         self._form = FORMS[form]
         self._vocabulary = vocabulary
@@ -145,7 +152,7 @@ class _Rules:
         end = self._write(self._form.end)
         tools = f"( {' | '.join(f'tool_{n}' for n in self._only)} )"
         between = [*self._write(self._form.between or ""), "call"]
-        # What comes first in an answer with calls stands apart: where it is no token, text ends with it.
+        # The first mark of an answer with calls has a rule of its own: where it is no token, text ends with it.
         first = " ".join(self._write(mark or self._opening))
         rest = [*self._write(begin), "call"] if mark else [tools]
         rest += ["(", *between, ")*", *end] if self._parallel else end

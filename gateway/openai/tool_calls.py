@@ -11,7 +11,8 @@ from uuid import uuid4
 import regex
 
 from gateway.openai import xml_calls
-from gateway.openai.call_forms import FORMS, Form
+from gateway.openai.call_forms import FORMS
+from tinsmith.tool_calls import ToolCallFormat
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +39,7 @@ class Piece:
 class ToolCallReader:
     """Splits one message into text and calls of tools. A broken call is text."""
 
-    def __init__(self, form: Form, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, form: ToolCallFormat, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         """`schemas`: JSON Schema of the arguments of each of the request's tools, by name."""
         self.calls: list[Call] = []
         self._form = FORMS[form]

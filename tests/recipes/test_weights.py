@@ -105,6 +105,18 @@ def with_changes(folder: Path, changes: dict[str, Tensor], *, embedding: bool = 
     return model
 
 
+def run_tools(base: Path, folder: Path) -> None:
+    """Has the cookbook merge and convert the adapter in `folder`/adapter, into further folders of `folder`."""
+    done = subprocess.run(
+        [PYTHON, Path(__file__).with_name("merge_weights.py"), base, folder / "adapter", folder],
+        env=environment("http://127.0.0.1:9"),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.filterwarnings("ignore")  # PEFT warns of what the last lines hold
 @pytest.mark.parametrize("train_unembed", [True, False], ids=["output layer", "layers"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -118,14 +130,7 @@ def test_logits_of_merged_and_converted_adapters_are_those_that_the_docs_tell(
     for name, each in (("plain", adapter), ("adapter", adapter.with_tinker_names())):
         (tmp_path / name).mkdir()
         each.save_peft(tmp_path / name, base_model="base")
-    done = subprocess.run(
-        [PYTHON, Path(__file__).with_name("merge_weights.py"), folder, tmp_path / "adapter", tmp_path],
-        env=environment("http://127.0.0.1:9"),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_tools(folder, tmp_path)
     changes = deltas(adapter)
     assert ("lm_head.weight" in changes) == train_unembed
     trained = logits_of(with_changes(folder, changes))
@@ -151,14 +156,7 @@ def test_the_tools_merge_an_adapter_of_fused_experts(family: str, tmp_path: Path
     adapter.flat.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
     (tmp_path / "adapter").mkdir()
     adapter.with_tinker_names().save_peft(tmp_path / "adapter", base_model=family)
-    done = subprocess.run(
-        [PYTHON, Path(__file__).with_name("merge_weights.py"), base_folder, tmp_path / "adapter", tmp_path],
-        env=environment("http://127.0.0.1:9"),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_tools(base_folder, tmp_path)
     imported = import_peft(tmp_path / "adapter", base.targets, {}, base_model=family, max_rank=4).adapter
     assert torch.equal(imported.flat, adapter.flat)
     before, merged, changes = weights_of(base_folder), weights_of(tmp_path / "merged"), deltas(adapter)

@@ -95,14 +95,10 @@ class JournalFile(sqlite3.Connection):
         return str(self.path)
 
     def fence(self, trainer_id: str) -> None:
-        raise FailedPrecondition(
-            f"trainer_id: the journal of this trainer is a file, so it cannot adopt the models of {trainer_id!r}",
-            field="trainer_id",
-        )
+        raise _not_shared("trainer_id", trainer_id)
 
     def take_over(self, model_id: str, trainer_id: str) -> bool:
-        self.fence(trainer_id)
-        return False
+        raise _not_shared("fenced_trainer_id", trainer_id)
 
     def begin(self) -> None:
         if self.in_transaction:  # an earlier transaction that could not be rolled back
@@ -189,3 +185,9 @@ def _check_columns(connection: sqlite3.Connection) -> None:
         missing = {*new.execute(_COLUMNS)} - {*connection.execute(_COLUMNS)}
     if missing:
         raise sqlite3.DatabaseError(f"there is no column {'.'.join(min(missing))}")
+
+
+def _not_shared(field: str, trainer_id: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"{field}: the journal of this trainer is a file, so it cannot adopt the models of {trainer_id!r}", field=field
+    )

@@ -1,4 +1,4 @@
-"""What the journal stores: requests and answers, with checksums, and what it says of operations and models."""
+"""Records of the journal: requests and answers, with checksums, and the states of operations and models."""
 
 from __future__ import annotations
 

@@ -121,11 +121,6 @@ class Moving:
             info, state = await in_pool(files.read, model_id, seq_id, base)
             await in_pool(packages.write, move.move_id, info, state, rows)
 
-    async def fence(self, trainer_id: str) -> None:
-        """Makes sure that nothing which a lost trainer's process still does counts. Raises NotReady when it is alive,
-        and FailedPrecondition when its journal is not in the database of this trainer's."""
-        await self._journal.moved.fence(trainer_id)
-
     async def adopt(self, model_id: str, move_id: str, *, fenced_trainer_id: str = "") -> None:
         """Adopts a model. Returns once this trainer has its snapshot, and its rows in the journal. The model is parked
         then, and is brought back at once if accepted operations wait. `fenced_trainer_id`: the lost trainer that had

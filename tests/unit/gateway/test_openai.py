@@ -13,12 +13,13 @@ import pytest
 from tokenizers import AddedToken
 
 from gateway.openai import schemas as openai_schemas
-from gateway.openai.call_forms import FORMS, Form
+from gateway.openai.call_forms import FORMS
 from tests.support.waiting import until
 from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Client, Stack
 from tests.unit.gateway.talking import END, START, TalkingSampler, logprob
 from tinsmith.errors import InvalidRequest, OutOfCapacity, ServiceError
 from tinsmith.rpc.words import word_of
+from tinsmith.tool_calls import ToolCallFormat
 from tinsmith.v1 import sampler_pb2 as pb
 
 pytestmark = pytest.mark.gateway(sampler=TalkingSampler, openai_wait_s=0.3)
@@ -910,7 +911,7 @@ SPECIAL: dict[Any, tuple[str, str]] = {
 async def test_calls_marked_by_special_tokens_are_read(client: Client, sampler: TalkingSampler, form: Any) -> None:
     sampler.tool_call_format = form
     sampler.says, content = SPECIAL[form]
-    marks = FORMS[cast(Form, word_of(pb.ToolCallFormat, form))].marks
+    marks = FORMS[cast(ToolCallFormat, word_of(pb.ToolCallFormat, form))].marks
     sampler.tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
     (choice,) = (await ask(client, "chat/completions", CHAT, tools=TOOLS))["choices"]
     assert choice["finish_reason"] == "tool_calls"

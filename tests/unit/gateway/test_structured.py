@@ -11,13 +11,14 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from gateway.openai.call_forms import FORMS, Form
+from gateway.openai.call_forms import FORMS
 from gateway.openai.generator import TokenizerInfo
 from gateway.openai.schemas import Chat, FunctionTool
 from gateway.openai.structured import Structure, structure_of
 from gateway.openai.text import Vocabulary
 from sampler_service.grammar_check import error_of, source_of
 from tinsmith.errors import InvalidRequest, Unsupported
+from tinsmith.tool_calls import ToolCallFormat
 
 STOP = "<|stop|>"
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
@@ -25,7 +26,7 @@ ADD = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": [
 GET = {"type": "object", "properties": {"q": {"enum": ["x", "y"]}}, "required": ["q"], "additionalProperties": False}
 
 
-def info(form: Form | None, *, marks: Sequence[str] = MARKS) -> TokenizerInfo:
+def info(form: ToolCallFormat | None, *, marks: Sequence[str] = MARKS) -> TokenizerInfo:
     """A tokenizer of bytes and marks."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: n for n, char in enumerate(alphabet)}, []))
@@ -100,7 +101,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": ADD, "st
 
 @pytest.mark.parametrize("marks", [MARKS, ()], ids=["tokens", "text"])
 @pytest.mark.parametrize("form", ["hermes", None])
-def test_required_calls_are_one_or_more_of_the_tools(form: Form | None, marks: Sequence[str]) -> None:
+def test_required_calls_are_one_or_more_of_the_tools(form: ToolCallFormat | None, marks: Sequence[str]) -> None:
     structure = made(info(form, marks=marks), tools=tools(), tool_choice="required")
     for text in (ONE, OTHER, f"{ONE}\n{OTHER}"):
         assert fits(structure, text, marks=marks), text
@@ -213,7 +214,7 @@ def test_an_argument_without_a_schema_is_any_text() -> None:
     assert not fits(structure, xml("f", a="any"))
 
 
-def written(form: Form, *calls: tuple[str, str]) -> str:
+def written(form: ToolCallFormat, *calls: tuple[str, str]) -> str:
     """An answer with these calls, names and arguments, as the model itself writes them."""
     parts = []
     for n, (name, arguments) in enumerate(calls):
@@ -232,7 +233,7 @@ def written(form: Form, *calls: tuple[str, str]) -> str:
 
 @pytest.mark.parametrize("has_tokens", [True, False], ids=["tokens", "text"])
 @pytest.mark.parametrize("form", FORMS)
-def test_calls_are_held_to_the_form_of_the_model_and_read_again(form: Form, has_tokens: bool) -> None:
+def test_calls_are_held_to_the_form_of_the_model_and_read_again(form: ToolCallFormat, has_tokens: bool) -> None:
     marks = (*FORMS[form].marks, *(["<|end|>"] * bool(FORMS[form].joint))) if has_tokens else ()
     tokenizer = info(form, marks=marks)
     forced = made(tokenizer, tools=tools(), tool_choice="required")

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from gateway.openai.call_forms import FORMS, Form
+from gateway.openai.call_forms import FORMS
 from gateway.openai.tool_calls import ToolCallReader
+from tinsmith.tool_calls import ToolCallFormat
 
 SCHEMAS: dict[str, Any] = {
     "add": {"properties": {"a": {"type": "array"}, "n": {"type": ["integer", "null"]}, "s": {"type": "string"}}},
@@ -24,7 +25,7 @@ SCHEMAS: dict[str, Any] = {
 }
 
 
-def read(text: str | list[str], *, form: Form, size: int = 1) -> tuple[str, list[tuple[str, str]]]:
+def read(text: str | list[str], *, form: ToolCallFormat, size: int = 1) -> tuple[str, list[tuple[str, str]]]:
     reader = ToolCallReader(form, SCHEMAS)
     pushes = text if isinstance(text, list) else [text[n : n + size] for n in range(0, len(text), size)]
     pieces = [piece for push in pushes for piece in reader.push(push)] + reader.end()
@@ -169,7 +170,7 @@ def test_calls_in_llamas_form_are_read(text: str, content: str, calls: list[tupl
 BEGIN, CALL, SEP, END, LAST = FORMS["deepseek_v3"].marks
 KIMI = "<|tool_calls_section_begin|>"
 FENCED = f"{CALL}function{SEP}add\n```json\n{ADD_ARGS}\n```{END}"
-FAMILIES: dict[Form, dict[str, tuple[str, str, list[tuple[str, str]]]]] = {
+FAMILIES: dict[ToolCallFormat, dict[str, tuple[str, str, list[tuple[str, str]]]]] = {
     "glm": {
         "text and two calls": (
             "I think.\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>[1, 2]</arg_value>\n"
@@ -268,7 +269,7 @@ FAMILIES: dict[Form, dict[str, tuple[str, str, list[tuple[str, str]]]]] = {
     ids=[f"{form}: {name}" for form, cases in FAMILIES.items() for name in cases],
 )
 def test_calls_in_the_form_of_each_family_are_read(
-    form: Form, text: str, content: str, calls: list[tuple[str, str]], size: int
+    form: ToolCallFormat, text: str, content: str, calls: list[tuple[str, str]], size: int
 ) -> None:
     """Marks are tokens of these families, so they come whole; other text comes in pieces of any size."""
     mark = "|".join(re.escape(mark) for mark in FORMS[form].marks)
@@ -282,7 +283,7 @@ def test_calls_in_the_form_of_each_family_are_read(
 
 
 def test_ids_are_those_that_the_family_and_its_template_take() -> None:
-    asked: dict[Form, tuple[str, str]] = {
+    asked: dict[ToolCallFormat, tuple[str, str]] = {
         "kimi": (FAMILIES["kimi"]["two calls"][0], r"functions\.add:0"),
         "mistral": (FAMILIES["mistral"]["with an id"][0], "a1b2c3d4e"),
         "mistral_array": (FAMILIES["mistral_array"]["text around"][0], "[a-z0-9]{9}"),
@@ -301,7 +302,7 @@ def test_llamas_calls_may_begin_with_its_mark() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_text_after_a_call_keeps_its_spaces(form: Form) -> None:
+def test_text_after_a_call_keeps_its_spaces(form: ToolCallFormat) -> None:
     written = {"mistral_array": FAMILIES["mistral_array"]["text around"][0].split("\n")[0]}.get(
         form, next(iter(FAMILIES.get(form, {"": [f"<tool_call>{ADD}</tool_call>"]}).values()))[0]
     )

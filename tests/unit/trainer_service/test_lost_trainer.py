@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import asyncpg
 import pytest
@@ -43,41 +44,39 @@ def lease(trainers: Trainers) -> None:
 
 
 @asynccontextmanager
-async def stopped(process: Process) -> AsyncIterator[None]:
-    """A context in which the trainer's journal stands still within a transaction, as in a process that is stopped."""
+async def standing_still(run: Callable[[Callable[..., None]], Awaitable[Any]]) -> AsyncIterator[asyncio.Task[Any]]:
+    """A context in which a function that was given to `run`, which calls it on a thread, does not return. Gives the
+    task of the call."""
     begun, goes_on = threading.Event(), threading.Event()
 
-    def stand_still(_: object) -> None:
+    def stand_still(*_: object) -> None:
         begun.set()
         goes_on.wait(60)
 
-    job = asyncio.create_task(process.journal.writer.submit(stand_still))
+    job = asyncio.ensure_future(run(stand_still))
     await asyncio.to_thread(begun.wait)
     try:
-        yield
+        yield job
     finally:
         goes_on.set()
-        with pytest.raises(Superseded):
-            await job
+
+
+@asynccontextmanager
+async def stopped(process: Process) -> AsyncIterator[None]:
+    """A context in which the trainer's journal stands still within a transaction, as in a process that is stopped."""
+    async with standing_still(process.journal.writer.submit) as job:
+        yield
+    with pytest.raises(Superseded):
+        await job
 
 
 @asynccontextmanager
 async def computing_nothing(process: Process) -> AsyncIterator[None]:
     """A context in which the trainer computes nothing: the trainers of these tests share one base model, with which one
     at a time may compute."""
-    begun, goes_on = threading.Event(), threading.Event()
-
-    def stand_still() -> None:
-        begun.set()
-        goes_on.wait(60)
-
-    job = asyncio.create_task(process.scheduler.compute.run_alone(stand_still))
-    await asyncio.to_thread(begun.wait)
-    try:
+    async with standing_still(process.scheduler.compute.run_alone) as job:
         yield
-    finally:
-        goes_on.set()
-        await job
+    await job
 
 
 async def id_of(trainers: Trainers, name: str) -> str:
@@ -93,7 +92,7 @@ async def fenced(target: Process, trainer_id: str) -> None:
     async with asyncio.timeout(30):
         while True:
             try:
-                return await target.moving.fence(trainer_id)
+                return await target.journal.moved.fence(trainer_id)
             except NotReady:
                 await asyncio.sleep(0.02)
 
@@ -151,7 +150,7 @@ async def test_a_trainer_that_is_alive_is_not_fenced_and_goes_on(trainers: Train
     source_id = await id_of(trainers, "source")
     await run(source, [creation()])
     with pytest.raises(NotReady, match=r"trainer 'source' is alive \(process"):
-        await target.moving.fence(source_id)
+        await target.journal.moved.fence(source_id)
     with pytest.raises(NotReady, match="is not fenced"):
         await target.moving.adopt(MODEL, MOVE.move_id, fenced_trainer_id=source_id)
     await run(source, [batch(1), step(2)])
@@ -182,7 +181,7 @@ async def test_a_run_that_the_lost_trainer_does_not_have_and_other_trainers_are_
         await target.moving.adopt("s:train:9", MOVE.move_id, fenced_trainer_id=source_id)
     for name in ("0" * 32, own_id):
         with pytest.raises(FailedPrecondition, match=f"^trainer_id: the journal .* has no other trainer '{name}'"):
-            await target.moving.fence(name)
+            await target.journal.moved.fence(name)
 
 
 class TestWithAFile:
@@ -193,6 +192,6 @@ class TestWithAFile:
     async def test_a_trainer_whose_journal_is_a_file_fences_nobody(self, trainers: Trainers) -> None:
         target = await trainers.start("target")
         with pytest.raises(FailedPrecondition, match=r"^trainer_id: the journal of this trainer is a file"):
-            await target.moving.fence("0" * 32)
-        with pytest.raises(FailedPrecondition, match="is a file"):
+            await target.journal.moved.fence("0" * 32)
+        with pytest.raises(FailedPrecondition, match=r"^fenced_trainer_id: the journal of this trainer is a file"):
             await target.moving.adopt(MODEL, MOVE.move_id, fenced_trainer_id="0" * 32)

@@ -117,7 +117,7 @@ async def alone(base: BaseModel, tmp_path: Path) -> AsyncIterator[Process]:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What the whole script gives where nothing moves and nobody dies."""
+    """Answers and weights of the whole script where nothing moves and nobody dies."""
 
     outcomes: list[Any]
     weights: dict[str, Tensor]
