@@ -15,7 +15,7 @@ class Told:
 
     def __init__(self) -> None:
         self._waiting: set[int] = set()
-        """Batches that the caller has sent and whose answers it has not received."""
+        """Batches that the caller has sent since its last optim_step and whose answers it has not received."""
         self._newest = 0
         self._failed = 0
         """seq_id of the newest failed batch whose answer the caller has received; 0 is none."""
@@ -55,4 +55,6 @@ class Told:
             afresh = self._newest > self._failed and not self._overlapped and not self._waiting
             self._last_step = seq_id, self._failed if afresh else 0
             self._failed, self._overlapped = 0, False
+            # A caller need not ask for every answer. One that it never asks for may not hold up later batches.
+            self._waiting = {waiting for waiting in self._waiting if waiting > seq_id}
         return self._last_step[1]
