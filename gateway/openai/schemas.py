@@ -264,7 +264,8 @@ class FunctionTool(Body):
             raise PydanticCustomError("tool_parameters", "parameters must be the JSON Schema of an object")
         if not isinstance(function.get("strict"), bool | None):
             raise PydanticCustomError("tool_strict", "strict must be true or false")
-        return function
+        # The chat template would show a field that is null.
+        return {name: value for name, value in function.items() if value is not None}
 
     @property
     def name(self) -> str:

@@ -564,6 +564,10 @@ async def test_null_is_absent_everywhere(client: Client, sampler: TalkingSampler
         "content": "",
         "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
     }
+    function = {"name": "f", "description": None, "parameters": None, "strict": None, "unknown": None}
+    await ask(client, "chat/completions", CHAT, tools=[{"type": "function", "function": function, "unknown": None}])
+    (sent,) = json.loads(sampler.chat.tools)
+    assert sent == {"type": "function", "function": {"name": "f"}}, "a template would show a null"
 
 
 async def test_fields_that_do_not_concern_the_model_are_accepted_and_ignored(
