@@ -89,8 +89,21 @@ class Core:
         self.placement = Placement(self.store, self.clients, timeout_s=config.submit_timeout_s)
         self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics, ledger=self.ledger)
         self.peers = Peers(self.store, self.futures, url=config.peer_url)
+        self.moving = Moving(
+            store=self.store,
+            clients=self.clients,
+            placement=self.placement,
+            peers=self.peers,
+            metrics=self.metrics,
+            adopt_after_s=config.adopt_after_s,
+        )
         self.dashboard = Dashboard(
-            config, store=self.store, clients=self.clients, futures=self.futures, metrics=self.metrics
+            config,
+            store=self.store,
+            clients=self.clients,
+            futures=self.futures,
+            moving=self.moving,
+            metrics=self.metrics,
         )
 
 
@@ -209,14 +222,6 @@ class Gateway(Core):
             peers=self.peers,
             retention=self.storage.retention,
             metrics=self.metrics,
-        )
-        self.moving = Moving(
-            store=self.store,
-            clients=self.clients,
-            placement=self.placement,
-            peers=self.peers,
-            metrics=self.metrics,
-            adopt_after_s=config.adopt_after_s,
         )
         self.peers.on_beat = self.reaper.hear_of_ends
         self._write_behinds = (

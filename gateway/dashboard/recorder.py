@@ -14,6 +14,7 @@ from gateway.database.store import Store
 from gateway.database.write_behind import WriteBehind
 from gateway.futures import Futures
 from gateway.metrics import Metrics
+from gateway.moving import Moving
 
 _FORGET_S = 60.0
 
@@ -22,12 +23,19 @@ class Dashboard:
     """Holds the parts of the dashboard, writes what they record, and deletes what is old."""
 
     def __init__(
-        self, config: GatewayConfig, *, store: Store, clients: Clients, futures: Futures, metrics: Metrics
+        self,
+        config: GatewayConfig,
+        *,
+        store: Store,
+        clients: Clients,
+        futures: Futures,
+        moving: Moving,
+        metrics: Metrics,
     ) -> None:
         self._config = config
         self.history = History(store, max_points=config.history_points)
         self.samples = RecentSamples(store, keep=config.recent_samples)
-        self.services = Services(clients, metrics)
+        self.services = Services(clients, moving, metrics)
         self.lists = Lists(store, history=self.history, futures=futures, clients=clients)
         self.behind = WriteBehind(self._write, what="the dashboard's history and samples")
         self.started_at = time.time()

@@ -10,9 +10,11 @@ from typing import Any
 import grpc.aio
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.clients import Clients, Trainer
 from gateway.metrics import Metrics
+from gateway.moving import Moving, TrainerState
 from gateway.sampling.replicas import Replica
 from gateway.views import Json
 from tinsmith.errors import ServiceError
@@ -30,8 +32,9 @@ _SHOWN = ("trainer_", "sampler_", "gateway_pending", "gateway_sampler", "gateway
 class Services:
     """Asks the services for their metrics."""
 
-    def __init__(self, clients: Clients, metrics: Metrics) -> None:
+    def __init__(self, clients: Clients, moving: Moving, metrics: Metrics) -> None:
         self._clients = clients
+        self._moving = moving
         self._registry: CollectorRegistry = metrics.registry
         self._asking: asyncio.Task[Json] | None = None
         self._asked_at = 0.0
@@ -45,12 +48,24 @@ class Services:
     async def _ask(self) -> Json:
         trainers, samplers = self._clients.trainers, self._clients.samplers.all
         figures = await asyncio.gather(*(_figures(service.channel) for service in (*trainers, *samplers)))
+        moves = await self._moves()
         return {
             "at": time.time(),
             "gateway": {"figures": parse_figures(generate_latest(self._registry).decode())},
-            "trainers": [_trainer(one, found) for one, found in zip(trainers, figures, strict=False)],
+            "trainers": [_trainer(one, found, moves.get(one)) for one, found in zip(trainers, figures, strict=False)],
             "samplers": [_sampler(one, found) for one, found in zip(samplers, figures[len(trainers) :], strict=True)],
         }
+
+    async def _moves(self) -> dict[Trainer, TrainerState]:
+        """The runs of several trainers. Empty for one trainer, which has nowhere to move its runs to, and while the
+        database cannot be read."""
+        if len(self._clients.trainers) < 2:
+            return {}
+        try:
+            return {one.trainer: one for one in await self._moving.state()}
+        except SQLAlchemyError as error:
+            logger.debug("the runs of the trainers cannot be read: %s", error)
+            return {}
 
 
 async def _figures(channel: grpc.aio.Channel) -> dict[str, float] | None:
@@ -77,7 +92,7 @@ def parse_figures(exposition: str) -> dict[str, float]:
     }
 
 
-def _trainer(trainer: Trainer, figures: dict[str, float] | None) -> Json:
+def _trainer(trainer: Trainer, figures: dict[str, float] | None, moves: TrainerState | None) -> Json:
     info = trainer.info
     about: Json = {"address": trainer.address, "state": trainer.state, "figures": figures}
     if info is not None:
@@ -89,6 +104,13 @@ def _trainer(trainer: Trainer, figures: dict[str, float] | None) -> Json:
             "max_context_length": info.max_context_length,
             "max_lora_rank": info.max_lora_rank,
             "full_training": info.full_training,
+        }
+    if moves is not None:
+        about |= {
+            "num_runs": moves.num_runs,
+            "is_drained": moves.is_drained,
+            "can_be_stopped": moves.can_be_stopped,
+            "num_problems": len(moves.problems),
         }
     return about
 

@@ -96,6 +96,15 @@ const STATES = {
   loading: "loading",
 };
 
+/** The runs of one of several trainers, and how far its draining is; null for a service without runs. */
+function runs(one) {
+  if (one.num_runs === undefined) return null;
+  if (one.can_be_stopped) return "drained, can be stopped";
+  const all = `${number(one.num_runs)} ${one.num_runs === 1 ? "run" : "runs"}`;
+  if (!one.is_drained) return all;
+  return `draining, ${all} left${one.num_problems ? ` (${number(one.num_problems)} cannot move yet)` : ""}`;
+}
+
 export class ServicesView {
   constructor() {
     this.list = h("div", { class: "cards" });
@@ -144,6 +153,7 @@ export class ServicesView {
     setText(card.state, STATES[one.state] ?? one.state);
     const facts = [
       one.about,
+      runs(one),
       (one.base_models ?? []).join(", "),
       one.engine ? `${one.engine} engine` : null,
       one.device,

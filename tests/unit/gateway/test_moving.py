@@ -76,6 +76,11 @@ async def test_a_drained_trainer_gives_its_runs_away_and_gets_no_new_ones(
     assert (began["is_drained"], began["state"]) == (True, "serving")
     done = await drained(client, other)
     assert (done["num_runs"], done["num_moving"], done["problems"]) == (0, 0, {})
+    shown = (await client.get("/dashboard/api/services")).json()["trainers"]
+    assert [(one["num_runs"], one["is_drained"], one["can_be_stopped"]) for one in shown] == [
+        (3, False, False),
+        (0, True, True),
+    ]
     for model_id in runs:
         assert trained(stack.trainer, model_id)
         assert not trained(other.servicer, model_id)
