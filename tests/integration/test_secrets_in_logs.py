@@ -40,6 +40,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from tinker.types.generic_event import GenericEvent
 
 from tests.faults.cluster import Cluster
+from tests.support import warm_services
 from tests.support.certificates import Made, make
 from tests.support.examples import BASE_MODEL, PROMPT, batch, new_model, sample, train
 from tests.support.postgres import running as running_postgres
@@ -368,6 +369,7 @@ def test_neither_are_the_secrets_of_gateways_that_share_a_database(toy: Path, tm
             trainer_env=envs["trainer"],
             sampler_env=envs["sampler"],
             gateway_env=envs["gateway"] | settings,
+            forked=False,  # the command lines are looked at
         )
         with cluster:
             gateways = [f"http://{gateway.address}" for gateway in cluster.gateways]
@@ -425,6 +427,15 @@ def hub() -> Iterator[str]:
             thread.join()
 
 
+def forked(folder: Path, module: str, *arguments: str, **env: str) -> tuple[int, str]:
+    """As `start`, from a process that has the imports. `folder` is for the output."""
+    file = folder / "output"
+    with file.open("wb") as output:
+        process = warm_services.start(["-m", module, *arguments], env={**os.environ, **SETTINGS, **env}, output=output)
+    status = process.wait(240)
+    return status, file.read_text()
+
+
 def start(module: str, *arguments: str, **env: str) -> tuple[int, str]:
     """Exit status and output of one that does not start."""
     command = [sys.executable, "-P", "-m", module, *arguments]
@@ -476,7 +487,7 @@ def test_a_start_that_fails_does_not_tell_them(
 ) -> None:
     place = ["--state-dir", str(tmp_path)] if arguments.startswith(("up", "keys")) else []
     state = {"GATEWAY_STATE_DIR": str(tmp_path), "TRAINER_STATE_DIR": str(tmp_path)}
-    status, output = start(module, *arguments.split(), *place, **state, **env)
+    status, output = forked(tmp_path, module, *arguments.split(), *place, **state, **env)
     assert status != 0
     assert says in output
     assert leaks(SECRETS, {"output": output.encode()} | files(tmp_path)) == []
