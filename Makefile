@@ -97,9 +97,10 @@ check: lint typecheck proto-check proto-breaking security check-files ## Everyth
 test: setup ## The fast tests, without those of check-files
 	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile $(FILES:%=--ignore=%)
 
-# Files in the order of their names: those with few tests, which are begun last otherwise, hold the longest of them.
+# Files in the order of their names: those with few tests, which are begun last otherwise, hold the longest of them. Four
+# on two cores, because these tests wait for half of their time.
 test-slow: setup ## Tests with many processes
-	$(BIN)/python -m pytest -m slow --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m slow --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 setup-recipes: setup $(COOKBOOK)/.installed $(HUB)/env.sh ## What test-recipes needs
 
