@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 KILLED = "samplers ended while they computed this request, so it is not given to another"
 NUM_OTHERS = 24
-NUM_TOKENS = 600
+NUM_TOKENS = 300
 """Length of the innocent samples, which are therefore in work long before and after a death."""
 
 

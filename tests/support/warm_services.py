@@ -7,6 +7,7 @@ a core, and many tests start services again and again.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -127,6 +128,8 @@ def _preload() -> None:
     for service in _SERVICES:
         importlib.import_module(f"{service}.__main__")
         del sys.modules[f"{service}.__main__"]  # it is run as `__main__`
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would look at all imported objects, and copy their pages
 
 
 def main() -> None:
