@@ -70,8 +70,18 @@ def check_ttl(ttl_seconds: int | None) -> int | None:
     return ttl_seconds
 
 
-def lora_config(config: schemas.LoraConfig) -> types_pb2.LoraConfig:
+def lora_config(config: schemas.LoraConfig, metadata: Mapping[str, str]) -> types_pb2.LoraConfig:
+    """The configuration of a new adapter. `metadata`: the run's user_metadata, in which clients ask for adapters on the
+    layers for pictures, because the API's lora_config has no flag for them."""
+    train_vision = metadata.get("train_vision", "false").lower()
+    if train_vision not in ("true", "false"):
+        raise InvalidRequest(
+            f"user_metadata.train_vision: {metadata['train_vision']!r} is neither 'true' nor 'false'; it says whether "
+            "the adapter is on the layers for pictures, too",
+            field="user_metadata",
+        )
     return types_pb2.LoraConfig(
+        train_vision=train_vision == "true",
         rank=check_int32(config.rank, field="lora_config.rank"),
         seed=None if config.seed is None else fold_seed(config.seed),
         train_unembed=config.train_unembed,

@@ -12,7 +12,7 @@ def config_from_proto(message: pb.LoraConfig, *, max_rank: int) -> AdapterConfig
     """The configuration of an adapter, or FULL for rank 0. FULL drops the seed: full training draws nothing at random.
 
     Raises InvalidRequest for a rank above `max_rank`, for an adapter that would train nothing, and for rank 0 with a
-    train_* flag that is false.
+    train_* flag that is false, or with train_vision.
     """
     if message.rank == 0:
         for flag in ("train_attn", "train_mlp", "train_unembed"):
@@ -22,6 +22,12 @@ def config_from_proto(message: pb.LoraConfig, *, max_rank: int) -> AdapterConfig
                     "true, or choose a rank",
                     field=f"lora_config.{flag}",
                 )
+        if message.train_vision:
+            raise InvalidRequest(
+                "lora_config.train_vision: cannot be had with rank 0, because pictures are not supported when all "
+                "parameters are trained; choose a rank",
+                field="lora_config.train_vision",
+            )
         return FULL
     if not 1 <= message.rank <= max_rank:
         raise InvalidRequest(
@@ -38,6 +44,7 @@ def config_from_proto(message: pb.LoraConfig, *, max_rank: int) -> AdapterConfig
         train_mlp=message.train_mlp,
         train_unembed=message.train_unembed,
         seed=message.seed if message.HasField("seed") else None,
+        train_vision=message.train_vision,
     )
 
 
@@ -48,4 +55,5 @@ def config_to_proto(config: AdapterConfig) -> pb.LoraConfig:
         train_attn=config.train_attn,
         train_mlp=config.train_mlp,
         train_unembed=config.train_unembed,
+        train_vision=config.train_vision,
     )

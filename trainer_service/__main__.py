@@ -63,7 +63,7 @@ from trainer_service.storage.imports import Importer
 from trainer_service.storage.protocol import Storage, StorageUnusable
 from trainer_service.trainer import Trainer
 from trainer_service.weight_sync import WeightSender
-from trainer_service.weight_sync.canary import canary_of
+from trainer_service.weight_sync.canary import Canary, canary_of, with_picture
 from trainer_service.weight_sync.certificate import GAP_LIMITS, MEAN_LIMITS, GapRule, Publisher
 from trainer_service.weight_sync.choice import check_channel
 
@@ -245,8 +245,17 @@ async def start(
     scheduler = new_scheduler(config, engine, journal, executing, cores, metrics)
     sequences = canary_of(base)
     unadapted = await in_pool(engine.score, None, sequences)
+    seeing = None
+    if pictured := with_picture(base):
+        seeing = Canary([*sequences, *pictured], await in_pool(engine.score, None, [*sequences, *pictured]))
     publisher = Publisher(
-        sender, sequences, gap_rule(config, base.dtype), metrics, unadapted, check_ours=journal.check_ours
+        sender,
+        sequences,
+        gap_rule(config, base.dtype),
+        metrics,
+        unadapted,
+        check_ours=journal.check_ours,
+        seeing=seeing,
     )
     files = await _open_snapshots(config, journal, metrics)
     snapshots = Snapshots(files, journal, snapshot_policy(config), metrics, executing)

@@ -32,7 +32,7 @@ from tinsmith.modeling.full_weights import FullWeights, Parameters
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.kv_cache import Cached, CachedTogether, KVCache, Prefill, SharedPrompts
 from tinsmith.modeling.logprobs import logits
-from tinsmith.modeling.tower import Sights
+from tinsmith.modeling.tower import Placed, Sights
 
 MIN_SHARED_TOKENS = 32
 """Shorter prompts are read as often as they are used: two products cost more."""
@@ -357,7 +357,7 @@ class Runner:
                 if placed.start < stop and placed.start + placed.picture.num_tokens > piece.start
             ]
             try:
-                if here and (sights := self.base.tower.look(here).within(piece.start, stop)) is not None:
+                if here and (sights := self._look(here, piece).within(piece.start, stop)) is not None:
                     found.append(sights.moved(first))
             except torch.OutOfMemoryError:
                 raise
@@ -365,6 +365,13 @@ class Runner:
                 piece.job.group.fail(error)
             first += piece.length
         return Sights.joined(found) if found else None
+
+    def _look(self, placed: list[Placed], piece: Piece) -> Sights:
+        """The features of pictures in a piece's prompt, by its version."""
+        assert self.base.tower is not None
+        sequence = piece.job.sequences[0]
+        runs = [] if sequence.adapter is None else [Run(sequence.adapter, slice(0, piece.job.length))]
+        return self.base.tower.look(placed, runs, version=sequence.namespace)
 
     def _layouts(self, batch: Batch, one: Pass) -> Iterator[Cached]:
         """The layout of each cache that the pass uses."""

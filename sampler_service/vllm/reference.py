@@ -19,7 +19,7 @@ from sampler_service.core.sizing import Sizes, resolve_device, resolve_dtype
 from sampler_service.eos import eos_token_ids
 from sampler_service.vllm.division import Devices, check_division, sizes_of_each
 from sampler_service.vllm.full import Parameters
-from tinsmith.modeling.adapter import AdapterConfig, Group, Target
+from tinsmith.modeling.adapter import GROUPS, AdapterConfig, Group, Target
 from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
@@ -115,14 +115,16 @@ def _measure(config: SamplerConfig) -> Reference:
         dtype=str(base.dtype).removeprefix("torch."),
         vocab_size=base.vocab_size,
         max_context_length=base.max_context_length,
-        targets=base.targets,
+        targets=[target for target in base.targets if target.group in GROUPS],  # this engine takes no pictures
         parameters=Parameters(
             {name: tuple(parameter.shape) for name, parameter in base.parameters.items()}, base.by_columns, base.dtype
         ),
         eos_token_ids=eos_token_ids(base.path, base.config),
         sizes=sizes_of_each(base, config, devices) if is_divided else Sizes.of(base, config),
         base=_sample(base, tokens, None),
-        groups={group: _sample(base, tokens, only(group, rank=rank, seed=0)) for group in base.groups},
+        groups={
+            group: _sample(base, tokens, only(group, rank=rank, seed=0)) for group in GROUPS if group in base.groups
+        },
     )
 
 

@@ -166,7 +166,10 @@ def make_vision_model(folder: Path, family: str = "Qwen3VL", *, dtype: torch.dty
     """A tiny model of VISION in its published form, with the processor of its pictures."""
     config = getattr(transformers, f"{family}Config")(**VISION[family])
     torch.manual_seed(0)
-    transformers.AutoModelForImageTextToText.from_config(config).to(dtype).save_pretrained(folder)
+    model = transformers.AutoModelForImageTextToText.from_config(config).to(dtype)
+    if family == "Gemma3":  # it begins with zeros, and a model that sees nothing could not show a mistake
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.1)
+    model.save_pretrained(folder)
     if family == "Gemma3":
         Gemma3ImageProcessorPil(size={"height": 24, "width": 24}).save_pretrained(folder)
     elif family == "Gemma4":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace as with_values
 from functools import partial
 from typing import Any
@@ -41,21 +41,32 @@ _BESIDE_TOWER, _TEXT_ONLY = "model.language_model.", "model."
 """Beginning of a layer's name in a model with an encoder of images, and in the hosted service's files."""
 
 
-def adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple[Sequence[Target], dict[Group, str]]:
+def adapt(
+    model: PreTrainedModel,
+    active: ActiveRuns,
+    *,
+    replace: bool,
+    for_pictures: Collection[str] = (),
+    seeing: ActiveRuns | None = None,
+) -> tuple[Sequence[Target], dict[Group, str]]:
     """Replaces every layer that Tinker's train_* flags select by a LoraLinear or LoraExperts.
 
     Returns the layers, and the groups that cannot be adapted, with the reasons. Without `replace`, it only lists the
-    linear layers.
+    linear layers. `for_pictures`: names of the linear layers for pictures, which read `seeing`.
     """
     output = model.get_output_embeddings()
     is_tied = output is not None and output.weight is model.get_input_embeddings().weight
-    of_text = set(decoder_of(model).modules())  # other parts, such as an encoder of images, are not run here
+    of_text = set(decoder_of(model).modules())
     targets: list[Target] = []
     groups_of: dict[str, set[Group | None]] = {}
     unknown: set[str] = set()
     foreign: dict[Group, set[str]] = {}
     for name, module in list(model.named_modules()):
         if module not in of_text and module is not output:
+            if seeing is not None and name in for_pictures:
+                assert isinstance(module, nn.Linear)
+                targets.append(Target(name, "vision", module.in_features, module.out_features))
+                model.set_submodule(name, LoraLinear(module, name, seeing))
             continue
         linear = _linear(module)
         if linear is not None:

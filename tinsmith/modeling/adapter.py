@@ -25,7 +25,10 @@ ALPHA = 32
 """lora_alpha of every adapter, independent of its rank, so that one learning rate suits all ranks."""
 
 GROUPS = ("attn", "mlp", "unembed")
-Group = Literal["attn", "mlp", "unembed"]
+"""Groups of layers of the language model."""
+VISION = "vision"
+"""Group of the linear layers for pictures: of the vision tower, and of what joins it to the language model."""
+Group = Literal["attn", "mlp", "unembed", "vision"]
 
 _PEFT_PREFIX = "base_model.model."
 
@@ -39,11 +42,17 @@ class AdapterConfig:
     train_mlp: bool = True
     train_unembed: bool = True
     seed: int | None = None
+    train_vision: bool = False
 
     @property
     def groups(self) -> set[Group]:
-        chosen = zip(GROUPS, (self.train_attn, self.train_mlp, self.train_unembed), strict=True)
-        return {group for group, wanted in chosen if wanted}
+        chosen: dict[Group, bool] = {
+            "attn": self.train_attn,
+            "mlp": self.train_mlp,
+            "unembed": self.train_unembed,
+            "vision": self.train_vision,
+        }
+        return {group for group, wanted in chosen.items() if wanted}
 
     @property
     def scaling(self) -> float:
@@ -360,12 +369,21 @@ class Adapter:
 
 def _modules(layers: Sequence[Target]) -> list[str] | str:
     """PEFT's target_modules for these layers: the ends of their names, or a regular expression for whole names."""
-    ends = sorted({_last(target.name, 2 if target.ambiguous else 1) for target in layers})
-    nested = sorted({outer for target in layers if "." in (outer := _around_layers(target.name))})
-    if not nested:
+    of_text = [target for target in layers if target.group != VISION]
+    ends = sorted({_last(target.name, 2 if target.ambiguous else 1) for target in of_text})
+    nested = sorted({outer for target in of_text if "." in (outer := _around_layers(target.name))})
+    # A layer for pictures may end with the same name as one of text.
+    seeing = sorted({_numbered(target.name) for target in layers if target.group == VISION})
+    if not nested and not seeing:
         return ends
     # The model has other parts, such as an encoder of images, whose layers may end with the same names.
-    return rf"((?:{'|'.join(map(re.escape, nested))})\..*\.|)(?:{'|'.join(map(re.escape, ends))})"
+    pattern = rf"((?:{'|'.join(map(re.escape, nested))})\..*\.|)(?:{'|'.join(map(re.escape, ends))})"
+    return "|".join([pattern, *seeing] if ends else seeing)
+
+
+def _numbered(name: str) -> str:
+    """A regular expression for this name with any numbers in it."""
+    return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in name.split("."))
 
 
 def _around_layers(name: str) -> str:
@@ -383,9 +401,10 @@ def chosen_targets(config: AdapterConfig, targets: Sequence[Target]) -> list[Tar
     """The targets that a configuration adapts. Raises Unsupported for a group that the base model cannot adapt."""
     missing = config.groups - {target.group for target in targets}
     if missing:
-        raise Unsupported(
-            f"lora_config.train_{min(missing)}: this base model has no such layers that can be adapted; set it to false"
-        )
+        reason = "no such layers that can be adapted"
+        if missing == {VISION}:
+            reason = "no vision tower that can be adapted here (pictures may be switched off)"
+        raise Unsupported(f"lora_config.train_{min(missing)}: this base model has {reason}; set it to false")
     return [target for target in targets if target.group in config.groups]
 
 

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from tinsmith.errors import Unsupported
 from tinsmith.modeling import attention
 from tinsmith.modeling.adaptation import adapt, decoder_layers, decoder_of, quantizable
-from tinsmith.modeling.adapter import GROUPS, Group, Target
+from tinsmith.modeling.adapter import GROUPS, VISION, Group, Target
 from tinsmith.modeling.adapter_runs import ActiveRuns, Run
 from tinsmith.modeling.attention import Layout, Packed
 from tinsmith.modeling.base_weights import sum_of
@@ -232,7 +232,7 @@ class BaseModel:
         tower, why_no_pictures = None, "it was not loaded from files, which hold the processor of pictures"
         if trainable or division is not None:
             why_no_pictures = "pictures are not supported when all parameters are trained, or divided among ranks"
-        elif not pictures:
+        elif not pictures and model.config.model_type in FAMILIES:
             why_no_pictures = "they are switched off here (pictures is false), and its vision tower is not loaded"
         elif from_files:
             tower, why_no_pictures = _tower(model, path, probe)
@@ -248,9 +248,18 @@ class BaseModel:
             if type(module) is nn.Linear and module is not output
         )
         buffers = persistent_buffers(model)
-        targets, refused = adapt(model, active, replace=not trainable)
+        seeing = probe.pictures if tower is not None else None
+        targets, refused = adapt(
+            model,
+            active,
+            replace=not trainable,
+            for_pictures=() if seeing is None else seeing.layers,
+            seeing=tower and tower.active,
+        )
         if not trainable:
             probe.run_groups(model, targets)
+        if tower is not None and seeing is not None:
+            seeing.run_adapter(model, tower, targets)
         model.set_attn_implementation(attention.NAME)
         if tower is not None:
             tower.set_own_attention()
@@ -334,16 +343,18 @@ class BaseModel:
     @property
     def groups(self) -> list[Group]:
         """The groups that adapters may change."""
-        return [group for group in GROUPS if any(target.group == group for target in self.targets)]
+        return [group for group in (*GROUPS, VISION) if any(target.group == group for target in self.targets)]
 
     def check_groups(self, groups: Collection[Group]) -> None:
         """Raises Unsupported, with the reason, for a group that adapters cannot change here."""
-        for group in GROUPS:
+        for group in (*GROUPS, VISION):
             if group in groups and group not in self.groups:
                 raise Unsupported(f"lora_config.train_{group}: {self.why_not(group)}; set it to false")
 
     def why_not(self, group: Group) -> str:
         """The reason for which a group is not in `groups`."""
+        if group == VISION and self.tower is None:
+            return f"this base model takes no pictures: {self.why_no_pictures}"
         return self.refused_groups.get(group) or "this base model has no such layers that can be adapted"
 
     def hidden_states(

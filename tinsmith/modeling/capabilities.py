@@ -14,6 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from tinsmith.modeling.adaptation import hand_on_layout
+from tinsmith.modeling.adapter import VISION
 from tinsmith.modeling.attention import WithoutLayout
 from tinsmith.modeling.parallel_tensor import CannotDivide
 from tinsmith.modeling.pretrained import UnsupportedModel
@@ -73,8 +74,8 @@ def checked(base: BaseModel, probe: Probe) -> BaseModel:
         )
     refused = {**base.refused_groups, **gaps.refused(limit)}
     targets = [target for target in base.targets if target.group not in refused]
-    base = _without_wrong_pictures(base, probe)
-    base = _sharing(replace(base, targets=targets, refused_groups=refused), probe)
+    base = _without_wrong_pictures(replace(base, targets=targets, refused_groups=refused), probe)
+    base = _sharing(base, probe)
     return _continuing(base, probe)
 
 
@@ -133,10 +134,18 @@ def _without_wrong_pictures(base: BaseModel, probe: Probe) -> BaseModel:
     else:
         logger.info("self-check of %s: with pictures, this and the plain forward differ by %.2g", base.path, gap)
         if gap <= limit:
-            return base
+            return _without_wrong_vision(base, probe.pictures.why_not_adapted(base, limit, usual=usual))
         reason = f"with pictures, its logprobs differ by {gap:.3g} (limit {limit:g}) from those of its own forward"
     logger.warning("%s (%s) takes no pictures: %s", base.path, base.architecture, reason)
-    return replace(base, tower=None, why_no_pictures=reason)
+    return replace(_without_wrong_vision(base, reason), tower=None, why_no_pictures=reason)
+
+
+def _without_wrong_vision(base: BaseModel, reason: str) -> BaseModel:
+    """The model, with adapters of the layers for pictures only if there is no reason against them."""
+    if not reason:
+        return base
+    targets = [target for target in base.targets if target.group != VISION]
+    return replace(base, targets=targets, refused_groups={**base.refused_groups, VISION: reason})
 
 
 def _gaps(base: BaseModel, probe: Probe) -> Gaps | Exception:

@@ -15,6 +15,7 @@ side, R rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,7 +74,10 @@ class LoraLinear(nn.Module):
         parameters = parameters_of([self], active.runs)
         if not parameters and self.quantized is None:
             return nn.functional.linear(x, self.weight, self.bias)
-        y_T_O = _Linear.apply(x.reshape(-1, x.shape[-1]), self, active.runs, *parameters)
+        x_T_I, runs = x.reshape(-1, x.shape[-1]), active.runs
+        if active.every_row:
+            runs = [replace(run, rows=slice(0, x_T_I.shape[0])) for run in runs]
+        y_T_O = _Linear.apply(x_T_I, self, runs, *parameters)
         return y_T_O.unflatten(0, x.shape[:-1])
 
     def _without_gradient(self, x: Tensor) -> Tensor:

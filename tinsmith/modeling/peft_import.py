@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import InvalidRequest
-from tinsmith.modeling.adapter import ALPHA, Adapter, AdapterConfig, LoraWeights, Target
+from tinsmith.modeling.adapter import ALPHA, VISION, Adapter, AdapterConfig, LoraWeights, Target
 from tinsmith.modeling.peft_config import Low, PeftConfig
 from tinsmith.modeling.peft_files import CONFIG, TensorFile, open_tensors
 
@@ -68,7 +68,11 @@ def import_peft(
             raise InvalidRequest(f"{CONFIG}: rank {rank} is above {max_rank}, this server's max_lora_rank", field="r")
         groups = {target.group for target in pairs}
         ours = AdapterConfig(
-            rank, train_attn="attn" in groups, train_mlp="mlp" in groups, train_unembed="unembed" in groups
+            rank,
+            train_attn="attn" in groups,
+            train_mlp="mlp" in groups,
+            train_unembed="unembed" in groups,
+            train_vision=VISION in groups,
         )
         adapter = Adapter.create(ours, theirs, torch.device("cpu"))
         for target in pairs:

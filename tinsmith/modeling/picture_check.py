@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tinsmith.modeling.adapter import VISION, Adapter, Target
+from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.logprobs import logits
+from tinsmith.modeling.pretrained import beside_text
+from tinsmith.modeling.reference import adapted
+from tinsmith.modeling.self_check import LOST, ends, only, random_adapter
 from tinsmith.modeling.tower import Placed, Tower, positions_with_pictures
 from tinsmith.pictures.processing import Picture
 
@@ -26,7 +34,7 @@ _KINDS = ("token_type_ids", "mm_token_type_ids")
 """Names under which models take the kinds of tokens: 1 for those of pictures, 0 for text."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PictureProbe:
     """Two sequences, of which the second has pictures, and its logits by the model's own forward pass."""
 
@@ -34,6 +42,12 @@ class PictureProbe:
     placed: tuple[Placed, ...]
     logits_N_V: Tensor
     """float [N, V]: the logits of the second sequence."""
+    adapter: Adapter | None = None
+    """A random adapter on some layers for pictures; None if the model has no such layers."""
+    adapted_N_V: Tensor | None = None
+    """The logits with the adapter."""
+    layers: frozenset[str] = frozenset()
+    """Names of the linear layers on which the pictures' features depend: a tower may have a head for something else."""
 
     @classmethod
     @torch.no_grad()
@@ -49,29 +63,87 @@ class PictureProbe:
         starts = [sum(_TEXT[:2]), sum(_TEXT[:3]) + len(first)]
         tokens_T = torch.from_numpy(np.concatenate([*texts[:2], first, texts[2], second, texts[3]]))
         placed = tuple(Placed(start, picture) for start, picture in zip(starts, pictures, strict=True))
-        kinds_T = torch.zeros_like(tokens_T, dtype=torch.int32)
-        for one in placed:
-            kinds_T[one.start : one.start + one.picture.num_tokens] = 1
-        kinds_1_N = kinds_T[None, _TEXT[0] :].to(model.device)
-        kinds = {name: kinds_1_N for name in _KINDS if name in inspect.signature(model.forward).parameters}
-        output = model(
-            input_ids=tokens_T[None, _TEXT[0] :].to(model.device), **tower.inputs(pictures), **kinds, use_cache=False
-        )
-        return cls(tokens_T, placed, output.logits[0].float())
+        logits_N_V = _plain(model, tower, tokens_T, placed)
+        return cls(tokens_T, placed, logits_N_V, layers=_layers(model, tower, pictures))
+
+    @torch.no_grad()
+    def run_adapter(self, model: PreTrainedModel, tower: Tower, targets: Sequence[Target]) -> None:
+        """Computes logits with a random adapter on the first and last layer for pictures of each kind. `model` must
+        have its own attention; its layers may be replaced by adapted ones."""
+        chosen = ends([target for target in targets if target.group == VISION])
+        if chosen:
+            self.adapter = random_adapter(only(VISION, rank=4, seed=0), chosen, model.device)
+            with adapted(model, self.adapter):
+                self.adapted_N_V = _plain(model, tower, self.tokens_T, self.placed)
 
     def gap(self, base: BaseModel, *, usual: bool) -> float:
         """The larger gap of a packed pass with gradients and one without: the largest difference of any token's
         logprobs, or with `usual` the median over tokens (see self_check.py)."""
+        return self._gap(base, self.logits_N_V, [], usual=usual)
+
+    def why_not_adapted(self, base: BaseModel, limit: float, *, usual: bool) -> str:
+        """The reason for which adapters of layers for pictures cannot be had; empty if they compute what they mean."""
+        if self.adapter is None or self.adapted_N_V is None:
+            return "it has no linear layers for pictures"
+        effect = _apart(self.adapted_N_V, self.logits_N_V, usual=usual)
+        gap = self._gap(base, self.adapted_N_V, [Run(self.adapter, slice(0, len(self.tokens_T)))], usual=usual)
+        limit = min(limit, LOST * effect)
+        if gap <= limit:
+            return ""
+        return (
+            f"its adapters do not do here what they mean: with pictures, logprobs differ by {gap:.3g} (limit "
+            f"{limit:.3g}) from those of the model with W + scaling * B A"
+        )
+
+    def _gap(self, base: BaseModel, theirs_N_V: Tensor, runs: Sequence[Run], *, usual: bool) -> float:
         assert base.tower is not None
         lengths = [_TEXT[0], len(self.tokens_T) - _TEXT[0]]
         positions = positions_with_pictures(lengths, self.placed, base.device)
-        theirs = self.logits_N_V.to(base.device).log_softmax(-1)
         worst = 0.0
         for training in (False, True):
             with torch.set_grad_enabled(training):
-                sights = base.tower.look(self.placed)
-                hidden = base.hidden_states(self.tokens_T.to(base.device), positions, Packed(lengths), [], sights)
-                ours = logits(base.head, hidden, []).detach()[_TEXT[0] :].log_softmax(-1)
-            gaps_N = (ours - theirs).abs().amax(-1)
-            worst = max(worst, (gaps_N.median() if usual else gaps_N.max()).item(), key=lambda x: (math.isnan(x), x))
+                sights = base.tower.look(self.placed, runs)
+                hidden = base.hidden_states(self.tokens_T.to(base.device), positions, Packed(lengths), runs, sights)
+                ours = logits(base.head, hidden, []).detach()[_TEXT[0] :]
+            gap = _apart(ours, theirs_N_V.to(base.device), usual=usual)
+            worst = max(worst, gap, key=lambda x: (math.isnan(x), x))
         return worst
+
+
+@torch.enable_grad()
+def _layers(model: PreTrainedModel, tower: Tower, pictures: Sequence[Picture]) -> frozenset[str]:
+    """Names of the linear layers on which the pictures' features depend."""
+    beside = {one for _, part in beside_text(model) for one in part.modules() if type(one) is nn.Linear}
+    anchors: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if module in beside:
+                anchors[name] = torch.zeros((), device=model.device, requires_grad=True)
+                stack.callback(module.register_forward_hook(partial(_anchored, anchors[name])).remove)
+        total = torch.stack([one.float().sum() for one in tower.encode(pictures)]).sum()
+    if not total.requires_grad:
+        return frozenset()
+    grads = torch.autograd.grad(total, list(anchors.values()), allow_unused=True)
+    return frozenset(name for name, grad in zip(anchors, grads, strict=True) if grad is not None)
+
+
+def _anchored(anchor: Tensor, module: nn.Module, args: object, output: Tensor) -> Tensor:
+    """Forward hook that makes the output depend on the anchor, which is zero."""
+    return output + anchor.to(output.dtype)
+
+
+def _plain(model: PreTrainedModel, tower: Tower, tokens_T: Tensor, placed: Sequence[Placed]) -> Tensor:
+    """float [N, V]: the logits of the second sequence by the model's own forward pass."""
+    kinds_T = torch.zeros_like(tokens_T, dtype=torch.int32)
+    for one in placed:
+        kinds_T[one.start : one.stop] = 1
+    kinds_1_N = kinds_T[None, _TEXT[0] :].to(model.device)
+    kinds = {name: kinds_1_N for name in _KINDS if name in inspect.signature(model.forward).parameters}
+    seen = tower.inputs([one.picture for one in placed])
+    output = model(input_ids=tokens_T[None, _TEXT[0] :].to(model.device), **seen, **kinds, use_cache=False)
+    return output.logits[0].float()
+
+
+def _apart(ours_N_V: Tensor, theirs_N_V: Tensor, *, usual: bool) -> float:
+    gaps_N = (ours_N_V.log_softmax(-1) - theirs_N_V.log_softmax(-1)).abs().amax(-1)
+    return (gaps_N.median() if usual else gaps_N.max()).item()

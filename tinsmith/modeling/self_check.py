@@ -34,7 +34,7 @@ _PIECES = (2, 2, 1)
 _SHARED = 2
 """Tokens of the first sequence with which another one begins."""
 _RANK = 4
-_LOST = 0.7
+LOST = 0.7
 """An adapter counts as lost if its gap is at least this fraction of its effect. The adapters here change logprobs by
 0.6 to 3."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
@@ -60,7 +60,7 @@ class Gaps:
 
     def refused(self, tolerance: float) -> dict[Group, str]:
         """Groups whose adapters are computed wrongly, with the reason."""
-        limits = {group: min(tolerance, _LOST * effect) for group, effect in self.effects.items()}
+        limits = {group: min(tolerance, LOST * effect) for group, effect in self.effects.items()}
         return {
             group: f"its adapters do not do here what they mean: logprobs differ by {gap:.3g} (limit "
             f"{limits[group]:.3g}) from those of the model with W + scaling * B A"
@@ -103,7 +103,7 @@ class Probe:
         Only the first and the last layer of each kind get an adapter, so that this needs little memory.
         """
         for group, tokens in zip(GROUPS, self.sequences, strict=True):
-            chosen = _ends([target for target in targets if target.group == group])
+            chosen = ends([target for target in targets if target.group == group])
             if chosen:
                 adapter = random_adapter(only(group, rank=_RANK, seed=0), chosen, model.device)
                 self.adapters[group] = adapter
@@ -187,7 +187,12 @@ def _rounds_to_others(base: BaseModel) -> bool:
 def only(group: Group, *, rank: int, seed: int) -> AdapterConfig:
     """The configuration of an adapter on one group."""
     return AdapterConfig(
-        rank=rank, train_attn=group == "attn", train_mlp=group == "mlp", train_unembed=group == "unembed", seed=seed
+        rank=rank,
+        train_attn=group == "attn",
+        train_mlp=group == "mlp",
+        train_unembed=group == "unembed",
+        seed=seed,
+        train_vision=group == "vision",
     )
 
 
@@ -218,7 +223,7 @@ def _worst(gaps: Iterable[float]) -> float:
     return max(gaps, key=lambda gap: (math.isnan(gap), gap))
 
 
-def _ends(targets: Sequence[Target]) -> list[Target]:
+def ends(targets: Sequence[Target]) -> list[Target]:
     """The first and the last target of each kind, whose names differ in numbers only."""
     kinds: dict[str, list[Target]] = {}
     for target in targets:

@@ -1,6 +1,8 @@
 """The vision tower of a base model: it makes features of pictures, which take the place of their tokens' embeddings.
 
-The tower is frozen, so that the features of a picture never change. They are kept, by the picture's digest.
+The tower's own weights are frozen, so that the features of a picture never change. They are kept, by the picture's
+digest. An adapter of the group `vision` changes them: such features are kept under the number of a version that is
+sampled from, and made anew, with gradients, in each pass of training.
 
 Shapes: P tokens of pictures, F features of one token (its embedding, and one for each early layer of the decoder that
 takes more, as in Qwen3-VL's "deepstack"), H hidden.
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tinsmith.modeling.adapter_runs import ActiveRuns, Run
 from tinsmith.modeling.attention import Ahead
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.pretrained import beside_text
@@ -102,7 +105,10 @@ class Tower:
         self._model: Any = model.base_model
         self.processor = processor
         self.picture_token = picture_token
-        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
+        self.active = ActiveRuns()
+        """Read by the tower's own adapted layers."""
+        self._kept: OrderedDict[tuple[int, bytes], Tensor] = OrderedDict()
+        """Features in host memory, by version and digest; version 0 is the base model."""
         self._kept_bytes = 0
 
     def set_own_attention(self) -> None:
@@ -111,13 +117,25 @@ class Tower:
             if isinstance(module, PreTrainedModel):
                 module.set_attn_implementation("sdpa")
 
-    def look(self, placed: Sequence[Placed]) -> Sights:
-        """The features of pictures, in rising order of their places. A picture that occurs twice is encoded once."""
-        features = self._features({one.picture.digest: one.picture for one in placed})
+    def look(self, placed: Sequence[Placed], runs: Sequence[Run] = (), *, version: int = 0) -> Sights:
+        """The features of pictures, in rising order of their places. A picture that a run has twice is encoded once.
+
+        `runs`: with slices of rows; their adapters change the pictures there, if they have layers of the tower.
+        `version`: a number for the weights of these adapters, which never change; 0 if they do, or if there are none.
+        """
+        runs = [run for run in runs if run.adapter.config.train_vision]
+        runs_of = [next((run for run in runs if _is_within(one, run)), None) for one in placed]
+        features: dict[tuple[int, bytes], Tensor] = {}
+        for run in (None, *runs):
+            pictures = {one.picture.digest: one.picture for one, its in zip(placed, runs_of, strict=True) if its is run}
+            found = self._features(pictures, version=0) if run is None else self._adapted(pictures, run, version)
+            features |= {(id(run), digest): one for digest, one in found.items()}
         rows_P = torch.cat([torch.arange(one.start, one.stop) for one in placed])
         numbers_P = torch.cat([torch.full((one.picture.num_tokens,), number) for number, one in enumerate(placed)])
-        features_P_F_H = torch.cat([features[one.picture.digest] for one in placed])
-        return Sights(*(on_device(one, self.device) for one in (rows_P, features_P_F_H, numbers_P)))
+        parts = [features[id(run), one.picture.digest] for one, run in zip(placed, runs_of, strict=True)]
+        if len({one.device for one in parts}) > 1:  # those that are trained are on the device
+            parts = [on_device(one, self.device) for one in parts]
+        return Sights(*(on_device(one, self.device) for one in (rows_P, torch.cat(parts), numbers_P)))
 
     def ahead(self, sights: Sights, num_rows: int) -> Ahead | None:
         """The tokens of a batch of so many rows that see each other in both directions; None for a model whose tokens
@@ -138,17 +156,34 @@ class Tower:
     def device(self) -> torch.device:
         return self._model.device
 
-    def _features(self, pictures: Mapping[bytes, Picture]) -> Mapping[bytes, Tensor]:
+    @torch.no_grad()
+    def _features(self, pictures: Mapping[bytes, Picture], *, version: int) -> Mapping[bytes, Tensor]:
         """The features of each picture in host memory, [P, F, H]."""
-        found = {digest: self._kept[digest] for digest in pictures if digest in self._kept}
+        found = {digest: self._kept[version, digest] for digest in pictures if (version, digest) in self._kept}
         for digest in found:
-            self._kept.move_to_end(digest)
+            self._kept.move_to_end((version, digest))
         missing = [picture for digest, picture in pictures.items() if digest not in found]
         for group in self._groups(missing):
-            for picture, features in zip(group, self._encode(group), strict=True):
-                found[picture.digest] = features
-                self._keep(picture.digest, features)
+            for picture, features in zip(group, self.encode(group), strict=True):
+                found[picture.digest] = features.cpu()
+                self._keep((version, picture.digest), found[picture.digest])
         return found
+
+    def _adapted(self, pictures: Mapping[bytes, Picture], run: Run, version: int) -> Mapping[bytes, Tensor]:
+        """The features of each picture by an adapter, [P, F, H]: in host memory if they are kept, else on the device,
+        with gradients if those are enabled."""
+        self.active.runs, self.active.every_row = [run], True
+        try:
+            if version and not torch.is_grad_enabled():
+                return self._features(pictures, version=version)
+            groups = list(self._groups(list(pictures.values())))
+            return {
+                picture.digest: features
+                for group in groups
+                for picture, features in zip(group, self.encode(group), strict=True)
+            }
+        finally:
+            self.active.clear()
 
     def _groups(self, pictures: Sequence[Picture]) -> Iterator[list[Picture]]:
         """The pictures in parts that the tower computes in one call."""
@@ -161,22 +196,26 @@ class Tower:
         if group:
             yield group
 
-    @torch.no_grad()
-    def _encode(self, pictures: Sequence[Picture]) -> list[Tensor]:
+    def encode(self, pictures: Sequence[Picture]) -> list[Tensor]:
         """The features of each picture, [P, F, H]."""
         output = self._model.get_image_features(**self.inputs(pictures), return_dict=True)
         levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         dtype = self._model.get_input_embeddings().weight.dtype
-        together = torch.stack([_end_to_end(one) for one in levels], 1).to("cpu", dtype)
+        together = torch.stack([_end_to_end(one) for one in levels], 1).to(dtype)
         return list(together.split([one.num_tokens for one in pictures]))
 
-    def _keep(self, digest: bytes, features: Tensor) -> None:
+    def _keep(self, key: tuple[int, bytes], features: Tensor) -> None:
         """Keeps features until the bound on their bytes is reached, the newest longest."""
-        self._kept[digest] = features
+        self._kept[key] = features
         self._kept_bytes += features.nbytes
         while self._kept_bytes > _KEPT_BYTES:
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= oldest.nbytes
+
+
+def _is_within(placed: Placed, run: Run) -> bool:
+    assert isinstance(run.rows, slice)
+    return run.rows.start <= placed.start < run.rows.stop
 
 
 def _end_to_end(features: Tensor | Sequence[Tensor]) -> Tensor:

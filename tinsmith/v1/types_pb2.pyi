@@ -50,6 +50,7 @@ class AdapterGroup(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ADAPTER_GROUP_ATTN: _ClassVar[AdapterGroup]
     ADAPTER_GROUP_MLP: _ClassVar[AdapterGroup]
     ADAPTER_GROUP_UNEMBED: _ClassVar[AdapterGroup]
+    ADAPTER_GROUP_VISION: _ClassVar[AdapterGroup]
 
 class CheckpointKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -80,6 +81,7 @@ ADAPTER_GROUP_UNSPECIFIED: AdapterGroup
 ADAPTER_GROUP_ATTN: AdapterGroup
 ADAPTER_GROUP_MLP: AdapterGroup
 ADAPTER_GROUP_UNEMBED: AdapterGroup
+ADAPTER_GROUP_VISION: AdapterGroup
 CHECKPOINT_KIND_UNSPECIFIED: CheckpointKind
 CHECKPOINT_KIND_TRAINING: CheckpointKind
 CHECKPOINT_KIND_SAMPLER: CheckpointKind
@@ -321,18 +323,20 @@ class PromptAltTokens(_message.Message):
     def __init__(self, tokens: _Optional[_Union[Tensor, _Mapping]] = ..., logprobs: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class LoraConfig(_message.Message):
-    __slots__ = ("rank", "seed", "train_unembed", "train_mlp", "train_attn")
+    __slots__ = ("rank", "seed", "train_unembed", "train_mlp", "train_attn", "train_vision")
     RANK_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     TRAIN_UNEMBED_FIELD_NUMBER: _ClassVar[int]
     TRAIN_MLP_FIELD_NUMBER: _ClassVar[int]
     TRAIN_ATTN_FIELD_NUMBER: _ClassVar[int]
+    TRAIN_VISION_FIELD_NUMBER: _ClassVar[int]
     rank: int
     seed: int
     train_unembed: bool
     train_mlp: bool
     train_attn: bool
-    def __init__(self, rank: _Optional[int] = ..., seed: _Optional[int] = ..., train_unembed: _Optional[bool] = ..., train_mlp: _Optional[bool] = ..., train_attn: _Optional[bool] = ...) -> None: ...
+    train_vision: bool
+    def __init__(self, rank: _Optional[int] = ..., seed: _Optional[int] = ..., train_unembed: _Optional[bool] = ..., train_mlp: _Optional[bool] = ..., train_attn: _Optional[bool] = ..., train_vision: _Optional[bool] = ...) -> None: ...
 
 class CheckpointInfo(_message.Message):
     __slots__ = ("location", "kind", "model_id", "base_model", "lora_config", "version_id", "size_bytes", "created_at", "step", "has_optimizer", "ttl", "user_metadata", "optimizer", "encrypted", "base_weights")

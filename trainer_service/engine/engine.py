@@ -29,7 +29,7 @@ from trainer_service.engine.passes import Alone, Passes, Team, model_ids
 from trainer_service.engine.residency import Residency
 from trainer_service.metrics import Metrics
 from trainer_service.objectives.losses import LOSS_FNS
-from trainer_service.weight_sync.canary import Scores, Tokens, score
+from trainer_service.weight_sync.canary import Pictured, Scores, Tokens, score
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +379,7 @@ class TrainingEngine:
         """The model's live weights, not a copy."""
         return self.models[model_id].adapter
 
-    def score(self, weights: Weights | None, sequences: Sequence[Tokens]) -> Scores:
+    def score(self, weights: Weights | None, sequences: Sequence[Tokens | Pictured]) -> Scores:
         """Scores the sequences with any weights for this base model; None means the base model alone (canary.score).
 
         Raises OutOfCapacity when there is no memory for it.
@@ -388,7 +388,7 @@ class TrainingEngine:
             lambda: score(self.base, weights, sequences), what="scoring a published version"
         )
 
-    def score_together(self, weights: Weights | None, sequences: Sequence[Tokens]) -> Scores:
+    def score_together(self, weights: Weights | None, sequences: Sequence[Tokens | Pictured]) -> Scores:
         """Scores the sequences in one pass of all ranks, each of which must make this call. Raises MemoryError when one
         has no memory for it."""
         with self._team.one_pass():

@@ -292,7 +292,7 @@ class Passes:
             sights = None
             if pack.placed:
                 assert self._base.tower is not None  # requests.py refuses pictures otherwise
-                sights = self._base.tower.look(pack.placed)
+                sights = self._base.tower.look(pack.placed, adapted)
             with checkpointed(layers, self._base.active) if layers else nullcontext():
                 hidden_T_H = self._base.hidden_states(tokens_T, positions, pack.layout, adapted, sights)
             named = torch.from_numpy(pack.rows_M), torch.from_numpy(pack.targets_M)

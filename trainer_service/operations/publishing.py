@@ -79,14 +79,15 @@ class Publishing:
         Returns as soon as the copy is made, with a future of the scores, so that the copy is stored and sent meanwhile.
         """
         loop = asyncio.get_running_loop()
+        canary = self.publisher.canary(self.engine.weights(model_id).config)
         captured: asyncio.Future[CapturedState] = loop.create_future()
 
         def call() -> Scores:
             state = self.engine.capture(model_id, with_optimizer=False)
             loop.call_soon_threadsafe(lambda: captured.done() or captured.set_result(state))
-            return self.engine.score(self.engine.weights(model_id), self.publisher.sequences)
+            return self.engine.score(self.engine.weights(model_id), canary.sequences)
 
-        scores = asyncio.ensure_future(turn.run(call, canary_tokens=self.publisher.num_tokens))
+        scores = asyncio.ensure_future(turn.run(call, canary_tokens=canary.num_tokens))
         await asyncio.wait({captured, scores}, return_when=asyncio.FIRST_COMPLETED)
         if not captured.done():
             await scores  # raises, because the copy has failed
@@ -176,10 +177,11 @@ class Publishing:
 
     async def _score(self, state: CapturedState, name: Name) -> Scores:
         """Scores the canary, for one publish at a time, so that micro-batches wait for at most one score."""
+        canary = self.publisher.canary(state.config)
         async with self._scoring:
             return await self.run_alone(
-                lambda: self.engine.score(state.adapter, self.publisher.sequences),
-                canary_tokens=self.publisher.num_tokens,
+                lambda: self.engine.score(state.adapter, canary.sequences),
+                canary_tokens=canary.num_tokens,
                 name=name,
             )
 

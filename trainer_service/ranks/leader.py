@@ -27,7 +27,7 @@ from trainer_service.ranks.group import RankGroup
 from trainer_service.ranks.team import RankTeam
 from trainer_service.ranks.wire import Message
 from trainer_service.requests import batch_to_bytes
-from trainer_service.weight_sync.canary import Scores, Tokens
+from trainer_service.weight_sync.canary import Pictured, Scores, Tokens
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -105,7 +105,7 @@ class LeadingEngine(TrainingEngine):
             state = replace(state, optimizer=None)  # so that it is not sent
         self._everywhere(TrainingEngine.restore, model_id, state, with_optimizer=with_optimizer)
 
-    def score(self, weights: Weights | None, sequences: Sequence[Tokens]) -> Scores:
+    def score(self, weights: Weights | None, sequences: Sequence[Tokens | Pictured]) -> Scores:
         if not self._ranks.together:
             return super().score(weights, sequences)  # rank 0 has the whole base model
         try:

@@ -23,13 +23,14 @@ import numpy.typing as npt
 import torch
 
 from tinsmith.errors import NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, VersionRefused
+from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.times import duration, timestamp
 from tinsmith.v1 import sampler_pb2, types_pb2, weight_sync_pb2
 from tinsmith.v1.types_pb2 import PublishCertificate
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Published, Version, WeightSender
-from trainer_service.weight_sync.canary import Scores, Tokens
+from trainer_service.weight_sync.canary import Canary, Pictured, Scores, Tokens
 from trainer_service.weight_sync.samplers import Sampler
 
 logger = logging.getLogger(__name__)
@@ -192,18 +193,20 @@ class Publisher:
         unadapted: Scores,
         *,
         check_ours: Callable[[], Awaitable[None]] | None = None,
+        seeing: Canary | None = None,
     ) -> None:
         """`unadapted`: the trainer's scores of the base model alone. `check_ours`: raises NotReady when another trainer
-        may have taken over the runs of this one; called before a version is sent, and before samplers serve it."""
+        may have taken over the runs of this one; called before a version is sent, and before samplers serve it.
+        `seeing`: the canary for versions that adapt the vision tower; None if it is that of all others."""
         self.sender = sender
         self._check_ours = check_ours
-        self.sequences = sequences
+        self._canary = Canary(sequences, unadapted)
+        self._seeing = seeing
         self._rule = rule
         self._metrics = metrics
-        self._unadapted = unadapted
-        self._theirs_unadapted: dict[str, tuple[str, Scores]] = {}
-        """Each sampler's boot id and scores of the base model alone, by address. They are measured once for each
-        boot."""
+        self._theirs_unadapted: dict[tuple[str, bool], tuple[str, Scores]] = {}
+        """Each sampler's boot id and scores of the base model alone, by address and by whether the canary is the one
+        with a picture. They are measured once for each boot."""
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """A lock for each version, so that no other publish of it comes between its measurement and its
         confirmation."""
@@ -212,10 +215,9 @@ class Publisher:
     def has_samplers(self) -> bool:
         return self.sender.has_samplers
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens that a canary score computes."""
-        return sum(tokens.size for tokens in self.sequences)
+    def canary(self, config: AdapterConfig) -> Canary:
+        """The canary for versions with this configuration."""
+        return self._seeing if config.train_vision and self._seeing is not None else self._canary
 
     async def publish(
         self, version: Version, scores: asyncio.Future[Scores], *, sent: asyncio.Event | None = None
@@ -239,9 +241,10 @@ class Publisher:
         if not published.members:
             return None
         try:
-            measuring = (self._measure(address, version.version_id) for address in published.members)
+            canary = self.canary(version.adapter.config)
+            measuring = (self._measure(address, version.version_id, canary) for address in published.members)
             measured, ours = await asyncio.gather(asyncio.gather(*measuring), scores)
-            certificate = self._certificate(published, version.version_id, measured, ours)
+            certificate = self._certificate(published, version.version_id, measured, ours, canary.unadapted)
         except BaseException:
             await self.sender.withdraw(version.version_id)
             raise
@@ -285,12 +288,17 @@ class Publisher:
         )
 
     def _certificate(
-        self, published: Published, version_id: str, measured: Sequence[_Measured | None], ours: Scores
+        self,
+        published: Published,
+        version_id: str,
+        measured: Sequence[_Measured | None],
+        ours: Scores,
+        unadapted: Scores,
     ) -> PublishCertificate:
         limit, mean_limit = self._rule.limit, self._rule.mean_limit
-        gaps = [one.gap(ours, self._unadapted, mean_limit=mean_limit) for one in measured if one is not None]
+        gaps = [one.gap(ours, unadapted, mean_limit=mean_limit) for one in measured if one is not None]
         with np.errstate(invalid="ignore"):
-            change = float(np.abs(ours.astype(np.float64) - self._unadapted).mean())
+            change = float(np.abs(ours.astype(np.float64) - unadapted).mean())
         return PublishCertificate(
             version_id=version_id,
             weights_hash=published.checksum,
@@ -330,14 +338,14 @@ class Publisher:
             logger.warning("%s is %s: %s", certificate.version_id, what, _described(_worst(certificate), certificate))
         self._metrics.publishing.publish_certificates.labels(outcome).inc()
 
-    async def _measure(self, address: str, version_id: str) -> _Measured | None:
+    async def _measure(self, address: str, version_id: str, canary: Canary) -> _Measured | None:
         """Scores the canary on one sampler. Returns None when it does not answer in time or no longer has the
         version."""
         sampler = self.sender.sampler(address)
         try:
             async with asyncio.timeout(self._rule.timeout_s):
                 theirs, (engine, unadapted) = await asyncio.gather(
-                    self._scores(sampler, version_id), self._score_unadapted(sampler)
+                    self._scores(sampler, version_id, canary), self._score_unadapted(sampler, canary)
                 )
         except (NotReady, VersionNotLoaded, TimeoutError) as error:
             reason = str(error) or f"no answer within {self._rule.timeout_s:g} s"
@@ -345,25 +353,27 @@ class Publisher:
             return None
         return _Measured(address, engine, theirs, unadapted)
 
-    async def _score_unadapted(self, sampler: Sampler) -> tuple[str, Scores]:
+    async def _score_unadapted(self, sampler: Sampler, canary: Canary) -> tuple[str, Scores]:
         """The sampler's engine, and its scores of the base model alone."""
         info = await _called(sampler.versions.GetSamplerInfo(sampler_pb2.GetSamplerInfoRequest()))
-        boot_id, scores = self._theirs_unadapted.get(sampler.address, ("", None))
+        key = sampler.address, canary is self._seeing
+        boot_id, scores = self._theirs_unadapted.get(key, ("", None))
         if scores is None or boot_id != info.boot_id:
-            scores = await self._scores(sampler, "")
-            self._theirs_unadapted[sampler.address] = info.boot_id, scores
+            scores = await self._scores(sampler, "", canary)
+            self._theirs_unadapted[key] = info.boot_id, scores
         return info.engine, scores
 
-    async def _scores(self, sampler: Sampler, version_id: str) -> Scores:
+    async def _scores(self, sampler: Sampler, version_id: str, canary: Canary) -> Scores:
         """A sampler's scores of all canary sequences. `version_id`: empty for the base model alone."""
-        return np.concatenate(await asyncio.gather(*(self._score(sampler, version_id, one) for one in self.sequences)))
+        return np.concatenate(
+            await asyncio.gather(*(self._score(sampler, version_id, one) for one in canary.sequences))
+        )
 
-    async def _score(self, sampler: Sampler, version_id: str, tokens: Tokens) -> Scores:
+    async def _score(self, sampler: Sampler, version_id: str, sequence: Tokens | Pictured) -> Scores:
         """A sampler's logprobs of a sequence's tokens without the first; NaN when it cannot score the sequence."""
-        chunk = types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=tokens.astype("<i4").tobytes()))
         request = sampler_pb2.SampleRequest(
             version_id=version_id,
-            prompt=[chunk],
+            prompt=chunks_of(sequence),
             num_samples=1,
             sampling_params=sampler_pb2.SamplingParams(max_tokens=1, temperature=0, stop=sampler_pb2.StopCondition()),
             prompt_logprobs=True,
@@ -378,7 +388,16 @@ class Publisher:
                 raise
             except ServiceError as error:  # the sampler computes no finite logprobs, or has another vocabulary
                 logger.warning("scoring %s failed: %s", version_id, error)
-                return np.full(tokens.size - 1, np.nan, np.float32)
+                length = (sequence.tokens if isinstance(sequence, Pictured) else sequence).size
+                return np.full(length - 1, np.nan, np.float32)
+
+
+def chunks_of(sequence: Tokens | Pictured) -> list[types_pb2.Chunk]:
+    if not isinstance(sequence, Pictured):
+        return [types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=sequence.astype("<i4").tobytes()))]
+    before, after = sequence.tokens[: sequence.placed.start], sequence.tokens[sequence.placed.stop :]
+    image = types_pb2.Image(data=sequence.png, format="png")
+    return [*chunks_of(before), types_pb2.Chunk(image=image), *chunks_of(after)]
 
 
 async def _sample(sampler: Sampler, request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleResponse:

@@ -49,7 +49,7 @@ async def create_model(request: Request) -> answers.training.Receipt:
         message = trainer_pb2.CreateModelRequest(
             model_id=model_id,
             base_model=asked.base_model,
-            lora_config=convert.lora_config(asked.lora_config or schemas.LoraConfig()),
+            lora_config=convert.lora_config(asked.lora_config or schemas.LoraConfig(), asked.user_metadata or {}),
             optimizer=convert.optimizer(asked.optimizer_config.type),
             user_metadata=asked.user_metadata,
         )

@@ -412,6 +412,7 @@ async def test_create_model_refusals(client: Client) -> None:
             ({"lora_config": {"rank": 8, "alpha": 77}}, "lora_config.alpha"),
             ({"optimizer_config": {"type": "dimuon", "version": 2}}, "optimizer_config.version"),
             ({"user_metadata": {"a": "\0"}}, "user_metadata.a"),
+            ({"user_metadata": {"train_vision": "yes"}}, "user_metadata.train_vision: 'yes' is neither"),
         ]
     ):
         receipt = await client.call("create_model", body | {"model_seq_id": seq} | change)
@@ -421,6 +422,15 @@ async def test_create_model_refusals(client: Client) -> None:
         assert part in failure["error"]
     await client.call("create_model", body | {"session_id": "nobody"}, status=404)
     await client.call("create_model", {"session_id": session_id}, status=400)
+
+
+async def test_the_metadata_ask_for_adapters_of_the_tower(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    for seq, (metadata, expected) in enumerate(
+        [({"train_vision": "True"}, True), ({"train_vision": "false"}, False), ({}, False)]
+    ):
+        model_id = await client.model(session_id, seq=seq, user_metadata=metadata)
+        assert stack.trainer.models[model_id].info.lora_config.train_vision == expected
 
 
 async def test_create_model_again_is_the_same_model(stack: Stack, client: Client) -> None:

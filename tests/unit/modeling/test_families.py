@@ -43,6 +43,10 @@ TOWER = {
     "hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
     "num_position_embeddings": 16, "patch_size": 14,
 }  # fmt: skip
+PLAIN_TOWER = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4,
+    "image_size": 24,
+}  # fmt: skip
 IMAGE_TOKENS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
 GEMMA = {"sliding_window": 4, "query_pre_attn_scalar": 16}
 DENSE: dict[str, dict[str, Any]] = {
@@ -170,6 +174,19 @@ MORE: dict[str, dict[str, Any]] = {
         **IMAGE_TOKENS,
     },
     "Qwen3_5Moe": {"text_config": {**COMMON, **DELTA, **SHARED_EXPERT}, "vision_config": TOWER, **IMAGE_TOKENS},
+    # With a tower for pictures that are not supported here, which a user of text need not know:
+    "Mistral3": {
+        "text_config": {**COMMON, "model_type": "mistral"}, "image_token_id": 5, "tie_word_embeddings": False,
+        "vision_config": {**PLAIN_TOWER, "model_type": "pixtral", "head_dim": 16},
+    },
+    "Llava": {
+        "text_config": {**COMMON, "model_type": "llama"}, "image_token_id": 5, "tie_word_embeddings": False,
+        "vision_config": {**PLAIN_TOWER, "model_type": "clip_vision_model", "projection_dim": 32},
+    },
+    "InternVL": {
+        "text_config": {**COMMON, "model_type": "qwen2"}, "image_token_id": 5, "tie_word_embeddings": False,
+        "vision_config": {**PLAIN_TOWER, "patch_size": [4, 4], "image_size": [24, 24]},
+    },
     # Attention of their own, which no cache here reaches:
     **{family: {**GPT, "rotary_dim": 8} for family in ("GPTJ", "CodeGen")},
     "GPTNeo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},

@@ -22,6 +22,7 @@ from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.capabilities import one_by_one
 from tinsmith.modeling.logprobs import target_logprobs
+from tinsmith.modeling.peft_import import import_peft
 from tinsmith.modeling.tower import Placed, Tower, positions_with_pictures
 from tinsmith.pictures.families import family_of
 from tinsmith.pictures.processing import Picture
@@ -85,13 +86,13 @@ def packed(base: BaseModel, sequences: list[Sequence], runs: list[Run]) -> Tenso
     ]
     tokens = torch.cat([one.tokens for one in sequences])
     assert base.tower is not None
-    sights = base.tower.look(placed) if placed else None
+    sights = base.tower.look(placed, runs) if placed else None
     hidden = base.hidden_states(tokens, positions_with_pictures(lengths, placed, CPU), Packed(lengths), runs, sights)
     return target_logprobs(base.head, hidden, torch.arange(len(tokens)), tokens, runs)
 
 
-def adapter_of(base: BaseModel) -> Adapter:
-    adapter = Adapter.create(AdapterConfig(rank=3, seed=1), base.targets, CPU)
+def adapter_of(base: BaseModel, *, train_vision: bool = False) -> Adapter:
+    adapter = Adapter.create(AdapterConfig(rank=3, seed=1, train_vision=train_vision), base.targets, CPU)
     for weights in adapter.weights.values():
         weights.b_O_R.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
     for tensor in adapter.tensors():
@@ -99,11 +100,19 @@ def adapter_of(base: BaseModel) -> Adapter:
     return adapter
 
 
-@pytest.mark.parametrize("family", VISION)
-def test_pictures_packed_with_text_equal_transformers_and_peft_gradients_included(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "train_vision"),
+    [
+        *((family, False) for family in VISION),
+        *((family, True) for family in ("Qwen3VL", "Qwen3_5", "Gemma3", "Gemma4")),
+    ],
+)
+def test_pictures_packed_with_text_equal_transformers_and_peft_gradients_included(
+    family: str, train_vision: bool, tmp_path: Path
+) -> None:
     base = load(tmp_path / "model", family)
-    assert not any("visual" in target.name for target in base.targets)
-    adapter = adapter_of(base)
+    adapter = adapter_of(base, train_vision=train_vision)
+    assert any("language_model" not in one.name and one.group != "unembed" for one in adapter.targets) == train_vision
     pieces = [[3, WIDE, 4, HIGH, 2], [7], [WIDE, 1], [2, HIGH, 6], [9]]
     sequences = [Sequence(base, one, seed) for seed, one in enumerate(pieces)]
     factors = torch.cat([one.factors for one in sequences])
@@ -113,6 +122,9 @@ def test_pictures_packed_with_text_equal_transformers_and_peft_gradients_include
     oracle = Oracle(tmp_path / "model", adapter, tmp_path / "adapter")
     theirs = torch.cat([one.plain(oracle.model, tmp_path / "model") for one in sequences])
     torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-5, atol=2e-5)
+    imported = import_peft(tmp_path / "adapter", base.targets, {}, base_model="", max_rank=3).adapter
+    assert imported.config.train_vision == train_vision
+    assert torch.equal(imported.flat, adapter.flat)
     for grad, expected in zip(grads, oracle.gradients(lambda: (theirs * factors).sum()), strict=True):
         assert expected.norm() > 0
         # Gates of recurrent layers round worse: test_recurrent.py compares their kernels in float64.
@@ -145,8 +157,8 @@ def test_a_picture_is_encoded_once_and_kept_within_a_bound(tmp_path: Path, monke
     tower = base.tower
     assert tower is not None
     encoded: list[int] = []
-    encode = tower._encode
-    monkeypatch.setattr(tower, "_encode", lambda pictures: encoded.append(len(pictures)) or encode(pictures))
+    encode = tower.encode
+    monkeypatch.setattr(tower, "encode", lambda pictures: encoded.append(len(pictures)) or encode(pictures))
     wide, high = scaled(base, WIDE), scaled(base, HIGH)
     first = tower.look([Placed(2, wide), Placed(20, high), Placed(40, scaled(base, WIDE))])
     assert encoded == [2]
@@ -159,7 +171,7 @@ def test_a_picture_is_encoded_once_and_kept_within_a_bound(tmp_path: Path, monke
     others = [Placed(0, scaled(base, WIDE.rotate(180))), Placed(15, scaled(base, HIGH.rotate(180)))]
     tower.look(others)
     assert encoded == [2, 1, 1]  # more patches than one call takes
-    assert list(tower._kept) == [others[1].picture.digest]
+    assert list(tower._kept) == [(0, others[1].picture.digest)]
 
 
 def test_positions_are_those_of_transformers(tmp_path: Path) -> None:
@@ -206,7 +218,7 @@ def test_without_pictures_the_tower_is_not_loaded(family: str, tmp_path: Path) -
     assert taken <= sum(one.nbytes for one in seeing.parameters.values()) - of_towers + 10_000
     assert blind.tower is None
     assert blind.why_no_pictures.startswith("they are switched off here (pictures is false)")
-    assert [one.name for one in blind.targets] == [one.name for one in seeing.targets]
+    assert [one.name for one in blind.targets] == [one.name for one in seeing.targets if one.group != "vision"]
     assert blind.weights_sum == seeing.weights_sum, "a run may go on without pictures"
     tokens, positions = torch.arange(10, 20), torch.arange(10)
     with torch.no_grad():

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
@@ -19,8 +20,12 @@ from sampler_service.torch_engine.kv_cache import BLOCK_TOKENS, digests_of
 from tests.support.models import VISION, kinds_of, make_vision_model
 from tests.unit.sampler_service.serving import serving
 from tinsmith.errors import InvalidRequest, ServiceError
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.self_check import only, random_adapter
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2
+from trainer_service.weight_sync.canary import score, with_picture
+from trainer_service.weight_sync.certificate import chunks_of
 
 PIXELS = np.random.default_rng(0).integers(256, size=(90, 90, 3), dtype=np.uint8)
 WIDE, HIGH = (Image.fromarray(PIXELS[:h, :w]) for w, h in ((37, 21), (17, 30)))
@@ -115,6 +120,40 @@ async def test_the_sampler_is_transformers(
             oracle.check(result, request, images)
 
 
+async def test_a_version_that_adapts_the_tower_is_sampled_as_it_is_trained(tmp_path: Path) -> None:
+    """Beside the base model, on the same pictures and prefixes. The canary with a picture shows it."""
+    plain, adapted = (Oracle(make_vision_model(tmp_path / "model")) for _ in range(2))
+    trainer = BaseModel.load(tmp_path / "model", device=torch.device("cpu"), dtype=torch.float32)
+    adapter = random_adapter(only("vision", rank=2, seed=1), trainer.targets, trainer.device)
+    (tmp_path / "adapter").mkdir()
+    adapter.save_peft(tmp_path / "adapter", base_model="tiny")
+    adapted.model = PeftModel.from_pretrained(adapted.model, tmp_path / "adapter").merge_and_unload()
+    async with serving(tmp_path / "model", prefill_tokens_per_step=8) as engine:
+        await engine.install("v", adapter)
+        prompt, oracles = [text(20, seed=3), chunk(WIDE), text(2)], {"": plain, "v": adapted}
+        for _ in range(2):
+            requests = [asked(engine, *prompt, prompt_logprobs=True, version_id=one) for one in oracles]
+            results = await asyncio.gather(*(answer(engine, one) for one in requests))
+            for result, request, oracle in zip(results, requests, oracles.values(), strict=True):
+                oracle.check(result, request, [WIDE])
+            drawn = await answer(engine, asked(engine, *prompt, version_id="v"))
+            np.testing.assert_allclose(
+                drawn.sequences[0].logprobs, results[1].sequences[0].logprobs, rtol=1e-4, atol=1e-4
+            )
+            assert drawn.prompt_cache_hit_tokens > 0
+            base, version = (np.asarray(one.sequences[0].logprobs) for one in results)
+            assert np.abs(base - version).max() > 0.01
+        tower = engine.tower
+        assert tower is not None
+        assert {version for version, _ in tower._kept} == {0, 2}  # 1 was the warm-up
+        (seen,) = with_picture(trainer)
+        shown = await answer(engine, asked(engine, *chunks_of(seen), prompt_logprobs=True, version_id="v"))
+        ours, without = (score(trainer, weights, [seen]) for weights in (adapter, None))
+        assert shown.prompt.logprobs is not None
+        np.testing.assert_allclose(shown.prompt.logprobs[1:], ours, rtol=1e-4, atol=1e-4)
+        assert np.abs(ours - without).max() > 0.01
+
+
 async def test_a_prefix_is_reused_with_its_own_pictures_only(tmp_path: Path) -> None:
     oracle = Oracle(make_vision_model(tmp_path))
     async with serving(tmp_path) as engine:
@@ -188,14 +227,14 @@ async def test_a_picture_on_which_the_tower_fails_ends_its_own_request_only(
     async with serving(tmp_path) as engine:
         tower = engine.tower
         assert tower is not None
-        encode = tower._encode
+        encode = tower.encode
 
         def fails(pictures: Any) -> Any:
             if pictures[0].grid == (4, 2):
                 raise RuntimeError("no such picture")
             return encode(pictures)
 
-        monkeypatch.setattr(tower, "_encode", fails)
+        monkeypatch.setattr(tower, "encode", fails)
         good = asked(engine, text(2), chunk(WIDE), text(3), prompt_logprobs=True)
         bad = asked(engine, text(2), chunk(HIGH), text(20))
         result, error = await asyncio.gather(answer(engine, good), answer(engine, bad), return_exceptions=True)

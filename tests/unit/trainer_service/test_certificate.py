@@ -22,7 +22,7 @@ from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
-from tinsmith.modeling.full_weights import Weights
+from tinsmith.modeling.full_weights import FULL, Weights
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.server import Server
 from tinsmith.rpc.times import seconds_of
@@ -233,7 +233,7 @@ async def test_the_canary_is_scored_by_the_call_that_serves_clients(base: BaseMo
     await bench.publish()
     asked = bench.samplers[0].asked
     of_version = [one for one in asked if one.version_id]
-    assert len(of_version) == len(bench.publisher.sequences)
+    assert len(of_version) == len(bench.publisher.canary(FULL).sequences)
     assert {one.version_id for one in of_version} == {"m@1"}
     assert all(one.prompt_logprobs and one.sampling_params.max_tokens == 1 for one in asked)
     assert bench.samplers[0].on_probation == of_version

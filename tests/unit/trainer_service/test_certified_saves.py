@@ -303,7 +303,7 @@ async def test_a_refused_version_is_served_by_none_even_where_its_removal_never_
 async def test_a_save_that_no_sampler_can_measure_is_saved_and_not_published(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def measure(address: str, version_id: str) -> None:
+    async def measure(address: str, version_id: str, canary: object) -> None:
         return None
 
     monkeypatch.setattr(stack.publisher, "_measure", measure)
@@ -325,9 +325,9 @@ async def test_a_sampler_that_was_not_measured_gets_the_version_when_it_is_wante
     measure = stack.publisher._measure
     left_out: list[str] = []
 
-    async def some(address: str, version_id: str) -> Any:
+    async def some(address: str, version_id: str, canary: Any) -> Any:
         left_out.append(address)
-        return await measure(address, version_id) if address != left_out[0] else None
+        return await measure(address, version_id, canary) if address != left_out[0] else None
 
     monkeypatch.setattr(stack.publisher, "_measure", some)
     saved = await stack.save()

@@ -15,6 +15,7 @@ from tests.support.batches import datum, request
 from tests.support.models import make_vision_model
 from tests.unit.trainer_service.restoring import Process
 from tinsmith.errors import InvalidRequest
+from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import trainer_pb2 as pb
@@ -148,7 +149,7 @@ def batch(seq_id: int, *chunks: types_pb2.Chunk, **fields: Any) -> pb.ForwardBac
 async def test_training_computes_what_transformers_does_and_is_replayed_after_a_crash(
     folder: Path, seeing: BaseModel, tmp_path: Path
 ) -> None:
-    lora = types_pb2.LoraConfig(rank=4, seed=1, train_attn=True, train_mlp=True)
+    lora = types_pb2.LoraConfig(rank=4, seed=1, train_attn=True, train_mlp=True, train_vision=True)
     process = await start(tmp_path / "first", seeing)
     try:
         await process.send(pb.CreateModelRequest(model_id=MODEL, base_model="tiny", lora_config=lora))
@@ -170,6 +171,10 @@ async def test_training_computes_what_transformers_does_and_is_replayed_after_a_
         assert "data[1].model_input[1].data" in str(await process.outcome(MODEL, 3))
         before = [await process.outcome(MODEL, seq_id) for seq_id in (4, 5, 6)]
         weights = await process.weights(MODEL)
+        trained = process.engine.models[MODEL].adapter
+        assert isinstance(trained, Adapter)
+        for target in trained.targets:
+            assert target.group != "vision" or trained.weights[target.name].b_O_R.abs().sum() > 0
         crashed = await process.crash(tmp_path / "second")
     finally:
         await process.stop()
