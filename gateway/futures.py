@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import orjson
@@ -38,6 +38,8 @@ JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 _OVERHEAD_BYTES = 1024
 """Memory of an answer beside its body, about."""
+_TRIMMED_BELOW_BYTES = 64 * 1024
+"""A body below this size is copied before it is kept: orjson's bytes hold at least 4 KiB, however short they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,10 @@ class Answers:
         self._ids[self._kept[request_id].owner].move_to_end(request_id)
 
     def put(self, request_id: str, kept: Kept) -> None:
+        """Keeps an answer, and forgets others that no longer fit."""
         self.forget(request_id)
+        if len(kept.answer.body) < _TRIMMED_BELOW_BYTES:
+            kept = replace(kept, answer=replace(kept.answer, body=bytes(memoryview(kept.answer.body))))
         self._kept[request_id] = kept
         self._ids[kept.owner][request_id] = None
         self._count(kept.owner, kept.num_bytes)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections import Counter
 
 import pytest
 
-from gateway.futures import _OVERHEAD_BYTES, Answer, Answers, Kept
+from gateway.futures import _OVERHEAD_BYTES, Answer, Answers, Kept, failed
 from tests.unit.gateway.stack import Client, Stack, sample_body
+from tinsmith.errors import InvalidRequest
 
 KB = 1024
 
@@ -26,6 +28,16 @@ def test_huge_answers_of_one_owner_push_out_nobody_elses() -> None:
         assert [f"a{n}" in answers for n in range(10)] == [True] * 10
         assert f"e{number}" in answers, "the newest is there to be fetched"
     assert [f"e{n}" in answers for n in range(19)] == [False] * 19
+
+
+def test_small_answers_take_no_more_memory_than_is_counted_for_them() -> None:
+    answers = Answers(2**30)
+    tracemalloc.start()
+    for number in range(200):
+        answers.put(f"{number}", Kept("ada", failed(InvalidRequest("a short text")), None))
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_bytes <= 200 * (len(failed(InvalidRequest("a short text")).body) + _OVERHEAD_BYTES)
 
 
 def test_one_owner_alone_may_use_all_of_it_and_loses_what_was_used_least_recently() -> None:
