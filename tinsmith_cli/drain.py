@@ -1,8 +1,10 @@
-"""`tinsmith drain`: moves all runs of one trainer to others, so that it can be stopped."""
+"""`tinsmith drain`: moves all runs of one trainer to others, so that it can be stopped, or started again."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +26,20 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="empty a trainer, so that it can be stopped",
         description="Drains one of several trainers of a base model: it gets no new runs, and its runs move to the "
         "other trainers, one after the other, while their clients go on. Waits until the trainer can be stopped, and "
-        "says so. Ctrl-C ends the waiting only. Without TRAINER, lists the trainers. Needs a key with admin, if the "
-        "server has keys.",
+        "says so. Ctrl-C ends the waiting only. Without TRAINER, lists the trainers, or restarts each of them with "
+        "--restart. Needs a key with admin, if the server has keys.",
     )
     parser.add_argument("trainer", nargs="?", metavar="TRAINER", help="address or trainer_id of the trainer")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--undo", action="store_true", help="let the trainer take runs again; moved runs do not come back")
     how.add_argument("--no-wait", action="store_true", help="begin to drain the trainer, and return at once")
+    how.add_argument(
+        "--restart", metavar="COMMAND",
+        help="once the trainer is empty, run this shell command, which has to end its process and start another one "
+        "(kubectl, systemctl, docker compose); then wait until the trainer serves, and let it take runs again. Without "
+        "TRAINER: all trainers, one after the other, such as for an upgrade. The command has the trainer's address in "
+        "TINSMITH_TRAINER, and its id in TINSMITH_TRAINER_ID",
+    )  # fmt: skip
     client.add_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -41,15 +50,25 @@ def run(arguments: argparse.Namespace) -> int:
     if name is None:
         if arguments.undo or arguments.no_wait:
             raise UsageError("TRAINER: missing; without --undo and --no-wait, `tinsmith drain` lists the trainers")
-        _print(server.call("trainers")["trainers"])
-        return 0
-    if arguments.undo:
-        one = _one(server.call("trainers/undrain", content={"trainer": name}), name)
-        print(f"{one['address']} takes runs again")
-        return 0
+        trainers = server.call("trainers")["trainers"]
+        if arguments.restart is None:
+            _print(trainers)
+        else:
+            _restart_all(server, trainers, arguments.restart)
+    elif arguments.undo:
+        _undrain(server, name)
+    elif arguments.restart is not None:
+        _restart(server, name, arguments.restart)
+    else:
+        _drain(server, name, waits=not arguments.no_wait)
+    return 0
+
+
+def _drain(server: ApiClient, name: str, *, waits: bool = True) -> dict[str, Any]:
+    """Drains a trainer and, if `waits`, returns once it can be stopped."""
     one = _one(server.call("trainers/drain", content={"trainer": name}), name)
     said = ""
-    while not one["can_be_stopped"] and not arguments.no_wait:
+    while not one["can_be_stopped"] and waits:
         said = _say(one, said)
         time.sleep(_LOOK_S)
         try:
@@ -60,7 +79,48 @@ def run(arguments: argparse.Namespace) -> int:
         if not one["is_drained"]:
             raise UsageError(f"{one['address']} is not being drained any more: somebody has ended it (--undo)")
     _say(one, said)
-    return 0
+    return one
+
+
+def _undrain(server: ApiClient, name: str) -> None:
+    one = _one(server.call("trainers/undrain", content={"trainer": name}), name)
+    print(f"{one['address']} takes runs again", flush=True)
+
+
+def _restart_all(server: ApiClient, trainers: list[dict[str, Any]], command: str) -> None:
+    """Restarts the trainers, one after the other. One that was drained before stays as it is."""
+    for one in trainers:
+        if one["state"] != "serving" and not one["is_drained"]:
+            raise UsageError(f"{one['address']} does not serve (state: {one['state']}); nothing was drained")
+    for one in trainers:
+        if one["is_drained"]:
+            print(f"{one['address']} was drained before, and is left as it is", flush=True)
+        else:
+            _restart(server, one["address"], command)
+
+
+def _restart(server: ApiClient, name: str, command: str) -> None:
+    """Drains a trainer, runs the command, and lets the trainer take runs again once another process of it serves.
+    Raises UsageError when the command fails; then the trainer stays drained."""
+    before = _drain(server, name)
+    address = before["address"]
+    names = {"TINSMITH_TRAINER": address, "TINSMITH_TRAINER_ID": before["trainer_id"]}
+    status = subprocess.run(command, shell=True, env=os.environ | names, check=False).returncode  # noqa: S602 - the operator's own
+    if status != 0:
+        raise UsageError(
+            f"--restart: {command!r} ended with status {status}; {address} is empty, and takes no runs until "
+            f"`tinsmith drain {address} --undo`"
+        )
+    print(f"{address}: waiting until its new process serves", flush=True)
+    while True:
+        try:
+            one = _one(server.call("trainers"), address)
+        except Unreachable:  # the command may have restarted the gateway, too
+            one = before
+        if one["boot_id"] != before["boot_id"] and one["state"] == "serving":
+            break
+        time.sleep(_LOOK_S)
+    _undrain(server, address)
 
 
 def _one(answer: Any, name: str) -> dict[str, Any]:

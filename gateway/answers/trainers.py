@@ -11,6 +11,8 @@ class Trainer(TypedDict):
     address: str
     trainer_id: str
     """Empty until the trainer has said it."""
+    boot_id: str
+    """Of the trainer's process, which has another one after each start; empty until the trainer has said it."""
     base_models: list[str]
     state: Literal["serving", "loading", "gone"]
     is_drained: bool

@@ -38,7 +38,7 @@ class Run(threading.Thread):
     def __init__(self, service: tinker.ServiceClient) -> None:
         super().__init__(daemon=True)
         self.client = new_model(service)
-        self.step = 0
+        self.step, self.num_steps, self.pause_s = 0, NUM_STEPS, 0.0
         self.losses: list[float] = []
         self.paths: list[str] = []
         self.slowest_s = 0.0
@@ -46,8 +46,9 @@ class Run(threading.Thread):
 
     def run(self) -> None:
         try:
-            while self.step < NUM_STEPS:
+            while self.step < self.num_steps:
                 self._round()
+                time.sleep(self.pause_s)
         except BaseException as error:
             self.error = error
 
@@ -111,3 +112,36 @@ def test_a_trainer_is_drained_under_load_stopped_and_comes_back(
         assert main(["drain", drained, "--undo", "--base-url", two.base_url, "--api-key", "tml-test"]) == 0
         assert f"{drained} takes runs again" in capsys.readouterr().out
         print("slowest answer in seconds:", *(f"{run.slowest_s:.1f}" for run in runs))
+
+
+def test_all_trainers_are_restarted_one_after_the_other_under_load(
+    two: Stack, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with tinker.ServiceClient(base_url=two.base_url, api_key="tml-test") as service:
+        runs = [Run(service) for _ in range(2)]
+        for run in runs:
+            run.num_steps, run.pause_s = 1_000_000, 1.0  # the undisturbed run has to make as many steps
+        training = threading.Thread(target=lambda: run_all(runs), daemon=True)
+        training.start()
+        while max(run.step for run in runs) < 4:
+            time.sleep(0.05)
+        before = {address: trainer_process(two, address).pid for address in two.trainers}
+        commands = "; ".join(f"[ $TINSMITH_TRAINER != {address} ] || kill {pid}" for address, pid in before.items())
+        server = ["--base-url", two.base_url, "--api-key", "tml-test"]
+        assert main(["drain", "--restart", commands, *server]) == 0
+        undisturbed = Run(service)
+        undisturbed.num_steps = max(run.step for run in runs) + 8  # a round of 4 steps is in work
+        for run in runs:
+            run.num_steps = undisturbed.num_steps
+        training.join(timeout=500)
+        run_all([undisturbed])
+        said = capfd.readouterr().out
+        for address in two.trainers:
+            assert f"{address} takes runs again" in said
+            assert trainer_process(two, address).pid != before[address]
+        for run in runs:
+            assert run.error is None
+            assert run.losses == undisturbed.losses
+            np.testing.assert_array_equal(
+                forward(run.client, TEXT)[0], forward(undisturbed.client, TEXT)[0], err_msg=run.client.model_id
+            )

@@ -20,6 +20,7 @@ def _view(state: TrainerState) -> answers.trainers.Trainer:
     return {
         "address": trainer.address,
         "trainer_id": trainer.trainer_id,
+        "boot_id": trainer.info.boot_id if trainer.info is not None else "",
         "base_models": list(trainer.info.base_models) if trainer.info is not None else [],
         "state": trainer.state,
         "is_drained": state.is_drained,

@@ -17,6 +17,7 @@ def trainer(address: str, **facts: Any) -> dict[str, Any]:
     return {
         "address": address,
         "trainer_id": NAMES[address],
+        "boot_id": "first",
         "base_models": ["tiny"],
         "state": "serving",
         "is_drained": False,
@@ -127,3 +128,88 @@ def test_flags_need_a_trainer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert main(["drain", flag]) == 2
     assert "TRAINER: missing" in capsys.readouterr().err
     assert server.calls == []
+
+
+def test_a_trainer_is_restarted_once_it_is_empty_and_takes_runs_when_its_new_process_serves(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = Server(
+        monkeypatch,
+        trainer("one:8001", is_drained=True, num_runs=1),
+        trainer("one:8001", is_drained=True, can_be_stopped=True),
+        trainer("one:8001", is_drained=True, can_be_stopped=True),  # the command has ended, the old process has not
+        trainer("one:8001", is_drained=True, can_be_stopped=True, state="gone"),
+        trainer("one:8001", is_drained=True, can_be_stopped=True, state="loading", boot_id="second"),
+        trainer("one:8001", is_drained=True, can_be_stopped=True, boot_id="second"),
+        trainer("one:8001", boot_id="second"),
+    )
+    server.answers.insert(3, Unreachable("no Tinsmith answers"))
+    assert main(["drain", "a" * 8, "--restart", "echo restart $TINSMITH_TRAINER $TINSMITH_TRAINER_ID"]) == 0
+    assert capfd.readouterr().out.splitlines() == [
+        "one:8001: 1 run is left",
+        "one:8001 can be stopped: none of its runs is left there",
+        "restart one:8001 aaaaaaaa",
+        "one:8001: waiting until its new process serves",
+        "one:8001 takes runs again",
+    ]
+    paths = [path for path, _ in server.calls]
+    assert paths == ["trainers/drain", *["trainers"] * 6, "trainers/undrain"]
+
+
+def test_a_trainer_stays_drained_when_the_command_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server(monkeypatch, trainer("one:8001", is_drained=True, can_be_stopped=True))
+    assert main(["drain", "one:8001", "--restart", "exit 3"]) == 2
+    error = capsys.readouterr().err
+    assert "--restart: 'exit 3' ended with status 3; one:8001 is empty" in error
+    assert "tinsmith drain one:8001 --undo" in error
+    assert [path for path, _ in server.calls] == ["trainers/drain"]
+
+
+class Cluster:
+    """Two trainers that can be drained, and are empty at once. Each look shows a new process after a drain."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **facts: Any) -> None:
+        self.trainers = {"one:8001": trainer("one:8001"), "two:8001": trainer("two:8001", **facts)}
+        self.calls: list[tuple[str, str]] = []
+        monkeypatch.setattr(ApiClient, "call", self._call)
+        monkeypatch.setattr("tinsmith_cli.drain._LOOK_S", 0.0)
+
+    def _call(self, path: str, *, content: Any = None, **_: Any) -> Any:
+        if content is not None:
+            one = self.trainers[content["trainer"]]
+            one["is_drained"] = one["can_be_stopped"] = path == "trainers/drain"
+            self.calls.append((path, content["trainer"]))
+        answer = [dict(one) for one in self.trainers.values()]
+        for one in self.trainers.values():
+            if one["is_drained"]:
+                one["boot_id"] = "second"
+        return {"trainers": answer}
+
+
+def test_all_trainers_are_restarted_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Cluster(monkeypatch)
+    assert main(["drain", "--restart", "echo $TINSMITH_TRAINER"]) == 0
+    assert cluster.calls == [(f"trainers/{verb}", name) for name in cluster.trainers for verb in ("drain", "undrain")]
+    assert [line for line in capfd.readouterr().out.splitlines() if line in cluster.trainers] == list(cluster.trainers)
+
+
+def test_a_trainer_that_was_drained_before_is_not_restarted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Cluster(monkeypatch, is_drained=True, state="gone")
+    assert main(["drain", "--restart", "true"]) == 0
+    assert {name for _, name in cluster.calls} == {"one:8001"}
+    assert "two:8001 was drained before, and is left as it is" in capsys.readouterr().out
+
+
+def test_nothing_is_restarted_while_a_trainer_is_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Cluster(monkeypatch, state="gone")
+    assert main(["drain", "--restart", "true"]) == 2
+    assert "two:8001 does not serve (state: gone); nothing was drained" in capsys.readouterr().err
+    assert cluster.calls == []
