@@ -46,6 +46,7 @@ PARTS: Mapping[str, str] = {
     "starts-small": "starts --size small --starts 4",
     "parked-small": "parked_runs --size small --only come_back --runs 6",
     "parked-tiny": "parked_runs --size tiny --only memory",
+    "moved-small": "moved_runs --size small",
 }
 """Arguments of `python -m benchmarks` for each part."""
 _BESIDE = "peak memory"

@@ -98,11 +98,11 @@ def model_folder(size: str, models: Path) -> Path:
 
 
 def _wait_ready(up: subprocess.Popen[str]) -> tuple[str, str]:
-    """The URL, and the trainer's address."""
+    """The URL, and the address of the first trainer."""
     assert up.stdout is not None
     for line in up.stdout:
         print(line, end="", flush=True)
-        if ready := re.match(r"Tinsmith is ready at (\S+) \(.*trainer: ([^;\s]+);", line):
+        if ready := re.match(r"Tinsmith is ready at (\S+) \(.*trainer: ([^;,\s]+)[;,]", line):
             return ready[1], ready[2]
     raise SystemExit("tinsmith up ended before it was ready")
 
