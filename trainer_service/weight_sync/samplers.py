@@ -13,10 +13,12 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tinsmith.errors import AlreadyExists, InvalidRequest, OutOfCapacity, Unsupported
+from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.rpc.channel import connect, is_serving
 from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.tls import Certificates
-from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2_grpc
+from tinsmith.rpc.words import word_of
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, types_pb2, weight_sync_pb2_grpc
 from trainer_service.weight_sync.calls import ChannelBroken
 
 logger = logging.getLogger(__name__)
@@ -95,9 +97,10 @@ class Samplers:
         serving, now = self.serving(), time.monotonic()
         return [sampler for sampler in serving if sampler.full_until < now] or serving
 
-    def check_servable(self, *, rank: int, num_bytes: int) -> None:
-        """Raises InvalidRequest for a version that a sampler could never hold, by what it said when last seen. Samplers
-        that have not been seen are ignored."""
+    def check_servable(self, config: AdapterConfig, *, num_bytes: int) -> None:
+        """Raises InvalidRequest for versions that a sampler could never serve, by what it said when last seen. Samplers
+        that have not been seen are ignored. `num_bytes`: of one version."""
+        rank = config.rank
         for sampler in self.all:
             info = sampler.info
             if info is None:
@@ -113,6 +116,15 @@ class Samplers:
                     f"lora_config.rank: {rank} could be trained, but never published: a version has {num_bytes} bytes, "
                     f"and the sampler at {sampler.address} holds {info.max_version_bytes} (its adapter_memory_bytes)",
                     field="lora_config.rank",
+                )
+            served = {word_of(types_pb2.AdapterGroup, group) for group in info.adapter_groups}
+            unserved = config.groups - served
+            if rank and served and unserved:
+                field = f"lora_config.train_{min(unserved)}"
+                raise InvalidRequest(
+                    f"{field}: such an adapter could be trained, but never published: the sampler at {sampler.address} "
+                    f"serves adapters on {', '.join(sorted(served))}; set it to false",
+                    field=field,
                 )
 
     def start(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from tinsmith.errors import AlreadyExists, NotReady, OutOfCapacity, ServiceError, VersionConflict
 from tinsmith.faults import is_lasting_fault
 from tinsmith.lora_config import config_to_proto
+from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.quantization import Quantization
 from tinsmith.rpc import tracing
@@ -200,9 +201,10 @@ class WeightSender:
         """True when samplers are configured, whether they serve now or not."""
         return bool(self._samplers.all)
 
-    def check_servable(self, *, rank: int, num_bytes: int) -> None:
-        """Raises InvalidRequest for versions that some sampler could never hold, as far as is known."""
-        self._samplers.check_servable(rank=rank, num_bytes=num_bytes)
+    def check_servable(self, config: AdapterConfig, *, num_bytes: int) -> None:
+        """Raises InvalidRequest for versions that some sampler could never serve, as far as is known. `num_bytes`: of
+        one version."""
+        self._samplers.check_servable(config, num_bytes=num_bytes)
 
     def sampler(self, address: str) -> Sampler:
         """The sampler at an address, one of `Published.members`."""

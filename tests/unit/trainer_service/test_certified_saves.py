@@ -261,6 +261,11 @@ async def test_a_model_that_no_sampler_can_serve_is_refused_before_it_is_trained
         with pytest.raises(grpc.aio.AioRpcError, match=why) as refused:
             await stack.stub.CreateModel(pb.CreateModelRequest(model_id="s:train:1", **fields))
         assert isinstance(from_rpc_error(refused.value), InvalidRequest)
+    last.info.max_lora_rank, last.info.max_version_bytes = 16, 2 * 1024**3
+    del last.info.adapter_groups[:]
+    last.info.adapter_groups.append(types_pb2.ADAPTER_GROUP_MLP)
+    with pytest.raises(grpc.aio.AioRpcError, match=r"lora_config\.train_attn: .* never published: .* adapters on mlp;"):
+        await stack.stub.CreateModel(pb.CreateModelRequest(model_id="s:train:1", base_model="tiny", lora_config=lora))
     last.info = None  # nobody has seen it yet: its own limits hold at the publish
     await stack.stub.CreateModel(pb.CreateModelRequest(model_id="s:train:1", base_model="tiny", lora_config=lora))
 
