@@ -92,10 +92,10 @@ audit: setup ## Known vulnerabilities of what is installed; needs PyPI's advisor
 
 check: lint typecheck proto-check proto-breaking security check-files ## Everything that needs no run of a service
 
-# Four on two cores, because tests wait for almost half of their time. Each process needs 1 GB, and one of them has a stack
-# of 1.5 GB beside it.
+# Three on two cores, because most of them wait for a part of their time; each may have a stack of its own, of 1.5 GB. Four
+# take as long.
 test: setup ## The fast tests, without those of check-files
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile $(FILES:%=--ignore=%)
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile $(FILES:%=--ignore=%)
 
 # Files in the order of their names: those with few tests, which are begun last otherwise, hold the longest of them. Four
 # on two cores, because these tests wait for half of their time.

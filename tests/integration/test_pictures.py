@@ -61,10 +61,11 @@ def datum(kind: int, seed: int, **fields: int) -> types.Datum:
 
 
 @pytest.mark.slow
-def test_a_model_learns_from_pictures_and_is_sampled_with_them(stack: Stack) -> None:
+@pytest.mark.parametrize("train_vision", ["false", "true"])
+def test_a_model_learns_from_pictures_and_is_sampled_with_them(stack: Stack, train_vision: str) -> None:
     unseen = [(seed % 2, 1000 + seed) for seed in range(16)]
     with tinker.ServiceClient(base_url=stack.base_url, api_key="tml-test") as service:
-        client = new_model(service, seed=1)
+        client = new_model(service, seed=1, user_metadata={"train_vision": train_vision})
         for step in range(30):
             batch = [datum(n % 2, 16 * step + n) for n in range(16)]
             result = client.forward_backward(batch, "cross_entropy")

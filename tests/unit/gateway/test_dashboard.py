@@ -282,6 +282,7 @@ async def test_pictures_of_a_prompt_are_thumbnails(
         "gateway.dashboard.samples.thumbnail", lambda one: threads.add(threading.get_ident()) or thumbnail(one)
     )
     run_id = await sampled_run(client)
+    await stack.gateway.dashboard.flush()  # what was drawn there is older than what follows
     samples = RecentSamples(stack.gateway.store, keep=64)
     good, large, broken = png(300, 150, "RGBA"), png(2050, 2050, "1"), png(40, 40)[:90]
     request = with_pictures(good, large, broken, HOSTILE.encode(), good, good)
