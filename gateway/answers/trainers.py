@@ -12,7 +12,7 @@ class Trainer(TypedDict):
     trainer_id: str
     """Empty until the trainer has said it."""
     boot_id: str
-    """Of the trainer's process, which has another one after each start; empty until the trainer has said it."""
+    """Id of the trainer's process; each start has another one. Empty until the trainer has said it."""
     base_models: list[str]
     state: Literal["serving", "loading", "gone"]
     is_drained: bool
