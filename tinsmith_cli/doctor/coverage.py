@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from tinsmith.errors import Unsupported
-from tinsmith.modeling.adapter import GROUPS, Group
+from tinsmith.modeling.adapter import GROUPS, VISION, Group
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith_cli.doctor.subject import Subject, first_line
 
@@ -95,6 +95,10 @@ def _notes(base: BaseModel, subject: Subject) -> list[str]:
         length = max(sequence.tokens_N.size for sequence in subject.sequences())
         reach = f"a sequence of {length} tokens " + ("reaches beyond it" if length > window else "does not reach it")
         notes.append(f"sliding windows of {window} tokens: handled; {reach}")
+    if base.tower is not None:
+        number = sum(target.group == VISION for target in base.targets)
+        adapted = f"train_vision adapts {number} of its layers" if number else base.why_not(VISION)
+        notes.append(f"it sees pictures through a vision tower: handled; {adapted}")
     if quantised := getattr(subject.config, "quantization_config", None):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else type(quantised).__name__
         notes.append(f"the files are quantised ({method})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
-from tests.support.models import make_model
+from tests.support.models import make_model, make_vision_model
 from tinsmith.modeling import adaptation, attention, kv_cache
 from tinsmith_cli import main
 from tinsmith_cli.doctor import oracle
@@ -55,6 +56,17 @@ def test_a_packed_forward_that_is_wrong_is_trained_and_sampled_one_by_one(
     assert (report["ok"], report["trainable"], report["sampleable"]) == (True, True, True)
     out = " ".join(capsys.readouterr().out.split())
     assert "note: it runs one sequence at a time, which is slow: packed, its logprobs differ by" in out
+
+
+def test_it_says_whether_pictures_and_adapters_on_their_layers_work(
+    tmp_path: Path, doctor: Doctor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _ = doctor(make_vision_model(tmp_path / "model"))
+    assert status == 0
+    out = " ".join(capsys.readouterr().out.split())
+    found = re.search(r"it sees pictures through a vision tower: handled; train_vision adapts (\d+) of its layers", out)
+    assert found is not None
+    assert int(found[1]) > 2
 
 
 def test_decoding_that_is_wrong_is_found_and_the_model_stays_trainable(
