@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from trainer_service.operation import Operation
-from trainer_service.scheduling.compute import Backlog, Running, Speed
+from trainer_service.scheduling.compute import Backlog, Running
 from trainer_service.scheduling.model_queue import ModelQueue
+from trainer_service.scheduling.speed import Speed
 
 
 @dataclass(slots=True)

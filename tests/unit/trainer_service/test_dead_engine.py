@@ -20,9 +20,10 @@ from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.passes import Passes
 from trainer_service.operation import Operation
 from trainer_service.scheduling import compute
-from trainer_service.scheduling.compute import ComputeThread, Speed
+from trainer_service.scheduling.compute import ComputeThread
 from trainer_service.scheduling.execution import Execution
 from trainer_service.scheduling.packing import Lanes
+from trainer_service.scheduling.speed import Speed
 
 FAULT = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 

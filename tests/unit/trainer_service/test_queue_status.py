@@ -7,7 +7,7 @@ import pytest
 from tests.unit.trainer_service.scheduling import Bench, MakeBench, fake_batch
 from tinsmith.errors import ResultNotFound
 from trainer_service.operation import Answer, Turn
-from trainer_service.scheduling.compute import Speed
+from trainer_service.scheduling.speed import Speed
 
 
 async def test_works_ahead_are_counted_with_their_tokens_as_the_models_share_the_thread(make_bench: MakeBench) -> None:

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from trainer_service.scheduling.compute import Speed
+from trainer_service.scheduling.speed import Speed
 
 
 def measured(num_tokens: int, seconds: float, *, times: int = 20) -> Speed:
