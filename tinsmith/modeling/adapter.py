@@ -404,7 +404,8 @@ def chosen_targets(config: AdapterConfig, targets: Sequence[Target]) -> list[Tar
         reason = "no such layers that can be adapted"
         if missing == {VISION}:
             reason = "no vision tower that can be adapted here (pictures may be switched off)"
-        raise Unsupported(f"lora_config.train_{min(missing)}: this base model has {reason}; set it to false")
+        field = f"lora_config.train_{min(missing)}"
+        raise Unsupported(f"{field}: this base model has {reason}; set it to false", field=field)
     return [target for target in targets if target.group in config.groups]
 
 

@@ -349,7 +349,8 @@ class BaseModel:
         """Raises Unsupported, with the reason, for a group that adapters cannot change here."""
         for group in (*GROUPS, VISION):
             if group in groups and group not in self.groups:
-                raise Unsupported(f"lora_config.train_{group}: {self.why_not(group)}; set it to false")
+                field = f"lora_config.train_{group}"
+                raise Unsupported(f"{field}: {self.why_not(group)}; set it to false", field=field)
 
     def why_not(self, group: Group) -> str:
         """The reason for which a group is not in `groups`."""
