@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -265,9 +266,19 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
     async def SampleOnProbation(
         self, request: pb.SampleOnProbationRequest, context: Context
     ) -> pb.SampleOnProbationResponse:
+        engine = self.slot.get()
+        read = partial(
+            convert.request_from_proto,
+            request.request,
+            tower=engine.tower,
+            why_no_pictures=engine.why_no_pictures,
+            max_tokens=engine.limits.max_length,
+            on_probation=True,
+        )
         with within("request"):
-            asked = convert.request_from_proto(request.request, on_probation=True)
-            generation = await self.slot.get().submit(asked, stream=False, request_id=logs.request_id.get())
+            # The canary of an adapter on the vision tower has a picture, which is decoded beside the event loop.
+            asked = await in_thread(read)
+            generation = await engine.submit(asked, stream=False, request_id=logs.request_id.get())
             response = convert.response_to_proto(await generation.result(), request.request)
         logger.info("sample of version %s, which is on probation: ok", asked.version_id)
         return pb.SampleOnProbationResponse(response=response)
