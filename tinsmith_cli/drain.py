@@ -105,7 +105,8 @@ def _restart(server: ApiClient, name: str, command: str) -> None:
     before = _drain(server, name)
     address = before["address"]
     names = {"TINSMITH_TRAINER": address, "TINSMITH_TRAINER_ID": before["trainer_id"]}
-    status = subprocess.run(command, shell=True, env=os.environ | names, check=False).returncode  # noqa: S602 - the operator's own
+    shell = ["/bin/sh", "-c", command]
+    status = subprocess.run(shell, env=os.environ | names, check=False).returncode  # noqa: S603 - the operator's own
     if status != 0:
         raise UsageError(
             f"--restart: {command!r} ended with status {status}; {address} is empty, and takes no runs until "
