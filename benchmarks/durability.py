@@ -40,7 +40,7 @@ from trainer_service.operations.restore import Restorer
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.weight_sync import WeightSender
-from trainer_service.weight_sync.canary import canary_of
+from trainer_service.weight_sync.canary import Canary, canary_of
 from trainer_service.weight_sync.certificate import GapRule, Publisher
 
 MODEL = "bench:train:0"
@@ -66,7 +66,7 @@ class Trainer:
         )
         sequences = canary_of(base)
         rule = GapRule(0.01, 0.01, "refuse", timeout_s=5)
-        publisher = Publisher(sender, sequences, rule, metrics, self.engine.score(None, sequences))
+        publisher = Publisher(sender, Canary(sequences, self.engine.score(None, sequences)), rule, metrics)
         checkpoints = CheckpointStore(folder / "checkpoints", metrics)
         run_alone, make_room = self.scheduler.compute.run_alone, self.scheduler.parking.make_room
         models = LiveModels(["bench"], base.weights_sum)

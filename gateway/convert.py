@@ -78,7 +78,7 @@ def lora_config(config: schemas.LoraConfig, metadata: Mapping[str, str]) -> type
         raise InvalidRequest(
             f"user_metadata.train_vision: {metadata['train_vision']!r} is neither 'true' nor 'false'; it says whether "
             "the adapter is on the layers for pictures, too",
-            field="user_metadata",
+            field="user_metadata.train_vision",
         )
     return types_pb2.LoraConfig(
         train_vision=train_vision == "true",

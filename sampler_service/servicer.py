@@ -25,7 +25,7 @@ from sampler_service.tokenizer import ChatTokenizer, TokenizerSlot
 from tinsmith.errors import InvalidRequest, NotFound, ServiceError, within
 from tinsmith.lora_config import config_to_proto
 from tinsmith.model_input import has_pictures
-from tinsmith.modeling.adapter import GROUPS, VISION
+from tinsmith.modeling.adapter import groups_of
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.arrivals import is_taken_over
 from tinsmith.rpc.auth import ALONE, PROMPT_ALONE, KeyRing, given_key
@@ -72,11 +72,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
             engine=engine.name,
             device=engine.device,
             boot_id=self.boot_id,
-            adapter_groups=[
-                value_of(types_pb2.AdapterGroup, group)
-                for group in (*GROUPS, VISION)
-                if any(target.group == group for target in engine.targets)
-            ],
+            adapter_groups=[value_of(types_pb2.AdapterGroup, group) for group in groups_of(engine.targets)],
         )
 
     async def Sample(self, request: pb.SampleRequest, context: Context) -> pb.SampleResponse:

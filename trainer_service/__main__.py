@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from prometheus_client import CollectorRegistry
 
@@ -243,20 +244,13 @@ async def start(
     await in_pool(lambda: engine.follow(plan(engine, config)))
     checkpoints = CheckpointStore(storage, metrics)
     scheduler = new_scheduler(config, engine, journal, executing, cores, metrics)
-    sequences = canary_of(base)
-    unadapted = await in_pool(engine.score, None, sequences)
-    seeing = None
-    if pictured := with_picture(base):
-        seeing = Canary([*sequences, *pictured], await in_pool(engine.score, None, [*sequences, *pictured]))
-    publisher = Publisher(
-        sender,
-        sequences,
-        gap_rule(config, base.dtype),
-        metrics,
-        unadapted,
-        check_ours=journal.check_ours,
-        seeing=seeing,
-    )
+    sequences, pictured = canary_of(base), with_picture(base)
+    canary, seeing = Canary(sequences, await in_pool(engine.score, None, sequences)), None
+    if pictured:
+        unadapted = await in_pool(engine.score, None, pictured)
+        seeing = Canary([*sequences, *pictured], np.concatenate([canary.unadapted, unadapted]))
+    rule = gap_rule(config, base.dtype)
+    publisher = Publisher(sender, canary, rule, metrics, check_ours=journal.check_ours, seeing=seeing)
     files = await _open_snapshots(config, journal, metrics)
     snapshots = Snapshots(files, journal, snapshot_policy(config), metrics, executing)
     models = LiveModels(config.public_names, base.weights_sum, allow_other_weights=config.allow_other_base_weights)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from tinsmith.errors import InvalidRequest
-from tinsmith.modeling.adapter import GROUPS, VISION
+from tinsmith.modeling.adapter import ALL_GROUPS, GROUPS
 from tinsmith.modeling.tower import Tower
 from tinsmith.pictures.counting import settings_of
 from tinsmith.rpc.notes import check_notes
@@ -88,7 +88,7 @@ class TrainerServicer(CheckpointServicer):
             trainable_groups=[] if full else [value_of(types_pb2.AdapterGroup, one) for one in groups],
             refused_groups=[
                 pb.RefusedGroup(group=value_of(types_pb2.AdapterGroup, one), reason=engine.base.why_not(one))
-                for one in (*GROUPS, VISION)
+                for one in ALL_GROUPS
                 if one not in groups and not full and (one in GROUPS or one in engine.base.refused_groups)
             ],
             num_threads=pace.num_threads,

@@ -82,6 +82,10 @@ def test_a_model_learns_from_pictures_and_is_sampled_with_them(stack: Stack, tra
             if sequence.tokens[0] == ANSWERS[kind]:
                 assert sequence.logprobs is not None
                 assert sequence.logprobs[0] == pytest.approx(output["logprobs"].data[-1], abs=1e-4)
+        again = service.create_training_client_from_state(client.save_state("trained").result().path).result()
+        loaded = again.forward([datum(*one) for one in unseen], "cross_entropy").result()
+        for found, wanted in zip(loaded.loss_fn_outputs, trained.loss_fn_outputs, strict=True):
+            np.testing.assert_allclose(found["logprobs"].data, wanted["logprobs"].data, atol=1e-5, rtol=0)
         scores = sampler.compute_logprobs(prompt(*unseen[0])).result()
         assert scores[0] is None
         assert all(score is not None for score in scores[1:])  # also at the picture's tokens

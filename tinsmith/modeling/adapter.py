@@ -28,6 +28,7 @@ GROUPS = ("attn", "mlp", "unembed")
 """Groups of layers of the language model."""
 VISION = "vision"
 """Group of the linear layers for pictures: of the vision tower, and of what joins it to the language model."""
+ALL_GROUPS = (*GROUPS, VISION)
 Group = Literal["attn", "mlp", "unembed", "vision"]
 
 _PEFT_PREFIX = "base_model.model."
@@ -395,6 +396,12 @@ def _around_layers(name: str) -> str:
 def _last(name: str, count: int) -> str:
     """The last `count` parts of a dotted name."""
     return ".".join(name.split(".")[-count:])
+
+
+def groups_of(targets: Sequence[Target]) -> list[Group]:
+    """The groups of which the targets have layers."""
+    found = {target.group for target in targets}
+    return [group for group in ALL_GROUPS if group in found]
 
 
 def chosen_targets(config: AdapterConfig, targets: Sequence[Target]) -> list[Target]:

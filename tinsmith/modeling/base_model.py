@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from tinsmith.errors import Unsupported
 from tinsmith.modeling import attention
 from tinsmith.modeling.adaptation import adapt, decoder_layers, decoder_of, quantizable
-from tinsmith.modeling.adapter import GROUPS, VISION, Group, Target
+from tinsmith.modeling.adapter import ALL_GROUPS, VISION, Group, Target, groups_of
 from tinsmith.modeling.adapter_runs import ActiveRuns, Run
 from tinsmith.modeling.attention import Layout, Packed
 from tinsmith.modeling.base_weights import sum_of
@@ -343,11 +343,11 @@ class BaseModel:
     @property
     def groups(self) -> list[Group]:
         """The groups that adapters may change."""
-        return [group for group in (*GROUPS, VISION) if any(target.group == group for target in self.targets)]
+        return groups_of(self.targets)
 
     def check_groups(self, groups: Collection[Group]) -> None:
         """Raises Unsupported, with the reason, for a group that adapters cannot change here."""
-        for group in (*GROUPS, VISION):
+        for group in ALL_GROUPS:
             if group in groups and group not in self.groups:
                 field = f"lora_config.train_{group}"
                 raise Unsupported(f"{field}: {self.why_not(group)}; set it to false", field=field)

@@ -88,7 +88,7 @@ def score(base: BaseModel, weights: Weights | None, sequences: Sequence[Tokens |
     compute thread, and leaves the base model unchanged.
     """
     device = base.device
-    tokens = [_tokens_of(one) for one in sequences]
+    tokens = [tokens_of(one) for one in sequences]
     lengths = [one.size for one in tokens]
     starts = np.cumsum([0, *lengths])
     placed = [
@@ -126,10 +126,10 @@ class Canary:
 
     @property
     def num_tokens(self) -> int:
-        return sum(_tokens_of(one).size for one in self.sequences)
+        return sum(tokens_of(one).size for one in self.sequences)
 
 
-def _tokens_of(sequence: Tokens | Pictured) -> Tokens:
+def tokens_of(sequence: Tokens | Pictured) -> Tokens:
     return sequence.tokens if isinstance(sequence, Pictured) else sequence
 
 

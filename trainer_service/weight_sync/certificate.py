@@ -30,7 +30,7 @@ from tinsmith.v1 import sampler_pb2, types_pb2, weight_sync_pb2
 from tinsmith.v1.types_pb2 import PublishCertificate
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Published, Version, WeightSender
-from trainer_service.weight_sync.canary import Canary, Pictured, Scores, Tokens
+from trainer_service.weight_sync.canary import Canary, Pictured, Scores, Tokens, tokens_of
 from trainer_service.weight_sync.samplers import Sampler
 
 logger = logging.getLogger(__name__)
@@ -187,20 +187,19 @@ class Publisher:
     def __init__(
         self,
         sender: WeightSender,
-        sequences: Sequence[Tokens],
+        canary: Canary,
         rule: GapRule,
         metrics: Metrics,
-        unadapted: Scores,
         *,
         check_ours: Callable[[], Awaitable[None]] | None = None,
         seeing: Canary | None = None,
     ) -> None:
-        """`unadapted`: the trainer's scores of the base model alone. `check_ours`: raises NotReady when another trainer
-        may have taken over the runs of this one; called before a version is sent, and before samplers serve it.
-        `seeing`: the canary for versions that adapt the vision tower; None if it is that of all others."""
+        """`seeing`: the canary for versions that adapt the vision tower; None if it is that of all others.
+        `check_ours`: raises NotReady when another trainer may have taken over the runs of this one; called before a
+        version is sent, and before samplers serve it."""
         self.sender = sender
         self._check_ours = check_ours
-        self._canary = Canary(sequences, unadapted)
+        self._canary = canary
         self._seeing = seeing
         self._rule = rule
         self._metrics = metrics
@@ -388,11 +387,11 @@ class Publisher:
                 raise
             except ServiceError as error:  # the sampler computes no finite logprobs, or has another vocabulary
                 logger.warning("scoring %s failed: %s", version_id, error)
-                length = (sequence.tokens if isinstance(sequence, Pictured) else sequence).size
-                return np.full(length - 1, np.nan, np.float32)
+                return np.full(tokens_of(sequence).size - 1, np.nan, np.float32)
 
 
 def chunks_of(sequence: Tokens | Pictured) -> list[types_pb2.Chunk]:
+    """The sequence as a prompt."""
     if not isinstance(sequence, Pictured):
         return [types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=sequence.astype("<i4").tobytes()))]
     before, after = sequence.tokens[: sequence.placed.start], sequence.tokens[sequence.placed.stop :]

@@ -33,7 +33,7 @@ from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.local import LocalStorage
 from trainer_service.weight_sync import WeightSender
-from trainer_service.weight_sync.canary import canary_of
+from trainer_service.weight_sync.canary import Canary, canary_of
 from trainer_service.weight_sync.certificate import GapRule, Publisher
 
 NEVER = Policy(0, 0, 0)
@@ -105,7 +105,7 @@ class Process:
         snapshots = Snapshots(files, journal, policy, metrics, scheduler.executing)
         sequences = canary_of(base)
         rule = GapRule(0.01, 0.01, "refuse", timeout_s=5)
-        publisher = Publisher(sender, sequences, rule, metrics, engine.score(None, sequences))
+        publisher = Publisher(sender, Canary(sequences, engine.score(None, sequences)), rule, metrics)
         checkpoints = CheckpointStore(store, metrics)
         models = LiveModels(base_models, base.weights_sum, allow_other_weights=allow_other_weights)
         make_room = scheduler.parking.make_room

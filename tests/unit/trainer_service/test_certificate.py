@@ -31,7 +31,7 @@ from tinsmith.v1 import sampler_pb2_grpc, types_pb2, weight_sync_pb2, weight_syn
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Published, Version
-from trainer_service.weight_sync.canary import Scores, Tokens, canary_of, score
+from trainer_service.weight_sync.canary import Canary, Scores, Tokens, canary_of, score
 from trainer_service.weight_sync.certificate import (
     GAP_LIMITS,
     MEAN_LIMITS,
@@ -186,7 +186,8 @@ async def make_bench(base: BaseModel) -> AsyncIterator[MakeBench]:
         sender: Any = Sender(by_address, stubs)
         sequences = canary_of(base)
         rule = GapRule(limit, mean_limit, on_gap, timeout_s)
-        publisher = Publisher(sender, sequences, rule, Metrics(registry), engine.score(None, sequences))
+        canary = Canary(sequences, engine.score(None, sequences))
+        publisher = Publisher(sender, canary, rule, Metrics(registry))
         return Bench(publisher, samplers, Version("m@1", "tiny", weights), engine.score(weights, sequences), registry)
 
     yield make

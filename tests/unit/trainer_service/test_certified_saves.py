@@ -60,7 +60,7 @@ from trainer_service.storage.imports import Importer
 from trainer_service.storage.local import LocalStorage
 from trainer_service.trainer import Trainer
 from trainer_service.weight_sync import WeightSender
-from trainer_service.weight_sync.canary import canary_of
+from trainer_service.weight_sync.canary import Canary, canary_of
 from trainer_service.weight_sync.certificate import GapRule, Publisher
 
 MODEL = "s:train:0"
@@ -157,7 +157,7 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
         exits.push_async_callback(scheduler.close, timeout_s=10)
         sequences = canary_of(base)
         rule = GapRule(0.01, 0.01, "refuse", timeout_s=20)
-        publisher = Publisher(sender, sequences, rule, metrics, training.score(None, sequences))
+        publisher = Publisher(sender, Canary(sequences, training.score(None, sequences)), rule, metrics)
         files = SnapshotFiles(tmp_path / "snapshots")
         snapshots = Snapshots(files, journal, Policy(0, 0, 0), metrics, scheduler.executing)
         exits.push_async_callback(snapshots.close)

@@ -74,7 +74,7 @@ from trainer_service.storage.local import LocalStorage
 from trainer_service.storage.locations import Location
 from trainer_service.trainer import Trainer
 from trainer_service.weight_sync import Version, WeightSender
-from trainer_service.weight_sync.canary import canary_of
+from trainer_service.weight_sync.canary import Canary, canary_of
 from trainer_service.weight_sync.certificate import Certified, GapRule, Publisher
 
 MODEL = "s:train:0"
@@ -125,7 +125,7 @@ async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
         scheduler = Scheduler(engine.passes, journal, max_queued_operations=20, max_models=4, metrics=metrics)
         sequences = canary_of(base)
         rule = GapRule(0.01, 0.01, "refuse", timeout_s=5)
-        publisher = Publisher(sender, sequences, rule, metrics, engine.score(None, sequences))
+        publisher = Publisher(sender, Canary(sequences, engine.score(None, sequences)), rule, metrics)
         snapshots = Snapshots(
             SnapshotFiles(tmp_path / "snapshots"), journal, Policy(2, 0, 0), metrics, scheduler.executing
         )
