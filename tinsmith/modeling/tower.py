@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tinsmith.modeling.adapter_runs import ActiveRuns, Run
@@ -110,6 +110,26 @@ class Tower:
         self._kept: OrderedDict[tuple[int, bytes], Tensor] = OrderedDict()
         """Features in host memory, by version and digest; version 0 is the base model."""
         self._kept_bytes = 0
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The layers of the tower and of what joins it to the language model, for activation checkpointing."""
+        return [layer for _, part in beside_text(self._model) for layer in _listed_layers(part)]
+
+    @property
+    def patches_per_token(self) -> float:
+        """Patches of a picture of a typical size, for each of its tokens."""
+        width, height = self.processor.counting.typical()
+        side = self._model.config.vision_config.patch_size
+        across, down = (side, side) if isinstance(side, int) else side
+        return width * height / (across * down) / self.examples(1)[0].picture.num_tokens
+
+    def examples(self, count: int) -> list[Placed]:
+        """So many different pictures of a typical size, one after the other, for measurements."""
+        width, height = self.processor.counting.typical()
+        pixels = [np.full((height, width, 3), number % 256, np.uint8) for number in range(count)]
+        pictures = [self.processor.of_pixels(one) for one in pixels]
+        return [Placed(number * one.num_tokens, one) for number, one in enumerate(pictures)]
 
     def set_own_attention(self) -> None:
         """Gives the tower attention over its own patches, after the whole model got that of packed text."""
@@ -211,6 +231,12 @@ class Tower:
         while self._kept_bytes > _KEPT_BYTES:
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= oldest.nbytes
+
+
+def _listed_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost lists of modules."""
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else _listed_layers(child)
 
 
 def _is_within(placed: Placed, run: Run) -> bool:

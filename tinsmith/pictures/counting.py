@@ -43,6 +43,10 @@ class Counting(Protocol):
         """Sizes of two scaled pictures of few tokens, for checks."""
         ...
 
+    def typical(self) -> Size:
+        """Size of a scaled picture whose tokens take as much memory each as those of others, for measurements."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ByArea:
@@ -97,6 +101,9 @@ class ByArea:
         # Rows and columns differ, so that exchanging them shows.
         return (3 * self.side, 2 * self.side), (2 * self.side, self.side)
 
+    def typical(self) -> Size:
+        return 8 * self.side, 8 * self.side
+
 
 @dataclass(frozen=True, slots=True)
 class OneSize:
@@ -118,6 +125,9 @@ class OneSize:
 
     def examples(self) -> Sequence[Size]:
         return ((self.width, self.height),) * 2
+
+    def typical(self) -> Size:
+        return self.width, self.height
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +163,10 @@ class Filling:
 
     def examples(self) -> Sequence[Size]:
         return (3 * self.side, 2 * self.side), (2 * self.side, self.side)
+
+    def typical(self) -> Size:
+        side = math.isqrt(self.max_tokens) * self.side  # the tower pads pictures of fewer tokens
+        return side, side
 
 
 _RULES: Mapping[str, Callable[..., Counting]] = {one.rule: one for one in (ByArea, OneSize, Filling)}

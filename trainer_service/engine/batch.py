@@ -160,6 +160,19 @@ class Batch:
         self.costs = costs
         self.num_waiting_tokens = sum(costs) - sum(self.shared)
 
+    def charge_pictures(self, cost: float) -> None:
+        """Charges for the activations of pictures in an adapted tower, before the first datum is taken: `cost` tokens
+        for each token of a picture. A micro-batch encodes a picture once that a datum and the one before it have."""
+        charges, shared, before = [], [], {}
+        for datum, charge, saved in zip(self.datums, self.charges, self.shared, strict=True):
+            own = {one.picture.digest: one.picture.num_tokens for one in datum.pictures}
+            repeated = sum(tokens for digest, tokens in own.items() if digest in before)
+            charges.append(charge + math.ceil(cost * sum(own.values())))
+            shared.append(saved + math.floor(cost * repeated))
+            before = own
+        self.charges, self.shared = charges, shared
+        self.set_costs(charges)
+
     def next_cost(self, *, begins: bool) -> int:
         """Cost of the next datum in a micro-batch. `begins`: it would be the batch's first one there."""
         return self.costs[self.num_taken] - (0 if begins else self.shared[self.num_taken])

@@ -59,6 +59,9 @@ class Plan:
     """Activations with activation checkpointing; None when they were not measured."""
     longest_datum: int | None = None
     """Length of the longest datum that fits into memory, in tokens; None when it was not measured."""
+    picture_cost: float = 0.0
+    """Tokens for which each token of a picture counts more where a run adapts the vision tower, as the tower's
+    activations take so much memory. 0 when it was not measured."""
 
     def needs_checkpointing(self, lengths: Lengths) -> bool:
         if self.plain is None or self.activation_bytes is None:

@@ -234,6 +234,8 @@ class TrainingEngine:
         Returns one result for each.
         """
         batches = [replace(batch, model_id=model_id) for model_id, batch in works]
+        for batch in batches:
+            self.passes.charge(batch)
         for forward_only in (True, False):
             examples = [
                 Example(batch, index)
@@ -248,14 +250,17 @@ class TrainingEngine:
                 )
         return [self.passes.finish(batch) for batch in batches]
 
-    def probe(self, model_id: str, lengths: Lengths, *, checkpointing: bool) -> None:
-        """Runs one forward and backward of sequences of these lengths, so that its memory can be measured.
+    def probe(self, model_id: str, lengths: Lengths, *, checkpointing: bool, num_pictures: int = 0) -> None:
+        """Runs one forward and backward of sequences of these lengths, so that its memory can be measured. Each begins
+        with `num_pictures` different pictures of a typical size.
 
         The gradients are added to the model's.
         """
         loss = LOSS_FNS["cross_entropy"]
+        pictures = () if self.base.tower is None else tuple(self.base.tower.examples(num_pictures))
         datums = [
-            Datum(np.zeros(n, np.int32), np.zeros(n, np.int64), {"weights": np.ones(n, np.float32)}) for n in lengths
+            Datum(np.zeros(n, np.int32), np.zeros(n, np.int64), {"weights": np.ones(n, np.float32)}, pictures)
+            for n in lengths
         ]
         batch = Batch("cross_entropy", loss, {}, forward_only=False, datums=datums, model_id=model_id)
         self.passes.once(batch, checkpointing=checkpointing)
@@ -452,7 +457,7 @@ def cut(
         too_long = tokens + charge > token_budget()
         if batch and (too_long or not _may_join(example, batch, go_together)):
             yield batch
-            batch, tokens, charge = [], 0, example.datum.charge
+            batch, tokens, charge = [], 0, example.batch.charges[example.index]
         batch.append(example)
         tokens += charge
     if batch:

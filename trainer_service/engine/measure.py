@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tinsmith.faults import is_out_of_memory
 from tinsmith.memory import host_bytes
-from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
+from tinsmith.modeling.adapter import VISION, Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.logprobs import Head
 from tinsmith.sizing import (
     ACTIVATIONS_SHARE,
@@ -68,6 +69,7 @@ def measure(engine: TrainingEngine, bounds: Bounds) -> Plan:
         activation_bytes = int(memory_bytes * ACTIVATIONS_SHARE)
         room = room_for_one(memory_bytes, probe.max_adapter_bytes, moves=engine.residency.moves)
         plain, checkpointed = probe.footprints(room)
+        picture_cost = probe.picture_cost(plain, checkpointed, memory_bytes)
         usual = checkpointed if plain is None else plain
         assert usual is not None
         fitting = max(1, usual.longest(activation_bytes - probe.max_adapter_bytes))
@@ -95,7 +97,10 @@ def measure(engine: TrainingEngine, bounds: Bounds) -> Plan:
         plain=plain,
         checkpointed=checkpointed,
         longest_datum=longest_datum,
+        picture_cost=picture_cost,
     )
+    if picture_cost:
+        logger.info("a picture's token counts %.1f tokens more in a run that adapts the vision tower", picture_cost)
     logger.info(
         "token budget at most %d (memory allows %d); %.1f GB for training; activations of a token: %s MB, %s MB with "
         "checkpointing; the longest datum that fits has %d tokens; measured in %.2f s",
@@ -131,29 +136,34 @@ class _Probe:
 
     def __init__(self, engine: TrainingEngine, max_rank: int) -> None:
         self._engine = engine
-        self._max_rank = max_rank
         base = engine.base
-        rank = min(PROBE_RANK, max_rank)
         groups = {target.group for target in base.targets}
-        config = AdapterConfig(
+        rank = min(PROBE_RANK, max_rank)
+        self._more_rank = max_rank - rank
+        self._config = AdapterConfig(
             rank=rank, train_attn="attn" in groups, train_mlp="mlp" in groups, train_unembed="unembed" in groups
         )
-        targets = chosen_targets(config, base.targets)
-        flat = torch.zeros(num_elements(config, targets), device=base.device)
-        model = ModelState(Adapter(config, base.targets, flat), "adamw")
-        model.need_gradient()  # made before the first run, so that no measurement includes it
-        engine.add_model(_PROBE, model)
-        self.max_adapter_bytes = flat.nbytes * max_rank // rank
+        self._add_model(self._config)
+        targets = chosen_targets(self._config, base.targets)
+        largest = replace(self._config, rank=max_rank, train_vision=VISION in groups)
+        self.max_adapter_bytes = torch.float32.itemsize * num_elements(largest, chosen_targets(largest, base.targets))
         # Each adapted layer keeps x A^T, which is as wide as the rank, and backward makes its gradient.
         self._bytes_per_rank = 2 * len(targets) * base.head.weight_V_H.element_size()
         self._max_length = base.max_context_length
+
+    def _add_model(self, config: AdapterConfig) -> None:
+        base = self._engine.base
+        numel = num_elements(config, chosen_targets(config, base.targets))
+        model = ModelState(Adapter(config, base.targets, torch.zeros(numel, device=base.device)), "adamw")
+        model.need_gradient()  # made before the first run, so that no measurement includes it
+        self._engine.add_model(_PROBE, model)
 
     def close(self) -> None:
         self._engine.delete_model(_PROBE)
         drop_caches(self._engine.base.device)
 
-    def run(self, lengths: Lengths, *, checkpointing: bool = False) -> None:
-        self._engine.probe(_PROBE, lengths, checkpointing=checkpointing)
+    def run(self, lengths: Lengths, *, checkpointing: bool = False, num_pictures: int = 0) -> None:
+        self._engine.probe(_PROBE, lengths, checkpointing=checkpointing, num_pictures=num_pictures)
 
     def footprints(self, room_bytes: float) -> tuple[Footprint | None, Footprint | None]:
         """Measures the footprints without and with activation checkpointing.
@@ -170,6 +180,50 @@ class _Probe:
                     raise
             drop_caches(self._engine.base.device)
             num_tokens //= 2
+
+    def picture_cost(self, plain: Footprint | None, checkpointed: Footprint | None, memory_bytes: int) -> float:
+        """Measures Plan.picture_cost, rounded up to eighths. `plain`, `checkpointed`: the footprints of text.
+        `memory_bytes`: for training; a picture is taken to need all of it if two find none."""
+        base = self._engine.base
+        if base.tower is None or all(target.group != VISION for target in base.targets):
+            return 0.0
+        self._engine.delete_model(_PROBE)
+        self._add_model(replace(self._config, train_vision=True))
+        num_tokens = base.tower.examples(1)[0].picture.num_tokens
+        costs = [0.0]
+        for text, checkpointing in ((plain, False), (checkpointed, True)):
+            if text is None:
+                continue
+            try:
+                per_token = self._tower_bytes(num_tokens, checkpointing=checkpointing)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                per_token = memory_bytes / num_tokens
+            costs.append(per_token / text.bytes_per_token)
+        return math.ceil(8 * max(costs)) / 8  # a deterministic trainer must find the same number again
+
+    def _tower_bytes(self, num_tokens: int, *, checkpointing: bool) -> float:
+        """Bytes of the tower's activations for each token of pictures of so many tokens, in a run of the largest rank
+        that adapts the tower."""
+        base = self._engine.base
+        assert base.tower is not None
+
+        def peak(count: int, *, seen: bool) -> int:
+            """Peak of a datum with so many pictures, or with text in their place."""
+            lengths, num_pictures = [count * num_tokens + 1], count if seen else 0
+            return peak_bytes(
+                base.device, lambda: self.run(lengths, checkpointing=checkpointing, num_pictures=num_pictures)
+            )
+
+        if base.device.type == "cuda":  # first use: see _footprints
+            self.run([num_tokens + 1], checkpointing=checkpointing, num_pictures=1)
+        # The difference of two differences leaves out all that does not grow with the number of pictures.
+        measured = (peak(2, seen=True) - peak(1, seen=True) - peak(2, seen=False) + peak(1, seen=False)) / num_tokens
+        targets = [target for target in base.targets if target.group == VISION]
+        layers = len(base.tower.layers) if checkpointing else 1
+        per_row = self._more_rank * 2 * len(targets) * base.head.weight_V_H.element_size() / layers
+        return measured + per_row * base.tower.patches_per_token
 
     def _footprints(self, num_tokens: int, room_bytes: float) -> tuple[Footprint | None, Footprint | None]:
         if self._engine.base.device.type == "cuda":  # first use: CUDA's libraries allocate memory and keep it
@@ -189,10 +243,9 @@ class _Probe:
             return peak_bytes(device, lambda: self.run(lengths, checkpointing=checkpointing))
 
         measured = Footprint.measured(peak, num_tokens, with_pairs=with_pairs)
-        more_rank = self._max_rank - min(PROBE_RANK, self._max_rank)
         layers = self._engine.num_layers if checkpointing else 1
         return Footprint(
             measured.fixed_bytes,
-            measured.bytes_per_token + more_rank * self._bytes_per_rank / layers,
+            measured.bytes_per_token + self._more_rank * self._bytes_per_rank / layers,
             measured.bytes_per_pair,
         )

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,16 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_logprobs import full_target_logprobs
 from tinsmith.modeling.kernels.transfer import on_device
 from trainer_service.engine.activation_checkpointing import checkpointed
-from trainer_service.engine.batch import Batch, Example, MicroBatch, Output, charges_of, describe_ratio, log_ratio
+from trainer_service.engine.batch import (
+    FITS_MEMORY,
+    Batch,
+    Example,
+    MicroBatch,
+    Output,
+    charges_of,
+    describe_ratio,
+    log_ratio,
+)
 from trainer_service.engine.budget import Attempt, MemoryBudget
 from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.optimizers import magnitude
@@ -153,6 +163,23 @@ class Passes:
         """True for an error after which nothing can be computed in this process, whichever operation met it."""
         return is_device_fault(error)
 
+    def charge(self, batch: Batch) -> None:
+        """Charges a batch for its pictures if its model adapts the vision tower, and fails it if one of its datums can
+        then never fit into memory. Called once, before the batch's first datum is taken; on any thread."""
+        model, plan = self._models.get(batch.model_id), self._memory.plan
+        if model is None or not model.adapter.config.train_vision or not any(one.pictures for one in batch.datums):
+            return
+        batch.charge_pictures(plan.picture_cost)
+        index = int(np.argmax(batch.charges))
+        if plan.longest_datum is not None and batch.charges[index] > plan.longest_datum:
+            field = f"data[{index}].model_input"
+            batch.error = InvalidRequest(
+                f"{field}: its {batch.datums[index].length} tokens count as {batch.charges[index]} with the "
+                "activations of its pictures in the tower, which this run adapts; this is above "
+                f"{plan.longest_datum}, {FITS_MEMORY}",
+                field=field,
+            )
+
     def run(self, micro_batch: MicroBatch) -> None:
         """Runs datums of any batches through the base model, and adds to each model's gradients. Either all batches are
         forward_only or none.
@@ -250,7 +277,7 @@ class Passes:
         if not checkpointing and self._memory.can_checkpoint and torch.is_grad_enabled():
             self._try(examples, attempt, checkpointing=True)
             if example.batch.error is None:
-                attempt.needed_checkpointing(example.datum.charge)
+                attempt.needed_checkpointing(example.batch.charges[example.index])
             return
         attempt.gave_up = True
         field = f"data[{example.index}].model_input"
@@ -292,7 +319,9 @@ class Passes:
             sights = None
             if pack.placed:
                 assert self._base.tower is not None  # requests.py refuses pictures otherwise
-                sights = self._base.tower.look(pack.placed, adapted)
+                tower = self._base.tower
+                with checkpointed(tower.layers, tower.active) if layers else nullcontext():
+                    sights = tower.look(pack.placed, adapted)
             with checkpointed(layers, self._base.active) if layers else nullcontext():
                 hidden_T_H = self._base.hidden_states(tokens_T, positions, pack.layout, adapted, sights)
             named = torch.from_numpy(pack.rows_M), torch.from_numpy(pack.targets_M)
@@ -391,15 +420,21 @@ class Passes:
         total = torch.stack([term.differentiable for _, term in terms]).sum()
         anchors = [run.gradient.anchor for run in runs if run.gradient is not None]
         parameters = [tensor for run in runs for tensor in run.adapter.tensors()]
-        grads = iter(torch.autograd.grad(total, [*anchors, *parameters], allow_unused=True)[len(anchors) :])
+        inputs = [*anchors, *parameters]
+        # Text without pictures depends on no parameter of a run that adapts the vision tower alone.
+        found = torch.autograd.grad(total, inputs, allow_unused=True) if total.requires_grad else [None] * len(inputs)
+        grads = iter(found[len(anchors) :])
         for model_id, run in zip(dict.fromkeys(example.model_id for example in examples), runs, strict=True):
-            mine = [next(grads) for _ in run.adapter.tensors()]
-            if run.gradient is None:
-                kept = run.adapter.tensors()
-                mine = [
-                    torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(kept, mine, strict=True)
-                ]
-            yield self._models[model_id], mine if run.gradient is None else [run.gradient.gather(mine)]
+            kept = run.adapter.tensors()
+            mine = [next(grads) for _ in kept]
+            if run.gradient is not None:
+                yield self._models[model_id], [run.gradient.gather(mine)]
+            else:
+                pairs = zip(kept, mine, strict=True)
+                yield (
+                    self._models[model_id],
+                    [torch.zeros_like(tensor) if grad is None else grad for tensor, grad in pairs],
+                )
 
 
 def num_tokens(examples: Sequence[Example]) -> int:

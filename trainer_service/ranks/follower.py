@@ -70,6 +70,8 @@ class Follower:
             batch = batch_from_bytes(request.numpy().tobytes(), self._engine.limits)
             self._batches[number] = replace(batch, request=None, model_id=model_id)
         batches = {number: replace(self._batches[number]) for number, _ in message.fields["micro_batch"]}
+        for batch in batches.values():
+            self._engine.passes.charge(batch)
         return [(batches[number], indices) for number, indices in message.fields["micro_batch"]]
 
 

@@ -89,8 +89,10 @@ class LeadingEngine(TrainingEngine):
         self.passes.forget_model(model_id)
         self._everywhere(TrainingEngine.delete_model, model_id)
 
-    def probe(self, model_id: str, lengths: Lengths, *, checkpointing: bool) -> None:
-        self._everywhere(TrainingEngine.probe, model_id, lengths, checkpointing=checkpointing)
+    def probe(self, model_id: str, lengths: Lengths, *, checkpointing: bool, num_pictures: int = 0) -> None:
+        self._everywhere(
+            TrainingEngine.probe, model_id, lengths, checkpointing=checkpointing, num_pictures=num_pictures
+        )
 
     def optim_step(self, model_id: str, params: Params, *, failure_seen: int = 0) -> Mapping[str, float]:
         return self._everywhere(TrainingEngine.optim_step, model_id, params, failure_seen=failure_seen)

@@ -38,9 +38,14 @@ T = TypeVar("T")
 class BatchEngine(Protocol):
     """The part of the engine that the scheduler calls: its Passes. Operations other than batches bring their own calls.
 
-    All methods are called on the compute thread. For each batch `run` is called with every datum once, in micro-batches
-    of any size, then `finish` once. After a failure the remaining datums are not run.
+    For each batch `charge` is called once, on the event loop. All other methods are called on the compute thread: `run`
+    with every datum of a batch once, in micro-batches of any size, then `finish` once. After a failure the remaining
+    datums are not run.
     """
+
+    def charge(self, batch: Batch) -> None:
+        """Sets what the batch's datums count for, where that depends on its model, or the batch's error."""
+        ...
 
     @property
     def token_budget(self) -> int:
@@ -160,6 +165,13 @@ class ComputeThread:
             with self.dying_of_errors():
                 self._lanes.put(operation)
             self._changed.notify()
+
+    def charge(self, batch: Batch) -> None:
+        """Sets what the batch's datums count for, before `put`."""
+        self._engine.charge(batch)
+        if (speed := self.loss_speed) is not None:
+            more = [speed.loss_tokens(datum.loss_s) if datum.loss_s else 0 for datum in batch.datums]
+            batch.set_costs([charge + tokens for charge, tokens in zip(batch.charges, more, strict=True)])
 
     def withdraw(self, model_id: str, error: ServiceError) -> None:
         """Fails a model's waiting operations with `error`. A batch that has begun is stopped after the current

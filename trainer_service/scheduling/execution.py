@@ -78,9 +78,7 @@ class Execution:
         """Gives a batch its place on the compute thread. Returns its result."""
         result: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
         with self.compute.dying_of_errors():  # its model would wait for ever; failed, it would add no gradients
-            if (speed := self.compute.loss_speed) is not None:
-                more = [speed.loss_tokens(datum.loss_s) if datum.loss_s else 0 for datum in batch.datums]
-                batch.set_costs([charge + tokens for charge, tokens in zip(batch.charges, more, strict=True)])
+            self.compute.charge(batch)
             batch.alone = self.executing.is_suspect(model.model_id, operation.seq_id)
             self.enter(model, operation, result)
         return result

@@ -92,6 +92,9 @@ class FakeEngine:
     def go_together(self, model_ids: Sequence[str]) -> bool:
         return True
 
+    def charge(self, batch: Batch) -> None:
+        pass
+
     def run(self, micro_batch: MicroBatch) -> None:
         assert len({batch.forward_only for batch, _ in micro_batch}) == 1
         num_tokens = sum(batch.datums[index].length for batch, indices in micro_batch for index in indices)

@@ -50,4 +50,5 @@ def test_a_deterministic_trainer_adds_what_changes_bits(base: BaseModel) -> None
     one = fingerprint_of(base, deterministic=True, token_budget=64)
     other = fingerprint_of(base, deterministic=True, token_budget=128)
     assert {name for name in one if one[name] != other[name]} == {"token_budget"}
+    assert one["picture_cost"] == "0.0"  # it decides how batches with pictures are divided
     assert fingerprint_of(base, token_budget=64) == fingerprint_of(base, token_budget=128)

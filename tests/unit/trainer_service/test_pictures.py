@@ -1,6 +1,8 @@
 """Pictures in training: counted, refused by name, computed as transformers does, and replayed after a crash."""
 
 import io
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +14,23 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from tests.support.batches import datum, request
-from tests.support.models import make_vision_model
+from tests.support.models import VISION, make_vision_model
 from tests.unit.trainer_service.restoring import Process
 from tinsmith.errors import InvalidRequest
-from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.tower import Placed, Sights, Tower
 from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-from trainer_service.engine.batch import BatchLimits
+from trainer_service.engine.batch import Batch, BatchLimits, Datum, Output
+from trainer_service.engine.budget import Plan
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.measure import Bounds, measure
+from trainer_service.engine.memory import peak_bytes
+from trainer_service.engine.passes import Passes
 from trainer_service.intake import _is_large
+from trainer_service.objectives.losses import LOSS_FNS
 from trainer_service.requests import batch_bytes, batch_of
 
 PIXELS = np.random.default_rng(0).integers(256, size=(90, 90, 3), dtype=np.uint8)
@@ -134,6 +143,148 @@ def test_scaled_pictures_are_counted_as_memory_before_they_are_decoded(limits: B
         batch_of(message, limits, max_bytes=9000)
     assert _is_large(request([with_chunks(chunk(), targets=15)]))
     assert not _is_large(request([datum([1])]))
+
+
+def engine_of(base: BaseModel, plan: Plan | None = None, **config: Any) -> TrainingEngine:
+    """An engine with the models "adapts", with layers of the tower, and "frozen", whose tower is frozen."""
+    engine = TrainingEngine(base, max_tokens_per_microbatch=100)
+    if plan is not None:
+        engine.follow(plan)
+    for model_id in ("adapts", "frozen"):
+        engine.create_model(model_id, AdapterConfig(4, seed=1, train_vision=model_id == "adapts", **config), "adamw")
+        with torch.no_grad():
+            for weights in engine.models[model_id].adapter.weights.values():  # type: ignore[union-attr]
+                weights.b_O_R.normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
+    return engine
+
+
+def seen(number: int) -> types_pb2.Datum:
+    """A datum of 20 tokens, 15 of them of a picture that has this number."""
+    return with_chunks(text(1, 2), chunk(Image.fromarray(PIXELS[number:][:21, :37])), text(3, 4, 9), targets=20)
+
+
+def micro_batches(engine: TrainingEngine, model_id: str, data: list[types_pb2.Datum]) -> list[int]:
+    """Number of datums of each micro-batch of a batch."""
+    with pytest.MonkeyPatch.context() as patch:
+        found, usual = [], Passes.run
+        patch.setattr(Passes, "run", lambda self, one: (found.append(len(one[0][1])), usual(self, one)))
+        (output,) = engine.forward_backward([(model_id, batch_of(request(data), engine.limits))])
+    assert isinstance(output, Output), output
+    return found
+
+
+@pytest.mark.parametrize("family", ["Qwen3VL", "Gemma3", "Gemma4"])
+def test_memory_of_pictures_in_an_adapted_tower_is_predicted_from_two(family: str, tmp_path: Path) -> None:
+    base = BaseModel.load(make_vision_model(tmp_path, family), device=torch.device("cpu"), dtype=torch.float32)
+    engine = TrainingEngine(base, max_tokens_per_microbatch=512)
+    # With so little memory the trainer measures activation checkpointing, too.
+    plan = measure(engine, Bounds(512, max_lora_rank=16, token_budget=0, memory_bytes=3_000_000))
+    assert engine.models == {}
+    engine.create_model("m", AdapterConfig(16, seed=1, train_vision=True), "adamw")
+    assert base.tower is not None
+    placed = base.tower.examples(5)[-1]
+    length = placed.stop + 10
+    for footprint, checkpointing in ((plan.plain, False), (plan.checkpointed, True)):
+        assert footprint is not None
+        peak, text_alone = (
+            peak_bytes(
+                base.device,
+                lambda c=checkpointing, n=count: engine.probe("m", [length], checkpointing=c, num_pictures=n),
+            )
+            for count in (5, 0)
+        )
+        planned = footprint.of([length + math.ceil(plan.picture_cost * placed.stop)])
+        assert peak > 1.2 * text_alone  # no plan counted the difference
+        assert 0.9 * peak < planned
+        assert checkpointing or planned < 1.2 * peak
+
+
+def test_pictures_in_an_adapted_tower_make_micro_batches_smaller(seeing: BaseModel) -> None:
+    engine = engine_of(seeing, Plan(100, picture_cost=2.0))
+    data = [seen(number) for number in range(4)]
+    assert micro_batches(engine, "frozen", data) == [4]
+    assert micro_batches(engine, "adapts", data) == [2, 2]  # 20 + 2 x 15 tokens each
+    assert micro_batches(engine, "adapts", [seen(0)] * 4) == [3, 1]  # a picture is encoded once: 50 + 20 + 20 tokens
+    assert micro_batches(engine, "adapts", [with_chunks(text(*range(20)), targets=20)] * 5) == [5]
+
+
+def test_equal_pictures_of_two_datums_are_charged_once(limits: BatchLimits) -> None:
+    message = request([seen(0), seen(0), seen(1), datum([1, 2], target_tokens=[2, 3])])
+    one = batch_of(message, limits)
+    one.charge_pictures(1.5)
+    assert one.charges == one.costs == [43, 43, 43, 2]
+    assert one.shared == [0, 22, 0, 0]
+    assert one.num_waiting_tokens == one.charge(range(4)) == 43 + 21 + 43 + 2
+    shared = replace(limits, share_prefixes=True)
+    two = batch_of(message, shared)
+    before = list(two.shared)
+    two.charge_pictures(1.5)
+    assert [now - then for now, then in zip(two.shared, before, strict=True)] == [0, 22, 0, 0]
+
+
+def test_pictures_that_can_never_fit_are_refused_where_the_tower_is_adapted(seeing: BaseModel) -> None:
+    engine = engine_of(seeing, Plan(100, longest_datum=60, picture_cost=3.0))
+    message = request([datum([1, 2], target_tokens=[2, 3]), seen(0)])
+    for model_id in ("frozen", "adapts"):
+        (result,) = engine.forward_backward([(model_id, batch_of(message, engine.limits))])
+        assert isinstance(result, Output) == (model_id == "frozen")
+    assert isinstance(result, InvalidRequest)
+    assert str(result) == (
+        "data[1].model_input: its 20 tokens count as 65 with the activations of its pictures in the tower, which this "
+        "run adapts; this is above 60, what fits into this trainer's memory"
+    )
+    assert engine.is_tainted("adapts")
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_a_tower_that_runs_out_of_memory_runs_in_halves_and_then_with_checkpointing(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = BaseModel.load(make_vision_model(tmp_path, family), device=torch.device("cpu"), dtype=torch.float32)
+    assert base.tower is not None
+    tower, usual, passes = base.tower, Tower.look, []
+    one = replace(base.tower.examples(1)[0], start=2)
+    tokens = [1, 2, *[5] * one.picture.num_tokens, 3]
+    number = len(tokens)
+    inputs = {"weights": np.ones(number, np.float32)}
+    others = [replace(one, picture=tower.processor.of_pixels(np.full_like(one.picture.pixels, n))) for n in range(2)]
+    datums = [Datum(np.array(tokens, np.int32), np.arange(number), inputs, (other,)) for other in others]
+    batch = Batch("cross_entropy", LOSS_FNS["cross_entropy"], {}, forward_only=False, datums=datums)
+
+    def look(self: Tower, placed: Sequence[Placed], *args: Any, **kwargs: Any) -> Sights:
+        checkpointed = self.layers[0].__dict__.get("forward") is not before
+        passes.append((len(placed), checkpointed))
+        if len(placed) > 1 or not checkpointed:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return usual(self, placed, *args, **kwargs)
+
+    before = tower.layers[0].__dict__.get("forward")
+    engine = engine_of(base, Plan(10_000))
+    engine.forward_backward([("adapts", batch)])
+    expected = engine.models["adapts"].need_gradient().flat.clone()
+    engine.models["adapts"].clear_gradient()
+    calls = [0]
+    next(tower.layers[0].children()).register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    monkeypatch.setattr(Tower, "look", look)
+    (output,) = engine.forward_backward([("adapts", batch)])
+    assert isinstance(output, Output), output
+    assert passes == [(2, False), (1, False), (1, True), (1, False), (1, True)]
+    assert calls[0] == 4  # each picture's layer is computed again in backward
+    found = engine.models["adapts"].need_gradient().flat
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+    vision = [target.name for target in base.targets if target.group == "vision"]
+    assert all(engine.models["adapts"].need_gradient().weights[name].b_O_R.abs().sum() > 0 for name in vision)
+
+
+def test_a_run_that_adapts_the_tower_alone_takes_text_without_pictures(seeing: BaseModel) -> None:
+    engine = engine_of(seeing, train_attn=False, train_mlp=False, train_unembed=False)
+    engine.forward_backward([("adapts", batch_of(request([seen(0)]), engine.limits))])
+    before = engine.models["adapts"].need_gradient().flat.clone()
+    data = [with_chunks(text(1, 2, 3), targets=3)]
+    (output,) = engine.forward_backward([("adapts", batch_of(request(data), engine.limits))])
+    assert isinstance(output, Output), output
+    assert torch.equal(engine.models["adapts"].need_gradient().flat, before)
+    assert before.abs().sum() > 0
 
 
 async def start(folder: Path, base: BaseModel) -> Process:

@@ -236,7 +236,7 @@ def test_every_change_of_an_engine_is_done_on_every_rank() -> None:
         "residency",
     }
     assert _public(TrainingEngine) - vars(LeadingEngine).keys() == own
-    own = {"once"}  # `probe` tells the others
+    own = {"once", "charge"}  # `probe` tells the others; they charge each batch of a micro-batch themselves
     own |= {"go_together", "is_dead", "moves_models", "token_budget"}  # read
     assert _public(Passes) - vars(LeadingPasses).keys() == own
 
@@ -252,7 +252,7 @@ def test_the_arguments_of_a_call_arrive_as_they_were_sent(base: BaseModel) -> No
     leader.optim_step("m", ADAM)
     run(leader, "m", batch(leader, [4]))
     state = leader.capture("m", with_optimizer=True, with_accumulation=True)
-    plan = Plan(64, memory_bytes=10**9, plain=Footprint(1.0, 2.0, 3.0), longest_datum=33)
+    plan = Plan(64, memory_bytes=10**9, plain=Footprint(1.0, 2.0, 3.0), longest_datum=33, picture_cost=1.5)
     for call, *arguments, named in (
         (TrainingEngine.follow, plan, {}),
         (TrainingEngine.add_model, "m", ModelState(state.adapter, "adamw"), {}),
