@@ -202,6 +202,25 @@ def test_an_archive_for_old_sdks_holds_the_adapter(wire: Wire, trained: tinker.T
         assert safetensors.torch.load(weights.read())
 
 
+@pytest.mark.parametrize(
+    ("kind", "head"), [("sampler_weights", "lm_head"), ("external_weights", "model.unembed_tokens")]
+)
+def test_an_archive_for_old_sdks_has_the_names_of_its_kind(
+    kind: str, head: str, wire: Wire, trained: tinker.TrainingClient
+) -> None:
+    """The stack's base model has one matrix for its embedding and its output layer, which the hosted service calls
+    unembed_tokens, and stock PEFT lm_head."""
+    save = trained.save_weights_external if kind == "external_weights" else trained.save_weights_for_sampler
+    save("named").result()
+    reply = wire.http.get(f"training_runs/{trained.model_id}/checkpoints/{kind}/named/archive").json()
+    with tarfile.open(fileobj=io.BytesIO(fetch(reply["url"]))) as archive:
+        weights = archive.extractfile("adapter_model.safetensors")
+        assert weights is not None
+        names = safetensors.torch.load(weights.read())
+    heads = {name for name in names if ".layers." not in name}
+    assert heads == {f"base_model.model.{head}.lora_{side}.weight" for side in "AB"}
+
+
 def test_a_copy_outlives_its_source_and_shares_its_bytes(
     stack: Stack, rest: tinker.RestClient, service: tinker.ServiceClient, trained: tinker.TrainingClient
 ) -> None:

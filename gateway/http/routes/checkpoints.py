@@ -156,7 +156,7 @@ async def certificate(request: Request) -> answers.checkpoints.Certificate:
 async def archive(request: Request) -> Response:
     """Signed URL of an archive of a checkpoint.
 
-    SDKs up to 0.30 use it; early ones only follow a 302.
+    SDKs up to 0.33 use it; early ones only follow a 302.
     """
     gateway = request.gateway
     path, caller = _path(request), request.caller
