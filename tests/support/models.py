@@ -162,9 +162,11 @@ VISION: dict[str, dict[str, Any]] = {
 """Families that see pictures, with the settings that make them tiny. A token of a picture has 8 x 8 pixels."""
 
 
-def make_vision_model(folder: Path, family: str = "Qwen3VL", *, dtype: torch.dtype = torch.float32) -> Path:
+def make_vision_model(
+    folder: Path, family: str = "Qwen3VL", *, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Path:
     """A tiny model of VISION in its published form, with the processor of its pictures."""
-    config = getattr(transformers, f"{family}Config")(**VISION[family])
+    config = getattr(transformers, f"{family}Config")(**{**VISION[family], **overrides})
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config).to(dtype)
     if family == "Gemma3":  # it begins with zeros, and a model that sees nothing could not show a mistake

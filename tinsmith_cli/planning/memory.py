@@ -74,9 +74,9 @@ def sampler_base_bytes(shape: Shape, dtype: str, *, quantised: str = "", tensor_
 
 
 @lru_cache(maxsize=1024)
-def adapter_bytes(shape: Shape, rank: int) -> int:
-    """Bytes of an adapter of all layers, which are those of a publish."""
-    return ADAPTER_BYTES * shape.adapter_elements(rank)
+def adapter_bytes(shape: Shape, rank: int, *, vision: bool = False) -> int:
+    """Bytes of an adapter of all layers, which are those of a publish; with `vision`, of those of the tower, too."""
+    return ADAPTER_BYTES * shape.adapter_elements(rank, vision=vision)
 
 
 @lru_cache(maxsize=1024)
@@ -144,7 +144,8 @@ class Training:
         """`host_bytes`: free host memory. `ranks`: the trainer's, all on this machine."""
         moves = device_type == "cuda"
         one = adapter_bytes(shape, rank)
-        room = room_for_one(memory_bytes, one, moves=moves)
+        # As the trainer does, which does not know yet whether runs will adapt the tower.
+        room = room_for_one(memory_bytes, adapter_bytes(shape, rank, vision=True), moves=moves)
         longest = max(
             activations(
                 shape,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinsmith.formatting import columns, size_text
+from tinsmith_cli.planning import memory
 from tinsmith_cli.planning.plan import Plan, SamplerPlan
 
 
@@ -42,6 +43,11 @@ def as_text(plan: Plan) -> str:
             ("", f"adapters of rank {plan.rank}", adapters if gpus else f"{training.adapters}"),
             ("", "longest sequence", f"{training.longest:,} tokens"),
         ]
+    if trainer.ranks and shape.tower_parameters and not plan.constraints.full_training:
+        tower = memory.BYTES_PER_PARAMETER[plan.dtype] * shape.tower_parameters
+        more = memory.ADAPTER_BYTES * plan.rank * sum(one.rank_elements for one in shape.tower)
+        words = f"{size_text(int(tower))} of the base weights; an adapter on it, too, has {size_text(more)} more"
+        rows.append(("", "vision tower", words))
     for sampler, numbers in _alike(plan):
         rows += [
             (_sampler_name(numbers, len(plan.samplers)), _places(plan, numbers), f"engine {plan.engine}{_tp(sampler)}"),
@@ -163,6 +169,8 @@ def as_json(plan: Plan) -> Mapping[str, Any]:
             for number, sampler in enumerate(plan.samplers)
         ],
         "publish_bytes": plan.publish_bytes,
+        "tower_bytes": int(memory.BYTES_PER_PARAMETER[plan.dtype] * plan.shape.tower_parameters),
+        "tower_adapter_bytes": memory.ADAPTER_BYTES * plan.rank * sum(one.rank_elements for one in plan.shape.tower),
         "channel": plan.channel,
         "loading_host_bytes": plan.loading_bytes,
         "command": command(plan),

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from tinsmith_cli.base_models import UsageError
 
-Group = Literal["attn", "mlp", "unembed"]
+Group = Literal["attn", "mlp", "unembed", "vision"]
 Config = Mapping[str, Any]
 
 NO_LIMIT = 2**20
@@ -104,7 +104,12 @@ class Shape:
     recurrent: bool = False
     """Whether layers carry a state from token to token, which vLLM does not serve here."""
     outside_more: int = 0
-    """Parameters beside the layers, the embedding, the last norm and the output layer."""
+    """Parameters beside the layers, the embedding, the last norm and the output layer, such as those of a tower."""
+    tower: Sequence[Matrix] = ()
+    """The linear layers of the vision tower that take adapters, in runs that ask for it; their parameters are part of
+    outside_more."""
+    tower_parameters: int = 0
+    """All parameters of the vision tower, and of what joins it to the language model."""
     is_estimate: bool = False
     """Whether the family is unknown, and computed as a dense Llama."""
     note: str = ""
@@ -133,9 +138,9 @@ class Shape:
         found = [matrix for layer in self.layers for matrix in layer.matrices if matrix.group is not None]
         return [*found, Matrix(self.hidden, self.vocab, "unembed")]
 
-    def adapter_elements(self, rank: int) -> int:
-        """Parameters of an adapter of all layers."""
-        return rank * sum(target.rank_elements for target in self.targets)
+    def adapter_elements(self, rank: int, *, vision: bool = False) -> int:
+        """Parameters of an adapter of all layers; with `vision`, of those of the tower, too."""
+        return rank * sum(target.rank_elements for target in [*self.targets, *(self.tower if vision else ())])
 
     def slot_elements(self, rank: int) -> int:
         """Elements of a slot of vLLM, which leaves out the output layer where the model shares it."""
@@ -195,11 +200,17 @@ def find(model: str, *, fetch: bool) -> Shape:
 def of_config(config: Config, *, name: str, stored: int | None = None) -> Shape:
     """The shape of a configuration. `stored`: parameters in the files, if known. Raises UsageError for a field that is
     missing, and for an unknown family whose files are not there."""
-    text: Config = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
+    nested = config.get("text_config")
+    text: Config = {**config, **nested} if isinstance(nested, dict) else config
     family = str(text.get("model_type", "unknown"))
     try:
-        if (layers := FAMILIES.get(family)) is not None and text is config:
-            return _shape(text, family, layers(text), note=_note(config))
+        tower_of = TOWERS.get(str(config.get("model_type")))
+        if (layers := FAMILIES.get(family)) is not None and (text is config or tower_of is not None):
+            text = {**_DEFAULTS.get(family, {}), **text}
+            if "tie_word_embeddings" in config:  # that of the whole model decides
+                text["tie_word_embeddings"] = config["tie_word_embeddings"]
+            found = _shape(text, family, layers(text), note=_note(config))
+            return found if tower_of is None else _with_tower(found, *tower_of(config["vision_config"], text))
         estimate = _shape(text, family, _dense(text))
     except KeyError as error:
         raise UsageError(
@@ -278,11 +289,18 @@ def _shape(c: Config, family: str, layers: Sequence[Layer], *, note: str = "") -
         heads=heads,
         kv_heads=c.get("num_key_value_heads") or heads,
         latent="kv_lora_rank" in c,
+        recurrent="linear_attention" in (c.get("layer_types") or ()),
         note=note,
     )
 
 
-_TIED: set[str] = set()
+def _with_tower(shape: Shape, matrices: Sequence[Matrix], others: int) -> Shape:
+    """The shape with a vision tower. `others`: its parameters outside of the matrices."""
+    parameters = sum(matrix.parameters for matrix in matrices) + others
+    return replace(shape, tower=matrices, tower_parameters=parameters, outside_more=shape.outside_more + parameters)
+
+
+_TIED = {"gemma3_text"}
 """Families whose output layer shares the embedding's weight unless the configuration says otherwise."""
 
 
@@ -421,6 +439,54 @@ def _deepseek_v3(c: Config) -> list[Layer]:
     return _after_dense(c, Layer(matrices, others, rank + rotated, widths))
 
 
+def _delta(c: Config) -> Layer:
+    """Gated DeltaNet, as a layer without the rest."""
+    hidden, heads, own = c["hidden_size"], c["linear_num_value_heads"], c["linear_value_head_dim"]
+    keys, values = c["linear_num_key_heads"] * c["linear_key_head_dim"], heads * own
+    mixed = 2 * keys + values
+    inputs = [Matrix(hidden, outputs, "attn") for outputs in (mixed, values, heads, heads)]
+    others = 2 * hidden + mixed * (c.get("linear_conv_kernel_dim") or 4) + 2 * heads + own
+    return Layer([*inputs, Matrix(values, hidden, "attn")], others, 0, Widths(2 * mixed + 3 * values, 0, 0))
+
+
+def _gated_attention(c: Config) -> Layer:
+    """Attention whose queries come with a gate of as many features."""
+    bias = bool(c.get("attention_bias"))
+    found = _attention({"head_dim": 256, **c}, qkv_bias=bias, out_bias=bias, head_norms=True)
+    queries, *others = found.matrices
+    both = replace(queries, outputs=2 * queries.outputs)
+    return replace(found, matrices=[both, *others], widths=replace(found.widths, queries=3 * queries.outputs))
+
+
+def _alternating(c: Config, complete: Callable[[Layer], Layer]) -> list[Layer]:
+    """Layers of Gated DeltaNet and of attention. `complete`: adds a feed-forward layer."""
+    step = c.get("full_attention_interval") or 4
+    kinds = c.get("layer_types") or [
+        "linear_attention" if (n + 1) % step else "full_attention" for n in range(c["num_hidden_layers"])
+    ]
+    made = {"linear_attention": complete(_delta(c)), "full_attention": complete(_gated_attention(c))}
+    return [made[kind] for kind in kinds]
+
+
+def _qwen3_5(c: Config) -> list[Layer]:
+    return _alternating(c, lambda attention: _dense_layer(c, attention))
+
+
+def _qwen3_5_moe(c: Config) -> list[Layer]:
+    hidden, inner, shared = c["hidden_size"], c["moe_intermediate_size"], c["shared_expert_intermediate_size"]
+    count, taken = _count(c, "num_experts"), c["num_experts_per_tok"]
+    matrices = [Matrix(hidden, count), *_experts(hidden, inner, count), *_mlp(hidden, shared), Matrix(hidden, 1)]
+    return _alternating(c, lambda one: _with(one, matrices, inner=taken * inner + shared, pairs=taken))
+
+
+def _gemma3(c: Config) -> list[Layer]:
+    bias, hidden, inner = bool(c.get("attention_bias")), c["hidden_size"], c["intermediate_size"]
+    attention = _attention(c, qkv_bias=bias, out_bias=bias, head_norms=True)
+    # The norms behind attention and behind the feed-forward layer keep as much as so many inner features.
+    layer = _with(attention, _mlp(hidden, inner), inner=inner + hidden, others=2 * hidden)
+    return [layer] * c["num_hidden_layers"]
+
+
 def _glm4_moe(c: Config) -> list[Layer]:
     bias = bool(c.get("attention_bias"))
     attention = _attention(c, qkv_bias=bias, out_bias=False, head_norms=bool(c.get("use_qk_norm")))
@@ -437,5 +503,60 @@ FAMILIES: Mapping[str, Callable[[Config], list[Layer]]] = {
     "gpt_oss": _gpt_oss,
     "deepseek_v3": _deepseek_v3,
     "glm4_moe": _glm4_moe,
+    "qwen3_vl_text": _qwen3,
+    "qwen3_vl_moe_text": _qwen3_moe,
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_5_moe,
+    "gemma3_text": _gemma3,
 }
-"""Layers of a configuration, by `model_type`."""
+"""Layers of a configuration, by its `model_type`, or that of its language model."""
+_DEFAULTS: Mapping[str, Config] = {
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+    },
+}
+"""Settings that published configurations leave out, by `model_type`."""
+
+
+def _linear(inputs: int, outputs: int) -> Matrix:
+    return Matrix(inputs, outputs, "vision", bias=True)
+
+
+def _qwen_tower(v: Config, _: Config) -> tuple[list[Matrix], int]:
+    hidden, inner, patch = v["hidden_size"], v["intermediate_size"], v["patch_size"]
+    merged = hidden * v.get("spatial_merge_size", 2) ** 2
+    ends = [_linear(merged, merged), _linear(merged, v["out_hidden_size"])]
+    early = len(v.get("deepstack_visual_indexes") or ())
+    block = [
+        _linear(hidden, 3 * hidden), _linear(hidden, hidden), _linear(hidden, inner), _linear(inner, hidden),
+    ]  # fmt: skip
+    pixels = v.get("in_channels", 3) * v.get("temporal_patch_size", 2) * patch**2
+    embedded = (pixels + 1 + v["num_position_embeddings"]) * hidden
+    norms = 4 * hidden * v["depth"] + 2 * hidden + 2 * merged * early
+    return [*block * v["depth"], *ends * (1 + early)], embedded + norms
+
+
+def _gemma3_tower(v: Config, text: Config) -> tuple[list[Matrix], int]:
+    hidden, inner, patch, count = v["hidden_size"], v["intermediate_size"], v["patch_size"], v["num_hidden_layers"]
+    layer = [*[_linear(hidden, hidden)] * 4, _linear(hidden, inner), _linear(inner, hidden)]
+    embedded = (3 * patch**2 + 1 + (v["image_size"] // patch) ** 2) * hidden
+    others = embedded + 4 * hidden * count + 2 * hidden + hidden * text["hidden_size"] + hidden
+    if v.get("vision_use_head", True):  # an attention over the patches, which no feature comes from
+        own = [*[_linear(hidden, hidden)] * 4, _linear(hidden, inner), _linear(inner, hidden)]
+        others += sum(one.parameters for one in own) + 3 * hidden
+    return layer * count, others
+
+
+TOWERS: Mapping[str, Callable[[Config, Config], tuple[list[Matrix], int]]] = {
+    "qwen3_vl": _qwen_tower,
+    "qwen3_vl_moe": _qwen_tower,
+    "qwen3_5": _qwen_tower,
+    "qwen3_5_moe": _qwen_tower,
+    "gemma3": _gemma3_tower,
+}
+"""The layers of a vision tower that take adapters, and the number of its other parameters, of the configurations of
+tower and language model, by the `model_type` of the whole model."""

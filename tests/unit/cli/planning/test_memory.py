@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.models import make_model, make_sparse_model
+from tests.support.models import VISION, make_model, make_sparse_model, make_vision_model
 from tests.unit.trainer_service.engines import batch, create, run
+from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.sizing import Footprint, full_bytes
 from tinsmith_cli.planning import memory
@@ -59,6 +61,42 @@ def test_an_adapter_with_its_gradient_and_optimizer(tmp_path: Path) -> None:
     run(engine, "m", batch(engine, [20]))
     engine.optim_step("m", AdamParams(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.0))
     assert engine.models["m"].num_bytes == full_bytes(memory.adapter_bytes(shape, 4))
+
+
+@pytest.mark.parametrize("family", ["Qwen3VL", "Qwen3_5", "Gemma3"])
+def test_base_weights_and_adapters_of_a_model_with_a_vision_tower(family: str, tmp_path: Path) -> None:
+    base, shape = loaded(make_vision_model(tmp_path, family), "bfloat16")
+    assert memory.base_bytes(shape, "bfloat16") == sum(one.nbytes for one in base.parameters.values())
+    engine = engine_of(base)
+    for vision in (False, True):
+        engine.create_model(f"{vision}", AdapterConfig(8, seed=1, train_vision=vision), "adamw")
+        assert engine.models[f"{vision}"].adapter.num_bytes == memory.adapter_bytes(shape, 8, vision=vision)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["Qwen3VL", "Qwen3_5", "Gemma3"])
+def test_activations_of_models_that_see_pictures_are_foreseen(family: str, dtype: str, tmp_path: Path) -> None:
+    text = {**VISION[family]["text_config"], **{name: USUAL[name] for name in USUAL if name != "num_hidden_layers"}}
+    vision = {**VISION[family]["vision_config"], "out_hidden_size": text["hidden_size"]}
+    base, shape = loaded(make_vision_model(tmp_path, family, text_config=text, vision_config=vision), dtype)
+    assert base.tower is not None
+    for checkpointing in (False, True):
+        foreseen = _foreseen(shape, dtype, checkpointing=checkpointing)
+        assert 0.9 <= foreseen / _measured(base, checkpointing=checkpointing) <= 1.7, f"{checkpointing=}"
+
+
+def test_the_trainer_finds_the_longest_sequence_beside_an_adapter_of_the_tower(tmp_path: Path) -> None:
+    text = {**VISION["Qwen3VL"]["text_config"], "max_position_embeddings": 100_000}
+    base, shape = loaded(make_vision_model(tmp_path, text_config=text))
+    given, rank = 200_000_000, 64
+    plan = measure(engine_of(base), Bounds(4096, max_lora_rank=rank, memory_bytes=given))
+    found, blind = (
+        memory.Training.within(given, one, "float32", rank=rank, host_bytes=10**12, max_models=100, device_type="cpu")
+        for one in (shape, replace(shape, tower=()))
+    )
+    assert plan.longest_datum is not None
+    assert 0.3 <= found.longest / plan.longest_datum <= 1
+    assert found.longest < blind.longest
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

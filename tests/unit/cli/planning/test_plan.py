@@ -5,15 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import Qwen3VLConfig
 
 from tests.support.plans.nvml import MACHINES, MODELS, machine_of, model_of
 from tests.unit.cli.planning.plan_rows import planned, row
+from tinsmith.formatting import size_text
 from tinsmith.sizing import full_bytes
 from tinsmith_cli.base_models import UsageError
+from tinsmith_cli.planning.constraints import Constraints
 from tinsmith_cli.planning.fit import SAMPLER_PROCESS_BYTES, TRAINER_PROCESS_BYTES
 from tinsmith_cli.planning.memory import adapter_bytes, slots_bytes
 from tinsmith_cli.planning.plan import DoesNotFit, Plan
+from tinsmith_cli.planning.planner import plan
 from tinsmith_cli.planning.report import as_json, as_text, command, summary
+from tinsmith_cli.planning.shape import of_config
 
 PLANS = """
 machine     | model         | trainer        | samplers      | adapters           | longest | KV tokens | publish
@@ -209,6 +214,21 @@ def test_a_role_counts_on_a_cpu() -> None:
     )
     assert both.weights_bytes == trains.weights_bytes + samples.weights_bytes
     assert (trains.samplers, samples.trainer.ranks, samples.rank) == ([], 0, both.rank)
+
+
+def test_a_plan_tells_what_the_vision_tower_and_an_adapter_on_it_take() -> None:
+    shape = of_config(Qwen3VLConfig().to_dict(), name="Qwen3-VL")
+    found = plan("Qwen3-VL", shape, machine_of("1x-h100"), Constraints())
+    told = as_json(found)
+    assert told["tower_bytes"] == 2 * shape.tower_parameters
+    assert told["tower_adapter_bytes"] == 4 * found.rank * sum(one.rank_elements for one in shape.tower)
+    assert told["tower_adapter_bytes"] > 100_000_000
+    (line,) = [line for line in as_text(found).splitlines() if "vision tower" in line]
+    for num_bytes in (told["tower_bytes"], told["tower_adapter_bytes"]):
+        assert size_text(num_bytes) in line
+    blind = planned("1x-h100", "Qwen3-8B")
+    assert "vision tower" not in as_text(blind)
+    assert as_json(blind)["tower_bytes"] == as_json(blind)["tower_adapter_bytes"] == 0
 
 
 @pytest.mark.parametrize("constraints", [{"samples": False, "nodes": 2}, {"trains": False}])

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, PreTrainedModel
+import transformers
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from sampler_service.core.sizing import kv_bytes_per_token, measured_cache
-from tests.support.models import make_model
+from tests.support.models import make_model, make_vision_model
 from tests.unit.modeling.test_families import load
 from tinsmith.modeling.adaptation import adapt
 from tinsmith.modeling.adapter import AdapterConfig, Target, num_elements
 from tinsmith.modeling.adapter_runs import ActiveRuns
+from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.pretrained import auto_class
 from tinsmith_cli.base_models import UsageError
 from tinsmith_cli.planning import shape
@@ -25,6 +27,8 @@ from tinsmith_cli.planning.shape import FAMILIES, Matrix, Shape, of_config, read
 CLASSES = {
     "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral", "gpt_oss": "GptOss", "deepseek_v3": "DeepseekV3", "glm4_moe": "Glm4Moe",
+    "qwen3_vl_text": "Qwen3VL", "qwen3_vl_moe_text": "Qwen3VLMoe", "qwen3_5_text": "Qwen3_5Text",
+    "qwen3_5_moe_text": "Qwen3_5MoeText", "gemma3_text": "Gemma3Text",
 }  # fmt: skip
 CONFIGS = Path(__file__).parents[3] / "support" / "plans" / "models"
 PUBLISHED = {
@@ -61,6 +65,51 @@ def test_a_family_is_computed_as_it_is_loaded(family: str, tmp_path: Path) -> No
     assert (found.context, found.vocab, len(found.layers)) == (base.max_context_length, 256, len(base.layers))
     assert found.kv_elements * 4 == kv_bytes_per_token(measured_cache(base))
     assert not found.is_estimate
+
+
+@pytest.mark.parametrize("family", ["Qwen3VL", "Qwen3_5", "Gemma3"])
+def test_a_model_with_a_vision_tower_is_computed_as_it_is_loaded(family: str, tmp_path: Path) -> None:
+    base = BaseModel.load(make_vision_model(tmp_path, family), device=torch.device("cpu"), dtype=torch.float32)
+    found = read(tmp_path, name="model")
+    groups: dict[bool, list[Target]] = {True: [], False: []}
+    for target in base.targets:
+        groups[target.group == "vision"].append(target)
+    assert groups[True]
+    assert_same(found, sum(one.numel() for one in base.parameters.values()), groups[False])
+    assert described(list(found.tower)) == real(groups[True])
+    everything = AdapterConfig(rank=5, train_vision=True)
+    assert found.adapter_elements(5, vision=True) == num_elements(everything, base.targets)
+    beside = [one for name, one in base.parameters.items() if "language_model" not in name and "lm_head" not in name]
+    assert found.tower_parameters == sum(one.numel() for one in beside)
+    assert not found.is_estimate
+
+
+@pytest.mark.parametrize("family", ["Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Gemma3"])
+def test_a_vision_model_of_published_size_is_computed_as_transformers_makes_it(family: str) -> None:
+    config: PretrainedConfig = getattr(transformers, f"{family}Config")()
+    found = of_config(config.to_dict(), name=family)
+    with torch.device("meta"):
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.bfloat16)
+    assert found.parameters == sum(one.numel() for one in model.parameters()) > 2e9
+    targets, refused = adapt(model, ActiveRuns(), replace=True)
+    assert not refused
+    assert described(found.targets) == real(list(targets))
+    assert found.recurrent == family.startswith("Qwen3_5")
+
+
+def test_gemma_3_as_it_is_published_leaves_most_settings_out() -> None:
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model",
+        "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+    }  # fmt: skip
+    config = {"model_type": "gemma3", "mm_tokens_per_image": 256, "text_config": text, "vision_config": vision}
+    found = of_config(config, name="gemma-3-4b-it")
+    assert found.parameters == pytest.approx(4.3e9, rel=0.01)
+    assert found.tied
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
