@@ -6,6 +6,7 @@ import asyncio
 import copy
 import inspect
 import json
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -211,8 +212,11 @@ def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str
         if not _are_objects(functions):
             field = f"messages[{index}].tool_calls"
             raise InvalidRequest(f"{field}: is not a list of objects with a function each", field=field)
-        for function in functions:
+        for call, function in zip(calls, functions, strict=True):
             mark = f"call_{secrets.token_hex(8)}"
+            # Kimi K2's ids name the tool, and its template shows them in place of the name.
+            if re.fullmatch(rf"(functions\.)?{re.escape(str(function.get('name')))}:\d+", str(call.get("id"))):
+                call["id"] = f"functions.{mark}:0"
             function["name"] = mark
             marks[mark] = index
     shown = render(marked)

@@ -222,3 +222,21 @@ def test_calls_of_tools_that_the_template_would_drop_are_refused(
     assert 'log({"a": 1})' in stock.decode(as_text.chat_tokens(chat(messages)).tolist())
     with pytest.raises(InvalidRequest, match=r"messages\[0\].tool_calls: is not a list of objects"):
         tokenizer.chat_tokens(chat([{"role": "assistant", "content": "", "tool_calls": ["log"]}]))
+
+
+def test_calls_that_the_template_shows_by_their_id_are_shown(tmp_path: Path, stock: PreTrainedTokenizerBase) -> None:
+    """Kimi K2's template shows the id of a call, functions.NAME:NUMBER, and not its name."""
+    by_id = CALLS.replace("call.function.name", "call.id")
+    stock.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("{% endfor %}", by_id + "{% endfor %}", 1))
+    kimi = ChatTokenizer(str(tmp_path))
+
+    def calling(call_id: str) -> Chat:
+        call = {"id": call_id, "type": "function", "function": {"name": "log", "arguments": {"a": 1}}}
+        return chat(
+            [{"role": "user", "content": "the log"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        )
+
+    assert 'functions.log:0({"a": 1})' in stock.decode(kimi.chat_tokens(calling("functions.log:0")).tolist())
+    with pytest.raises(InvalidRequest, match=r"messages\[1\].tool_calls: the model's chat template does not show"):
+        kimi.chat_tokens(calling("call_7"))  # so the model would not know which tool it called
