@@ -247,6 +247,11 @@ class Clients:
         serves = any(info.base_models and sampled.issuperset(info.base_models) for info in self.trainer_infos())
         return [] if serves and not is_patient else self.unreached
 
+    def num_homes(self, base_model: str) -> int:
+        """To how many samplers the base model's trainers send each version; 0 while no trainer has said so."""
+        served = (info for info in self.trainer_infos() if base_model in info.base_models)
+        return max((info.version_homes or len(self.samplers.all) for info in served), default=0)
+
     def check_all_known(self) -> None:
         """Raises NotReady while the gateway awaits a service."""
         if self.awaited:

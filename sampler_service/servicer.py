@@ -69,6 +69,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
             max_lora_rank=self.max_lora_rank,
             max_version_bytes=self.max_version_bytes,
             vocab_size=engine.limits.vocab_size,
+            max_running=engine.max_running,
             engine=engine.name,
             device=engine.device,
             boot_id=self.boot_id,

@@ -324,6 +324,7 @@ def new_sender(config: TrainerConfig, metrics: Metrics, *, trainer_id: str) -> W
         timeout_s=config.channel_timeout_s,
         silence_s=config.channel_silence_s,
         bucket_bytes=config.channel_bucket_bytes,
+        version_homes=config.version_homes,
         metrics=metrics,
         quantize=config.quantize,
     )

@@ -47,9 +47,11 @@ class CheckpointServicer(trainer_pb2_grpc.TrainerServiceServicer):
         location = Location.parse(request.location, field="location")
         if not request.version_id:
             raise InvalidRequest("version_id: is empty; GetCheckpoint says what the location holds", field="version_id")
-        trainer = self._ready
+        if request.num_samplers < 0:
+            raise InvalidRequest(f"num_samplers: {request.num_samplers} must not be negative", field="num_samplers")
+        trainer, publishing = self._ready, self._ready.operations.publishing
         try:
-            certified = await trainer.operations.publishing.publish(location, request.version_id)
+            certified = await publishing.publish(location, request.version_id, num_samplers=request.num_samplers)
         except Exception as error:
             if trainer.scheduler.compute.ends_with(error, publication(location, request.version_id)):
                 raise dead(error) from error

@@ -162,6 +162,9 @@ class TrainerConfig(GrpcTls, BaseSettings):
     """Longest time for forming a group of samplers, and for one call, in seconds."""
     channel_silence_s: float = Field(default=3.0, gt=0)
     """While weights are sent, a sampler that leaves a health check unanswered for this long is left out, in seconds."""
+    version_homes: int = Field(default=4, ge=1)
+    """Number of samplers to which each version of an adapter is sent, chosen by its run. While there are no more
+    samplers, all have every version. Other samplers get a version when it is sampled so much that its own are busy."""
     channel_bucket_bytes: int = Field(default=16 * 1024**2, ge=64 * 1024, multiple_of=4)
     """Size of the buckets in which weights are sent; at most 4 MiB when all samplers are on the trainer's machine."""
     publish_gap_limit: float | None = Field(default=None, ge=0, allow_inf_nan=False)

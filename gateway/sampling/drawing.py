@@ -125,7 +125,7 @@ class Drawing:
             if not self._replicas.usable(drawn_from.base_model):
                 self.progress.paused("the sampler is unreachable")
             replica = await self.route()
-            if self._request is not None and self._replicas.lacking(drawn_from.base_model, drawn_from.version_id):
+            if self._request is not None:
                 self._publishing.top_up(drawn_from)
             if self.is_suspect:
                 self.progress.paused("a sampler died with this request in work; such requests run one at a time")

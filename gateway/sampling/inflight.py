@@ -18,7 +18,7 @@ from gateway.database.tables.sessions import SamplingSession
 from gateway.futures import Progress
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.replicas import Replica
-from tinsmith.errors import ServiceError
+from tinsmith.errors import ServiceError, VersionNotLoaded
 from tinsmith.rpc.paths import is_newer, run_of
 from tinsmith.v1 import sampler_pb2, types_pb2
 
@@ -107,7 +107,9 @@ class Inflight:
         if not is_held:
             logger.info("%s generates with an older version than %s", replica.address, session.version_id)
             try:
-                await self._publishing.publish(session, progress=Progress())
+                # The sampler may be none of the version's homes, and only a publish to all is sure to reach it.
+                num_samplers = len(self._clients.samplers.all)
+                await self._publishing.publish(session, progress=Progress(), num_samplers=num_samplers)
             except ServiceError as error:
                 logger.info("%s cannot be published to %s: %s", session.version_id, replica.address, error.message)
                 return
@@ -142,10 +144,10 @@ async def _move_generations(replica: Replica, run_id: str, version_id: str) -> b
     try:
         reply = await replica.stub.MoveGenerations(request, timeout=_MOVE_TIMEOUT_S)
     except ServiceError as error:
-        logger.warning(
-            "generations of %s at %s cannot be moved to %s: %s",
-            run_id, replica.address, version_id, error.message,
-        )  # fmt: skip
+        # A sampler that is none of the version's homes seldom generates with another version of the run.
+        level = logging.DEBUG if isinstance(error, VersionNotLoaded) else logging.WARNING
+        text = "generations of %s at %s cannot be moved to %s: %s"
+        logger.log(level, text, run_id, replica.address, version_id, error.message)
         return False
     if reply.num_sequences:
         logger.info("%d sequences at %s go on with %s", reply.num_sequences, replica.address, version_id)

@@ -21,8 +21,8 @@ from tinsmith.v1 import trainer_pb2, types_pb2
 logger = logging.getLogger(__name__)
 
 _TOP_UP_S = 10.0
-"""Pause between two attempts to publish a version to samplers that lack it. The pause doubles while attempts keep
-following each other soon, because a sampler may have no room for all versions that are sampled."""
+"""Pause between two attempts to publish a version to more samplers. The pause doubles while attempts keep following
+each other soon, because a sampler may have no room for all versions that are sampled."""
 _MAX_TOP_UP_S = 600.0
 _MAX_TOPPED_UP = 4096
 _ASK_TIMEOUT_S = 0.4
@@ -86,30 +86,31 @@ class Publishing:
         return types_pb2.QueueStatus(reason=_WORDS)
 
     def top_up(self, session: SamplingSession) -> None:
-        """Has the version published, in the background, to replicas that lack it while others hold it."""
+        """Has the version published to more replicas, in the background, when fewer hold it than should."""
         version_id, now = session.version_id, time.monotonic()
-        lacking = self._clients.samplers.lacking(session.base_model, version_id)
-        if not lacking or version_id in self._publishing:
+        num_homes = self._clients.num_homes(session.base_model)
+        num_wanted = self._clients.samplers.num_wanted(session.base_model, version_id, num_homes=num_homes)
+        if not num_wanted or version_id in self._publishing:
             return
         last, pause_s = self._topped_up.get(version_id, (-_MAX_TOP_UP_S, 0.0))
         if now < last + pause_s:
             return
         again_soon = now < last + 2 * pause_s
         self._topped_up[version_id] = (now, min(2 * pause_s, _MAX_TOP_UP_S) if again_soon else _TOP_UP_S)
-        addresses = ", ".join(replica.address for replica in lacking)
-        task = asyncio.create_task(self._top_up(session, addresses))
+        task = asyncio.create_task(self._top_up(session, num_wanted))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _top_up(self, session: SamplingSession, addresses: str) -> None:
+    async def _top_up(self, session: SamplingSession, num_samplers: int) -> None:
         try:
-            if await self.publish(session, progress=Progress()):
+            if await self.publish(session, progress=Progress(), num_samplers=num_samplers):
                 await self._clients.samplers.list_versions(session.base_model)
         except ServiceError as error:
-            logger.info("%s cannot be published to %s: %s", session.version_id, addresses, error.message)
+            logger.info("%s cannot be published to %d samplers: %s", session.version_id, num_samplers, error.message)
 
-    async def publish(self, session: SamplingSession, *, progress: Progress) -> bool:
-        """Has the trainer send the session's version to the samplers that lack it. False when it cannot do so now.
+    async def publish(self, session: SamplingSession, *, progress: Progress, num_samplers: int = 0) -> bool:
+        """Has the trainer send the session's version to those of its samplers that lack it, `num_samplers` or as many
+        as the trainer sends every version to. False when it cannot do so now.
 
         Raises the trainer's error when it never can.
         """
@@ -118,7 +119,7 @@ class Publishing:
         if not version_id:
             raise FailedPrecondition("the sampler does not hold the base model that it says it serves")
         if version_id not in self._publishing:
-            task = asyncio.create_task(self._publish_once(session))
+            task = asyncio.create_task(self._publish_once(session, num_samplers))
             self._publishing[version_id] = task
             task.add_done_callback(lambda task: self._ended(version_id, task))
         try:
@@ -133,19 +134,21 @@ class Publishing:
         if not task.cancelled():
             task.exception()  # read it, in case no request waits for the task any more
 
-    async def _publish_once(self, session: SamplingSession) -> None:
+    async def _publish_once(self, session: SamplingSession, num_samplers: int) -> None:
         try:
-            await self._publish_from(session.location, session)
+            await self._publish_from(session.location, session, num_samplers)
         except (CheckpointNotFound, VersionGone):  # the checkpoint was deleted, has expired, or was replaced
             location = await self._retired.find(session.location, session.version_id)
             if location is None:
                 raise
-            await self._publish_from(location, session)
+            await self._publish_from(location, session, num_samplers)
 
-    async def _publish_from(self, location: str, session: SamplingSession) -> None:
+    async def _publish_from(self, location: str, session: SamplingSession, num_samplers: int) -> None:
         await self._clients.settle(lambda: self._clients.serving(session.base_model))
         trainer = await self._placement.of_checkpoint(location, session.base_model)
-        request = trainer_pb2.PublishCheckpointRequest(location=location, version_id=session.version_id)
+        request = trainer_pb2.PublishCheckpointRequest(
+            location=location, version_id=session.version_id, num_samplers=num_samplers
+        )
         try:
             await trainer.stub.PublishCheckpoint(request)
         except ConnectionLost as error:

@@ -95,6 +95,13 @@ class Replica:
         self.poked = asyncio.Event()
         """Set to have its health asked for now."""
 
+    @property
+    def use(self) -> float:
+        """Sequences in work for this gateway, as a share of those that it can run at the same time; 0 while that number
+        is unknown."""
+        most = 0 if self.info is None else self.info.max_running
+        return self.load / most if most else 0.0
+
     def serves(self, base_model: str) -> bool:
         return self.state == "serving" and self.info is not None and base_model in self.info.base_models
 
@@ -318,11 +325,21 @@ class Replicas:
             field="base_model",
         )
 
-    def lacking(self, base_model: str, version_id: str) -> list[Replica]:
-        """The usable replicas that do not hold a version; empty when none holds it."""
-        usable = self.usable(base_model)
-        lacking = [replica for replica in usable if version_id and version_id not in replica.versions]
-        return lacking if len(lacking) < len(usable) else []
+    def num_wanted(self, base_model: str, version_id: str, *, num_homes: int) -> int:
+        """Number of replicas that should hold a version, when that is more than hold it now; else 0.
+
+        At first they are `num_homes`. While each holder has as many sequences as it can run, and another replica less
+        than half as many as that one can run, twice as many should hold it. The loads are those of this gateway.
+        """
+        usable, holders = self.usable(base_model), self.holders(base_model, version_id)
+        if not version_id or not holders or len(holders) == len(usable):
+            return 0
+        if len(holders) < min(num_homes, len(usable)):
+            return num_homes
+        others = [replica for replica in usable if replica not in holders]
+        if all(replica.use >= 1 for replica in holders) and any(replica.use < 1 / 2 for replica in others):
+            return 2 * len(holders)
+        return 0
 
     def holders(self, base_model: str, version_id: str) -> list[Replica]:
         """The usable replicas that hold a version, by their last answer."""

@@ -58,6 +58,11 @@ class SamplingEngine(Protocol):
         ...
 
     @property
+    def max_running(self) -> int:
+        """Most sequences that run at the same time."""
+        ...
+
+    @property
     def limits(self) -> RequestLimits:
         """Bounds of a request."""
         ...

@@ -226,6 +226,10 @@ class TorchEngine:
     def why_no_pictures(self) -> str:
         return self.base.why_no_pictures
 
+    @property
+    def max_running(self) -> int:
+        return self.scheduler.planner.max_running
+
     async def submit(self, request: Request, *, stream: bool = False, request_id: str = "") -> Generation:
         group = await self.requests.accept(request, stream=stream, request_id=request_id)
         with self.requests.lost_without(group):

@@ -38,7 +38,7 @@ class GetSamplerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetSamplerInfoResponse(_message.Message):
-    __slots__ = ("base_models", "max_context_length", "max_lora_rank", "engine", "device", "boot_id", "adapter_groups", "max_version_bytes", "vocab_size")
+    __slots__ = ("base_models", "max_context_length", "max_lora_rank", "engine", "device", "boot_id", "adapter_groups", "max_version_bytes", "vocab_size", "max_running")
     BASE_MODELS_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class GetSamplerInfoResponse(_message.Message):
     ADAPTER_GROUPS_FIELD_NUMBER: _ClassVar[int]
     MAX_VERSION_BYTES_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
     base_models: _containers.RepeatedScalarFieldContainer[str]
     max_context_length: int
     max_lora_rank: int
@@ -57,7 +58,8 @@ class GetSamplerInfoResponse(_message.Message):
     adapter_groups: _containers.RepeatedScalarFieldContainer[_types_pb2.AdapterGroup]
     max_version_bytes: int
     vocab_size: int
-    def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., adapter_groups: _Optional[_Iterable[_Union[_types_pb2.AdapterGroup, str]]] = ..., max_version_bytes: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
+    max_running: int
+    def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., adapter_groups: _Optional[_Iterable[_Union[_types_pb2.AdapterGroup, str]]] = ..., max_version_bytes: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_running: _Optional[int] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
     __slots__ = ("version_id", "prompt", "num_samples", "sampling_params", "prompt_logprobs", "prompt_logprobs_last_n", "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "follow_run", "cache_salt", "grammar")

@@ -15,7 +15,7 @@ class GetTrainerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTrainerInfoResponse(_message.Message):
-    __slots__ = ("base_models", "max_context_length", "max_lora_rank", "vocab_size", "architecture", "loss_fns", "device", "boot_id", "optimizers", "full_training", "trainable", "trainable_groups", "refused_groups", "base_weights", "num_threads", "micro_batch_tokens", "tokens_per_second", "one_by_one", "picture_counting", "trainer_id", "store_id", "fingerprint", "reserved_bytes", "reservable_bytes", "num_models", "queued_time")
+    __slots__ = ("base_models", "max_context_length", "max_lora_rank", "vocab_size", "architecture", "loss_fns", "device", "boot_id", "optimizers", "full_training", "trainable", "trainable_groups", "refused_groups", "base_weights", "num_threads", "micro_batch_tokens", "tokens_per_second", "one_by_one", "picture_counting", "trainer_id", "store_id", "fingerprint", "reserved_bytes", "reservable_bytes", "num_models", "queued_time", "version_homes")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class GetTrainerInfoResponse(_message.Message):
     RESERVABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_MODELS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TIME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_HOMES_FIELD_NUMBER: _ClassVar[int]
     base_models: _containers.RepeatedScalarFieldContainer[str]
     max_context_length: int
     max_lora_rank: int
@@ -75,7 +76,8 @@ class GetTrainerInfoResponse(_message.Message):
     reservable_bytes: int
     num_models: int
     queued_time: _duration_pb2.Duration
-    def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., loss_fns: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., optimizers: _Optional[_Iterable[_Union[_types_pb2.Optimizer, str]]] = ..., full_training: _Optional[bool] = ..., trainable: _Optional[bool] = ..., trainable_groups: _Optional[_Iterable[_Union[_types_pb2.AdapterGroup, str]]] = ..., refused_groups: _Optional[_Iterable[_Union[RefusedGroup, _Mapping]]] = ..., base_weights: _Optional[str] = ..., num_threads: _Optional[int] = ..., micro_batch_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., one_by_one: _Optional[str] = ..., picture_counting: _Optional[_Union[PictureCounting, _Mapping]] = ..., trainer_id: _Optional[str] = ..., store_id: _Optional[str] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., reserved_bytes: _Optional[int] = ..., reservable_bytes: _Optional[int] = ..., num_models: _Optional[int] = ..., queued_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    version_homes: int
+    def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., loss_fns: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., optimizers: _Optional[_Iterable[_Union[_types_pb2.Optimizer, str]]] = ..., full_training: _Optional[bool] = ..., trainable: _Optional[bool] = ..., trainable_groups: _Optional[_Iterable[_Union[_types_pb2.AdapterGroup, str]]] = ..., refused_groups: _Optional[_Iterable[_Union[RefusedGroup, _Mapping]]] = ..., base_weights: _Optional[str] = ..., num_threads: _Optional[int] = ..., micro_batch_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., one_by_one: _Optional[str] = ..., picture_counting: _Optional[_Union[PictureCounting, _Mapping]] = ..., trainer_id: _Optional[str] = ..., store_id: _Optional[str] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., reserved_bytes: _Optional[int] = ..., reservable_bytes: _Optional[int] = ..., num_models: _Optional[int] = ..., queued_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., version_homes: _Optional[int] = ...) -> None: ...
 
 class PictureCounting(_message.Message):
     __slots__ = ("rule", "settings", "picture_token", "before", "after")
@@ -359,12 +361,14 @@ class LoadCheckpointResponse(_message.Message):
     def __init__(self, checkpoint: _Optional[_Union[_types_pb2.CheckpointInfo, _Mapping]] = ...) -> None: ...
 
 class PublishCheckpointRequest(_message.Message):
-    __slots__ = ("location", "version_id")
+    __slots__ = ("location", "version_id", "num_samplers")
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLERS_FIELD_NUMBER: _ClassVar[int]
     location: str
     version_id: str
-    def __init__(self, location: _Optional[str] = ..., version_id: _Optional[str] = ...) -> None: ...
+    num_samplers: int
+    def __init__(self, location: _Optional[str] = ..., version_id: _Optional[str] = ..., num_samplers: _Optional[int] = ...) -> None: ...
 
 class PublishCheckpointResponse(_message.Message):
     __slots__ = ("num_samplers", "certificate")

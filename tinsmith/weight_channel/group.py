@@ -25,6 +25,7 @@ Backend = Literal["gloo", "nccl"]
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 """Environment variable that torch reads when it makes a process group. It is set only while the groups of this module
 are made, so other groups, such as that of the trainer's ranks, keep torch's default."""
+_setting_blocking_wait = threading.Lock()
 
 
 def open_store(host: str, *, timeout_s: float) -> dist.TCPStore:
@@ -145,11 +146,12 @@ def _no_watchdog() -> Iterator[None]:
     """An NCCL process group that is made in this block raises errors and timeouts of a broadcast where the broadcast is
     waited for. By default a watchdog thread of torch would end the whole process, and all training in it, because one
     sampler has died."""
-    before = os.environ.get(_BLOCKING_WAIT)
-    os.environ[_BLOCKING_WAIT] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_BLOCKING_WAIT]
-        if before is not None:
-            os.environ[_BLOCKING_WAIT] = before
+    with _setting_blocking_wait:
+        before = os.environ.get(_BLOCKING_WAIT)
+        os.environ[_BLOCKING_WAIT] = "1"
+        try:
+            yield
+        finally:
+            del os.environ[_BLOCKING_WAIT]
+            if before is not None:
+                os.environ[_BLOCKING_WAIT] = before

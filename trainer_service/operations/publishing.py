@@ -129,8 +129,9 @@ class Publishing:
             await self._keep(certified.certificate, info.location)
         return stored, certified
 
-    async def publish(self, location: Location, version_id: str) -> Certified:
-        """Sends a stored version to the samplers. Concurrent calls for the same version share the work.
+    async def publish(self, location: Location, version_id: str, *, num_samplers: int = 0) -> Certified:
+        """Sends a stored version to the samplers. Concurrent calls for the same version share the work of the first.
+        `num_samplers`: see WeightSender.publish.
 
         Raises VersionGone when the location now holds another version, NotReady when no sampler can be reached or
         measured, VersionRefused when the gap of a sampler is above the limit, and ServiceError for a publish that has
@@ -139,7 +140,7 @@ class Publishing:
         key = location, version_id
         running = self._running.get(key)
         if running is None:
-            running = self._running[key] = asyncio.create_task(self._noted(location, version_id))
+            running = self._running[key] = asyncio.create_task(self._noted(location, version_id, num_samplers))
             running.add_done_callback(lambda _: self._running.pop(key))
         return await asyncio.shield(running)
 
@@ -157,19 +158,20 @@ class Publishing:
         await self.checkpoints.writes(self.checkpoints.delete_ephemeral, model_id)
         await self.publisher.sender.remove_all(f"{model_id}@")
 
-    async def _noted(self, location: Location, version_id: str) -> Certified:
+    async def _noted(self, location: Location, version_id: str, num_samplers: int) -> Certified:
         """Publishes a stored version, with a record of it in case the process ends meanwhile."""
         name = publication(location, version_id)
         await self.executing.turn_to_store(*name)
         with self.executing.other(name):
-            return await self._publish(location, version_id, name)
+            return await self._publish(location, version_id, name, num_samplers)
 
-    async def _publish(self, location: Location, version_id: str, name: Name) -> Certified:
+    async def _publish(self, location: Location, version_id: str, name: Name, num_samplers: int) -> Certified:
         if location.run_id in self.models:
             self._asked_for.add(version_id)
         info, state = await self._find_version(location, version_id)
         scores = asyncio.ensure_future(self._score(state, name))
-        certified = await self.publisher.publish(Version(version_id, info.base_model, state.adapter), scores)
+        version = Version(version_id, info.base_model, state.adapter)
+        certified = await self.publisher.publish(version, scores, num_samplers=num_samplers)
         if certified is None:
             raise NotReady(f"{version_id} cannot be published: no sampler is serving; try again")
         await self._keep(certified.certificate, info.location)

@@ -219,10 +219,15 @@ class Publisher:
         return self._seeing if config.train_vision and self._seeing is not None else self._canary
 
     async def publish(
-        self, version: Version, scores: asyncio.Future[Scores], *, sent: asyncio.Event | None = None
+        self,
+        version: Version,
+        scores: asyncio.Future[Scores],
+        *,
+        sent: asyncio.Event | None = None,
+        num_samplers: int = 0,
     ) -> Certified | None:
         """Publishes a version. `scores`: the trainer's scores of it. `sent`: set when the samplers have its weights.
-        Returns None when no sampler is serving.
+        `num_samplers`: see WeightSender.publish. Returns None when no sampler is serving.
 
         No sampler serves a refused version; `check` raises for its certificate. Raises the errors of
         WeightSender.publish and of `scores`, and NotReady when no sampler could be measured or none has confirmed the
@@ -232,10 +237,12 @@ class Publisher:
         async with self._turns.setdefault(version.version_id, asyncio.Lock()):
             if self._check_ours is not None:
                 await self._check_ours()
-            return await self._publish(version, scores, sent or asyncio.Event())
+            return await self._publish(version, scores, sent or asyncio.Event(), num_samplers)
 
-    async def _publish(self, version: Version, scores: asyncio.Future[Scores], sent: asyncio.Event) -> Certified | None:
-        published = await self.sender.publish(version)
+    async def _publish(
+        self, version: Version, scores: asyncio.Future[Scores], sent: asyncio.Event, num_samplers: int
+    ) -> Certified | None:
+        published = await self.sender.publish(version, num_samplers=num_samplers)
         sent.set()
         if not published.members:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from socket import socket
@@ -52,10 +52,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class _Rendezvous:
-    """The TCP store at which process groups meet, and the trainer's own connection to it.
+    """The TCP store at which the process groups of some samplers meet, and the trainer's own connection to it.
 
-    Both are used for many groups, because a new connection may take seconds where DNS is slow: torch looks up the name
-    of every peer. When the server object is deleted, all ranks that wait for each other get an error at once.
+    Both are used for many groups of these samplers, because a new connection may take seconds where DNS is slow: torch
+    looks up the name of every peer. When the server object is deleted, all ranks that wait for each other get an error
+    at once.
     """
 
     server: dist.TCPStore
@@ -69,7 +70,7 @@ class _Rendezvous:
 
 
 class Former:
-    """Forms groups, one at a time."""
+    """Forms groups. Two at a time have no sampler in common."""
 
     def __init__(
         self,
@@ -90,14 +91,21 @@ class Former:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._epoch = time.time_ns() // 1_000_000  # grows over restarts of this trainer, too
-        self._rendezvous: _Rendezvous | None = None
+        self._rendezvous: dict[frozenset[str], _Rendezvous] = {}
+        """By the addresses of the samplers that meet there."""
         self._on_host: set[str] = set()
         """Addresses of members that GPU memory has failed to reach; see `distrust`."""
         self._chosen: dict[str, Transport] = {}
-        """Transports of the last group, by address."""
+        """Transport of the last group of each sampler, by address."""
 
     def close(self) -> None:
-        self._rendezvous = None
+        self._rendezvous.clear()
+
+    def forget(self, members: Collection[Sampler]) -> None:
+        """Frees what is kept for the next group with any of these samplers."""
+        gone = _addresses(members)
+        for addresses in [addresses for addresses in self._rendezvous if addresses & gone]:
+            del self._rendezvous[addresses]
 
     async def form(self, members: Sequence[Sampler]) -> Group:
         """Forms a group of these samplers. Raises ChannelBroken, the error of a member that refuses, or that of a
@@ -115,7 +123,7 @@ class Former:
         epoch = self._epoch
         with ExitStack() as leaving:
             connections, transports = await self._meet(epoch, members, leaving)
-            self._chosen = {member.address: each for member, each in zip(members, transports, strict=True)}
+            self._chosen |= {member.address: each for member, each in zip(members, transports, strict=True)}
             local_only = not any(transport in COLLECTIVE for transport in transports)
             bucket_bytes = min(self._bucket_bytes, _RING_BUCKET_BYTES) if local_only else self._bucket_bytes
             requests = [
@@ -131,7 +139,7 @@ class Former:
             joining = []
             for backend in COLLECTIVE:
                 if chosen := [request for request in requests if request.backend == backend]:
-                    joining.append(await self._join(backend, epoch, chosen))
+                    joining.append(await self._join(backend, epoch, chosen, members))
             calls = [
                 member.call(member.weights.InitWeightTransfer(request, timeout=self._timeout_s))
                 for member, request in zip(members, requests, strict=True)
@@ -140,7 +148,7 @@ class Former:
                 await all_of(*joining, *calls)
             except BaseException as error:
                 if joining:
-                    self._rendezvous = None
+                    self._rendezvous.pop(_addresses(members), None)
                 if isinstance(error, ChannelBroken):  # a member may know a higher epoch, if the clock was set back
                     self._epoch = max(self._epoch, error.epoch)
                 raise
@@ -203,13 +211,17 @@ class Former:
         return RingOutlet(memory, receivers)
 
     async def _join(
-        self, backend: Backend, epoch: int, requests: Sequence[pb.InitWeightTransferRequest]
+        self,
+        backend: Backend,
+        epoch: int,
+        requests: Sequence[pb.InitWeightTransferRequest],
+        members: Sequence[Sampler],
     ) -> asyncio.Future[WeightGroup]:
         """Begins to form the process group, and fills the members' ranks into their requests."""
-        rendezvous = self._rendezvous
+        rendezvous = self._rendezvous.get(_addresses(members))
         if rendezvous is None:
             rendezvous = await in_thread(lambda: _Rendezvous.open(self._host, timeout_s=self._timeout_s))
-            self._rendezvous = rendezvous
+            self._rendezvous[_addresses(members)] = rendezvous
         world_size = len(requests) + 1
         for rank, request in enumerate(requests, start=1):
             request.store_host, request.store_port = self._host, rendezvous.port
@@ -225,3 +237,7 @@ class Former:
                 timeout_s=self._timeout_s,
             )
         )
+
+
+def _addresses(members: Collection[Sampler]) -> frozenset[str]:
+    return frozenset(member.address for member in members)

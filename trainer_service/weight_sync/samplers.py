@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import grpc.aio
+import xxhash
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tinsmith.errors import AlreadyExists, InvalidRequest, OutOfCapacity, Unsupported
@@ -50,6 +51,8 @@ class Sampler:
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
         """The sampler's answer when it was last found serving; None until then."""
         self.watching: asyncio.Task[None] | None = None
+        self.lock = asyncio.Lock()
+        """Held while a group with it is formed, and while a version is sent to it."""
         self.full_until = 0.0
         """Until when no version is sent to it, because it had no room for one, on the monotonic clock."""
 
@@ -96,6 +99,14 @@ class Samplers:
         """The serving samplers that have not lately been full; all that serve when every one has been."""
         serving, now = self.serving(), time.monotonic()
         return [sampler for sampler in serving if sampler.full_until < now] or serving
+
+    def ranked(self, run_id: str) -> list[Sampler]:
+        """The samplers that have room, in the order in which a run's versions take them for their homes.
+
+        The order is that of rendezvous hashing (Thaler and Ravishankar, 1998), so a sampler that comes or goes changes
+        the homes of no run but those that it has.
+        """
+        return sorted(self.with_room(), key=lambda each: xxhash.xxh3_128_digest(f"{run_id} {each.address}".encode()))
 
     def check_servable(self, config: AdapterConfig, *, num_bytes: int) -> None:
         """Raises InvalidRequest for versions that a sampler could never serve, by what it said when last seen. Samplers
@@ -164,14 +175,17 @@ class Samplers:
             else:
                 self._lose(sampler)
 
-    async def guarded(self, members: Sequence[Sampler], work: Coroutine[Any, Any, T]) -> T:
+    async def guarded(
+        self, members: Sequence[Sampler], work: Coroutine[Any, Any, T], *, among: Sequence[Sampler] = ()
+    ) -> T:
         """Runs work that involves these members, and returns its result. Raises ChannelBroken as soon as a member
-        does not answer a health check in time (`_silent`).
+        does not answer a health check in time (`_silent`). `among`: samplers whose health is checked beside it, to
+        compare; the members by default.
 
         A stopped process or a lost machine keeps its connections open. Without this check the work would wait for it
         until all timeouts have run out.
         """
-        working, listening = asyncio.ensure_future(work), asyncio.ensure_future(self._silent(members))
+        working, listening = asyncio.ensure_future(work), asyncio.ensure_future(self._silent(members, among or members))
         try:
             await asyncio.wait([working, listening], return_when=asyncio.FIRST_COMPLETED)
             if working.done():
@@ -185,27 +199,27 @@ class Samplers:
                 future.cancel()
             await asyncio.gather(working, listening, return_exceptions=True)
 
-    async def _silent(self, members: Sequence[Sampler]) -> list[Sampler]:
+    async def _silent(self, members: Sequence[Sampler], among: Sequence[Sampler]) -> list[Sampler]:
         """Returns, as soon as there are any, the members that leave a health check unanswered for `silence_s`, or for
-        `_BEHIND_S` longer than another member, or that answer that they do not serve."""
+        `_BEHIND_S` longer than another sampler of `among`, or that answer that they do not serve."""
         await asyncio.sleep(_GUARD_DELAY_S)
         while True:
             checks = {
-                asyncio.ensure_future(is_serving(member.channel, timeout_s=self._silence_s)): member
-                for member in members
+                asyncio.ensure_future(is_serving(sampler.channel, timeout_s=self._silence_s)): sampler
+                for sampler in among
             }
             try:
                 done, _ = await asyncio.wait(checks, return_when=asyncio.FIRST_COMPLETED)
                 if any(check.result() for check in done):
                     done, _ = await asyncio.wait(checks, timeout=_BEHIND_S)
-                    silent = [member for check, member in checks.items() if check not in done or not check.result()]
+                    silent = {each for check, each in checks.items() if check not in done or not check.result()}
                 else:
-                    silent = [checks[check] for check in done]
+                    silent = {checks[check] for check in done}
             finally:
                 for check in checks:
                     check.cancel()
-            if silent:
-                return silent
+            if found := [member for member in members if member in silent]:
+                return found
             await asyncio.sleep(_GUARD_PERIOD_S)
 
     async def _ask(self, sampler: Sampler) -> None:

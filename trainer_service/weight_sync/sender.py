@@ -1,7 +1,7 @@
-"""Sends versions to the samplers: calls to every sampler, and the bytes by the group's transports.
+"""Sends versions to the samplers that are their homes: calls to each of them, and the bytes by its group's transport.
 
-A group consists of the samplers that serve. It is formed in advance when a sampler joins or leaves, and again after an
-error. Publishing does not disturb training: a version is a copy, and nothing here runs on the compute thread.
+A sampler's group is formed in advance when it begins to serve, and again after an error. Publishing does not disturb
+training: a version is a copy, and nothing here runs on the compute thread.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
 
 import grpc.aio
 import torch
@@ -33,6 +35,7 @@ from trainer_service.metrics import Metrics
 from trainer_service.weight_sync.calls import ChannelBroken, all_of, in_thread
 from trainer_service.weight_sync.choice import Channel
 from trainer_service.weight_sync.group import Former, Group
+from trainer_service.weight_sync.links import Links
 from trainer_service.weight_sync.samplers import Sampler, Samplers
 
 logger = logging.getLogger(__name__)
@@ -65,7 +68,18 @@ class Version:
     adapter: Weights
 
     @property
+    def run_id(self) -> str:
+        """The run that has made it."""
+        return self.version_id.rpartition("@")[0]
+
+    @property
+    def is_full(self) -> bool:
+        """True for all parameters of a model, False for an adapter."""
+        return not self.adapter.config.rank
+
+    @property
     def sent_bytes(self) -> int:
+        """Size of what one sampler, or one group of samplers, is sent, in bytes."""
         return self.adapter.flat.numel() * self.adapter.sent_dtype.itemsize
 
 
@@ -80,8 +94,20 @@ class Published:
     checksum: str
     """XXH3-128 of the bytes as sent, in hexadecimal."""
     members: Sequence[str]
-    """Addresses of the samplers that hold the version: all that serve and have room for it. New holders have it on
-    probation."""
+    """Addresses of those of the version's homes that hold it: all that serve and have room for it. New holders have it
+    on probation."""
+
+
+@dataclass(slots=True)
+class _Offer:
+    """What samplers answer to the announcement of a version."""
+
+    group: Group | None = None
+    """The samplers that lack it and have room for it; None if there are none."""
+    held: dict[Sampler, str] = field(default_factory=dict)
+    """The checksum of the weights under the version's id, by sampler that holds them; it may be empty."""
+    full: dict[Sampler, OutOfCapacity] = field(default_factory=dict)
+    """The errors of the samplers that have no room for it."""
 
 
 class WeightSender:
@@ -99,14 +125,15 @@ class WeightSender:
         device: torch.device = torch.device("cpu"),  # noqa: B008 - it is immutable
         silence_s: float = 3.0,
         bucket_bytes: int = 16 * 1024**2,
+        version_homes: int = 4,
         api_key: str = "",
         certificates: Certificates | None = None,
         quantize: Quantization | None = None,
     ) -> None:
         """`timeout_s`: limit on each call and on forming a group, in seconds. `silence_s`: while weights are sent, a
         sampler that leaves a health check unanswered for this long is left out, in seconds. `api_key`: sent to the
-        samplers, unless empty. `quantize`: how the trainer's base weights are quantised, for the samplers to
-        compare."""
+        samplers, unless empty. `version_homes`: number of samplers to which an adapter is sent. `quantize`: how the
+        trainer's base weights are quantised, for the samplers to compare."""
         self._trainer_id = trainer_id
         self._quantize = quantize
         self._timeout_s = timeout_s
@@ -127,12 +154,11 @@ class WeightSender:
             bucket_bytes=bucket_bytes,
             timeout_s=timeout_s,
         )
-        self._group: Group | None = None
-        self._lock = asyncio.Lock()
-        self._changed = asyncio.Event()
+        self._links = Links(self._former, metrics)
+        self.version_homes = version_homes
         self.device_failed = asyncio.Event()
         """Set when a group was to be formed in the background, and the device can compute no more. A publish raises."""
-        self._background: list[asyncio.Task[None]] = []
+        self._background: set[asyncio.Task[None]] = set()
         self._removing: set[asyncio.Future[None]] = set()
         self.withdrawing: dict[tuple[str, str], asyncio.Task[None]] = {}
         """Withdrawals that a sampler has not answered yet, by (address of the sampler, version)."""
@@ -140,43 +166,66 @@ class WeightSender:
     def start(self) -> None:
         """Begins to watch the samplers and to form groups, in the background."""
         self._samplers.start()
-        self._background.append(asyncio.create_task(self._keep_formed()))
-        self._background.append(asyncio.create_task(self._follow()))
+        self._in_background(self._follow())
 
     async def close(self) -> None:
-        for tasks in ([*self._removing, *self.withdrawing.values()], self._background):
+        for tasks in ([*self._removing, *self.withdrawing.values()], [*self._background]):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if self._group is not None:
-            await asyncio.wait([in_thread(self._group.close)], timeout=_CLOSE_S)
-        self._group = None
+        if closing := [in_thread(group.close) for group in self._links.groups]:
+            await asyncio.wait(closing, timeout=_CLOSE_S)
         self._former.close()
         await self._samplers.close()
 
-    async def publish(self, version: Version) -> Published:
-        """Sends a version to all samplers that serve. Samplers that did not have it hold it on probation.
+    async def publish(self, version: Version, *, num_samplers: int = 0) -> Published:
+        """Sends a version to the samplers that are its homes. Homes that did not have it hold it on probation.
 
-        A sampler without room for the version is left out, and for `_FULL_S` from the next ones, too. A request for a
-        version goes to the samplers that hold it.
+        An adapter has `version_homes` homes, or `num_samplers` if that is more: those that `Samplers.ranked` names
+        first for its run. All parameters of a model go to every sampler that serves. A sampler without room for the
+        version is left out, and for `_FULL_S` from the next ones, too. The next ones of the ranking are tried when no
+        home takes the version. A request for a version goes to the samplers that hold it.
 
         Raises NotReady when all attempts have failed, OutOfCapacity when no sampler has room, another error of a
         sampler when it refuses the version, VersionConflict when a sampler has other weights of the same id, and the
         RuntimeError of a device that can compute no more.
         """
         with tracing.span("publish", version_id=version.version_id, num_bytes=version.sent_bytes):
-            return await self._publish_once(version)
+            return await self._publish_once(version, num_samplers)
 
-    async def _publish_once(self, version: Version) -> Published:
-        async with self._lock:
-            started = time.perf_counter()
-            if not self._samplers.serving():
-                await self._samplers.check(self._samplers.all)
-            failures: list[str] = []
-            while len(failures) < _ATTEMPTS:
-                members = self._samplers.with_room()
+    async def _publish_once(self, version: Version, num_samplers: int) -> Published:
+        started = time.perf_counter()
+        if not self._samplers.serving():
+            await self._samplers.check(self._samplers.all)
+        ranked = self._samplers.ranked(version.run_id)
+        num_homes = len(ranked) if version.is_full else max(self.version_homes, num_samplers)
+        error: ServiceError | None = None
+        sent, holders = "", list[Sampler]()
+        while ranked and not holders:
+            homes, ranked = set(ranked[:num_homes]), ranked[num_homes:]
+            try:
+                sent, holders = await self._deliver(version, [each for each in self._samplers.all if each in homes])
+            except (NotReady, OutOfCapacity) as failure:
+                error = failure
+        if error is not None and not holders:
+            raise error
+        seconds = time.perf_counter() - started
+        self._metrics.publishing.publish_seconds.observe(seconds)
+        sum_ = sent or await in_pool(checksum, version.adapter.flat, version.adapter.sent_dtype)
+        return Published(version.sent_bytes, seconds, sum_, [holder.address for holder in holders])
+
+    async def _deliver(self, version: Version, members: list[Sampler]) -> tuple[str, list[Sampler]]:
+        """Sends a version to those of these samplers that lack it, in up to _ATTEMPTS attempts. Returns the checksum of
+        the sent bytes, empty when none lacked it, and the samplers that hold the version now: none when all have
+        ceased to serve. Raises as `publish`."""
+        failures: list[str] = []
+        async with AsyncExitStack() as locks:
+            for member in sorted(members, key=lambda member: member.address):  # one order, so that no two wait in turn
+                await locks.enter_async_context(member.lock)
+            members = [member for member in members if member.serving]
+            while members and len(failures) < _ATTEMPTS:
                 try:
-                    sent, members = await self._samplers.guarded(members, self._publish(version, members))
+                    return await self._samplers.guarded(members, self._attempt(version, members))
                 except ChannelBroken as error:
                     failures.append(str(error))
                     self._metrics.publishing.publish_failures.inc()
@@ -185,16 +234,17 @@ class WeightSender:
                     # breaking that cycle the group's connections stay open, and the other ranks wait until their
                     # timeouts.
                     error.__traceback__ = None
-                    self._drop_group()
-                    await self._samplers.check(self._samplers.serving())
-                    if self._samplers.with_room() == members:  # no member was lost, so a transport may be the cause
+                    self._links.drop(members)
+                    await self._samplers.check([member for member in members if member.serving])
+                    left = [member for member in members if member.serving]
+                    if left == members:  # no member was lost, so a transport may be the cause
                         self._former.distrust(members)
-                else:
-                    seconds = time.perf_counter() - started
-                    self._metrics.publishing.publish_seconds.observe(seconds)
-                    sum_ = sent or await in_pool(checksum, version.adapter.flat, version.adapter.sent_dtype)
-                    return Published(version.sent_bytes, seconds, sum_, [member.address for member in members])
-        raise NotReady(f"{version.version_id} was not published: {_ATTEMPTS} attempts failed; the last: {failures[-1]}")
+                    members = left
+        if members:
+            raise NotReady(
+                f"{version.version_id} was not published: {_ATTEMPTS} attempts failed; the last: {failures[-1]}"
+            )
+        return "", []
 
     @property
     def has_samplers(self) -> bool:
@@ -301,76 +351,78 @@ class WeightSender:
 
     def _on_change(self, sampler: Sampler) -> None:
         """Called when a sampler begins or ceases to serve."""
-        if self._group is not None and sampler in self._group.members:
-            self._drop_group()  # a sampler that comes back no longer knows its group
+        self._links.drop([sampler])  # a sampler that comes back no longer knows its group
         self._metrics.publishing.samplers.set(len(self._samplers.serving()))
-        self._changed.set()
+        if sampler.serving:
+            self._in_background(self._link_ahead(sampler))
+        else:
+            self._former.forget([sampler])
 
     async def _follow(self) -> None:
         async for services in self._services.changes():
             self._samplers.use(services.samplers)
 
-    def _drop_group(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            # Closing may block on a slow store, so it runs on a thread. Its errors do not matter: the group is not
-            # used.
-            in_thread(group.close).add_done_callback(lambda closing: closing.exception())
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
-    async def _keep_formed(self) -> None:
-        """Forms a new group whenever the serving samplers change, for ever."""
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            async with self._lock:
-                if members := self._samplers.with_room():
-                    try:
-                        await self._samplers.guarded(members, self._group_of(members))
-                    except ChannelBroken as error:
-                        logger.warning("no group of samplers yet: %s", error)
-                    except ServiceError as error:
-                        logger.error("weights cannot be published: %s", error)
-                    except RuntimeError as error:
-                        if not is_lasting_fault(error):
-                            raise
-                        logger.critical("the device has failed while a group was formed", exc_info=error)
-                        self.device_failed.set()
-                        return
+    async def _link_ahead(self, sampler: Sampler) -> None:
+        """Forms the group of a sampler that has begun to serve, before a publish needs it."""
+        async with sampler.lock:
+            if sampler in self._links or not sampler.serving:
+                return
+            forming = self._links.group_of([sampler])
+            try:
+                await self._samplers.guarded([sampler], forming, among=self._samplers.serving())
+            except ChannelBroken as error:
+                logger.warning("no weights can be sent to a sampler yet: %s", error)
+            except ServiceError as error:
+                logger.error("weights cannot be published: %s", error)
+            except RuntimeError as error:
+                if not is_lasting_fault(error):
+                    raise
+                logger.critical("the device has failed while a group was formed", exc_info=error)
+                self.device_failed.set()
 
-    async def _group_of(self, members: Sequence[Sampler]) -> Group:
-        if self._group is None or list(self._group.members) != list(members):
-            self._drop_group()
-            self._group = await self._former.form(members)
-            self._metrics.publishing.weight_groups.inc()
-        return self._group
-
-    async def _publish(self, version: Version, members: Sequence[Sampler]) -> tuple[str, Sequence[Sampler]]:
-        """Sends a version to those members that lack it. Returns the checksum of the sent bytes, empty when no member
-        lacked it, and the members that hold the version now. Raises OutOfCapacity when no member has room for it."""
-        if not members:
-            return "", ()
-        group = await self._group_of(members)
-        lacking, full = await self._announce(group, version)
-        # A broadcast goes to a whole group, so all of its members must lack the version and have room for it.
-        while lacking and len(lacking) < len(group.members):
-            group = await self._group_of(lacking)
-            lacking, full_now = await self._announce(group, version)
-            full |= full_now
+    async def _attempt(self, version: Version, members: Sequence[Sampler]) -> tuple[str, list[Sampler]]:
+        """Sends a version to those members that lack it. Returns as `_deliver`. Raises OutOfCapacity when no member has
+        room for it, ChannelBroken when a member or its transport fails, and the errors of `_check_same`."""
+        parts = [members] if version.is_full else [[member] for member in members]
+        offers = await all_of(*(self._offer(version, part) for part in parts))
+        held, full = dict[Sampler, str](), dict[Sampler, OutOfCapacity]()
+        for offer in offers:
+            held |= offer.held
+            full |= offer.full
+        await _check_same(version, {member.address: sum_ for member, sum_ in held.items() if sum_})
+        for member, error in full.items():
+            logger.warning("%s is not published to %s: %s", version.version_id, member.address, error)
+            member.full_until = time.monotonic() + _FULL_S
         holders = [member for member in members if member not in full]
         if not holders:
             raise next(iter(full.values()))
-        for member, error in full.items():
-            logger.warning("%s is published without %s: %s", version.version_id, member.address, error)
-            member.full_until = time.monotonic() + _FULL_S
-        if not lacking:
+        groups = [offer.group for offer in offers if offer.group is not None]
+        if not groups:
             return "", holders
-        sent = await self._transfer(group, version)
-        self._metrics.publishing.publish_bytes.inc(version.sent_bytes)
-        return sent, holders
+        sums = await all_of(*(self._transfer(group, version) for group in groups))
+        self._metrics.publishing.publish_bytes.inc(version.sent_bytes * len(groups))
+        return sums[0], holders
 
-    async def _announce(self, group: Group, version: Version) -> tuple[list[Sampler], dict[Sampler, OutOfCapacity]]:
-        """Announces a version to the group. Returns the members that do not hold it yet, and the errors of those that
-        have no room for it."""
+    async def _offer(self, version: Version, members: Sequence[Sampler]) -> _Offer:
+        """Announces a version to these samplers, as one group."""
+        offer = _Offer()
+        while members:
+            group = await self._links.group_of(members)
+            members = await self._announce(group, version, offer)
+            # A broadcast goes to a whole group, so all of its members must lack the version and have room for it.
+            if len(members) == len(group.members):
+                offer.group = group
+                break
+        return offer
+
+    async def _announce(self, group: Group, version: Version, offer: _Offer) -> list[Sampler]:
+        """Announces a version to the group. Returns the members that do not hold it yet and have room for it; notes the
+        others in `offer`."""
         adapter = version.adapter
         request = pb.StartWeightUpdateRequest(
             trainer_id=self._trainer_id,
@@ -384,22 +436,19 @@ class WeightSender:
             quantize=self._quantize or "",
         )
         lacking: list[Sampler] = []
-        held: dict[str, str] = {}
-        full: dict[Sampler, OutOfCapacity] = {}
 
         async def announce(member: Sampler) -> None:
             try:
                 await member.call(member.weights.StartWeightUpdate(request, timeout=self._timeout_s))
             except AlreadyExists as error:
-                held[member.address] = error.metadata.get("checksum", "")
+                offer.held[member] = error.metadata.get("checksum", "")
             except OutOfCapacity as error:
-                full[member] = error
+                offer.full[member] = error
             else:
                 lacking.append(member)
 
         await all_of(*(announce(member) for member in group.members))
-        await _check_same(version, {address: sum_ for address, sum_ in held.items() if sum_})
-        return [member for member in group.members if member in lacking], full
+        return [member for member in group.members if member in lacking]
 
     async def _transfer(self, group: Group, version: Version) -> str:
         """Sends a version that all members lack. Returns the checksum of the sent bytes."""

@@ -141,6 +141,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, trainer_admin_pb2_grp
         self.lost: dict[str, FakeTrainer] = {}
         """By trainer_id, other trainers in the same database that are dead, so that they can be fenced."""
         self.is_fenced = False
+        self.version_homes = 0
 
     async def GetTrainerInfo(self, request: Any, context: Any) -> Any:
         return trainer_pb2.GetTrainerInfoResponse(
@@ -156,6 +157,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, trainer_admin_pb2_grp
             trainable_groups=self.trainable_groups,
             one_by_one=self.one_by_one,
             picture_counting=self.picture_counting,
+            version_homes=self.version_homes,
             trainer_id=self.trainer_id,
             store_id=self.store_id,
             fingerprint=self.fingerprint,
@@ -391,9 +393,10 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, trainer_admin_pb2_grp
         if self._checkpoint(request.location).version_id != request.version_id:
             raise VersionGone(f"{request.location} holds another version")
         self.published.append(request.version_id)
-        for sampler in self.samplers:
+        homes = self.samplers[: max(self.version_homes, request.num_samplers) or None]
+        for sampler in homes:
             sampler.versions.add(request.version_id)
-        return trainer_pb2.PublishCheckpointResponse(num_samplers=len(self.samplers))
+        return trainer_pb2.PublishCheckpointResponse(num_samplers=len(homes))
 
     async def GetCertificate(self, request: Any, context: Any) -> Any:
         info = self._checkpoint(request.location)
@@ -512,6 +515,7 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
         self.requests: list[sampler_pb2.SampleRequest] = []
         self.refusals: list[ServiceError] = []
         """Errors of the next samples."""
+        self.max_running = 0
         self.moves: list[tuple[str, str]] = []
         """Runs and versions of MoveGenerations."""
         self.moved = asyncio.Event()
@@ -530,6 +534,7 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
             engine="fake",
             boot_id="b",
             vocab_size=VOCAB_SIZE,
+            max_running=self.max_running,
         )
 
     async def Sample(self, request: Any, context: Any) -> Any:

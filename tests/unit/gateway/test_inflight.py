@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import pytest
@@ -63,6 +64,7 @@ async def test_a_sampler_that_does_not_move_fails_no_save(
 ) -> None:
     session_id = await client.session()
     model_id = await client.model(session_id)
+    caplog.set_level(logging.DEBUG, "gateway.sampling.inflight")
     stack.trainer.samplers.clear()  # it does not get the version
     await save(client, model_id, 1, sampling_session_seq_id=1)
     await until(lambda: "cannot be moved" in caplog.text)

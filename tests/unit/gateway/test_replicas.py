@@ -618,6 +618,36 @@ async def test_a_version_is_sampled_where_it_is_and_published_to_who_lacks_it(pa
     assert pair.stack.trainer.published == [version_id]
 
 
+async def test_a_version_stays_at_its_homes_until_these_are_busy(pair: Pair, client: Client) -> None:
+    trainer, (home, other) = pair.stack.trainer, pair.samplers
+    trainer.version_homes = 1
+    home.max_running = other.max_running = 2
+    for backend in (pair.stack.trainer_backend, *pair.backends):  # so that the gateway reads what they say
+        await backend.stop()
+        await backend.start()
+    await until(lambda: len(pair.replicas.usable(BASE_MODEL)) == 2)
+    sampler_id, _ = await sampler_of_a_save(client, await client.session())
+    version_id = next(iter(home.versions - {""}))
+    other.versions.discard(version_id)
+    await answered(client, await client.call("asample", body(sampler_id, 0, [1] * 40)))
+    await pair.replicas.list_versions(BASE_MODEL)
+    for n in range(1, 4):
+        await answered(client, await client.call("asample", body(sampler_id, n, [n] * 40)))
+    assert trainer.published == []
+    assert version_id not in other.versions
+    home.go.clear()
+    held = [await client.call("asample", body(sampler_id, n, [n] * 40)) for n in range(10, 14)]
+    await until(lambda: version_id in other.versions)
+    await until(lambda: all(version_id in replica.versions for replica in pair.replicas.all))
+    before = pair.asked()[1]
+    further = [await client.call("asample", body(sampler_id, n, [n] * 40)) for n in range(20, 28)]
+    await until(lambda: pair.asked()[1] > before)
+    home.go.set()
+    for receipt in held + further:
+        await answered(client, receipt)
+    assert trainer.published == [version_id]
+
+
 async def test_a_version_that_one_has_evicted_is_sampled_at_the_other(pair: Pair, client: Client) -> None:
     sampler_id, _ = await sampler_of_a_save(client, await client.session())
     for n in range(8):

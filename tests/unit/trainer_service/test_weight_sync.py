@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tinsmith.errors import (
 )
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.full_weights import FullWeights
 from tinsmith.rpc.addresses import Addresses, AddressSource, write_addresses
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc
@@ -247,6 +248,7 @@ async def connect(serve: Serve, channel: Channel) -> AsyncIterator[Connect]:
         channel: Channel = channel,
         silence_s: float = 20,
         services_file: Path | None = None,
+        version_homes: int = 4,
     ) -> WeightSender:
         addresses = [each if isinstance(each, str) else f"127.0.0.1:{each.port}" for each in samplers]
         sender = WeightSender(
@@ -258,6 +260,7 @@ async def connect(serve: Serve, channel: Channel) -> AsyncIterator[Connect]:
             metrics=Metrics(CollectorRegistry()),
             bucket_bytes=BUCKET_BYTES,
             silence_s=silence_s,
+            version_homes=version_homes,
         )
         senders.append(sender)
         if started:
@@ -277,12 +280,26 @@ def make_version(base: BaseModel) -> MakeVersion:
     return make
 
 
+@pytest.fixture
+def make_full_version(base: BaseModel) -> MakeVersion:
+    """Makes versions of all parameters of the model."""
+
+    def make(version_id: str) -> Version:
+        layout = FullWeights(base, torch.empty(0))
+        numel = sum(torch.Size(shape).numel() for _, shape in layout.specs())
+        return Version(version_id, "tiny", FullWeights(base, torch.randn(numel)))
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["adapter", "full"])
 async def test_a_version_arrives_bit_for_bit_at_every_sampler(
-    connect: Connect, serve: Serve, make_version: MakeVersion
+    connect: Connect, serve: Serve, make_version: MakeVersion, make_full_version: MakeVersion, kind: str
 ) -> None:
     receivers = [Receiver(), Receiver()]
     sender = await connect(*[await serve(receiver) for receiver in receivers])
-    versions = [make_version(f"m@{n}") for n in (1, 2, 3)]
+    make = make_version if kind == "adapter" else make_full_version
+    versions = [make(f"m@{n}") for n in (1, 2, 3)]
     for version in versions:
         published = await sender.publish(version)
         assert len(published.members) == 2
@@ -291,8 +308,89 @@ async def test_a_version_arrives_bit_for_bit_at_every_sampler(
     for receiver in receivers:
         for version in versions:
             assert torch.equal(receiver.versions[version.version_id], version.adapter.flat)
-        assert receiver.epochs == receivers[0].epochs
         assert len(receiver.epochs) <= 2, "one group serves many versions"
+    assert (receivers[0].epochs[-1] == receivers[1].epochs[-1]) == (kind == "full"), "one group for all parameters only"
+
+
+def holding(receivers: Sequence[Receiver], version_id: str) -> list[int]:
+    return [n for n, receiver in enumerate(receivers) if version_id in receiver.versions]
+
+
+async def test_versions_of_a_run_have_the_same_homes_and_runs_are_spread(
+    connect: Connect, serve: Serve, make_version: MakeVersion, make_full_version: MakeVersion
+) -> None:
+    receivers = [Receiver() for _ in range(6)]
+    servers = [await serve(receiver) for receiver in receivers]
+    sender = await connect(*servers, version_homes=2)
+    homes = dict[str, list[int]]()
+    for run in "abcdef":
+        published = await sender.publish(make_version(f"{run}@1"))
+        homes[run] = holding(receivers, f"{run}@1")
+        assert published.members == [f"127.0.0.1:{servers[n].port}" for n in homes[run]]
+        assert len(homes[run]) == 2
+        await sender.publish(make_version(f"{run}@2"))
+        assert holding(receivers, f"{run}@2") == homes[run]
+    assert len({tuple(each) for each in homes.values()}) > 1
+    await sender.publish(make_full_version("full@1"))
+    assert holding(receivers, "full@1") == [0, 1, 2, 3, 4, 5], "all parameters go to every sampler"
+    await sender.publish(make_version("a@3"))
+    assert holding(receivers, "a@3") == homes["a"]
+
+
+async def test_more_samplers_get_a_version_that_is_wanted_there_and_its_homes_are_sent_nothing(
+    connect: Connect, serve: Serve, make_version: MakeVersion
+) -> None:
+    receivers = [Receiver() for _ in range(4)]
+    sender = await connect(*[await serve(receiver) for receiver in receivers], version_homes=1)
+    version = make_version("m@1")
+    await sender.publish(version)
+    (home,) = holding(receivers, "m@1")
+    receivers[home].faults = ["update"]
+    assert len((await sender.publish(version, num_samplers=3)).members) == 3
+    assert len(holding(receivers, "m@1")) == 3
+    assert receivers[home].faults == ["update"], "it has the version already"
+    assert len((await sender.publish(version, num_samplers=9)).members) == 4
+
+
+async def test_a_run_whose_homes_have_no_room_or_are_gone_has_others(
+    connect: Connect, serve: Serve, make_version: MakeVersion
+) -> None:
+    receivers = [Receiver() for _ in range(3)]
+    servers = [await serve(receiver) for receiver in receivers]
+    sender = await connect(*servers, version_homes=1)
+    await sender.publish(make_version("m@1"))
+    (first,) = holding(receivers, "m@1")
+    receivers[first].faults = ["start-full"]
+    await sender.publish(make_version("m@2"))
+    (second,) = holding(receivers, "m@2")
+    assert second != first
+    await servers[second].grpc.stop(0)
+    receivers[second].leave()
+    await sender.publish(make_version("m@3"))
+    (third,) = holding(receivers, "m@3")
+    assert third not in (first, second)
+
+
+async def test_a_sampler_more_or_less_changes_neither_the_homes_nor_the_groups_of_others(
+    connect: Connect, serve: Serve, make_version: MakeVersion
+) -> None:
+    receivers = [Receiver() for _ in range(4)]
+    servers = [await serve(receiver) for receiver in receivers]
+    addresses = [f"127.0.0.1:{server.port}" for server in servers]
+    runs = [f"run{n}" for n in range(12)]
+    sender = await connect(*addresses, version_homes=1)
+    for run in runs:
+        await sender.publish(make_version(f"{run}@1"))
+    homes = {run: holding(receivers, f"{run}@1") for run in runs}
+    gone = homes[runs[0]][0]
+    epochs = [list(receiver.epochs) for receiver in receivers]
+    await servers[gone].grpc.stop(0)
+    receivers[gone].leave()
+    for run in runs:
+        await sender.publish(make_version(f"{run}@2"))
+        assert homes[run] in ([gone], holding(receivers, f"{run}@2"))
+    for n, receiver in enumerate(receivers):
+        assert n == gone or receiver.epochs == epochs[n]
 
 
 async def test_the_first_group_is_formed_ahead_of_need(connect: Connect, serve: Serve) -> None:
@@ -434,9 +532,8 @@ async def test_a_fault_after_which_the_device_computes_nothing_is_no_matter_of_t
     monkeypatch.setattr("tinsmith.faults._computes", lambda: False)
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
         await sender.publish(make_version("m@1"))
-    assert not sender.device_failed.is_set()
     if where == "form":
-        sender.start()
+        sender = await connect(await serve(Receiver()))
         async with asyncio.timeout(TIMEOUT_S):
             await sender.device_failed.wait()
 
@@ -548,11 +645,12 @@ async def test_a_full_sampler_is_left_out_and_gets_versions_again_later(
 
 
 async def test_a_sampler_that_becomes_full_when_it_is_asked_again_is_left_out_on_the_same_attempt(
-    connect: Connect, serve: Serve, make_version: MakeVersion, caplog: pytest.LogCaptureFixture
+    connect: Connect, serve: Serve, make_full_version: MakeVersion, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A broadcast of all parameters goes to a whole group, so those who lack them are asked again, as a group."""
     receivers = [Receiver() for _ in range(3)]
     sender = await connect(*[await serve(receiver) for receiver in receivers])
-    version = make_version("m@1")
+    version = make_full_version("m@1")
     await sender.publish(version)
     for receiver in receivers[1:]:
         del receiver.versions["m@1"]
