@@ -9,16 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc.aio
 import torch
 
 from tinsmith.errors import AlreadyExists, NotReady, OutOfCapacity, ServiceError, VersionConflict
-from tinsmith.faults import is_lasting_fault
 from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.full_weights import Weights
@@ -42,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 """Attempts to publish a version."""
-_CLOSE_S = 1.0
 _CONFIRM_S = 2.0
 """Longest wait for a sampler's confirmation, in seconds. A later confirmation does no harm: the version has passed."""
 _REMOVE_S = 1.0
@@ -154,11 +151,11 @@ class WeightSender:
             bucket_bytes=bucket_bytes,
             timeout_s=timeout_s,
         )
-        self._links = Links(self._former, metrics)
-        self.version_homes = version_homes
-        self.device_failed = asyncio.Event()
+        self._links = Links(self._former, self._samplers, metrics)
+        self.device_failed = self._links.device_failed
         """Set when a group was to be formed in the background, and the device can compute no more. A publish raises."""
-        self._background: set[asyncio.Task[None]] = set()
+        self.version_homes = version_homes
+        self._background: list[asyncio.Task[None]] = []
         self._removing: set[asyncio.Future[None]] = set()
         self.withdrawing: dict[tuple[str, str], asyncio.Task[None]] = {}
         """Withdrawals that a sampler has not answered yet, by (address of the sampler, version)."""
@@ -166,15 +163,14 @@ class WeightSender:
     def start(self) -> None:
         """Begins to watch the samplers and to form groups, in the background."""
         self._samplers.start()
-        self._in_background(self._follow())
+        self._background.append(asyncio.create_task(self._follow()))
 
     async def close(self) -> None:
-        for tasks in ([*self._removing, *self.withdrawing.values()], [*self._background]):
+        for tasks in ([*self._removing, *self.withdrawing.values()], self._background):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if closing := [in_thread(group.close) for group in self._links.groups]:
-            await asyncio.wait(closing, timeout=_CLOSE_S)
+        await self._links.close()
         self._former.close()
         await self._samplers.close()
 
@@ -183,8 +179,9 @@ class WeightSender:
 
         An adapter has `version_homes` homes, or `num_samplers` if that is more: those that `Samplers.ranked` names
         first for its run. All parameters of a model go to every sampler that serves. A sampler without room for the
-        version is left out, and for `_FULL_S` from the next ones, too. The next ones of the ranking are tried when no
-        home takes the version. A request for a version goes to the samplers that hold it.
+        version is left out, and for `_FULL_S` from the next ones, too. One whose group is not formed yet is left out
+        while others have theirs. The next ones of the ranking are tried when no home takes the version. A request for
+        a version goes to the samplers that hold it.
 
         Raises NotReady when all attempts have failed, OutOfCapacity when no sampler has room, another error of a
         sampler when it refuses the version, VersionConflict when a sampler has other weights of the same id, and the
@@ -197,7 +194,9 @@ class WeightSender:
         started = time.perf_counter()
         if not self._samplers.serving():
             await self._samplers.check(self._samplers.all)
+        await self._links.formed()
         ranked = self._samplers.ranked(version.run_id)
+        ranked = [sampler for sampler in ranked if sampler in self._links] or ranked
         num_homes = len(ranked) if version.is_full else max(self.version_homes, num_samplers)
         error: ServiceError | None = None
         sent, holders = "", list[Sampler]()
@@ -240,6 +239,8 @@ class WeightSender:
                     if left == members:  # no member was lost, so a transport may be the cause
                         self._former.distrust(members)
                     members = left
+        for member in members:
+            self._links.begin(member)
         if members:
             raise NotReady(
                 f"{version.version_id} was not published: {_ATTEMPTS} attempts failed; the last: {failures[-1]}"
@@ -354,36 +355,13 @@ class WeightSender:
         self._links.drop([sampler])  # a sampler that comes back no longer knows its group
         self._metrics.publishing.samplers.set(len(self._samplers.serving()))
         if sampler.serving:
-            self._in_background(self._link_ahead(sampler))
+            self._links.begin(sampler)
         else:
             self._former.forget([sampler])
 
     async def _follow(self) -> None:
         async for services in self._services.changes():
             self._samplers.use(services.samplers)
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def _link_ahead(self, sampler: Sampler) -> None:
-        """Forms the group of a sampler that has begun to serve, before a publish needs it."""
-        async with sampler.lock:
-            if sampler in self._links or not sampler.serving:
-                return
-            forming = self._links.group_of([sampler])
-            try:
-                await self._samplers.guarded([sampler], forming, among=self._samplers.serving())
-            except ChannelBroken as error:
-                logger.warning("no weights can be sent to a sampler yet: %s", error)
-            except ServiceError as error:
-                logger.error("weights cannot be published: %s", error)
-            except RuntimeError as error:
-                if not is_lasting_fault(error):
-                    raise
-                logger.critical("the device has failed while a group was formed", exc_info=error)
-                self.device_failed.set()
 
     async def _attempt(self, version: Version, members: Sequence[Sampler]) -> tuple[str, list[Sampler]]:
         """Sends a version to those members that lack it. Returns as `_deliver`. Raises OutOfCapacity when no member has

@@ -69,6 +69,11 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
         """Each makes the call of that name fail once."""
         self.backends: list[str] = []
         self.least_epoch = 0
+        self.joins = asyncio.Event()
+        """InitWeightTransfer waits for it."""
+        self.joins.set()
+        self.num_joining = 0
+        """Calls of InitWeightTransfer that wait."""
         self.on_this_machine = True
         self.gpu_uuid = ""
         self._meeting: socket.socket | None = None
@@ -110,6 +115,11 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
                 timeout_s=TIMEOUT_S,
             )
 
+        self.num_joining += 1
+        try:
+            await self.joins.wait()
+        finally:
+            self.num_joining -= 1
         if request.epoch <= self.least_epoch:
             raise FailedPrecondition("epoch: not above the present one", epoch=self.least_epoch)
         formed = await asyncio.to_thread(form)
@@ -732,6 +742,40 @@ async def test_a_sampler_that_comes_back_empty_gets_the_next_version(
     await asyncio.wait_for(reborn.joined.wait(), 30)  # its group is formed as soon as it serves
     assert len((await sender.publish(make_version("m@3"))).members) == 2
     assert list(reborn.versions) == ["m@3"]
+
+
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+async def test_a_sampler_that_hangs_while_it_joins_holds_up_no_publish_to_others(
+    connect: Connect, serve: Serve, make_version: MakeVersion, make_full_version: MakeVersion, tmp_path: Path, kind: str
+) -> None:
+    """Its service answers, and the trainer cannot reach it by the weight channel."""
+    receivers, listed = [Receiver() for _ in range(3)], tmp_path / "services.json"
+    addresses = [f"127.0.0.1:{(await serve(receiver)).port}" for receiver in receivers]
+    write_addresses(listed, Addresses(samplers=addresses[:2]))
+    sender = await connect(services_file=listed)
+    make = make_version if kind == "adapter" else make_full_version
+    assert (await sender.publish(make("m@1"))).members == addresses[:2]
+    receivers[2].joins.clear()
+    write_addresses(listed, Addresses(samplers=addresses))
+    await until(lambda: receivers[2].num_joining)
+    for n in (2, 3):
+        assert (await sender.publish(make(f"m@{n}"))).members == addresses[:2]
+    assert receivers[2].num_joining == 1, "its first call has not even failed"
+    receivers[2].joins.set()
+    await until(lambda: receivers[2].joined.is_set())
+    assert (await sender.publish(make("m@4"))).members == addresses
+
+
+async def test_a_sampler_whose_group_was_not_formed_gets_one_later(
+    connect: Connect, serve: Serve, make_version: MakeVersion
+) -> None:
+    receivers = [Receiver(), Receiver()]
+    receivers[1].faults = ["init"] * 3
+    sender = await connect(*[await serve(receiver) for receiver in receivers])
+    await until(lambda: receivers[1].joined.is_set())
+    assert receivers[1].faults == []
+    await until(lambda: len(sender._links.groups) == 2)
+    assert len((await sender.publish(make_version("m@1"))).members) == 2
 
 
 async def test_versions_of_a_deleted_model_are_removed(
