@@ -27,6 +27,7 @@ COMMANDS = {
     "load": "a thousand samples and two hundred sessions at once",
     "hostile": "waits of 16 good clients beside every hostile request that is known",
     "tenants": "a simulation of many tenants on eight GPUs, with the queue and the placement that serve",
+    "version_homes": "where the versions of a thousand runs go among 64 samplers",
     "sdk_floor": "what the SDK costs by itself",
     "sampler_memory": "memory of a sampler over time",
 }

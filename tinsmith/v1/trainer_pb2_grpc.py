@@ -213,7 +213,8 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PublishCheckpoint(self, request, context):
-        """PublishCheckpoint sends a stored checkpoint's weights to the samplers again, for example after one has lost them.
+        """PublishCheckpoint sends a stored checkpoint's weights to samplers that lack them, for example after one has lost
+        them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

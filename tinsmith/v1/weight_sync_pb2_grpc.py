@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class WeightSyncServiceStub:
-    """WeightSyncService controls the weight channel. A trainer calls it on every sampler; one of the transports in
-    docs/weight-channel.md carries the bytes. The names of the four calls from Init to Finish are vLLM's. If keys are
-    configured, the service accepts only the service key and keys with `admin`.
+    """WeightSyncService controls the weight channel. A trainer calls it on the samplers that are homes of a version; one of
+    the transports in docs/weight-channel.md carries the bytes. The names of the four calls from Init to Finish are
+    vLLM's. If keys are configured, the service accepts only the service key and keys with `admin`.
     """
 
     def __init__(self, channel):
@@ -75,9 +75,9 @@ class WeightSyncServiceStub:
 
 
 class WeightSyncServiceServicer:
-    """WeightSyncService controls the weight channel. A trainer calls it on every sampler; one of the transports in
-    docs/weight-channel.md carries the bytes. The names of the four calls from Init to Finish are vLLM's. If keys are
-    configured, the service accepts only the service key and keys with `admin`.
+    """WeightSyncService controls the weight channel. A trainer calls it on the samplers that are homes of a version; one of
+    the transports in docs/weight-channel.md carries the bytes. The names of the four calls from Init to Finish are
+    vLLM's. If keys are configured, the service accepts only the service key and keys with `admin`.
     """
 
     def ProbeWeightTransfer(self, request, context):
@@ -178,9 +178,9 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightSyncService:
-    """WeightSyncService controls the weight channel. A trainer calls it on every sampler; one of the transports in
-    docs/weight-channel.md carries the bytes. The names of the four calls from Init to Finish are vLLM's. If keys are
-    configured, the service accepts only the service key and keys with `admin`.
+    """WeightSyncService controls the weight channel. A trainer calls it on the samplers that are homes of a version; one of
+    the transports in docs/weight-channel.md carries the bytes. The names of the four calls from Init to Finish are
+    vLLM's. If keys are configured, the service accepts only the service key and keys with `admin`.
     """
 
     @staticmethod
