@@ -810,7 +810,9 @@ async def test_publishing_on_demand_needs_the_version_and_a_sampler(stub: Any) -
     await fails(stub.PublishCheckpoint(wanted), errors.VersionGone, "other@1")
     wanted.version_id = ""
     await fails(stub.PublishCheckpoint(wanted), errors.InvalidRequest, "version_id: is empty")
-    wanted.version_id = "other@1"
+    wanted.version_id, wanted.num_samplers = saved.version_id, -1
+    await fails(stub.PublishCheckpoint(wanted), errors.InvalidRequest, "num_samplers: -1 must not be negative")
+    wanted.version_id, wanted.num_samplers = "other@1", 0
     wanted.location = f"{MODEL}/ephemeral/2"
     await fails(stub.PublishCheckpoint(wanted), errors.CheckpointNotFound, "ephemeral/2")
 
