@@ -540,6 +540,8 @@ def _head(model: PreTrainedModel) -> Head:
         scale = float(config["lm_head_multiplier"])
     elif config.get("logits_scaling") is not None:  # Granite
         scale = 1.0 / float(config["logits_scaling"])
+    elif config.get("logits_mup_width_multiplier") is not None:  # Inkling divides what goes into the output layer
+        scale = 1.0 / float(config["logits_mup_width_multiplier"])
     return Head(
         name=names[id(output)],
         weight_V_H=output.weight,

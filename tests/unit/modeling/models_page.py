@@ -48,14 +48,22 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16",
     ),
     "GlmMoeDsa": ("zai-org/GLM-5.3",),
+    "Kimi_K25": ("moonshotai/Kimi-K2.5", "moonshotai/Kimi-K2.6"),
 }  # fmt: skip
 """Names of tinker_cookbook.model_info 0.6.1, by the family whose configuration their weights are taken to have."""
-UNTRIED = (
-    "moonshotai/Kimi-K2.5", "moonshotai/Kimi-K2.6", "moonshotai/Kimi-K3.1-Pro",
-    "nvidia/NVIDIA-Nemotron-3.5-Super-VL-120B-A12B-BF16", "zai-org/GLM-5.3-Flash", "thinkingmachines/Inkling",
-    "thinkingmachines/Inkling-Small", "thinkingmachines/Inkling-2-Small",
-)  # fmt: skip
-"""Names of tinker_cookbook.model_info 0.6.1 for whose family no test has a row."""
+UNTRIED: Mapping[str, str] = {
+    "moonshotai/Kimi-K3.1-Pro": "transformers names no configuration for it",
+    "nvidia/NVIDIA-Nemotron-3.5-Super-VL-120B-A12B-BF16": "transformers names no configuration for it; that of "
+    "Nemotron-3-Nano-Omni, `nemotron_h_omni`, has not been made tiny here",
+    "zai-org/GLM-5.3-Flash": "its configuration, `glm5_next`, trains one by one, but the names in its adapter files "
+    "also match layers of its vision tower in stock PEFT",
+    **dict.fromkeys(
+        ("thinkingmachines/Inkling", "thinkingmachines/Inkling-Small", "thinkingmachines/Inkling-2-Small"),
+        "the language model alone is InklingText above; the published form, `inkling_mm_model`, has not been tried: "
+        "transformers needs `scipy` to make its vision tower",
+    ),
+}
+"""Names of tinker_cookbook.model_info 0.6.1 without a row in a test, and why."""
 _HEAD = """# Models
 
 This page is generated: `python -m tests.unit.modeling.models_page` writes it, and
@@ -129,7 +137,10 @@ def page() -> str:
     for family, names in NAMES.items():
         trains, _, sampled = families[family]
         lines += [f"| `{name}` | {family} | {_short(trains)} | {_short(sampled)} |" for name in names]
-    lines += [f"| `{name}` | no row in the tests | not tried: ask `tinsmith doctor` | not tried |" for name in UNTRIED]
+    lines += [
+        f"| `{name}` | no row in the tests: {why} | ask `tinsmith doctor` | not tried |"
+        for name, why in UNTRIED.items()
+    ]
     return "\n".join([*lines, ""])
 
 
