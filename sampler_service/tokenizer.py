@@ -200,12 +200,12 @@ def _dump_arguments(messages: list[dict[str, Any]]) -> bool:
 
 
 def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> None:
-    """Refuses calls of tools in messages that the template would drop without a word. To find such calls, `render` gets
-    the messages with a random name in place of each tool's own."""
+    """Refuses calls of tools, and their arguments, that the template would drop without a word. To find them, `render`
+    gets the messages with random words in place of each tool's name and each call's arguments."""
     if not any(message.get("tool_calls") for message in messages):
         return
     marked = copy.deepcopy(messages)
-    marks: dict[str, int] = {}
+    marks: dict[str, tuple[int, str]] = {}
     for index, message in enumerate(marked):
         calls = message.get("tool_calls") or []
         functions: list[Any] = [call.get("function", call) for call in calls] if _are_objects(calls) else [None]
@@ -218,14 +218,18 @@ def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str
             if re.fullmatch(rf"(functions\.)?{re.escape(str(function.get('name')))}:\d+", str(call.get("id"))):
                 call["id"] = f"functions.{mark}:0"
             function["name"] = mark
-            marks[mark] = index
+            marks[mark] = index, "calls of tools"
+            if arguments := function.get("arguments"):
+                mark = f"argument_{secrets.token_hex(8)}"
+                function["arguments"] = json.dumps({mark: mark}) if isinstance(arguments, str) else {mark: mark}
+                marks[mark] = index, "arguments of calls of tools"
     shown = render(marked)
-    for mark, index in marks.items():
+    for mark, (index, dropped) in marks.items():
         if mark not in shown:
             field = f"messages[{index}].tool_calls"
             raise InvalidRequest(
-                f"{field}: the model's chat template does not show calls of tools; put what the model is to know of "
-                "them into the content",
+                f"{field}: the model's chat template does not show {dropped}; put what the model is to know of them "
+                "into the content",
                 field=field,
             )
 

@@ -240,3 +240,20 @@ def test_calls_that_the_template_shows_by_their_id_are_shown(tmp_path: Path, sto
     assert 'functions.log:0({"a": 1})' in stock.decode(kimi.chat_tokens(calling("functions.log:0")).tolist())
     with pytest.raises(InvalidRequest, match=r"messages\[1\].tool_calls: the model's chat template does not show"):
         kimi.chat_tokens(calling("call_7"))  # so the model would not know which tool it called
+
+
+def test_arguments_of_calls_that_the_template_would_drop_are_refused(
+    tmp_path: Path, stock: PreTrainedTokenizerBase
+) -> None:
+    only_names = CALLS.replace("({{ call.function.arguments | tojson }})", "()")
+    stock.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("{% endfor %}", only_names + "{% endfor %}", 1))
+    shown = ChatTokenizer(str(tmp_path))
+
+    def calling(arguments: dict[str, int]) -> Chat:
+        call = {"type": "function", "function": {"name": "log", "arguments": arguments}}
+        return chat([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+    assert "log()" in stock.decode(shown.chat_tokens(calling({})).tolist())
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].tool_calls: .* does not show arguments of calls of tools"):
+        shown.chat_tokens(calling({"a": 1}))
