@@ -330,7 +330,12 @@ class Adapter:
             # was a module in earlier versions of transformers. The name of the layer's weight avoids this, and the
             # tensors stay as they are.
             config["target_modules"] = _modules([target for target in layers if target.group != "mlp"])
-            experts |= {f"{_last(t.name, 2)}.weight" for t in layers if t.group == "mlp"}
+            # Beside a tower these are whole names: its layers may end with the same two words, as in GLM-5.3-Flash.
+            experts |= {
+                f"{target.name if '.' in _around_layers(target.name) else _last(target.name, 2)}.weight"
+                for target in layers
+                if target.group == "mlp"
+            }
             config["target_parameters"] = sorted(experts)
         heads = [target for target in self.targets if target.group == "unembed"]
         if renamed := [target.name for target in heads if target.name == target.tinker_name]:

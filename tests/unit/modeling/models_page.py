@@ -48,6 +48,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16",
     ),
     "GlmMoeDsa": ("zai-org/GLM-5.3",),
+    "Glm5Next": ("zai-org/GLM-5.3-Flash",),
     "Kimi_K25": ("moonshotai/Kimi-K2.5", "moonshotai/Kimi-K2.6"),
 }  # fmt: skip
 """Names of tinker_cookbook.model_info 0.6.1, by the family whose configuration their weights are taken to have."""
@@ -55,8 +56,6 @@ UNTRIED: Mapping[str, str] = {
     "moonshotai/Kimi-K3.1-Pro": "transformers names no configuration for it",
     "nvidia/NVIDIA-Nemotron-3.5-Super-VL-120B-A12B-BF16": "transformers names no configuration for it; that of "
     "Nemotron-3-Nano-Omni, `nemotron_h_omni`, has not been made tiny here",
-    "zai-org/GLM-5.3-Flash": "its configuration, `glm5_next`, trains one by one, but the names in its adapter files "
-    "also match layers of its vision tower in stock PEFT",
     **dict.fromkeys(
         ("thinkingmachines/Inkling", "thinkingmachines/Inkling-Small", "thinkingmachines/Inkling-2-Small"),
         "the language model alone is InklingText above; the published form, `inkling_mm_model`, has not been tried: "

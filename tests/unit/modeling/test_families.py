@@ -192,6 +192,14 @@ MORE: dict[str, dict[str, Any]] = {
         "vision_config": {**PLAIN_TOWER, "pos_emb_height": 8, "pos_emb_width": 8}, "projection_hidden_size": 32,
         "tie_word_embeddings": False,
     },
+    "Glm5Next": {
+        "text_config": {
+            **COMMON, **ROUTED, **SPARSE_ATTENTION, "qk_rope_head_dim": 0, "head_dim": 0, "linear_num_heads": 2,
+            "linear_head_dim": 16, "layer_types": ["linear_attention", "indexed_attention"], "n_shared_experts": 1,
+            "mlp_layer_types": ["dense", "sparse"], "index_kpool": 2, "hc_mult": 2,
+        },
+        "vision_config": TOWER, "tie_word_embeddings": False, **IMAGE_TOKENS,
+    },
     # Its shared experts lie in one tensor, which no adapter reaches:
     "InklingText": {
         **ROUTED, "n_shared_experts": 1, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16,
