@@ -55,7 +55,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 UNTRIED: Mapping[str, str] = {
     "moonshotai/Kimi-K3.1-Pro": "transformers names no configuration for it",
     "nvidia/NVIDIA-Nemotron-3.5-Super-VL-120B-A12B-BF16": "transformers names no configuration for it; that of "
-    "Nemotron-3-Nano-Omni, `nemotron_h_omni`, has not been made tiny here",
+    "Nemotron-3-Nano-Omni, `nemotron_h_omni`, is refused: transformers tells no output layer of it",
     **dict.fromkeys(
         ("thinkingmachines/Inkling", "thinkingmachines/Inkling-Small", "thinkingmachines/Inkling-2-Small"),
         "the language model alone is InklingText above; the published form, `inkling_mm_model`, has not been tried: "
