@@ -168,12 +168,31 @@ class Samplers:
 
     async def check(self, samplers: Sequence[Sampler]) -> None:
         """Checks the health of samplers, and updates `serving`."""
-        states = await asyncio.gather(*(is_serving(sampler.channel, timeout_s=self._silence_s) for sampler in samplers))
-        for sampler, serving in zip(samplers, states, strict=True):
-            if serving:
-                self._set_serving(sampler, True)
-            else:
+        failing = await self._failing(samplers)
+        for sampler in samplers:
+            if sampler in failing:
                 self._lose(sampler)
+            else:
+                self._set_serving(sampler, True)
+
+    async def _failing(self, samplers: Sequence[Sampler]) -> set[Sampler]:
+        """Checks the health of samplers, all at the same time. Returns those that answer that they do not serve, or
+        leave the check unanswered for `silence_s` or for `_BEHIND_S` longer than one that serves."""
+        checks = {
+            asyncio.ensure_future(is_serving(sampler.channel, timeout_s=self._silence_s)): sampler
+            for sampler in samplers
+        }
+        waiting = set(checks)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if waiting and any(check.result() for check in done):
+                    _, waiting = await asyncio.wait(waiting, timeout=_BEHIND_S)
+                    break
+            return {sampler for check, sampler in checks.items() if check in waiting or not check.result()}
+        finally:
+            for check in checks:
+                check.cancel()
 
     async def guarded(
         self, members: Sequence[Sampler], work: Coroutine[Any, Any, T], *, among: Sequence[Sampler] = ()
@@ -204,22 +223,9 @@ class Samplers:
         `_BEHIND_S` longer than another sampler of `among`, or that answer that they do not serve."""
         await asyncio.sleep(_GUARD_DELAY_S)
         while True:
-            checks = {
-                asyncio.ensure_future(is_serving(sampler.channel, timeout_s=self._silence_s)): sampler
-                for sampler in among
-            }
-            try:
-                done, _ = await asyncio.wait(checks, return_when=asyncio.FIRST_COMPLETED)
-                if any(check.result() for check in done):
-                    done, _ = await asyncio.wait(checks, timeout=_BEHIND_S)
-                    silent = {each for check, each in checks.items() if check not in done or not check.result()}
-                else:
-                    silent = {checks[check] for check in done}
-            finally:
-                for check in checks:
-                    check.cancel()
-            if found := [member for member in members if member in silent]:
-                return found
+            failing = await self._failing(among)
+            if silent := [member for member in members if member in failing]:
+                return silent
             await asyncio.sleep(_GUARD_PERIOD_S)
 
     async def _ask(self, sampler: Sampler) -> None:

@@ -790,7 +790,7 @@ async def test_a_checkpoint_with_moments_that_are_not_finite_is_named_when_it_is
 async def test_a_sampler_that_is_full_just_now_does_not_fail_the_save(
     service: Service, stub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def publish(version: object) -> NoReturn:
+    async def publish(version: object, **_: object) -> NoReturn:
         raise errors.OutOfCapacity("2 versions in use hold everything")
 
     monkeypatch.setattr(WeightSender, "has_samplers", True)
@@ -1020,7 +1020,7 @@ async def test_overwriting_keeps_a_version_that_samplers_have_while_its_run_live
 ) -> None:
     published: list[torch.Tensor] = []
 
-    async def publish(version: Version, scores: object) -> Certified:
+    async def publish(version: Version, scores: object, **_: object) -> Certified:
         published.append(version.adapter.flat.clone())
         return Certified(1, types_pb2.PublishCertificate(version_id=version.version_id, passed=True))
 

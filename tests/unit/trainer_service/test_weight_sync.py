@@ -691,6 +691,19 @@ async def test_a_version_for_which_no_sampler_has_room_is_refused_as_they_do(
     assert len((await sender.publish(make_version("m@2"))).members) == 2
 
 
+def make_hang(sender: WeightSender, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the health checks of one sampler unanswered."""
+    answered = samplers.is_serving
+
+    async def check(channel: grpc.aio.Channel, *, timeout_s: float = 2.0) -> bool:
+        if channel is sender.sampler(address).channel:
+            await asyncio.sleep(timeout_s)
+            return False
+        return await answered(channel, timeout_s=timeout_s)
+
+    monkeypatch.setattr(samplers, "is_serving", check)
+
+
 async def test_a_sampler_that_hangs_is_left_out_long_before_its_silence_would_tell(
     connect: Connect, serve: Serve, make_version: MakeVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -698,19 +711,28 @@ async def test_a_sampler_that_hangs_is_left_out_long_before_its_silence_would_te
     servers = [await serve(receiver) for receiver in receivers]
     sender = await connect(*servers, silence_s=1000)
     await sender.publish(make_version("m@1"))
-    hanging = f"127.0.0.1:{servers[1].port}"
-    answered = samplers.is_serving
-
-    async def check(channel: grpc.aio.Channel, *, timeout_s: float = 2.0) -> bool:
-        if channel is sender.sampler(hanging).channel:
-            await asyncio.sleep(timeout_s)
-            return False
-        return await answered(channel, timeout_s=timeout_s)
-
-    monkeypatch.setattr(samplers, "is_serving", check)
+    make_hang(sender, f"127.0.0.1:{servers[1].port}", monkeypatch)
     receivers[1].announced.clear()
     published = await asyncio.wait_for(sender.publish(make_version("m@2")), 100)
     assert published.members == [f"127.0.0.1:{servers[n].port}" for n in (0, 2)]
+
+
+async def test_a_full_a_dead_and_a_hanging_sampler_keep_no_version_from_a_fourth(
+    connect: Connect, serve: Serve, make_version: MakeVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receivers = [Receiver() for _ in range(4)]
+    servers = [await serve(receiver) for receiver in receivers]
+    sender = await connect(*servers, silence_s=1000)
+    assert len((await sender.publish(make_version("m@1"))).members) == 4
+    make_hang(sender, f"127.0.0.1:{servers[2].port}", monkeypatch)
+    receivers[0].faults = ["start-full"] * 9
+    await servers[1].grpc.stop(0)
+    receivers[1].leave()
+    receivers[2].announced.clear()
+    version = make_version("m@2")
+    published = await asyncio.wait_for(sender.publish(version), 100)
+    assert published.members == [f"127.0.0.1:{servers[3].port}"]
+    assert torch.equal(receivers[3].versions["m@2"], version.adapter.flat)
 
 
 async def test_those_who_outlive_another_sampler_keep_their_transport(
