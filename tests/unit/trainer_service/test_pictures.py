@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ from trainer_service.engine.memory import peak_bytes
 from trainer_service.engine.passes import Passes
 from trainer_service.intake import _is_large
 from trainer_service.objectives.losses import LOSS_FNS
+from trainer_service.ranks.follower import Follower
+from trainer_service.ranks.wire import Message
 from trainer_service.requests import batch_bytes, batch_of
 
 PIXELS = np.random.default_rng(0).integers(256, size=(90, 90, 3), dtype=np.uint8)
@@ -220,6 +223,24 @@ def test_equal_pictures_of_two_datums_are_charged_once(limits: BatchLimits) -> N
     before = list(two.shared)
     two.charge_pictures(1.5)
     assert [now - then for now, then in zip(two.shared, before, strict=True)] == [0, 22, 0, 0]
+
+
+def test_every_rank_charges_alike(seeing: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that disagreed would divide the datums of a micro-batch in different ways."""
+    engine = engine_of(seeing, Plan(100, picture_cost=2.0))
+    message = request([seen(0), seen(0), seen(1)], model_id="adapts")
+    ours = batch_of(message, engine.limits)
+    engine.passes.charge(ours)
+    group: Any = SimpleNamespace(place=SimpleNamespace(num_rows=2, tensor_parallel=1))
+    follower = Follower(seeing, group, max_tokens_per_microbatch=100)
+    monkeypatch.setattr(follower, "_engine", engine)
+    body = torch.frombuffer(bytearray(message.SerializeToString()), dtype=torch.uint8)
+    for new, tensors in (([(1, "adapts")], [body]), ([], [])):  # the second micro-batch is of the same batch
+        fields = {"ended": [], "new": new, "micro_batch": [(1, [0, 1, 2])]}
+        ((theirs, _),) = follower._micro_batch(Message("run", fields, tensors))
+        assert theirs.charges == ours.charges == [50, 50, 50]
+        assert theirs.shared == ours.shared
+        assert ours.shared[1] >= 30
 
 
 def test_pictures_that_can_never_fit_are_refused_where_the_tower_is_adapted(seeing: BaseModel) -> None:
