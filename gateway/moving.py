@@ -140,9 +140,10 @@ class Moving:
 
     # Draining
 
-    async def drain(self, trainer: Trainer) -> None:
-        """Begins to drain a trainer. A repeat changes nothing. Raises FailedPrecondition when no other trainer can take
-        its runs, and NotReady when the gateway has not reached the trainer yet."""
+    async def drain(self, trainer: Trainer, *, until_restart: bool = False) -> None:
+        """Begins to drain a trainer. With `until_restart` it takes runs again, by itself, as soon as another process of
+        it serves. A repeat changes nothing. Raises FailedPrecondition when no other trainer can take its runs, and
+        NotReady when the gateway has not reached the trainer yet."""
         if trainer.info is None:
             raise NotReady(f"trainer: {trainer.address} has not been reached yet")
         if not trainer.trainer_id:
@@ -155,7 +156,7 @@ class Moving:
                     f"trainer: {trainer.address} is the only one that takes runs of {base_model!r}, so nothing can move"
                 )
             self._clients.check_agreement(base_model)
-        await self._store.moves.drain(trainer.trainer_id)
+        await self._store.moves.drain(trainer.trainer_id, boot_id=trainer.info.boot_id if until_restart else None)
         logger.info("the trainer at %s is being drained", trainer.address)
         self._wake.set()
 
@@ -172,6 +173,7 @@ class Moving:
             self._noted.clear()
             self._away_since_s.clear()
             return
+        await self._end_after_restarts()
         moves = await self._store.moves.all()
         drained = await self._store.moves.drained()
         self._lost = await self._find_lost()
@@ -191,6 +193,14 @@ class Moving:
                     continue
                 break
             await self._note_problems(trainer_id)
+
+    async def _end_after_restarts(self) -> None:
+        """Lets trainers take runs again that were drained until they restart, and have."""
+        boots = {one.trainer_id: one.info.boot_id for one in self._clients.trainers if one.info and one.is_connected}
+        for row in await self._store.moves.drained_rows():
+            if row.boot_id is not None and boots.get(row.trainer_id, row.boot_id) != row.boot_id:
+                await self._store.moves.undrain(row.trainer_id)
+                logger.info("the trainer %s has restarted, and takes runs again", row.trainer_id)
 
     async def _find_lost(self) -> set[str]:
         """The trainer_ids of trainers with runs that have been away for `adopt_after_s` and are fenced."""

@@ -431,6 +431,11 @@ class TrainerName(Body):
     """Address or trainer_id of a trainer."""
 
 
+class Drain(TrainerName):
+    until_restart: bool = False
+    """Let the trainer take runs again, by itself, as soon as another process of it serves."""
+
+
 class Query(Known):
     """Parameters of a URL, which are all text."""
 

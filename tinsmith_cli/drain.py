@@ -40,6 +40,12 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "TRAINER: all trainers, one after the other, such as for an upgrade. The command has the trainer's address in "
         "TINSMITH_TRAINER, and its id in TINSMITH_TRAINER_ID",
     )  # fmt: skip
+    parser.add_argument(
+        "--until-restart",
+        action="store_true",
+        help="let the trainer take runs again by itself as soon as another process of it serves; --restart implies it. "
+        "For what runs before a process is stopped, such as a preStop hook",
+    )
     client.add_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -47,9 +53,12 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     server = ApiClient.of(arguments)
     name = arguments.trainer
+    if arguments.undo and arguments.until_restart:
+        raise UsageError("--until-restart: not with --undo, after which the trainer takes runs again at once")
     if name is None:
-        if arguments.undo or arguments.no_wait:
-            raise UsageError("TRAINER: missing; without --undo and --no-wait, `tinsmith drain` lists the trainers")
+        for option in ("undo", "no_wait", "until_restart"):
+            if getattr(arguments, option):
+                raise UsageError(f"TRAINER: missing, which --{option.replace('_', '-')} needs")
         trainers = server.call("trainers")["trainers"]
         if arguments.restart is None:
             _print(trainers)
@@ -60,13 +69,13 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.restart is not None:
         _restart(server, name, arguments.restart)
     else:
-        _drain(server, name, waits=not arguments.no_wait)
+        _drain(server, name, waits=not arguments.no_wait, until_restart=arguments.until_restart)
     return 0
 
 
-def _drain(server: ApiClient, name: str, *, waits: bool = True) -> dict[str, Any]:
+def _drain(server: ApiClient, name: str, *, waits: bool = True, until_restart: bool) -> dict[str, Any]:
     """Drains a trainer and, if `waits`, returns once it can be stopped."""
-    one = _one(server.call("trainers/drain", content={"trainer": name}), name)
+    one = _one(server.call("trainers/drain", content={"trainer": name, "until_restart": until_restart}), name)
     said = ""
     while not one["can_be_stopped"] and waits:
         said = _say(one, said)
@@ -102,15 +111,15 @@ def _restart_all(server: ApiClient, trainers: list[dict[str, Any]], command: str
 def _restart(server: ApiClient, name: str, command: str) -> None:
     """Drains a trainer, runs the command, and lets the trainer take runs again once another process of it serves.
     Raises UsageError when the command fails; then the trainer stays drained."""
-    before = _drain(server, name)
+    before = _drain(server, name, until_restart=True)
     address = before["address"]
     names = {"TINSMITH_TRAINER": address, "TINSMITH_TRAINER_ID": before["trainer_id"]}
     shell = ["/bin/sh", "-c", command]
     status = subprocess.run(shell, env=os.environ | names, check=False).returncode  # noqa: S603 - the operator's own
     if status != 0:
         raise UsageError(
-            f"--restart: {command!r} ended with status {status}; {address} is empty, and takes no runs until "
-            f"`tinsmith drain {address} --undo`"
+            f"--restart: {command!r} ended with status {status}; {address} is empty, and takes no runs until its "
+            f"process is another one, or `tinsmith drain {address} --undo`"
         )
     print(f"{address}: waiting until its new process serves", flush=True)
     while True:

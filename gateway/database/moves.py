@@ -71,9 +71,10 @@ class MoveRows:
         """The trainer_ids of the trainers that are being drained."""
         return set(await self._database.all(select(DrainedTrainer.trainer_id)))
 
-    async def drain(self, trainer_id: str) -> None:
-        """Begins to drain the trainer; a repeat changes nothing."""
-        await self._database.add_once(DrainedTrainer(trainer_id=trainer_id, since=time.time(), problems={}))
+    async def drain(self, trainer_id: str, *, boot_id: str | None) -> None:
+        """Begins to drain the trainer, or this process of it; a repeat changes nothing."""
+        row = DrainedTrainer(trainer_id=trainer_id, since=time.time(), boot_id=boot_id, problems={})
+        await self._database.add_once(row)
 
     async def drained_rows(self) -> list[DrainedTrainer]:
         return await self._database.all(select(DrainedTrainer))

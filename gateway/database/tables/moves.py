@@ -43,5 +43,7 @@ class DrainedTrainer(Base):
 
     trainer_id: Mapped[str] = mapped_column(primary_key=True)
     since: Mapped[float]
+    boot_id: Mapped[str | None]
+    """The trainer's process that is drained: the next one takes runs again. None: every one is, until that is ended."""
     problems: Mapped[dict[str, Problem]] = mapped_column(JSON)
     """For each run that could not be moved at the last attempt, by model_id."""

@@ -47,14 +47,14 @@ async def get_trainers(request: Request) -> answers.trainers.Trainers:
     return await _answer(request)
 
 
-async def drain(request: Request, body: schemas.TrainerName) -> answers.trainers.Trainers:
+async def drain(request: Request, body: schemas.Drain) -> answers.trainers.Trainers:
     """Drain a trainer: it gets no new runs, and its runs move to other trainers.
 
     For admins. Repeats change nothing.
     """
     _check_admin(request)
     moving = request.gateway.moving
-    await moving.drain(moving.find(body.trainer))
+    await moving.drain(moving.find(body.trainer), until_restart=body.until_restart)
     return await _answer(request)
 
 

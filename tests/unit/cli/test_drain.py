@@ -97,7 +97,8 @@ def test_it_waits_until_the_trainer_can_be_stopped_and_says_what_keeps_runs(
         "one:8001: the last moves are being finished",
         "one:8001 can be stopped: none of its runs is left there",
     ]
-    assert server.calls == [("trainers/drain", {"trainer": name}), *[("trainers", None)] * 4]
+    asked = {"trainer": name, "until_restart": False}
+    assert server.calls == [("trainers/drain", asked), *[("trainers", None)] * 4]
 
 
 def test_it_need_not_wait(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,3 +214,15 @@ def test_nothing_is_restarted_while_a_trainer_is_away(
     assert main(["drain", "--restart", "true"]) == 2
     assert "two:8001 does not serve (state: gone); nothing was drained" in capsys.readouterr().err
     assert cluster.calls == []
+
+
+def test_until_restart_is_told_to_the_server_and_has_nothing_to_do_with_an_end_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server(monkeypatch, trainer("one:8001", is_drained=True, can_be_stopped=True))
+    assert main(["drain", "one:8001", "--until-restart"]) == 0
+    assert server.calls == [("trainers/drain", {"trainer": "one:8001", "until_restart": True})]
+    assert main(["drain", "one:8001", "--undo", "--until-restart"]) == 2
+    assert "--until-restart: not with --undo" in capsys.readouterr().err
+    assert main(["drain", "--until-restart"]) == 2
+    assert "TRAINER: missing, which --until-restart needs" in capsys.readouterr().err

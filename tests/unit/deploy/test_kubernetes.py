@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 from gateway.config import GatewayConfig
 from sampler_service.config import SamplerConfig
 from tinsmith.rpc.addresses import Addresses, check_addresses
+from tinsmith_cli import make_parser
 from trainer_service.config import TrainerConfig
 
 ROOT = Path(__file__).parents[3]
@@ -333,7 +335,28 @@ def test_each_trainer_of_the_cluster_is_a_group_of_pods_that_can_start_on_any_no
     assert {"name": "state", "emptyDir": {}} in leader["spec"]["volumes"]
     assert others.items() <= env.items()
     based = {each["name"] for each in container("trainer")["env"]}
-    assert set(env) - based == {"TRAINER_JOURNAL", "TRAINER_JOURNAL_NAME", "TRAINER_SHARD_BASE"}
+    for_drain = {"TINKER_BASE_URL", "TINKER_API_KEY"}
+    assert set(env) - based == {"TRAINER_JOURNAL", "TRAINER_JOURNAL_NAME", "TRAINER_SHARD_BASE", *for_drain}
+
+
+def test_a_trainer_of_the_cluster_gives_its_runs_away_before_it_stops() -> None:
+    (trainers,) = [added for _, added in ADDED if added["kind"] == "LeaderWorkerSet"]
+    group = trainers["spec"]["leaderWorkerTemplate"]
+    leader, worker = (group[name]["spec"] for name in ("leaderTemplate", "workerTemplate"))
+    shell, option, line = leader["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert (shell, option) == ("/bin/sh", "-c")
+    values = literals_of(FOLDER / "overlays" / "cluster")
+    said = line.replace("$(hostname)", f"{trainers['metadata']['name']}-0")
+    command, *arguments = shlex.split(said)
+    assert command == "tinsmith"
+    parsed = make_parser().parse_args(arguments)
+    assert parsed.trainer in yaml.safe_load(values["TRAINERS"])
+    assert parsed.until_restart
+    (gateway,) = [one["value"] for one in leader["containers"][0]["env"] if one["name"] == "TINKER_BASE_URL"]
+    ports = [one["port"] for one in resource("Service", "gateway")["spec"]["ports"]]
+    assert (gateway, ports) == ("http://gateway", [80])
+    (_, waits_s) = worker["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert int(waits_s) < worker["terminationGracePeriodSeconds"] == leader["terminationGracePeriodSeconds"]
 
 
 def test_the_cluster_is_scaled_by_metrics_that_exist() -> None:

@@ -41,8 +41,8 @@ def address(backend: Backend) -> str:
     return f"127.0.0.1:{backend.port}"
 
 
-async def drain(client: Client, backend: Backend, *, action: str = "drain") -> dict[str, Any]:
-    reply = await client.post(f"/api/v1/trainers/{action}", json={"trainer": address(backend)})
+async def drain(client: Client, backend: Backend, *, action: str = "drain", **options: bool) -> dict[str, Any]:
+    reply = await client.post(f"/api/v1/trainers/{action}", json={"trainer": address(backend), **options})
     assert reply.status_code == 200, reply.text
     return next(one for one in reply.json()["trainers"] if one["address"] == address(backend))
 
@@ -57,11 +57,11 @@ async def drained(client: Client, backend: Backend) -> dict[str, Any]:
     return await shown(client, backend, "can_be_stopped")
 
 
-async def shown(client: Client, backend: Backend, field: str) -> dict[str, Any]:
-    """Waits until the field of the trainer's state is true, or not empty."""
+async def shown(client: Client, backend: Backend, field: str, *, is_set: bool = True) -> dict[str, Any]:
+    """Waits until the field of the trainer's state is true, or not empty; or not so."""
     one: dict[str, Any] = {}
     for _ in range(600):
-        if (one := await state(client, backend))[field]:
+        if bool((one := await state(client, backend))[field]) == is_set:
             return one
         await asyncio.sleep(0.05)
     raise AssertionError(one)
@@ -93,6 +93,30 @@ async def test_a_drained_trainer_gives_its_runs_away_and_gets_no_new_ones(
     assert trained(stack.trainer, await client.model(await client.session(), seq=0))
     assert not (await drain(client, other, action="undrain"))["is_drained"]
     assert trained(other.servicer, await client.model(await client.session(), seq=0))
+
+
+@pytest.mark.parametrize("until_restart", [True, False])
+async def test_a_trainer_that_is_drained_until_it_restarts_takes_runs_again_by_itself(
+    stack: Stack, client: Client, other: Backend, until_restart: bool
+) -> None:
+    model_id = await run_on(client, other, stack)
+    await drain(client, other, until_restart=until_restart)
+    await drained(client, other)
+    await stack.restart_gateway()
+    await all_reached(stack)
+    assert (await state(client, other))["is_drained"], "the trainer's process is the same"
+    before = (await state(client, other))["boot_id"]
+    await other.stop()
+    await other.start()
+    await until(lambda: stack.gateway.moving.find(address(other)).info.boot_id != before)
+    if until_restart:
+        await shown(client, other, "is_drained", is_set=False)
+        stack.trainer.reserved_bytes = 900
+        assert trained(other.servicer, await client.model(await client.session(), seq=0))
+    else:
+        await stack.gateway.moving._round()
+        assert (await state(client, other))["is_drained"]
+    assert trained(stack.trainer, model_id)
 
 
 async def test_operations_in_work_are_answered_by_the_new_trainer(stack: Stack, client: Client, other: Backend) -> None:
