@@ -206,7 +206,11 @@ def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str
         return
     marked = copy.deepcopy(messages)
     marks: dict[str, tuple[int, str]] = {}
+    ids: dict[str, str] = {}
+    """The random ids of calls, by the ids that they replace."""
     for index, message in enumerate(marked):
+        if (answered := str(message.get("tool_call_id"))) in ids:  # a template may look for the call of an answer
+            message["tool_call_id"] = ids[answered]
         calls = message.get("tool_calls") or []
         functions: list[Any] = [call.get("function", call) for call in calls] if _are_objects(calls) else [None]
         if not _are_objects(functions):
@@ -216,7 +220,8 @@ def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str
             mark = f"call_{secrets.token_hex(8)}"
             # Kimi K2's ids name the tool, and its template shows them in place of the name.
             if re.fullmatch(rf"(functions\.)?{re.escape(str(function.get('name')))}:\d+", str(call.get("id"))):
-                call["id"] = f"functions.{mark}:0"
+                ids[call["id"]] = f"functions.{mark}:0"
+                call["id"] = ids[call["id"]]
             function["name"] = mark
             marks[mark] = index, "calls of tools"
             if arguments := function.get("arguments"):

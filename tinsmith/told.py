@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 
 class Told:
     """The batches of one model since its last optim_step, and which of their answers the caller has received. Kept by
@@ -14,8 +16,11 @@ class Told:
     """
 
     def __init__(self) -> None:
-        self._waiting: set[int] = set()
-        """Batches that the caller has sent since its last optim_step and whose answers it has not received."""
+        self._waiting: Counter[int] = Counter()
+        """Batches that the caller has sent since its last optim_step and whose answers it has not received, with the
+        number of times that each was sent."""
+        self._answered: set[int] = set()
+        """Batches since the last optim_step whose answers the caller has received."""
         self._newest = 0
         self._failed = 0
         """seq_id of the newest failed batch whose answer the caller has received; 0 is none."""
@@ -30,20 +35,25 @@ class Told:
         return not self._waiting and not self._failed
 
     def sent(self, seq_id: int) -> None:
-        """A batch has arrived from the caller."""
-        self._overlapped |= bool(self._waiting)
-        self._waiting.add(seq_id)
+        """A batch has arrived from the caller. A repeat, after a lost connection, is no second batch."""
+        if seq_id in self._answered:
+            return
+        self._overlapped |= bool(self._waiting.keys() - {seq_id})
+        self._waiting[seq_id] += 1
         self._newest = max(self._newest, seq_id)
 
     def unsent(self, seq_id: int) -> None:
-        """The batch was not accepted; the caller will send it again."""
-        self._waiting.discard(seq_id)
+        """The batch was not accepted; the caller will send it again, unless it is accepted from another call."""
+        if seq_id in self._waiting:
+            self._waiting[seq_id] -= 1
+            self._waiting += Counter()  # without those that are sent no more
 
     def told(self, seq_id: int, *, failed: bool) -> None:
         """The caller receives the answer of an operation. Nothing changes unless it is a batch that waits."""
         if seq_id not in self._waiting:
             return
-        self._waiting.discard(seq_id)
+        del self._waiting[seq_id]
+        self._answered.add(seq_id)
         if failed:
             self._failed = max(self._failed, seq_id)
             self._overlapped = bool(self._waiting)
@@ -55,6 +65,7 @@ class Told:
             afresh = self._newest > self._failed and not self._overlapped and not self._waiting
             self._last_step = seq_id, self._failed if afresh else 0
             self._failed, self._overlapped = 0, False
+            self._answered.clear()
             # A caller need not ask for every answer. One that it never asks for may not hold up later batches.
-            self._waiting = {waiting for waiting in self._waiting if waiting > seq_id}
+            self._waiting = Counter({waiting: n for waiting, n in self._waiting.items() if waiting > seq_id})
         return self._last_step[1]

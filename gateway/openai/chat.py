@@ -114,12 +114,13 @@ def chat_of(body: Chat, *, max_values: int) -> pb.Chat:
             "continue_final_message: is not possible together with add_generation_prompt",
             field="continue_final_message",
         )
+    kwargs = {name: value for name, value in (body.chat_template_kwargs or {}).items() if value is not None}
     return pb.Chat(
         messages=_json([_message(each, index=index) for index, each in enumerate(body.messages)], field="messages"),
         tools=_json(tools, field="tools") if tools else "",
         add_generation_prompt=opens,
         continue_final_message=continues,
-        template_kwargs=_json(kwargs, field="chat_template_kwargs") if (kwargs := body.chat_template_kwargs) else "",
+        template_kwargs=_json(kwargs, field="chat_template_kwargs") if kwargs else "",
     )
 
 

@@ -175,6 +175,8 @@ class Generate(Body):
 
 
 class Completion(Generate):
+    HARMLESS = HARMLESS | {"parallel_tool_calls"}  # there are no tools
+
     prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
     """Text, token ids, or a list of either: n choices are drawn for each."""
     max_tokens: int | None = Field(default=None, ge=0)
@@ -364,7 +366,7 @@ class Chat(Generate):
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> Chat:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "top_logprobs is only allowed when logprobs is true")
         return self
 

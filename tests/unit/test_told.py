@@ -18,6 +18,39 @@ def test_a_client_that_waits_for_every_answer_starts_afresh_behind_a_failure() -
     assert told.is_idle
 
 
+def test_a_batch_that_is_sent_again_because_its_connection_was_lost_is_one_batch() -> None:
+    told = Told()
+    told.sent(1)
+    told.sent(1)
+    told.told(1, failed=True)
+    told.sent(2)
+    told.sent(2)
+    told.told(2, failed=False)
+    told.sent(2)  # late, and nobody fetches its answer again
+    assert told.step(3) == 1
+    told.sent(4)
+    told.told(4, failed=True)
+    told.sent(5)
+    told.sent(6)
+    told.sent(5)
+    told.told(5, failed=False)
+    told.told(6, failed=False)
+    assert told.step(7) == 0, "5 and 6 were sent at once"
+
+
+def test_a_call_that_is_refused_for_its_number_does_not_hide_the_batch_that_has_it() -> None:
+    told = Told()
+    told.sent(1)
+    told.told(1, failed=True)
+    told.sent(2)
+    told.sent(2)  # another batch of the same number
+    told.unsent(2)
+    told.sent(3)
+    told.told(2, failed=False)
+    told.told(3, failed=False)
+    assert told.step(4) == 0, "2 and 3 were sent at once"
+
+
 def test_a_step_without_a_batch_behind_the_failure_is_not_afresh() -> None:
     told = Told()
     told.sent(1)

@@ -564,6 +564,10 @@ async def test_null_is_absent_everywhere(client: Client, sampler: TalkingSampler
         "content": "",
         "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
     }
+    await ask(client, "chat/completions", CHAT, chat_template_kwargs={"enable_thinking": None, "now": "noon"})
+    assert json.loads(sampler.chat.template_kwargs) == {"now": "noon"}
+    await ask(client, "chat/completions", CHAT, logprobs=False, top_logprobs=0)
+    await ask(client, "completions", COMPLETION, parallel_tool_calls=True)
     function = {"name": "f", "description": None, "parameters": None, "strict": None, "unknown": None}
     await ask(client, "chat/completions", CHAT, tools=[{"type": "function", "function": function, "unknown": None}])
     (sent,) = json.loads(sampler.chat.tools)

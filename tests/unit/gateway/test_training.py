@@ -120,6 +120,17 @@ async def test_the_trainer_hears_which_failure_a_client_was_told_of_before_it_we
     assert stack.trainer.failures_seen == [seen]
 
 
+async def test_a_batch_whose_receipt_was_lost_and_that_was_sent_again_is_one_batch(
+    stack: Stack, client: Client
+) -> None:
+    model_id = await client.model(await client.session())
+    for seq_id, loss_fn in ((1, "ppo"), (2, "cross_entropy")):
+        await client.forward_backward(model_id, seq_id, loss_fn=loss_fn)
+        await client.result((await client.forward_backward(model_id, seq_id, loss_fn=loss_fn)).json())
+    await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}}))
+    assert stack.trainer.failures_seen == [1]
+
+
 async def test_a_client_that_pipelines_was_told_of_no_failure_when_it_sent_its_step(
     stack: Stack, client: Client
 ) -> None:

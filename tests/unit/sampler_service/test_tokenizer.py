@@ -242,6 +242,29 @@ def test_calls_that_the_template_shows_by_their_id_are_shown(tmp_path: Path, sto
         kimi.chat_tokens(calling("call_7"))  # so the model would not know which tool it called
 
 
+def test_a_template_that_looks_for_the_call_of_an_answer_finds_it(
+    tmp_path: Path, stock: PreTrainedTokenizerBase
+) -> None:
+    """Gemma 4's template takes the name of an answer from the call with its id."""
+    answers = (
+        "{% for call in messages[1].tool_calls %}{% if call.id == message.tool_call_id %}"
+        "{{ 'answer of ' + call.function.name }}{% set ns.found = true %}{% endif %}{% endfor %}"
+        "{% if message.role == 'tool' and not ns.found %}{{ raise_exception('whose answer?') }}{% endif %}"
+    )
+    template = "{% set ns = namespace(found=false) %}" + CHAT_TEMPLATE.replace(
+        "{% endfor %}", CALLS + answers + "{% endfor %}", 1
+    )
+    stock.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    call = {"id": "functions.log:0", "type": "function", "function": {"name": "log", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "the log"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "it is 3", "tool_call_id": "functions.log:0"},
+    ]
+    assert "answer of log" in stock.decode(ChatTokenizer(str(tmp_path)).chat_tokens(chat(messages)).tolist())
+
+
 def test_arguments_of_calls_that_the_template_would_drop_are_refused(
     tmp_path: Path, stock: PreTrainedTokenizerBase
 ) -> None:
