@@ -95,7 +95,7 @@ class Sender:
         self.samplers = samplers
         self.stubs = stubs
 
-    async def publish(self, version: Version) -> Published:
+    async def publish(self, version: Version, *, num_samplers: int = 0) -> Published:
         for sampler in self.samplers.values():
             sampler.versions[version.version_id] = version.adapter
         return Published(version.sent_bytes, 0.25, "c0ffee", list(self.samplers))
