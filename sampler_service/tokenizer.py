@@ -226,7 +226,7 @@ def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str
             marks[mark] = index, "calls of tools"
             if arguments := function.get("arguments"):
                 mark = f"argument_{secrets.token_hex(8)}"
-                function["arguments"] = json.dumps({mark: mark}) if isinstance(arguments, str) else {mark: mark}
+                function["arguments"] = _marked(arguments, mark)
                 marks[mark] = index, "arguments of calls of tools"
     shown = render(marked)
     for mark, (index, dropped) in marks.items():
@@ -237,6 +237,16 @@ def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str
                 "into the content",
                 field=field,
             )
+
+
+def _marked(arguments: Any, mark: str) -> Any:
+    """The mark in the shape of a call's arguments, because a template may show an object and drop anything else."""
+    if isinstance(arguments, str):
+        try:
+            return json.dumps(_marked(json.loads(arguments), mark))
+        except ValueError:
+            return mark
+    return {mark: mark} if isinstance(arguments, dict) else [mark] if isinstance(arguments, list) else mark
 
 
 class TokenizerSlot:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+_MOST_ANSWERED = 4096
+"""Most batches of one optim_step that are remembered as answered. Beyond it the older half is forgotten."""
+
 
 class Told:
-    """The batches of one model since its last optim_step, and which of their answers the caller has received. Kept by
-    the service that answers the caller.
+    """The batches of one model since its last optim_step that was applied, and which of their answers the caller has
+    received. Kept by the service that answers the caller.
 
     A failed batch makes the next optim_step fail, because a caller that pipelines would step with only some of the
     batches that it sent. A caller starts afresh after a failure if it received the failure, then sent a new batch, and
@@ -20,27 +23,26 @@ class Told:
         """Batches that the caller has sent since its last optim_step and whose answers it has not received, with the
         number of times that each was sent."""
         self._answered: set[int] = set()
-        """Batches since the last optim_step whose answers the caller has received."""
-        self._newest = 0
+        """Batches whose answers the caller has received."""
         self._failed = 0
         """seq_id of the newest failed batch whose answer the caller has received; 0 is none."""
         self._overlapped = False
-        """Since that failure, the caller has sent a batch while it waited for the answer of another one."""
+        """Some batch after that failure was sent while the caller waited for the answer of another one, or for the
+        failure itself."""
         self._last_step = 0, 0
         """seq_id of the last optim_step, and the answer that `step` gave for it. A repeat gets the same answer."""
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no batch waits for its answer or has failed, so that this record can be dropped."""
-        return not self._waiting and not self._failed
+    def is_empty(self) -> bool:
+        """True when nothing is known, as of a model that does not exist."""
+        return not self._waiting and not self._answered and not self._failed and not self._last_step[0]
 
     def sent(self, seq_id: int) -> None:
         """A batch has arrived from the caller. A repeat, after a lost connection, is no second batch."""
-        if seq_id in self._answered:
+        if seq_id in self._answered or seq_id <= self._last_step[0]:
             return
         self._overlapped |= bool(self._waiting.keys() - {seq_id})
         self._waiting[seq_id] += 1
-        self._newest = max(self._newest, seq_id)
 
     def unsent(self, seq_id: int) -> None:
         """The batch was not accepted; the caller will send it again, unless it is accepted from another call."""
@@ -49,23 +51,30 @@ class Told:
             self._waiting += Counter()  # without those that are sent no more
 
     def told(self, seq_id: int, *, failed: bool) -> None:
-        """The caller receives the answer of an operation. Nothing changes unless it is a batch that waits."""
+        """The caller receives the answer of an operation. Nothing changes unless it is a batch that waits, or the last
+        optim_step."""
+        if seq_id == self._last_step[0] and not failed:  # a step that failed may have left the gradients as they are
+            self._answered = {answered for answered in self._answered if answered > seq_id}
+            if self._failed < seq_id:
+                self._failed, self._overlapped = 0, False
         if seq_id not in self._waiting:
             return
         del self._waiting[seq_id]
         self._answered.add(seq_id)
+        if len(self._answered) > _MOST_ANSWERED:
+            self._answered = set(sorted(self._answered)[_MOST_ANSWERED // 2 :])
         if failed:
+            overlapped = bool(self._waiting) or max(self._answered) > seq_id
+            self._overlapped = overlapped or (self._overlapped and seq_id < self._failed)
             self._failed = max(self._failed, seq_id)
-            self._overlapped = bool(self._waiting)
 
     def step(self, seq_id: int) -> int:
         """An optim_step has arrived. Returns the seq_id of the failed batch after which its caller has started afresh;
         0 if it has not."""
         if seq_id != self._last_step[0]:
-            afresh = self._newest > self._failed and not self._overlapped and not self._waiting
+            newest = max(self._answered, default=0)
+            afresh = newest > self._failed and not self._overlapped and not self._waiting
             self._last_step = seq_id, self._failed if afresh else 0
-            self._failed, self._overlapped = 0, False
-            self._answered.clear()
             # A caller need not ask for every answer. One that it never asks for may not hold up later batches.
             self._waiting = Counter({waiting: n for waiting, n in self._waiting.items() if waiting > seq_id})
         return self._last_step[1]

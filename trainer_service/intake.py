@@ -66,9 +66,7 @@ class Intake:
     def failure_seen(self, model_id: str, seq_id: int) -> int:
         """The failed batch after which the caller of this optim_step has started afresh; see Told.step."""
         told = self._told.get(model_id)
-        seen = 0 if told is None else told.step(seq_id)
-        self._drop_idle(model_id)
-        return seen
+        return 0 if told is None else told.step(seq_id)
 
     def forget(self, model_id: str) -> None:
         """Forgets what callers of a model were told, because the model has gone."""
@@ -102,6 +100,7 @@ class Intake:
         context: Context,
     ) -> Answer:
         check_seq_id(request.seq_id)
+        check_model_id(request.model_id, field="model_id")
         if _adds_gradients(request):
             self._told.setdefault(request.model_id, Told()).sent(request.seq_id)
         return await self.operate(trainer, kind, request, request.seq_id, lambda: Body.pack(kind, request), context)
@@ -117,7 +116,8 @@ class Intake:
         except ServiceError:
             if (told := self._told.get(request.model_id)) is not None:
                 told.unsent(seq_id)
-                self._drop_idle(request.model_id)
+                if told.is_empty:
+                    del self._told[request.model_id]
             raise
         is_taken_over()  # the scheduler counts the memory of accepted operations
         await context.send_initial_metadata((ACCEPTED,))
@@ -207,11 +207,6 @@ class Intake:
             # Without an outcome the call was cancelled, and its caller is told nothing.
             if operation.outcome.done() and (told := self._told.get(operation.model_id)) is not None:
                 told.told(operation.seq_id, failed=failed)
-                self._drop_idle(operation.model_id)
-
-    def _drop_idle(self, model_id: str) -> None:
-        if (told := self._told.get(model_id)) is not None and told.is_idle:
-            del self._told[model_id]
 
 
 def _batch_bytes(trainer: Trainer, request: Request) -> int | None:

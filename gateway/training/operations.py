@@ -106,8 +106,6 @@ class Operations:
         """Notes that the client is given the answer of this future."""
         if (found := operation_of(request_id)) is not None and (told := self._told.get(found[0])) is not None:
             told.told(found[1], failed=failed)
-            if told.is_idle:
-                del self._told[found[0]]
 
     async def _submit(self, submission: Submission) -> None:
         request_id = submission.request_id

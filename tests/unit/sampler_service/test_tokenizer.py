@@ -242,6 +242,27 @@ def test_calls_that_the_template_shows_by_their_id_are_shown(tmp_path: Path, sto
         kimi.chat_tokens(calling("call_7"))  # so the model would not know which tool it called
 
 
+@pytest.mark.parametrize("arguments", [{"a": 1}, ["a", 1], 7131, '["a"]', "not JSON"])
+def test_arguments_of_another_shape_than_the_template_shows_are_refused(
+    tmp_path: Path, stock: PreTrainedTokenizerBase, arguments: Any
+) -> None:
+    """GLM-4.6's template takes what is not an object for an empty one."""
+    shown = CALLS.replace(
+        "call.function.arguments", "(call.function.arguments if call.function.arguments is mapping else {})"
+    )
+    assert shown != CALLS
+    stock.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("{% endfor %}", shown + "{% endfor %}", 1))
+    call = {"id": "c", "type": "function", "function": {"name": "log", "arguments": arguments}}
+    messages = [{"role": "user", "content": "the log"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tokenizer = ChatTokenizer(str(tmp_path))
+    if isinstance(arguments, dict):
+        assert '"a": 1' in stock.decode(tokenizer.chat_tokens(chat(messages)).tolist())
+    else:
+        with pytest.raises(InvalidRequest, match="does not show arguments of calls"):
+            tokenizer.chat_tokens(chat(messages))
+
+
 def test_a_template_that_looks_for_the_call_of_an_answer_finds_it(
     tmp_path: Path, stock: PreTrainedTokenizerBase
 ) -> None:
