@@ -97,7 +97,7 @@ class Published:
 
 @dataclass(slots=True)
 class _Offer:
-    """What samplers answer to the announcement of a version."""
+    """The answers of samplers to the announcement of a version."""
 
     group: Group | None = None
     """The samplers that lack it and have room for it; None if there are none."""
