@@ -173,9 +173,8 @@ class Moving:
             self._noted.clear()
             self._away_since_s.clear()
             return
-        await self._end_after_restarts()
         moves = await self._store.moves.all()
-        drained = await self._store.moves.drained()
+        drained = await self._still_drained()
         self._lost = await self._find_lost()
         if not moves and not drained and not self._lost:
             self._failures.clear()
@@ -194,13 +193,18 @@ class Moving:
                 break
             await self._note_problems(trainer_id)
 
-    async def _end_after_restarts(self) -> None:
-        """Lets trainers take runs again that were drained until they restart, and have."""
+    async def _still_drained(self) -> set[str]:
+        """The trainer_ids of the trainers that are being drained. Lets those take runs again that were drained until
+        they restart, and have."""
         boots = {one.trainer_id: one.info.boot_id for one in self._clients.trainers if one.info and one.is_connected}
+        drained = set[str]()
         for row in await self._store.moves.drained_rows():
             if row.boot_id is not None and boots.get(row.trainer_id, row.boot_id) != row.boot_id:
                 await self._store.moves.undrain(row.trainer_id)
                 logger.info("the trainer %s has restarted, and takes runs again", row.trainer_id)
+            else:
+                drained.add(row.trainer_id)
+        return drained
 
     async def _find_lost(self) -> set[str]:
         """The trainer_ids of trainers with runs that have been away for `adopt_after_s` and are fenced."""

@@ -331,8 +331,10 @@ class Replicas:
         At first they are `num_homes`. While each holder has as many sequences as it can run, and another replica less
         than half as many as that one can run, twice as many should hold it. The loads are those of this gateway.
         """
+        if not version_id:
+            return 0
         usable, holders = self.usable(base_model), self.holders(base_model, version_id)
-        if not version_id or not holders or len(holders) == len(usable):
+        if not holders or len(holders) == len(usable):
             return 0
         if len(holders) < min(num_homes, len(usable)):
             return num_homes

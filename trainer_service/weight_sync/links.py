@@ -38,7 +38,7 @@ class Links:
         self._groups: dict[Sampler, Group] = {}
         self._forming: set[asyncio.Task[None]] = set()
         self._young: set[asyncio.Task[None]] = set()
-        """Those of `_forming` that began less than _YOUNG_S ago."""
+        """The tasks of `_forming` that began less than _YOUNG_S ago."""
         self.device_failed = asyncio.Event()
         """Set when a group was to be formed in the background, and the device can compute no more."""
 
