@@ -142,6 +142,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, trainer_admin_pb2_grp
         """By trainer_id, other trainers in the same database that are dead, so that they can be fenced."""
         self.is_fenced = False
         self.version_homes = 0
+        self.boot_id = ""
 
     async def GetTrainerInfo(self, request: Any, context: Any) -> Any:
         return trainer_pb2.GetTrainerInfoResponse(
@@ -152,7 +153,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, trainer_admin_pb2_grp
             architecture="Qwen3ForCausalLM",
             loss_fns=["cross_entropy"],
             device="cpu",
-            boot_id=str(id(context)),
+            boot_id=self.boot_id,
             trainable=bool(self.trainable_groups),
             trainable_groups=self.trainable_groups,
             one_by_one=self.one_by_one,
@@ -609,6 +610,7 @@ class Backend:
         self.port = self.server.port
         add(self.servicer, self.server.grpc)
         if isinstance(self.servicer, FakeTrainer):
+            self.servicer.boot_id = uuid.uuid4().hex  # another process
             trainer_admin_pb2_grpc.add_TrainerAdminServiceServicer_to_server(self.servicer, self.server.grpc)
         await self.server.start()
         await self.server.set_serving(True)
