@@ -22,6 +22,8 @@ class Health(TypedDict):
 
 class ClientConfig(TypedDict):
     proto_compress_fwdbwd: bool
+    fwdbwd_max_chunk_len: int
+    fwdbwd_max_chunk_bytes_count: int
     pjwt_auth_enabled: bool
     sample_use_retrieve_futures: bool
     sample_join_sampling_session: bool

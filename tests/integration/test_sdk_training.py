@@ -181,7 +181,7 @@ def test_many_targets_for_a_position_dense_and_sparse(service: tinker.ServiceCli
 
 
 def test_a_call_larger_than_one_request_is_one_batch(service: tinker.ServiceClient) -> None:
-    count = 1030  # the SDK sends at most 1024 datums in a request
+    count = 4100  # the SDK sends at most 4096 datums in a request
     data = [next_token_datum(random_tokens(3, n)) for n in range(count)]
     client = new_model(service)
     both = client.forward_backward(data, "cross_entropy"), client.optim_step(tinker.AdamParams(learning_rate=0))
@@ -192,6 +192,21 @@ def test_a_call_larger_than_one_request_is_one_batch(service: tinker.ServiceClie
     again = client.optim_step(tinker.AdamParams(learning_rate=0)).result()
     assert sum(part.result().metrics["loss:sum"] for part in parts) == pytest.approx(output.metrics["loss:sum"])
     assert again.metrics["grad_norm:mean"] == pytest.approx(both[1].result().metrics["grad_norm:mean"], rel=1e-4)
+
+
+def test_a_large_batch_that_failed_does_not_refuse_the_step_of_the_batch_after_it(
+    service: tinker.ServiceClient,
+) -> None:
+    """As long as the SDK sends it in one request: one in several would leave parts that its client is not told of."""
+    good = [next_token_datum(random_tokens(3, n)) for n in range(1500)]
+    client, same = new_model(service), new_model(service)
+    with pytest.raises(tinker.RequestFailedError, match="target_tokens"):
+        client.forward_backward([next_token_datum([1, 1_000_000]), *good], "cross_entropy").result()
+    norms = []
+    for one in (client, same):
+        one.forward_backward(good[:4], "cross_entropy").result()
+        norms.append(one.optim_step(ADAM).result().metrics["grad_norm:mean"])
+    assert norms[0] == norms[1]
 
 
 def test_forward_backward_custom_takes_the_users_gradient(service: tinker.ServiceClient) -> None:

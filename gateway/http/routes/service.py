@@ -14,6 +14,10 @@ from gateway.http.endpoint import GET, POST
 from tinsmith.errors import NotReady
 from tinsmith.v1 import sampler_pb2, trainer_pb2
 
+_MOST_DATUMS = 4096
+"""Most datums that an SDK sends in one request; it divides a larger batch. Behind a divided batch that fails the next
+optim_step is refused in any case. So a batch is divided only where a request could be too large."""
+
 
 async def healthz(request: Request) -> Response:
     """Whether the gateway runs.
@@ -35,6 +39,8 @@ async def client_config(request: Request) -> answers.service.ClientConfig:
     gateway = request.gateway
     return {
         "proto_compress_fwdbwd": False,
+        "fwdbwd_max_chunk_len": _MOST_DATUMS,
+        "fwdbwd_max_chunk_bytes_count": gateway.config.max_body_bytes // 2,
         "pjwt_auth_enabled": gateway.tenants.tokens.are_used,
         "sample_use_retrieve_futures": gateway.config.sample_use_retrieve_futures,
         "sample_join_sampling_session": True,

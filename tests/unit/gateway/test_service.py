@@ -27,6 +27,8 @@ async def test_service_endpoints(client: Client) -> None:
     flags = await client.call("client/config", {"sdk_version": "0.38.0"})
     assert flags == {
         "proto_compress_fwdbwd": False,
+        "fwdbwd_max_chunk_len": 4096,
+        "fwdbwd_max_chunk_bytes_count": 32 * 2**20,
         "pjwt_auth_enabled": False,
         "sample_use_retrieve_futures": True,
         "sample_join_sampling_session": True,
