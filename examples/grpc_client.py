@@ -3,11 +3,11 @@
     tinsmith up      # it tells both addresses when it is ready: "... trainer: HOST:PORT; sampler: HOST:PORT; ..."
     python examples/grpc_client.py --trainer HOST:PORT --sampler HOST:PORT
 
-If the services want a key (`tinsmith up --api-key KEY`), it comes from TINSMITH_API_KEY, or from --api-key.
+If the services want a key (`tinsmith up --api-key KEY`), it comes from TINSMITH_API_KEY. The modules of `tinsmith.v1`
+are in the Python package; `python -m grpc_tools.protoc` makes them from `proto/` alone.
 
-The model learns one sentence by heart and then completes its beginning. The order of the calls matters: operations of a
-model have numbers, and the trainer runs them in this order. It acknowledges each one as soon as the operation is in its
-journal, long before the operation is done. docs/grpc.md says more, also about other languages.
+The model learns one sentence by heart and then completes its beginning. Operations of a model have numbers, and the
+trainer runs them in this order. docs/grpc.md says how a client goes on after a lost connection or a restart.
 """
 
 import argparse
@@ -23,171 +23,77 @@ from tokenizers import Tokenizer
 
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
 
-PROMPT = "The harbour at dawn"
-SENTENCE = PROMPT + " is quiet, and every boat is still at its rope."
-MAX_MESSAGE_BYTES = 256 * 2**20  # gRPC's own limit for answers is 4 MiB
-ACCEPTED = ("x-tinsmith-accepted", "1")
-
-REPLIES = {
-    "CreateModel": trainer_pb2.CreateModelResponse,
-    "ForwardBackward": trainer_pb2.ForwardBackwardResponse,
-    "OptimStep": trainer_pb2.OptimStepResponse,
-    "SaveCheckpoint": trainer_pb2.SaveCheckpointResponse,
-}
-
-
-def connect(address, api_key):
-    channel = grpc.insecure_channel(address, options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
-    return grpc.intercept_channel(channel, AddKey(api_key)) if api_key else channel
-
-
-class AddKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    """Sends the key with each call, in the header that is also used over HTTP."""
-
-    def __init__(self, api_key):
-        self.metadata = ("x-api-key", api_key)
-
-    def intercept_unary_unary(self, call, details, request):
-        return call(details._replace(metadata=[*(details.metadata or ()), self.metadata]), request)
-
-    intercept_unary_stream = intercept_unary_unary
-
-
-class Operation:
-    """An operation that the trainer has accepted. It will run once, even if this client ends."""
-
-    def __init__(self, channel, name, request):
-        # Python's gRPC shows a unary call's initial metadata only together with its reply. On the wire a unary call is
-        # a stream of one message, and a stream's initial metadata can be read as soon as it is there.
-        start = channel.unary_stream(
-            f"/tinsmith.v1.TrainerService/{name}",
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=REPLIES[name].FromString,
-        )
-        self.call = start(request, timeout=600)
-        if ACCEPTED not in self.call.initial_metadata():
-            self.result()  # raises what was wrong with the request
-
-    def result(self):
-        return next(self.call)
-
-
-def datum_of(tokens):
-    """Predict each token from those before it."""
-
-    def dense(values, dtype, numpy_dtype):
-        return types_pb2.Tensor(dense=np.asarray(values, numpy_dtype).tobytes(), dtype=dtype)
-
-    return types_pb2.Datum(
-        model_input=[chunk_of(tokens[:-1])],
-        loss_fn_inputs={
-            "target_tokens": dense(tokens[1:], types_pb2.DTYPE_INT64, "<i8"),
-            "weights": dense(np.ones(len(tokens) - 1), types_pb2.DTYPE_FLOAT32, "<f4"),
-        },
-    )
+PROMPT, REST = "The harbour at dawn", " is quiet, and every boat is still at its rope."
+API_KEY = os.environ.get("TINSMITH_API_KEY")
+OPTIONS = {"metadata": [("x-api-key", API_KEY)] if API_KEY else [], "timeout": 600}
 
 
 def chunk_of(tokens):
     return types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=np.asarray(tokens, "<i4").tobytes()))
 
 
-def train(channel, model_id, tokens, steps):
-    """Returns the loss per token of each step, and the number of the next operation."""
-    losses = []
-    for step in range(steps):
-        # Both are sent before either is awaited. Numbers start at 1; creating the model was number 0.
-        forward_backward = Operation(
-            channel,
-            "ForwardBackward",
-            trainer_pb2.ForwardBackwardRequest(
-                model_id=model_id, seq_id=2 * step + 1, data=[datum_of(tokens)], loss_fn="cross_entropy"
-            ),
-        )
-        adam = trainer_pb2.AdamParams(learning_rate=3e-3, beta1=0.9, beta2=0.95, eps=1e-12)
-        optim_step = Operation(
-            channel,
-            "OptimStep",
-            trainer_pb2.OptimStepRequest(model_id=model_id, seq_id=2 * step + 2, adam_params=adam),
-        )
+def datum_of(tokens):
+    """Each token is to be predicted from those before it."""
+    targets = types_pb2.Tensor(dense=np.asarray(tokens[1:], "<i8").tobytes(), dtype=types_pb2.DTYPE_INT64)
+    weights = types_pb2.Tensor(dense=np.ones(len(tokens) - 1, "<f4").tobytes(), dtype=types_pb2.DTYPE_FLOAT32)
+    return types_pb2.Datum(
+        model_input=[chunk_of(tokens[:-1])], loss_fn_inputs={"target_tokens": targets, "weights": weights}
+    )
+
+
+def train(trainer, model_id, tokens, steps):
+    """Returns the loss per token of each step."""
+    model, data, losses = {"model_id": model_id}, [datum_of(tokens)], []
+    adam = trainer_pb2.AdamParams(learning_rate=3e-3, beta1=0.9, beta2=0.95, eps=1e-12)
+    for step in range(steps):  # creating the model was operation 0
+        batch = trainer_pb2.ForwardBackwardRequest(**model, seq_id=2 * step + 1, data=data, loss_fn="cross_entropy")
+        update = trainer_pb2.OptimStepRequest(**model, seq_id=2 * step + 2, adam_params=adam)
+        # Both are sent before either is awaited, so the trainer has no pause between them.
+        forward_backward = trainer.ForwardBackward.future(batch, **OPTIONS)
+        optim_step = trainer.OptimStep.future(update, **OPTIONS)
         losses.append(forward_backward.result().metrics["loss:sum"] / (len(tokens) - 1))
         optim_step.result()
         print(f"  step {step + 1}: loss per token {losses[-1]:.3f}")
-    return losses, 2 * steps + 1
+    return losses
 
 
-def sample(sampler, version_id, tokens, max_tokens):
-    """Yields the new tokens of one greedy sequence as they come."""
-    request = sampler_pb2.SampleRequest(
-        version_id=version_id,
-        prompt=[chunk_of(tokens)],
-        num_samples=1,
-        sampling_params=sampler_pb2.SamplingParams(max_tokens=max_tokens, temperature=0),
-    )
-    for event in sampler.StreamSample(sampler_pb2.StreamSampleRequest(request=request), timeout=600):
-        if event.HasField("delta"):
-            yield from np.frombuffer(event.delta.tokens, "<i4").tolist()
-
-
-def main():
-    parser = argparse.ArgumentParser(description="Trains, saves and samples over gRPC.")
-    parser.add_argument("--trainer", default="127.0.0.1:8001", metavar="HOST:PORT")
-    parser.add_argument("--sampler", default="127.0.0.1:8002", metavar="HOST:PORT")
-    parser.add_argument("--api-key", default=os.environ.get("TINSMITH_API_KEY", ""), metavar="KEY")
-    parser.add_argument("--base-model", help="default: the one that the trainer serves")
-    parser.add_argument("--steps", type=int, default=24)
-    arguments = parser.parse_args()
-
-    with (
-        connect(arguments.trainer, arguments.api_key) as trainer_channel,
-        connect(arguments.sampler, arguments.api_key) as sampler_channel,
-    ):
-        trainer = trainer_pb2_grpc.TrainerServiceStub(trainer_channel)
-        sampler = sampler_pb2_grpc.SamplerServiceStub(sampler_channel)
-        info = trainer.GetTrainerInfo(trainer_pb2.GetTrainerInfoRequest(), timeout=10)
-        base_model = arguments.base_model or info.base_models[0]
-        print(f"{info.base_models[0]}: {info.architecture} on {info.device}; losses {', '.join(info.loss_fns)}")
-        found = sampler.GetTokenizer(sampler_pb2.GetTokenizerRequest(), timeout=10)
-        tokenizer = Tokenizer.from_str(found.tokenizer_json)
-        prompt, sentence = (tokenizer.encode(text, add_special_tokens=False).ids for text in (PROMPT, SENTENCE))
-
-        model_id = f"grpc-{uuid.uuid4().hex}:train:0"
-        config = types_pb2.LoraConfig(rank=32, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
-        create = trainer_pb2.CreateModelRequest(model_id=model_id, base_model=base_model, lora_config=config)
-        Operation(trainer_channel, "CreateModel", create).result()
-        try:
-            print(f"training {model_id}")
-            losses, seq_id = train(trainer_channel, model_id, sentence, arguments.steps)
-            # An ephemeral save is sent to the samplers and goes when its model goes; kind SAMPLER would stay.
-            kind = types_pb2.CHECKPOINT_KIND_EPHEMERAL
-            save = trainer_pb2.SaveCheckpointRequest(model_id=model_id, seq_id=seq_id, kind=kind)
-            Operation(trainer_channel, "SaveCheckpoint", save)
-            # Its answer can be asked for by number, too: after a lost connection, or from another process.
-            wait = trainer_pb2.WaitResultRequest(model_id=model_id, seq_id=seq_id)
-            saved = trainer.WaitResult(wait, timeout=600).save_checkpoint
-            print(f"version {saved.checkpoint.version_id} is in {saved.num_samplers} sampler(s)")
-            print(f"> {PROMPT}|", end="")
-            for token in sample(sampler, saved.checkpoint.version_id, prompt, len(sentence) - len(prompt)):
-                print(tokenizer.decode([token]), end="", flush=True)
-            print()
-        finally:
-            # Nobody else ends a model that was made over gRPC.
-            trainer.DeleteModel(trainer_pb2.DeleteModelRequest(model_id=model_id), timeout=60)
-        print(f"deleted {model_id}; loss per token went from {losses[0]:.3f} to {losses[-1]:.3f}")
-
-
-def explain(error):
-    """One line: the gRPC code, Tinsmith's reason, and the message."""
-    status = rpc_status.from_call(error)
-    reasons = []
-    for detail in status.details if status else ():
-        info = error_details_pb2.ErrorInfo()
-        if detail.Unpack(info):
-            reasons.append(info.reason)
-    return f"{error.code().name} {' '.join(reasons)}: {error.details()}"
+def main(trainer, sampler, steps):
+    info = trainer.GetTrainerInfo(trainer_pb2.GetTrainerInfoRequest(), **OPTIONS)
+    print(f"{info.base_models[0]}: {info.architecture} on {info.device}; losses {', '.join(info.loss_fns)}")
+    tokenizer = Tokenizer.from_str(sampler.GetTokenizer(sampler_pb2.GetTokenizerRequest(), **OPTIONS).tokenizer_json)
+    prompt, sentence = (tokenizer.encode(text, add_special_tokens=False).ids for text in (PROMPT, PROMPT + REST))
+    model = {"model_id": f"grpc-{uuid.uuid4().hex}:train:0"}
+    lora = types_pb2.LoraConfig(rank=32, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
+    create = trainer_pb2.CreateModelRequest(**model, base_model=info.base_models[0], lora_config=lora)
+    trainer.CreateModel(create, **OPTIONS)
+    try:
+        losses = train(trainer, model["model_id"], sentence, steps)
+        # An ephemeral save goes to the samplers, and ends with its model; one of kind SAMPLER stays.
+        kind = types_pb2.CHECKPOINT_KIND_EPHEMERAL
+        save = trainer_pb2.SaveCheckpointRequest(**model, seq_id=2 * steps + 1, kind=kind)
+        saved = trainer.SaveCheckpoint(save, **OPTIONS)
+        print(f"version {saved.checkpoint.version_id} is in {saved.num_samplers} sampler(s)\n> {PROMPT}|", end="")
+        params = sampler_pb2.SamplingParams(max_tokens=len(sentence) - len(prompt), temperature=0)
+        inputs = {"version_id": saved.checkpoint.version_id, "prompt": [chunk_of(prompt)], "num_samples": 1}
+        request = sampler_pb2.SampleRequest(**inputs, sampling_params=params)
+        for event in sampler.StreamSample(sampler_pb2.StreamSampleRequest(request=request), **OPTIONS):
+            tokens = np.frombuffer(event.delta.tokens, "<i4")  # the last event is the whole result, without a delta
+            print(tokenizer.decode(tokens), end="", flush=True)
+    finally:  # nobody else ends a model that was made over gRPC
+        trainer.DeleteModel(trainer_pb2.DeleteModelRequest(**model), **OPTIONS)
+    print(f"\ndeleted {model['model_id']}; loss per token went from {losses[0]:.3f} to {losses[-1]:.3f}")
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Trains, saves and samples over gRPC.")
+    parser.add_argument("--trainer", default="127.0.0.1:8001", metavar="HOST:PORT")
+    parser.add_argument("--sampler", default="127.0.0.1:8002", metavar="HOST:PORT")
+    arguments = parser.parse_args()
+    limits = [("grpc.max_receive_message_length", 256 * 2**20)]  # gRPC's own are 4 MiB; some tokenizers are larger
+    trainer, sampler = (grpc.insecure_channel(address, limits) for address in (arguments.trainer, arguments.sampler))
     try:
-        main()
-    except grpc.RpcError as error:
-        sys.exit(explain(error))
+        main(trainer_pb2_grpc.TrainerServiceStub(trainer), sampler_pb2_grpc.SamplerServiceStub(sampler), steps=24)
+    except grpc.RpcError as error:  # one line: the code of gRPC, Tinsmith's reason, and the message
+        info, status = error_details_pb2.ErrorInfo(), rpc_status.from_call(error)
+        known = any(detail.Unpack(info) for detail in (status.details if status else ()))
+        sys.exit(f"{error.code().name} {info.reason if known else ''}: {error.details()}")
