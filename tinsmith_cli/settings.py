@@ -221,7 +221,8 @@ class Settings:
     trainers: int = _flag(
         1, type=int, metavar="N", least=1,
         help="trainers of each base model, which share its runs and the trainers' cores: each run is placed at the one "
-        "with most room and least work, and stays there. On a CPU of one machine only (default %(default)s)",
+        "with most room and least work, and stays there. On GPUs each has as many of its own as the others. Of one "
+        "machine only (default %(default)s)",
     )  # fmt: skip
     samplers: int | None = _flag(
         type=int, metavar="N", least=1,

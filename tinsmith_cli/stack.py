@@ -334,7 +334,7 @@ class Stack:
             flags,
             threads=max(1, threads // ranks),
             launcher=self._torchrun(ranks, node),
-            placement=group.plan.trainer_env() if group.plan else {},
+            placement=group.plan.trainer_env(number) if group.plan else {},
         )
         if self.site is None or node.rank == 0:
             return service

@@ -9,12 +9,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from tinsmith_cli.base_models import UsageError, resolve
+from tinsmith_cli.planning.config_files import find
 from tinsmith_cli.planning.constraints import FLAGS, constraints_of, usable
 from tinsmith_cli.planning.machine import see
 from tinsmith_cli.planning.plan import DoesNotFit
 from tinsmith_cli.planning.planner import plan
 from tinsmith_cli.planning.report import as_json, as_text
-from tinsmith_cli.planning.shape import find
 from tinsmith_cli.settings import Settings
 
 if TYPE_CHECKING:

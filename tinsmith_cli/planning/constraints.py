@@ -69,11 +69,6 @@ def constraints_of(settings: Settings, machine: Machine, env: Mapping[str, str])
     """`machine`: as `usable` leaves it. Raises UsageError for a value that cannot be used."""
     if not 0 < settings.train_share < 1:
         raise UsageError(f"--train-share: {settings.train_share} is not between 0 and 1")
-    if settings.trainers > 1 and machine.gpus:
-        raise UsageError(
-            f"--trainers: {settings.trainers} trainers cannot share the GPUs of this machine by a plan yet; give one "
-            "trainer several GPUs (--trainer-ranks), or use the CPU (--gpus none)"
-        )
     named = {}
     for name in ("trainer_gpus", "sampler_gpus"):
         if (text := getattr(settings, name)) is not None:

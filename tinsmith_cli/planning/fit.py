@@ -58,7 +58,8 @@ def fill(
     """The plan of this placement and rank. Raises DoesNotFit."""
     engine = engine_of(shape, constraints)
     dtype = dtype_of(constraints.trainer_dtype, "bfloat16")
-    _check_loading(shape, machine, constraints, dtype, num_trainers=bool(trainer), num_samplers=len(samplers))
+    num_trainers = constraints.trainers if trainer else 0
+    _check_loading(shape, machine, constraints, dtype, num_trainers=num_trainers, num_samplers=len(samplers))
     adapter_memory = _adapter_memory(shape, machine, constraints, engine=engine, rank=rank, num_samplers=len(samplers))
     for versions in [constraints.max_device_versions] if constraints.max_device_versions else [4, 2, 1]:
         try:
@@ -152,9 +153,11 @@ def _divided(
 def _trainer(
     shape: Shape, machine: Machine, constraints: Constraints, dtype: str, gpus: Sequence[Gpu], *, rank: int
 ) -> TrainerPlan:
-    """The trainer on GPUs of its own: with the whole base model on each if that leaves enough, else divided."""
-    parallel, ranks = constraints.trainer_tensor_parallel, len(gpus)
+    """The trainers on GPUs of their own, all with what the GPU with least memory allows: with the whole base model on
+    each GPU if that leaves enough, else divided among the ranks of each trainer."""
+    parallel, ranks = constraints.trainer_tensor_parallel, len(gpus) // constraints.trainers
     rows = ranks * constraints.nodes // parallel
+    whose = "the trainer's" if constraints.trainers == 1 else "the trainers'"
     found: list[TrainerPlan] = []
     failure: DoesNotFit | None = None
     ways = [False, True] if constraints.shard_base is None else [constraints.shard_base]
@@ -169,7 +172,7 @@ def _trainer(
             tensor_parallel=parallel,
         )
         free = min(gpu.free_bytes for gpu in gpus) - base - TRAINER_PROCESS_BYTES
-        where = f"the trainer's {gpus_text(gpus)}"
+        where = f"{whose} {gpus_text(gpus)}"
         try:
             if free <= 0:
                 raise DoesNotFit(
@@ -177,7 +180,8 @@ def _trainer(
                     "leave no room for training"
                 )
             for_training = constraints.memory_bytes or training_bytes(free, "cuda")
-            training = _training(shape, machine, constraints, dtype, for_training, rank=rank, ranks=ranks, where=where)
+            here = len(gpus)  # these divide the host memory for idle adapters
+            training = _training(shape, machine, constraints, dtype, for_training, rank=rank, ranks=here, where=where)
             if constraints.memory_bytes > free:
                 raise DoesNotFit(
                     f"TRAINER_MEMORY_BYTES: {constraints.memory_bytes} is more than the {max(0, free)} that "
@@ -277,7 +281,8 @@ def _check_loading(
 ) -> None:
     needed = whole_bytes(shape, constraints, dtype) * (num_trainers + num_samplers)
     if needed > machine.host_bytes:
-        who = " and ".join(["trainer"] * num_trainers + [f"{num_samplers} samplers"] * bool(num_samplers))
+        trainers = ["trainer"] if num_trainers == 1 else [f"{num_trainers} trainers"] * bool(num_trainers)
+        who = " and ".join([*trainers, *[f"{num_samplers} samplers"] * bool(num_samplers)])
         raise DoesNotFit(
             f"{who} load the base weights into host memory first, {gb(needed)} together, and "
             f"{gb(machine.host_bytes)} of it are free"

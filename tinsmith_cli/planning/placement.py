@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tinsmith_cli.base_models import ServedModel, UsageError
+from tinsmith_cli.planning.config_files import find
 from tinsmith_cli.planning.constraints import constraints_of
+from tinsmith_cli.planning.families import UnknownModel
 from tinsmith_cli.planning.machine import Machine
 from tinsmith_cli.planning.plan import Plan
 from tinsmith_cli.planning.planner import plan
-from tinsmith_cli.planning.shape import Shape, UnknownModel, find
+from tinsmith_cli.planning.shape import Shape
 from tinsmith_cli.settings import Settings
 
 

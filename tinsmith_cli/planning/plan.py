@@ -24,9 +24,12 @@ class DoesNotFit(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class TrainerPlan:
+    """The trainer, or each of several ones, which all have the same figures: a run may live at any of them."""
+
     gpus: Sequence[Gpu]
-    """One for each rank; none on a CPU."""
+    """One for each rank, those of the first trainer first; none on a CPU."""
     ranks: int
+    """Of each trainer."""
     tensor_parallel: int
     shard_base: bool
     base_bytes: int
@@ -117,11 +120,15 @@ class Plan:
         of_samplers = sum(sampler.base_bytes * sampler.tensor_parallel for sampler in self.samplers)
         return self.num_trainers * self.trainer.ranks * self.trainer.base_bytes + of_samplers
 
-    def trainer_env(self) -> dict[str, str]:
-        """Environment of the trainer; empty on a CPU."""
+    def trainer_gpus(self, number: int) -> Sequence[Gpu]:
+        """GPUs of a trainer, one for each rank; none on a CPU."""
+        return self.trainer.gpus[number * self.trainer.ranks : (number + 1) * self.trainer.ranks]
+
+    def trainer_env(self, number: int) -> dict[str, str]:
+        """Environment of a trainer; empty on a CPU."""
         if self.device_type == "cpu" or not self.trainer.ranks:
             return {}
-        env = {**_devices(self.trainer.gpus), "TRAINER_MEMORY_BYTES": str(self.trainer.training.memory_bytes)}
+        env = {**_devices(self.trainer_gpus(number)), "TRAINER_MEMORY_BYTES": str(self.trainer.training.memory_bytes)}
         if self.constraints.full_training:
             del env["TRAINER_MEMORY_BYTES"]
         if self.trainer.tensor_parallel > 1:

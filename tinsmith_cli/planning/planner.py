@@ -3,7 +3,8 @@
 On one GPU both lie together, each with a fixed part of the memory. With several, the trainer gets the share of them
 that is asked for, or as many as the model needs, and the samplers the others. A trainer divides the memory of the base
 model among its ranks (`shard_base`) if the whole leaves too little of a GPU; a vLLM sampler divides the model among
-the fewest GPUs that hold it. What is left of each GPU goes into caches and training memory, by the services' rules.
+the fewest GPUs that hold it. Several trainers divide the GPUs for training evenly, and each has its own. What is left
+of each GPU goes into caches and training memory, by the services' rules.
 """
 
 from __future__ import annotations
@@ -70,17 +71,28 @@ def _is_comfortable(planned: Plan) -> bool:
 
 
 def _check_together(shape: Shape, machine: Machine, constraints: Constraints) -> None:
-    """Raises DoesNotFit if all GPUs together cannot hold the base weights twice."""
+    """Raises DoesNotFit if there are fewer GPUs than trainers, or if all GPUs together cannot hold the base weights of
+    each trainer and of a sampler."""
+    gpus = set(machine.gpus)
+    for_trainers = gpus if constraints.trainer_gpus is None else set(constraints.trainer_gpus)
+    count, ranks = constraints.trainers, constraints.ranks or constraints.trainer_tensor_parallel
+    if constraints.trains and count > 1:
+        beside = for_trainers is gpus and constraints.samples
+        if len(for_trainers) < count * ranks + beside:
+            raise DoesNotFit(
+                f"--trainers: {count} trainers need {count * ranks} GPUs of their own"
+                f"{', and a sampler one more' if beside else ''}, and there are {len(for_trainers)}"
+            )
     if not constraints.trains or not constraints.samples:
         return
-    gpus = set(machine.gpus)
     if constraints.trainer_gpus is not None and constraints.sampler_gpus is not None:
         gpus = {*constraints.trainer_gpus, *constraints.sampler_gpus}
     free = sum(gpu.free_bytes for gpu in gpus)
-    needed = 2 * whole_bytes(shape, constraints, dtype_of(constraints.trainer_dtype, "bfloat16"))
+    needed = (count + 1) * whole_bytes(shape, constraints, dtype_of(constraints.trainer_dtype, "bfloat16"))
     if needed > TRAINING_SHARE["cuda"] * free:
         raise DoesNotFit(
-            f"the base weights take {gb(needed)} in trainer and sampler together, and {gb(free)} are free on "
+            f"the base weights take {gb(needed)} in {'trainer' if count == 1 else f'{count} trainers'} and sampler "
+            f"together, and {gb(free)} are free on "
             f"{gpus_text(sorted(gpus, key=lambda gpu: gpu.id))}"
         )
 
@@ -148,8 +160,13 @@ def _within(
     shape: Shape, constraints: Constraints, trains: Sequence[Gpu], samples: Sequence[Gpu], *, host_bytes: int
 ) -> Iterator[tuple[Sequence[Gpu], Sequence[Sequence[Gpu]]]]:
     """The ways in which the ranks use `trains` and the samplers `samples`."""
+    count = constraints.trainers if trains else 0
+    ranks = 0
     if trains:
-        trains = trains[: constraints.ranks or (1 if trains[0].is_mig else None)]
+        ranks = constraints.ranks or (1 if trains[0].is_mig else len(trains) // count)
+        trains = trains[: ranks * count]
+        if not trains:
+            return
     shared = set(trains) & set(samples)
     if shared and (len(trains) > 1 or list(trains) != list(samples)[:1]):
         ids = ", ".join(sorted(gpu.id for gpu in shared))
@@ -157,10 +174,10 @@ def _within(
             f"--trainer-gpus, --sampler-gpus: GPU {ids} is in both; trainer and sampler can share one GPU if it is the "
             "only one of both"
         )
-    if trains and constraints.ranks is not None and len(trains) != constraints.ranks:
+    if len(trains) != ranks * count:
         return
-    if len(trains) * constraints.nodes % constraints.trainer_tensor_parallel or (
-        len(trains) > 1 and any(gpu.is_mig for gpu in trains)
+    if ranks * constraints.nodes % constraints.trainer_tensor_parallel or (
+        ranks > 1 and any(gpu.is_mig for gpu in trains)
     ):
         return
     if not samples:
@@ -168,7 +185,7 @@ def _within(
         return
     # Each service loads the whole model into host memory first.
     max_samplers = max(
-        1, host_bytes // whole_bytes(shape, constraints, dtype_of(constraints.trainer_dtype, "bfloat16")) - bool(trains)
+        1, host_bytes // whole_bytes(shape, constraints, dtype_of(constraints.trainer_dtype, "bfloat16")) - count
     )
     for size in (1, 2, 4, 8, 16):
         if constraints.sampler_tensor_parallel not in (None, size) or size > len(samples):
@@ -194,7 +211,8 @@ def _impossible(shape: Shape, machine: Machine, constraints: Constraints) -> str
             f"SAMPLER_TENSOR_PARALLEL: {constraints.sampler_tensor_parallel} is not possible: it needs vLLM, and a "
             f"model whose {shape.heads} heads and {shape.kv_heads} key heads it divides"
         )
-    wanted = f"--trainer-ranks {constraints.ranks or 'unset'}, --samplers {constraints.samplers or 'unset'}"
+    trainers = f"--trainers {constraints.trainers}, " if constraints.trainers > 1 else ""
+    wanted = f"{trainers}--trainer-ranks {constraints.ranks or 'unset'}, --samplers {constraints.samplers or 'unset'}"
     tp = f"TRAINER_TENSOR_PARALLEL {constraints.trainer_tensor_parallel}"
     return (
         f"{wanted}, {tp}: the {count} GPUs here cannot be divided so; each rank takes one, and each sampler one for "

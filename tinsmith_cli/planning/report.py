@@ -21,26 +21,29 @@ def as_text(plan: Plan) -> str:
         *(f"note: {note}" for note in plan.notes),
         "",
     ]
-    division = [f"{_count(trainer.ranks, 'rank')}{_of_each(plan)}"]
+    each = " each" if plan.num_trainers > 1 else ""
+    division = [f"{_count(trainer.ranks, 'rank')}{each}{_of_each(plan)}"]
     if trainer.tensor_parallel > 1:
         division.append(f"tensor parallel {trainer.tensor_parallel}")
     if trainer.shard_base:
         division.append("which divide the memory of the base model (shard_base)")
     adapters = f"{training.adapters_on_device} on the device, {training.adapters} with host memory"
+    num_ranks = plan.num_trainers * trainer.ranks
+    of_trainer = " of each trainer" if plan.num_trainers > 1 else ""
     rows = [
         (
             "trainer" if plan.num_trainers <= 1 else _count(plan.num_trainers, "trainer"),
-            _place(trainer.gpus),
+            _place_of_trainers(plan),
             ", ".join(division),
         ),
-        ("", "base weights", f"{size_text(trainer.base_bytes)} in {plan.dtype}{_each(trainer.ranks, 'rank')}"),
-        ("", "training", f"{size_text(training.memory_bytes)}{_each(trainer.ranks, 'rank')}"),
+        ("", "base weights", f"{size_text(trainer.base_bytes)} in {plan.dtype}{_each(num_ranks, 'rank')}"),
+        ("", "training", f"{size_text(training.memory_bytes)}{_each(num_ranks, 'rank')}"),
     ]
     if not trainer.ranks:
         rows = []
     elif not plan.constraints.full_training:
         rows += [
-            ("", f"adapters of rank {plan.rank}", adapters if gpus else f"{training.adapters}"),
+            ("", f"adapters of rank {plan.rank}", f"{adapters if gpus else training.adapters}{of_trainer}"),
             ("", "longest sequence", f"{training.longest:,} tokens"),
         ]
     if trainer.ranks and shape.tower_parameters and not plan.constraints.full_training:
@@ -68,8 +71,9 @@ def summary(plan: Plan) -> str:
     trainer, parts = plan.trainer, []
     if trainer.ranks:
         sharing = ", which divide the base model" if trainer.shard_base else ""
+        whose = "the trainer" if plan.num_trainers == 1 else f"each of {plan.num_trainers} trainers"
         parts.append(
-            f"{_count(trainer.ranks, 'rank')} of the trainer on {_place(trainer.gpus)}{sharing}, "
+            f"{_count(trainer.ranks, 'rank')} of {whose} on {_place_of_trainers(plan)}{sharing}, "
             f"{size_text(trainer.training.memory_bytes)} each for training"
         )
     if plan.samplers:
@@ -84,7 +88,7 @@ def summary(plan: Plan) -> str:
 def command(plan: Plan) -> list[str]:
     """The lines of the shell that start what the plan says."""
     trainer, samplers = plan.trainer, plan.samplers
-    common = {**plan.trainer_env(), **(plan.sampler_env(0) if samplers else {})}
+    common = {**plan.trainer_env(0), **(plan.sampler_env(0) if samplers else {})}
     settled = {name: value for name, value in common.items() if not name.startswith("CUDA_") and "MAX_LORA" not in name}
     lines = [f"export {name}={value}" for name, value in settled.items() if _is_common(plan, name)]
     words = ["tinsmith", "up", "--base-model", plan.name]
@@ -97,6 +101,7 @@ def command(plan: Plan) -> list[str]:
         words += ["--trainer-gpus", ",".join(gpu.id for gpu in trainer.gpus)] if trainer.ranks else []
         words += ["--sampler-gpus", ",".join(of_samplers)] if samplers else []
         words += ["--trainer-ranks", str(trainer.ranks)] if trainer.ranks else []
+        words += ["--trainers", str(plan.num_trainers)] if plan.num_trainers > 1 else []
         words += ["--samplers", str(len(samplers))] if samplers else []
         words += ["--max-lora-rank", str(plan.rank), "--engine", plan.engine]
     else:
@@ -152,7 +157,7 @@ def as_json(plan: Plan) -> Mapping[str, Any]:
             "adapters_on_device": training.adapters_on_device,
             "adapters": training.adapters,
             "longest_sequence": training.longest,
-            "environment": plan.trainer_env(),
+            "environment": plan.trainer_env(0),
         },
         "samplers": [
             {
@@ -209,6 +214,13 @@ def _sampler_name(numbers: list[int], count: int) -> str:
 
 def _places(plan: Plan, numbers: list[int]) -> str:
     return " / ".join(_place(plan.samplers[number].gpus) for number in numbers) if plan.machine.gpus else "CPU"
+
+
+def _place_of_trainers(plan: Plan) -> str:
+    if not plan.trainer.gpus:
+        return "CPU"
+    places = (_place(plan.trainer_gpus(number)).removeprefix("GPU ") for number in range(plan.num_trainers))
+    return f"GPU {' / '.join(places)}"
 
 
 def _place(gpus: Any) -> str:

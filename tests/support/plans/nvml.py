@@ -15,8 +15,9 @@ import pynvml
 import pytest
 
 from tinsmith_cli.planning import machine
+from tinsmith_cli.planning.families import of_config
 from tinsmith_cli.planning.machine import Machine
-from tinsmith_cli.planning.shape import Shape, of_config
+from tinsmith_cli.planning.shape import Shape
 
 FOLDER = Path(__file__).parent
 MACHINES = (

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tinsmith_cli.planning.families import of_config
 from tinsmith_cli.planning.memory import base_bytes
-from tinsmith_cli.planning.shape import of_config
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "decisions" / "quantized-base.md").read_text()

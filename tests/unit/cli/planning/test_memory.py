@@ -15,7 +15,8 @@ from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.sizing import Footprint, full_bytes
 from tinsmith_cli.planning import memory
-from tinsmith_cli.planning.shape import Shape, read
+from tinsmith_cli.planning.config_files import read
+from tinsmith_cli.planning.shape import Shape
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.measure import Bounds, measure
 from trainer_service.engine.memory import peak_bytes

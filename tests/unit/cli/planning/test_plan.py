@@ -13,12 +13,12 @@ from tinsmith.formatting import size_text
 from tinsmith.sizing import full_bytes
 from tinsmith_cli.base_models import UsageError
 from tinsmith_cli.planning.constraints import Constraints
+from tinsmith_cli.planning.families import of_config
 from tinsmith_cli.planning.fit import SAMPLER_PROCESS_BYTES, TRAINER_PROCESS_BYTES
 from tinsmith_cli.planning.memory import adapter_bytes, slots_bytes
 from tinsmith_cli.planning.plan import DoesNotFit, Plan
 from tinsmith_cli.planning.planner import plan
 from tinsmith_cli.planning.report import as_json, as_text, command, summary
-from tinsmith_cli.planning.shape import of_config
 
 PLANS = """
 machine     | model         | trainer        | samplers      | adapters           | longest | KV tokens | publish
@@ -138,7 +138,7 @@ def test_settings_of_the_environment_are_kept() -> None:
         "1x-h100", "Qwen3-8B", memory_bytes=5 * 10**9, max_kv_tokens=10_000, prefix_cache_bytes=10**9,
         max_device_versions=2, adapter_memory_bytes=3 * 10**9, max_lora_rank=8,
     )  # fmt: skip
-    assert found.trainer_env()["TRAINER_MEMORY_BYTES"] == "5000000000"
+    assert found.trainer_env(0)["TRAINER_MEMORY_BYTES"] == "5000000000"
     assert {**found.sampler_env(0), "CUDA_VISIBLE_DEVICES": "0"} == {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "0", "SAMPLER_MAX_KV_TOKENS": "10000",
         "SAMPLER_PREFIX_CACHE_BYTES": "1000000000", "SAMPLER_ADAPTER_MEMORY_BYTES": "3000000000",
@@ -161,7 +161,7 @@ def test_the_torch_engine_gets_weights_over_the_gpu_and_adapters_on_it() -> None
     two = planned("2x-h100", "Qwen3-0.6B", engine="torch")
     assert two.channel == "nccl"
     assert two.samplers[0].slots_bytes == two.adapter_memory_bytes == 2 * 1024**3
-    assert planned("mig", "Qwen3-0.6B", engine="torch").trainer_env()["TRAINER_CHANNEL"] == "shm"
+    assert planned("mig", "Qwen3-0.6B", engine="torch").trainer_env(0)["TRAINER_CHANNEL"] == "shm"
 
 
 def test_full_training_needs_memory_for_all_parameters() -> None:
@@ -190,7 +190,7 @@ def test_a_machine_with_one_role_gives_it_all_gpus() -> None:
     assert trains.loading_bytes == planned("8x-h100", "Qwen3-32B", samples=False, ranks=2).loading_bytes
     samples = planned("8x-h100", "Qwen3-32B", trains=False)
     assert [len(one.gpus) for one in samples.samplers] == [2] * 4
-    assert (samples.trainer.ranks, samples.trainer_env(), samples.weights_bytes > 0) == (0, {}, True)
+    assert (samples.trainer.ranks, samples.trainer_env(0), samples.weights_bytes > 0) == (0, {}, True)
     assert planned("1x-h100", "Qwen3-8B", trains=False).samplers[0].kv_tokens > 2 * (
         planned("1x-h100", "Qwen3-8B").samplers[0].kv_tokens
     )
@@ -248,3 +248,62 @@ def test_a_plan_of_one_role_is_told_as_text_as_json_and_as_a_command(constraints
     assert other not in summary(found)
     told = as_json(found)
     assert (told["trainer"] is None, told["samplers"] == []) == (role == "sampler", role == "trainer")
+
+
+def test_several_trainers_divide_the_gpus_for_training_evenly() -> None:
+    one = planned("8x-h100", "Qwen3-8B")
+    two = planned("8x-h100", "Qwen3-8B", trainers=2)
+    assert [[gpu.id for gpu in two.trainer_gpus(number)] for number in range(2)] == [["0", "1"], ["2", "3"]]
+    assert [two.trainer_env(number)["CUDA_VISIBLE_DEVICES"] for number in range(2)] == ["0,1", "2,3"]
+    assert (two.num_trainers, two.trainer.ranks, len(two.samplers)) == (2, 2, 4)
+    assert two.trainer.training.memory_bytes == one.trainer.training.memory_bytes
+    assert two.loading_bytes - one.loading_bytes == one.loading_bytes // 5  # four samplers and a trainer
+    assert two.weights_bytes == one.weights_bytes  # the whole on each of eight GPUs
+    three = planned("8x-h100", "Qwen3-8B", trainers=3)
+    assert (three.trainer.ranks, len(three.trainer.gpus), len(three.samplers)) == (1, 3, 5)
+    own = planned("8x-h100", "Qwen3-8B", trainers=2, ranks=3)
+    assert (own.trainer.ranks, len(own.trainer.gpus), len(own.samplers)) == (3, 6, 2)
+
+
+def test_each_of_several_trainers_divides_the_base_model_among_its_own_ranks() -> None:
+    one = planned("8x-h200", "Llama-3.1-70B", ranks=2)
+    two = planned("8x-h200", "Llama-3.1-70B", trainers=2, ranks=2)
+    assert two.trainer.shard_base
+    assert two.trainer.base_bytes == one.trainer.base_bytes
+    with pytest.raises(DoesNotFit, match=r"705\.5 GB in 4 trainers and sampler together") as caught:
+        planned("8x-h100", "Llama-3.1-70B", trainers=4)
+    assert "--trainers 3" in caught.value.change
+
+
+def test_all_trainers_get_what_the_gpu_with_least_memory_allows() -> None:
+    gpus = machine_of("mixed").gpus
+    small, *_, large = sorted(gpus, key=lambda gpu: gpu.free_bytes)
+    (middle,) = (gpu for gpu in gpus if gpu not in (small, large))
+    both = planned("mixed", "Qwen3-0.6B", trainers=2, trainer_gpus=[large, small], sampler_gpus=[middle])
+    least = planned("mixed", "Qwen3-0.6B", trainer_gpus=[small], sampler_gpus=[middle])
+    assert both.trainer.training.memory_bytes == least.trainer.training.memory_bytes
+    assert both.trainer_env(0)["TRAINER_MEMORY_BYTES"] == both.trainer_env(1)["TRAINER_MEMORY_BYTES"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "constraints", "change"),
+    [
+        ("1x-h100", {"trainers": 2}, "--trainers 1"),
+        ("2x-h100", {"trainers": 2}, "--trainers 1"),
+        ("8x-h100", {"trainers": 4, "ranks": 2}, "--trainers 3"),
+        ("mig", {"trainers": 8}, "--trainers"),
+    ],
+)
+def test_trainers_do_not_share_a_gpu(machine: str, constraints: dict[str, Any], change: str) -> None:
+    with pytest.raises(DoesNotFit, match=r"trainers need \d+ GPUs of their own, and a sampler one more") as caught:
+        planned(machine, "Qwen3-0.6B", **constraints)
+    assert f"the smallest change that makes it fit: {change}" in caught.value.change
+
+
+def test_the_text_of_a_plan_tells_the_gpus_of_each_trainer_and_its_command_gives_them() -> None:
+    found = planned("8x-h100", "Qwen3-8B", trainers=2)
+    (line,) = [line for line in as_text(found).splitlines() if line.startswith("2 trainers")]
+    assert "GPU 0,1 / 2,3" in line
+    assert "2 ranks each" in line
+    assert "2 ranks of each of 2 trainers on GPU 0,1 / 2,3" in summary(found)
+    assert "--trainer-gpus 0,1,2,3 --sampler-gpus 4,5,6,7 --trainer-ranks 2 --trainers 2" in command(found)[-1]

@@ -129,11 +129,12 @@ def test_a_variable_that_is_no_number_is_refused(
     assert "TRAINER_MEMORY_BYTES: 'much' is not a whole number" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("trainers", [1, 2])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_the_command_of_a_plan_gives_this_plan_again(machine: str) -> None:
+def test_the_command_of_a_plan_gives_this_plan_again(machine: str, trainers: int) -> None:
     for name in MODELS[:-2]:  # the last two fit nowhere
         try:
-            first = planned(machine, name)
+            first = planned(machine, name, trainers=trainers)
         except DoesNotFit:
             continue
         *exports, line = as_json(first)["command"]
@@ -143,7 +144,9 @@ def test_the_command_of_a_plan_gives_this_plan_again(machine: str) -> None:
         again = plan(name, first.shape, here, constraints_of(settings, here, env))
         assert again.trainer == first.trainer
         assert list(again.samplers) == list(first.samplers)
-        assert again.trainer_env() == first.trainer_env()
+        assert [again.trainer_env(number) for number in range(first.num_trainers)] == [
+            first.trainer_env(number) for number in range(first.num_trainers)
+        ]
 
 
 def parsed(argv: Sequence[str]) -> Settings:
@@ -184,6 +187,21 @@ def test_up_gives_each_service_its_gpus_and_its_memory(
     assert (first.name, second.name) == ("sampler-1", "sampler-2")
     assert "CUDA_VISIBLE_DEVICES" not in gateway.env
     assert "plan of Qwen3-32B: 4 ranks of the trainer on GPU 0,1,2,3" in capsys.readouterr().out
+
+
+def test_up_gives_each_of_several_trainers_gpus_of_its_own(
+    on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on("8x-h100")
+    flags = ["--base-model", str(folder_of("Qwen3-8B", tmp_path)), "--engine", "vllm", "--trainers", "2"]
+    code, services = services_of(flags, monkeypatch, tmp_path)
+    assert code == 0
+    visible = {one.name: one.env.get("CUDA_VISIBLE_DEVICES") for one in services}
+    assert (visible["trainer-1"], visible["trainer-2"]) == ("0,1", "2,3")
+    assert [visible[f"sampler-{number}"] for number in range(1, 5)] == ["4", "5", "6", "7"]
+    first, second = (one for one in services if one.name.startswith("trainer"))
+    assert {one.argv[one.argv.index("--nproc-per-node") + 1] for one in (first, second)} == {"2"}
+    assert first.env["TRAINER_MEMORY_BYTES"] == second.env["TRAINER_MEMORY_BYTES"]
 
 
 def test_up_divides_the_gpus_among_several_base_models(on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

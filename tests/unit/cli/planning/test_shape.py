@@ -21,8 +21,9 @@ from tinsmith.modeling.adapter_runs import ActiveRuns
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.pretrained import auto_class
 from tinsmith_cli.base_models import UsageError
-from tinsmith_cli.planning import shape
-from tinsmith_cli.planning.shape import FAMILIES, Matrix, Shape, of_config, read
+from tinsmith_cli.planning.config_files import read, stored_parameters
+from tinsmith_cli.planning.families import FAMILIES, of_config
+from tinsmith_cli.planning.shape import Matrix, Shape
 
 CLASSES = {
     "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe",
@@ -141,11 +142,11 @@ def test_an_unknown_family_is_estimated_from_its_files(tmp_path: Path) -> None:
 def test_the_index_gives_the_size_of_several_files(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 16_000}}))
-    assert shape.stored_parameters(tmp_path) == 8000
+    assert stored_parameters(tmp_path) == 8000
     index.write_text(json.dumps({"metadata": {"total_size": 16_000, "total_parameters": 9000}}))
-    assert shape.stored_parameters(tmp_path) == 9000
+    assert stored_parameters(tmp_path) == 9000
     index.write_text("{")
-    assert shape.stored_parameters(tmp_path) is None
+    assert stored_parameters(tmp_path) is None
 
 
 @pytest.mark.parametrize(
