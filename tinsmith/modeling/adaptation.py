@@ -48,11 +48,13 @@ def adapt(
     replace: bool,
     for_pictures: Collection[str] = (),
     seeing: ActiveRuns | None = None,
+    by_columns: bool = True,
 ) -> tuple[Sequence[Target], dict[Group, str]]:
     """Replaces every layer that Tinker's train_* flags select by a LoraLinear or LoraExperts.
 
     Returns the layers, and the groups that cannot be adapted, with the reasons. Without `replace`, it only lists the
-    linear layers. `for_pictures`: names of the linear layers for pictures, which read `seeing`.
+    linear layers. `for_pictures`: names of the linear layers for pictures, which read `seeing`. `by_columns`: as that
+    of LoraLinear; False for a model that is divided among ranks afterwards, of which only a part may be copied.
     """
     output = model.get_output_embeddings()
     is_tied = output is not None and output.weight is model.get_input_embeddings().weight
@@ -84,7 +86,7 @@ def adapt(
                     )
                 )
             if replace and group in ("attn", "mlp"):  # logprobs.py computes the output layer, in chunks
-                model.set_submodule(name, LoraLinear(linear, name, active))
+                model.set_submodule(name, LoraLinear(linear, name, active, by_columns=by_columns))
         elif is_fused_experts(module):
             if replace:
                 experts = LoraExperts(module, name, active)

@@ -255,6 +255,7 @@ class BaseModel:
             replace=not trainable,
             for_pictures=() if seeing is None else seeing.layers,
             seeing=tower and tower.active,
+            by_columns=division is None,
         )
         if not trainable:
             probe.run_groups(model, targets)

@@ -33,7 +33,9 @@ _FEW_ROWS = 64
 class LoraLinear(nn.Module):
     """A frozen linear layer. Each active adapter's share is added to the adapter's rows."""
 
-    def __init__(self, base: nn.Linear, name: str, active: ActiveRuns) -> None:
+    def __init__(self, base: nn.Linear, name: str, active: ActiveRuns, *, by_columns: bool = True) -> None:
+        """`by_columns`: copies a weight in host memory, so that it lies column by column. A product with some 8 rows (a
+        small decode step) then takes a third of the time on a CPU, and one with many rows as long as before."""
         super().__init__()
         self.quantized: Callable[[], Tensor] | None = None
         """Computes the weight if it is quantised (quantized.py). If not, the layer has `weight`."""
@@ -41,9 +43,7 @@ class LoraLinear(nn.Module):
             take_quantized(self, base)
             object.__setattr__(self, "quantized", parameter)  # `parametrizations` registers it
         else:
-            if base.weight.device.type == "cpu":
-                # Column-major: a product with some 8 rows (a small decode step) takes a third of the time, and one with
-                # many rows takes as long as row-major.
+            if by_columns and base.weight.device.type == "cpu":
                 base.weight.data = base.weight.data.T.contiguous().T
             self.weight = base.weight
         self.dtype = base.weight.dtype if parameter is None else dtype_of(parameter)

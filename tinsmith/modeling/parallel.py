@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tinsmith.modeling.adaptation import decoder_of
 from tinsmith.modeling.adapter_runs import ActiveRuns
-from tinsmith.modeling.parallel_base import ShardedLayers
+from tinsmith.modeling.parallel_base import ShardedLayers, parameters_outside
 from tinsmith.modeling.parallel_ops import Peers
 from tinsmith.modeling.parallel_tensor import CannotDivide, TensorParallel
 
@@ -41,7 +41,10 @@ class Division:
         self, model: PreTrainedModel, layers: Sequence[nn.Module], active: ActiveRuns, device: torch.device
     ) -> tuple[TensorParallel | None, ShardedLayers | None]:
         """Divides the model, whose layers are adapted, and moves this rank's part to `device`. Raises CannotDivide."""
-        tensor = None if self.tensor is None else TensorParallel.divide(model, active, self.tensor)
+        tensor = None
+        if self.tensor is not None:
+            by_columns = device.type == "cpu" and self.mesh is None  # FSDP2 does not take weights column by column
+            tensor = TensorParallel.divide(model, active, self.tensor, by_columns=by_columns)
         if self.mesh is None:
             model.to(device)  # type: ignore[arg-type]  # transformers' decorated signature
             return tensor, None
@@ -50,10 +53,8 @@ class Division:
                 f"shard_base: {type(model).__name__} has no list of {model.config.get_text_config().num_hidden_layers} "
                 "layers to divide; set it to false"
             )
-        inside = {parameter for layer in layers for parameter in layer.parameters()}
-        for parameter in model.parameters():
-            if parameter not in inside:
-                parameter.data = parameter.data.to(device)
+        for parameter in parameters_outside(model, layers):
+            parameter.data = parameter.data.to(device)
         for name, buffer in list(model.named_buffers()):
             owner, _, own_name = name.rpartition(".")
             setattr(model.get_submodule(owner), own_name, buffer.to(device))

@@ -36,17 +36,23 @@ class _CountedGather(AllGather):
         return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
+def parameters_outside(module: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """The module's parameters that belong to none of the layers. Nothing refers to the layers' own afterwards: what a
+    rank does not keep of them can be freed one layer after the other."""
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    return [parameter for parameter in module.parameters() if id(parameter) not in inside]
+
+
 class ShardedLayers:
     """The decoder layers of one rank's base model."""
 
     def __init__(self, decoder: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
         """Shards the layers in place, over the one dimension of `mesh`."""
-        inside = {parameter for layer in layers for parameter in layer.parameters()}
-        outside = {parameter for parameter in decoder.parameters() if parameter not in inside}
+        outside = set(parameters_outside(decoder, layers))
         self._gather = _CountedGather()
         for layer in layers:
             for parameter in layer.parameters():
-                parameter.data = parameter.data.contiguous()  # FSDP2 does not take column-major weights
+                parameter.data = parameter.data.contiguous()  # a weight of GPT-2 lies column by column, for one
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
             cast(FSDPModule, layer).set_custom_all_gather(self._gather)
         fully_shard(decoder, mesh=mesh, ignored_params=outside)

@@ -48,14 +48,15 @@ class TensorParallel:
     summed over the ranks once."""
 
     @classmethod
-    def divide(cls, model: PreTrainedModel, active: ActiveRuns, peers: Peers) -> TensorParallel:
-        """Replaces every layer in the plan by this rank's part of it. Raises CannotDivide."""
+    def divide(cls, model: PreTrainedModel, active: ActiveRuns, peers: Peers, *, by_columns: bool) -> TensorParallel:
+        """Replaces every layer in the plan by this rank's part of it. `by_columns`: as that of LoraLinear, for the
+        parts. Raises CannotDivide."""
         styles = _styles(model, peers.size)
         parallel = cls(peers, styles)
         for name, style in styles.items():
             whole = model.get_submodule(name)
             assert isinstance(whole, LoraLinear)
-            model.set_submodule(name, _Divided(whole, active, style, parallel))
+            model.set_submodule(name, _Divided(whole, active, style, parallel, by_columns=by_columns))
         return parallel
 
     def runs(self, runs: Sequence[Run]) -> list[Run]:
@@ -105,8 +106,10 @@ class TensorParallel:
 class _Divided(LoraLinear):
     """This rank's part of an adapted layer."""
 
-    def __init__(self, whole: LoraLinear, active: ActiveRuns, style: str, parallel: TensorParallel) -> None:
-        super().__init__(_part_of(whole, style, parallel.peers), whole.name, active)
+    def __init__(
+        self, whole: LoraLinear, active: ActiveRuns, style: str, parallel: TensorParallel, *, by_columns: bool
+    ) -> None:
+        super().__init__(_part_of(whole, style, parallel.peers), whole.name, active, by_columns=by_columns)
         self._before, self._after = _around(style, parallel)
         # Every rank has the whole bias of a rowwise layer. It is added after the sum over ranks, so that it counts
         # once.
@@ -137,7 +140,7 @@ def _same(x: Tensor) -> Tensor:
 
 def _part_of(whole: LoraLinear, style: str, peers: Peers) -> nn.Linear:
     axis = 0 if style in _COLWISE else 1
-    weight = whole.weight.detach().chunk(peers.size, axis)[peers.rank].contiguous()
+    weight = whole.weight.detach().chunk(peers.size, axis)[peers.rank]
     bias = None
     if whole.bias is not None and style in _COLWISE:
         bias = whole.bias.detach().chunk(peers.size)[peers.rank].clone()

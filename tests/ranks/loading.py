@@ -1,0 +1,93 @@
+"""One rank that loads its part of a base model, and writes how much host memory that took until it was divided.
+
+Pages of the model's files are not counted: all processes of a machine share them, and the kernel may drop them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import threading
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.ranks.rank import CPU, LAYOUTS
+from tinsmith.modeling import base_model
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.capabilities import checked
+from tinsmith.modeling.self_check import Probe
+from trainer_service.config import TrainerConfig
+from trainer_service.ranks import process
+from trainer_service.ranks.group import RankGroup
+from trainer_service.ranks.place import Place
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("layouts", nargs="+", choices=[*LAYOUTS])
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    config = TrainerConfig(base_model=str(arguments.model))
+    process.begin(Place.of(config), log_level="WARNING")
+    group = RankGroup.join(Place.of(config), CPU, timeout_s=60)
+    for name in arguments.layouts:
+        place = Place.of(TrainerConfig(base_model=str(arguments.model), **LAYOUTS[name]))
+        mesh = init_device_mesh("cpu", (place.num_rows, place.tensor_parallel), mesh_dim_names=("data", "tensor"))
+        division = replace(group, place=place, mesh=mesh).division()
+        gc.collect()  # the layout before
+        peak = _Peak()
+        with patch.object(base_model, "checked", partial(_ending, peak)):
+            base = BaseModel.load(arguments.model, device=CPU, dtype=torch.float32, division=division)
+        share = sum(_local(parameter).nbytes for parameter in [*base.decoder.parameters(), base.head.weight_V_H])
+        (arguments.out / f"{name}-{place.rank}").write_text(json.dumps({"peak": peak.bytes, "share": share}))
+        del base
+    process.leave(0)
+
+
+def _ending(peak: _Peak, base: BaseModel, probe: Probe) -> BaseModel:
+    peak.end()
+    return checked(base, probe)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class _Peak:
+    """The largest growth of this process's own memory, in bytes, until the end."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._before = _anonymous_bytes()
+        self._ended = threading.Event()
+        self._watching = threading.Thread(target=self._watch)
+        self._watching.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.001):
+            self.bytes = max(self.bytes, _anonymous_bytes() - self._before)
+
+    def end(self) -> None:
+        self._ended.set()
+        self._watching.join()
+        self.bytes = max(self.bytes, _anonymous_bytes() - self._before)
+
+
+def _anonymous_bytes() -> int:
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found.group(1)) * 1024
+
+
+if __name__ == "__main__":
+    main()
