@@ -78,6 +78,10 @@ class _Transport:
         self._held = b""
 
     def write(self, data: bytes) -> None:
+        if (
+            self._transport.is_closing()
+        ):  # the connection was cut; uvloop raises an error where asyncio ignores the data
+            return
         self._num_written += len(data)
         if self._held:
             held, self._held = self._held, b""
@@ -91,7 +95,8 @@ class _Transport:
     def _flush(self) -> None:
         if self._held:
             held, self._held = self._held, b""
-            self._transport.write(held)
+            if not self._transport.is_closing():
+                self._transport.write(held)
 
     def write_eof(self) -> None:
         self._flush()

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from tests.support.hasty_uvicorn import hasty_uvicorn  # noqa: F401 - a fixture
 from tests.support.warm_database import warm_database  # noqa: F401 - a fixture
@@ -12,6 +14,12 @@ from tests.unit.gateway.stack import Client, FakeSampler, Stack
 
 _OF_AN_EARLIER_LOOP = "PollerCompletionQueue._handle_events"
 """grpc has one poller for all event loops of a process: it may wake that of an earlier test, which is closed."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories(item: pytest.Function) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The event loop that `python -m gateway` runs, unless the module of a test has another one as NEW_LOOP."""
+    return {"loop": getattr(item.module, "NEW_LOOP", uvloop.new_event_loop)}
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import socket
@@ -21,6 +22,9 @@ from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith.errors import InvalidRequest, OutOfCapacity, Unsupported
 from tinsmith.pictures.headers import MAX_BYTES
 from tinsmith.v1 import trainer_pb2
+
+NEW_LOOP = asyncio.new_event_loop
+"""uvloop has a resolver of its own, and does not ask socket.getaddrinfo, which these tests replace."""
 
 
 @pytest.fixture
