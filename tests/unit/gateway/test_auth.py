@@ -6,6 +6,7 @@ import os
 import stat
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -38,8 +39,8 @@ async def http(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-async def with_keys(stack: Stack, **settings: Any) -> None:
-    await stack.restart_gateway(api_keys=[RIGHT, NAMED], **settings)
+with_keys = partial(pytest.mark.gateway, api_keys=[RIGHT, NAMED])
+"""Decorator of tests; takes further settings."""
 
 
 @pytest.mark.parametrize(
@@ -58,10 +59,8 @@ async def with_keys(stack: Stack, **settings: Any) -> None:
     ],
     ids=str,
 )
-async def test_a_key_comes_in_either_header(
-    stack: Stack, http: httpx.AsyncClient, headers: dict[str, str], status: int
-) -> None:
-    await with_keys(stack)
+@with_keys()
+async def test_a_key_comes_in_either_header(http: httpx.AsyncClient, headers: dict[str, str], status: int) -> None:
     encoded = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
     for path in ("/api/v1/get_server_capabilities", "/api/v1/auth/apikey/me"):
         reply = await http.get(path, headers=encoded)
@@ -72,8 +71,8 @@ async def test_a_key_comes_in_either_header(
             assert reply.headers["www-authenticate"] == "Bearer"  # and no invalid_token: the SDK gives up at once
 
 
-async def test_a_refusal_below_v1_has_openais_form(stack: Stack, http: httpx.AsyncClient) -> None:
-    await with_keys(stack)
+@with_keys()
+async def test_a_refusal_below_v1_has_openais_form(http: httpx.AsyncClient) -> None:
     reply = await http.get("/v1/models", headers={"authorization": "Bearer tml-wrong"})
     assert reply.status_code == 401
     error = reply.json()["error"]
@@ -82,16 +81,16 @@ async def test_a_refusal_below_v1_has_openais_form(stack: Stack, http: httpx.Asy
 
 
 @pytest.mark.parametrize("path", ["/api/v1/healthz", "/metrics", "/download/none", "/openapi.json"])
-async def test_these_need_no_key(stack: Stack, http: httpx.AsyncClient, path: str) -> None:
-    await with_keys(stack)
+@with_keys()
+async def test_these_need_no_key(http: httpx.AsyncClient, path: str) -> None:
     assert (await http.get(path)).status_code not in (401, 500)
 
 
 @pytest.mark.parametrize(
     "path", ["/api/v1/training_runs/healthz", "/api/v1/x/healthz", "/api/v1/healthz/", "/v1/healthz"]
 )
-async def test_a_path_that_only_looks_like_healthz_needs_one(stack: Stack, http: httpx.AsyncClient, path: str) -> None:
-    await with_keys(stack)
+@with_keys()
+async def test_a_path_that_only_looks_like_healthz_needs_one(http: httpx.AsyncClient, path: str) -> None:
     assert (await http.get(path)).status_code == 401
 
 

@@ -30,8 +30,8 @@ async def http(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-async def test_a_key_is_described_as_the_configuration_names_it(stack: Stack, http: httpx.AsyncClient) -> None:
-    await with_keys(stack, organization="lab")
+@with_keys(organization="lab")
+async def test_a_key_is_described_as_the_configuration_names_it(http: httpx.AsyncClient) -> None:
     named = (await http.get(ME)).json()
     assert named.pop("key_id") == int(owner_of(NAMED["key"])[:12], 16)
     details = {"org_details": {"name": "lab"}, "user_details": {"email": "ada@example.org"}}
@@ -46,8 +46,8 @@ async def test_where_any_key_is_accepted_the_answer_says_so(http: httpx.AsyncCli
     assert "accepts any key" in found["note"]
 
 
-async def test_a_key_cannot_be_deleted_and_stays_valid(stack: Stack, http: httpx.AsyncClient) -> None:
-    await with_keys(stack)
+@with_keys()
+async def test_a_key_cannot_be_deleted_and_stays_valid(http: httpx.AsyncClient) -> None:
     refused = await http.delete(ME)
     assert refused.status_code == 403
     assert "'laptop' stays valid" in refused.json()["detail"]
@@ -58,13 +58,13 @@ async def test_no_token_is_issued_unless_the_setting_is_on(stack: Stack, http: h
     reply = await http.post(TOKEN, json={})
     assert reply.status_code == 404
     assert "jwt_auth is off" in reply.json()["detail"]
-    await with_keys(stack, jwt_auth=True)
+    await stack.restart_gateway(api_keys=[RIGHT, NAMED], jwt_auth=True)
     config = await http.post("/api/v1/client/config", json={"sdk_version": "0.38.0"})
     assert config.json()["pjwt_auth_enabled"] is True
 
 
-async def test_a_token_stands_for_its_key_beside_the_key_itself(stack: Stack, http: httpx.AsyncClient) -> None:
-    await with_keys(stack, jwt_auth=True)
+@with_keys(jwt_auth=True)
+async def test_a_token_stands_for_its_key_beside_the_key_itself(http: httpx.AsyncClient) -> None:
     token = (await http.post(TOKEN, json={})).json()["jwt"]
     for headers in ({"x-api-key": token}, {"authorization": f"Bearer {token}"}, {}):
         assert (await http.get(ME, headers=headers)).json()["name"] == "laptop"
@@ -74,8 +74,8 @@ async def test_a_token_stands_for_its_key_beside_the_key_itself(stack: Stack, ht
     assert created.json() == again.json()
 
 
-async def test_a_token_is_not_renewed_by_itself(stack: Stack, http: httpx.AsyncClient) -> None:
-    await with_keys(stack, jwt_auth=True)
+@with_keys(jwt_auth=True)
+async def test_a_token_is_not_renewed_by_itself(http: httpx.AsyncClient) -> None:
     token = (await http.post(TOKEN, json={})).json()["jwt"]
     await asyncio.sleep(1.1)  # claims count whole seconds
     assert (await http.post(TOKEN, json={}, headers={"x-api-key": token})).json()["jwt"] == token
@@ -114,8 +114,8 @@ async def tinker_command(*argv: str, stack: Stack, home: Path, key: str = "", gi
     return await run(command, "tinker.cli", argv, env=environment(stack, home, key), given=given)
 
 
+@with_keys(jwt_auth=True, organization="lab")
 async def test_whoami_of_the_sdk_reads_the_keys_holder(stack: Stack, tmp_path: Path) -> None:
-    await with_keys(stack, jwt_auth=True, organization="lab")
     done = await run(sdk_programs.whoami, NAMED["key"], RIGHT, env=environment(stack, tmp_path))
     assert done.status == 0, done.output
     assert done.output.splitlines() == [
@@ -124,8 +124,8 @@ async def test_whoami_of_the_sdk_reads_the_keys_holder(stack: Stack, tmp_path: P
     ]
 
 
+@with_keys(jwt_auth=True, jwt_secret=SecretStr(SECRET))
 async def test_the_sdk_asks_for_another_token_when_its_own_is_refused(stack: Stack, tmp_path: Path) -> None:
-    await with_keys(stack, jwt_auth=True, jwt_secret=SecretStr(SECRET))
     trained, may_go_on = FORKS.Event(), FORKS.Event()
     env = environment(stack, tmp_path, NAMED["key"])
     training = asyncio.create_task(run(sdk_programs.train_before_and_after, trained, may_go_on, env=env))
@@ -136,15 +136,15 @@ async def test_the_sdk_asks_for_another_token_when_its_own_is_refused(stack: Sta
     assert done.status == 0, done.output
 
 
+@with_keys(jwt_auth=True)
 async def test_tinker_auth_whoami(stack: Stack, tmp_path: Path) -> None:
-    await with_keys(stack, jwt_auth=True)
     done = await tinker_command("--format", "json", "auth", "whoami", stack=stack, home=tmp_path, key=NAMED["key"])
     assert done.status == 0, done.output
     assert json.loads(done.output)["email"] == "ada@example.org"
 
 
+@with_keys()
 async def test_tinker_auth_login_status_logout(stack: Stack, tmp_path: Path) -> None:
-    await with_keys(stack)
     done = await tinker_command("auth", "login", stack=stack, home=tmp_path, given="tml-wrong\n")
     assert done.status == 1
     assert "holds no key of this server" in done.output
@@ -164,9 +164,9 @@ async def test_tinker_auth_login_status_logout(stack: Stack, tmp_path: Path) -> 
     assert "The API key is still active" in done.output  # which is true
 
 
+@with_keys()
 async def test_tinker_auth_logout_does_not_claim_that_a_generated_key_was_deleted(stack: Stack, tmp_path: Path) -> None:
     """Only old command lines have stored such keys; logout wants to delete them on the server."""
-    await with_keys(stack)
     details = {"org_details": {"name": "tinsmith"}, "user_details": {"email": ""}}
     record = {"type": "generated", "key": RIGHT, "name": "old", "details": details}
     (tmp_path / ".tinker").mkdir()
@@ -178,8 +178,8 @@ async def test_tinker_auth_logout_does_not_claim_that_a_generated_key_was_delete
     assert json.loads(stored.read_text())["keys"] == {}
 
 
+@with_keys()
 async def test_tinker_auth_status_tells_a_wrong_key(stack: Stack, client: Client, tmp_path: Path) -> None:
-    await with_keys(stack)
     done = await tinker_command("auth", "status", stack=stack, home=tmp_path, key="tml-wrong")
     assert done.status == 1
     assert "Tinker accessible: no" in done.output

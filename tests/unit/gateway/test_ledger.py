@@ -46,6 +46,8 @@ def train(ledger: Ledger, seq_id: int, *, is_new: bool = True) -> None:
 
 
 async def test_an_operation_that_several_see_is_counted_once(store: Store) -> None:
+    async with store.begin() as db:
+        db.add(session_row("s", owner="ada"))
     submitter, *others = ledgers = [Ledger(store) for _ in range(3)]
     for seq_id in range(1200):
         train(submitter, seq_id)
