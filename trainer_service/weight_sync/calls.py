@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -21,6 +21,8 @@ class ChannelBroken(Exception):
         """`epoch`: the member's epoch; the next group's epoch must be higher. 0 when it is unknown."""
         super().__init__(message)
         self.epoch = epoch
+        self.addresses: Collection[str] = ()
+        """Addresses of the group's members, where several groups were in use at once."""
 
 
 def in_thread(call: Callable[[], T]) -> asyncio.Future[T]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import grpc.aio
 import torch
@@ -37,6 +38,8 @@ from trainer_service.weight_sync.links import Links
 from trainer_service.weight_sync.samplers import Sampler, Samplers
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _ATTEMPTS = 3
 """Attempts to publish a version."""
@@ -237,7 +240,8 @@ class WeightSender:
                     await self._samplers.check([member for member in members if member.serving])
                     left = [member for member in members if member.serving]
                     if left == members:  # no member was lost, so a transport may be the cause
-                        self._former.distrust(members)
+                        failed = [member for member in members if member.address in error.addresses]
+                        self._former.distrust(failed or members)
                     members = left
         for member in members:
             self._links.begin(member)
@@ -367,7 +371,7 @@ class WeightSender:
         """Sends a version to those members that lack it. Returns as `_deliver`. Raises OutOfCapacity when no member has
         room for it, ChannelBroken when a member or its transport fails, and the errors of `_check_same`."""
         parts = [members] if version.is_full else [[member] for member in members]
-        offers = await all_of(*(self._offer(version, part) for part in parts))
+        offers = await all_of(*(_named(part, self._offer(version, part)) for part in parts))
         held, full = dict[Sampler, str](), dict[Sampler, OutOfCapacity]()
         for offer in offers:
             held |= offer.held
@@ -382,7 +386,7 @@ class WeightSender:
         groups = [offer.group for offer in offers if offer.group is not None]
         if not groups:
             return "", holders
-        sums = await all_of(*(self._transfer(group, version) for group in groups))
+        sums = await all_of(*(_named(group.members, self._transfer(group, version)) for group in groups))
         self._metrics.publishing.publish_bytes.inc(version.sent_bytes * len(groups))
         return sums[0], holders
 
@@ -447,6 +451,15 @@ class WeightSender:
             )
         )
         return sending.result()
+
+
+async def _named(members: Sequence[Sampler], work: Awaitable[T]) -> T:
+    """Awaits work on the group of these members, whose ChannelBroken gets their addresses."""
+    try:
+        return await work
+    except ChannelBroken as error:
+        error.addresses = [member.address for member in members]
+        raise
 
 
 async def _check_same(version: Version, held: Mapping[str, str]) -> None:

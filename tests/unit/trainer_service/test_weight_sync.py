@@ -736,8 +736,30 @@ async def test_a_full_a_dead_and_a_hanging_sampler_keep_no_version_from_a_fourth
     assert torch.equal(receivers[3].versions["m@2"], version.adapter.flat)
 
 
+async def test_only_the_sampler_whose_transport_has_failed_gets_another_one(
+    connect: Connect,
+    serve: Serve,
+    make_version: MakeVersion,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(group, "ON_CUDA", {"shm", "gloo"})  # as if it were memory of a GPU
+    receivers = [Receiver(), Receiver(), Receiver()]
+    servers = [await serve(receiver) for receiver in receivers]
+    sender = await connect(*servers, channel="auto")
+    await sender.publish(make_version("m@1"))
+    receivers[1].faults = ["update"]
+    assert len((await sender.publish(make_version("m@2"))).members) == 3
+    told = [record.getMessage() for record in caplog.records if "host memory" in record.getMessage()]
+    assert told == [f"from now on weights reach 127.0.0.1:{servers[1].port} through host memory"]
+
+
 async def test_those_who_outlive_another_sampler_keep_their_transport(
-    connect: Connect, serve: Serve, make_version: MakeVersion, monkeypatch: pytest.MonkeyPatch
+    connect: Connect,
+    serve: Serve,
+    make_version: MakeVersion,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(group, "ON_CUDA", {"shm", "gloo"})  # as if it were memory of a GPU
     receivers = [Receiver(), Receiver()]
@@ -746,7 +768,7 @@ async def test_those_who_outlive_another_sampler_keep_their_transport(
     await sender.publish(make_version("m@1"))
     await servers[1].grpc.stop(0)
     assert len((await sender.publish(make_version("m@2"))).members) == 1
-    assert sender._former._on_host == set()
+    assert "host memory" not in caplog.text
 
 
 async def test_a_sampler_that_comes_back_empty_gets_the_next_version(
