@@ -50,6 +50,11 @@ class Told:
             self._waiting[seq_id] -= 1
             self._waiting += Counter()  # without those that are sent no more
 
+    def came_before_restart(self, seq_id: int) -> None:
+        """The service has had this batch from before: what was sent together with it is not known, unless this is a
+        repeat of what `sent` has heard of."""
+        self._overlapped |= self._waiting[seq_id] == 1
+
     def told(self, seq_id: int, *, failed: bool) -> None:
         """The caller receives the answer of an operation. Nothing changes unless it is a batch that waits, or the last
         optim_step."""

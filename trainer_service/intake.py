@@ -101,8 +101,6 @@ class Intake:
     ) -> Answer:
         check_seq_id(request.seq_id)
         check_model_id(request.model_id, field="model_id")
-        if _adds_gradients(request):
-            self._told.setdefault(request.model_id, Told()).sent(request.seq_id)
         return await self.operate(trainer, kind, request, request.seq_id, lambda: Body.pack(kind, request), context)
 
     async def operate(
@@ -110,14 +108,17 @@ class Intake:
     ) -> Answer:
         """Has an operation accepted, acknowledges it, and waits for its answer. `pack` makes its body."""
         check_model_id(request.model_id, field="model_id")
+        told = self._told.setdefault(request.model_id, Told()) if _adds_gradients(request) else None
+        if told is not None:
+            told.sent(seq_id)
         accepting = trainer.scheduler.tasks.spawn(self._accept(trainer, kind, request, seq_id, pack))
         try:
             operation = await asyncio.shield(accepting)  # a call that is cancelled leaves no operation without work
         except ServiceError:
-            if (told := self._told.get(request.model_id)) is not None:
+            if told is not None:
                 told.unsent(seq_id)
                 if told.is_empty:
-                    del self._told[request.model_id]
+                    self._told.pop(request.model_id, None)
             raise
         is_taken_over()  # the scheduler counts the memory of accepted operations
         await context.send_initial_metadata((ACCEPTED,))
@@ -162,7 +163,9 @@ class Intake:
         if is_new:
             work = await self._work_of(trainer, operation, request, held_bytes=needed, on_thread=on_thread)
             await scheduler.begin(operation, work)
-        elif given_up is None:
+        elif _adds_gradients(request) and (told := self._told.get(request.model_id)) is not None:
+            told.came_before_restart(seq_id)
+        if not is_new and given_up is None:
             executing.forget(*arrival)  # of a new operation, the scheduler does this once it is in the journal
         return operation
 

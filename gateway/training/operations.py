@@ -72,7 +72,8 @@ class Operations:
         self._gateway_id = gateway_id
         self._told: LRUCache[str, Told] = LRUCache(_MOST_TOLD)
         """model_id -> the batches whose answers its client has. A model without an entry, such as after a restart of
-        the gateway, gets `failure_seen` 0, so its step behind a failed batch is refused."""
+        the gateway, gets `failure_seen` 0, so its step behind a failed batch is refused. Empty where there are several
+        gateways: none of them sees all batches of a client."""
         self._config = config
         self._ledger = ledger
         self._history = history
@@ -90,15 +91,16 @@ class Operations:
         the number.
         """
         model_id, seq_id = submission.model_id, submission.seq_id
+        is_batch = submission.adds_gradients and submission.sends_parts_at_once and not self._store.is_shared
         if submission.rpc == "OptimStep":
             seen = self._told[model_id].step(seq_id) if model_id in self._told else 0
             submission.body += pb.OptimStepRequest(failure_seen=seen).SerializeToString()
-        elif submission.adds_gradients and submission.sends_parts_at_once:
+        elif is_batch:
             self._told.setdefault(model_id, Told()).sent(seq_id)
         try:
             await self._submit(submission)
         except ServiceError:
-            if model_id in self._told:
+            if is_batch and model_id in self._told:
                 self._told[model_id].unsent(seq_id)
             raise
 

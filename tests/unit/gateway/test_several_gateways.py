@@ -68,6 +68,19 @@ async def test_a_run_is_trained_through_both(several: Several, client: Client) -
     assert len(listed.json()["checkpoints"]) == 1
 
 
+async def test_a_step_behind_a_failure_is_refused_because_the_other_may_have_a_batch_in_work(
+    several: Several, client: Client
+) -> None:
+    model_id = await client.model(await client.session())
+    for seq_id, loss_fn in ((1, "ppo"), (2, "cross_entropy")):
+        # each gateway hears of all
+        replies = [await client.forward_backward(model_id, seq_id, loss_fn=loss_fn) for _ in several.urls]
+        for reply in replies:
+            await client.result(reply.json())
+    await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}}))
+    assert several.backends.trainer.failures_seen == [0]
+
+
 async def test_a_load_at_either_waits_for_a_save_of_another_run(several: Several, client: Client) -> None:
     session_id = await client.session()
     model_id = await client.model(session_id)

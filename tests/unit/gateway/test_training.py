@@ -149,6 +149,29 @@ async def test_a_client_that_pipelines_was_told_of_no_failure_when_it_sent_its_s
     assert stack.trainer.failures_seen == [0, 0], "the new gateway knows of nothing"
 
 
+async def test_a_conflict_with_a_number_in_work_does_not_hide_that_its_client_pipelines(
+    stack: Stack, client: Client
+) -> None:
+    model_id = await client.model(await client.session())
+    receipts = [
+        (await client.forward_backward(model_id, seq_id, loss_fn=loss_fn)).json()
+        for seq_id, loss_fn in ((1, "ppo"), (2, "cross_entropy"))
+    ]
+    other = batch(model_id, 2)
+    other.forward_only = True
+    reply = await client.post(
+        "/api/v1/forward_backward",
+        content=other.SerializeToString(),
+        headers={"content-type": "application/x-protobuf"},
+    )
+    assert reply.status_code == 422
+    for receipt in receipts:
+        await client.result(receipt)
+    await client.result((await client.forward_backward(model_id, 3)).json())
+    await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 4, "adam_params": {}}))
+    assert stack.trainer.failures_seen == [0]
+
+
 async def test_unknown_models_fail_the_future(client: Client) -> None:
     session_id = await client.session()
     for model_id in (f"{session_id}:train:7", "nonsense", "a:sample:0"):

@@ -308,6 +308,33 @@ async def test_a_caller_that_pipelines_is_protected_from_a_step_on_half_a_batch(
     await fails(stub.OptimStep(step(8)), errors.FailedPrecondition, "failed, seq_id 5; its gradients")
 
 
+async def test_a_conflict_with_a_number_in_work_does_not_hide_that_its_caller_pipelines(
+    service: Service, stub: Any
+) -> None:
+    early = await Accepted.of(service, batch(2))  # in work together with 1
+    for other in (batch(2, forward_only=True), pb.LoadCheckpointRequest(model_id=MODEL, seq_id=2, location="x")):
+        rpc = getattr(stub, type(other).__name__.removesuffix("Request"))
+        await fails(rpc(other), errors.SequenceConflict, "seq_id 2")
+    await fails(stub.ForwardBackward(bad_batch(1)), errors.InvalidRequest, "weights")
+    await early.result()
+    await stub.ForwardBackward(batch(3))
+    await fails(stub.OptimStep(step(4)), errors.FailedPrecondition, "failed, seq_id 1; its gradients")
+
+
+async def test_batches_in_work_together_are_protected_when_they_are_sent_again_after_a_restart(
+    start: StartService, stub: Any
+) -> None:
+    await fails(stub.ForwardBackward(bad_batch(1)), errors.InvalidRequest, "weights")
+    await stub.ForwardBackward(batch(2))
+    again = (await start()).stub
+    await fails(again.ForwardBackward(bad_batch(1)), errors.InvalidRequest, "weights")
+    await again.ForwardBackward(batch(2))
+    await fails(again.OptimStep(step(3)), errors.FailedPrecondition, "failed, seq_id 1; its gradients")
+    await fails(again.ForwardBackward(bad_batch(4)), errors.InvalidRequest, "weights")
+    await again.ForwardBackward(batch(5))
+    assert (await again.OptimStep(step(6))).metrics["grad_norm:mean"] > 0
+
+
 async def test_a_caller_that_says_what_it_was_told_is_believed(stub: Any) -> None:
     """As the gateway does, whose clients are told by it, and not by the trainer."""
     for seq_id, seen, applied in ((1, 0, False), (4, 4, True), (7, 6, False)):
