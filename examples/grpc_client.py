@@ -96,4 +96,4 @@ if __name__ == "__main__":
     except grpc.RpcError as error:  # one line: the code of gRPC, Tinsmith's reason, and the message
         info, status = error_details_pb2.ErrorInfo(), rpc_status.from_call(error)
         known = any(detail.Unpack(info) for detail in (status.details if status else ()))
-        sys.exit(f"{error.code().name} {info.reason if known else ''}: {error.details()}")
+        sys.exit(f"{' '.join([error.code().name, *[info.reason] * known])}: {error.details()}")

@@ -126,7 +126,13 @@ def main() -> None:
         tracing.setup("sampler")
     logger.info("configuration: %s", config.model_dump_json())
     keep_freed_memory()  # the temporaries of a step are as large as those of a training step
-    status = asyncio.run(serve(config))
+    asyncio.run(_serve_and_leave(config))
+
+
+async def _serve_and_leave(config: SamplerConfig) -> NoReturn:
+    """Leaves within the event loop. Its usual end cancels health checks that are open, and gRPC logs that with a
+    traceback, below the reason for which a model could not be served."""
+    status = await serve(config)
     tracing.shutdown()
     _leave(status)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(argv)
         finally:
             sys.stdout.flush()  # here, because an error in the flush at exit is only printed
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # as a shell tells of a command that Ctrl-C has ended
     except OSError as error:
         # The reader of the output may have closed it, as in `tinsmith keys list | head -1`.
         if not isinstance(error, BrokenPipeError):

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _TAIL_BYTES = 64 * 2**10
+_LONGEST = 300
+"""Characters of a line of level INFO or DEBUG that a terminal shows."""
 
 
 def bound(log: Path, *, max_bytes: float) -> None:
@@ -48,7 +50,8 @@ def last_lines(log: Path, count: int, *, start: int = 0) -> list[str]:
 def for_people(lines: list[str]) -> list[str]:
     """Lines of a service's log as a terminal shows them: JSON as its level and message, with the traceback below.
 
-    Lines of level INFO and DEBUG are left out if there are other lines, which then have the reason for an end.
+    Lines of level INFO and DEBUG are left out if there are other lines, which then have the reason for an end. Long ones
+    are cut: a service logs its whole configuration in one line.
     """
     shown, reasons = [], []
     for line in lines:
@@ -66,4 +69,7 @@ def _readable(line: str) -> tuple[list[str], bool]:
         level, text = entry["level"], f"{entry['level']} {entry['message']}"
     except (ValueError, KeyError, TypeError):
         return [line], True
-    return [*text.splitlines(), *entry.get("traceback", "").splitlines()], level not in ("DEBUG", "INFO")
+    is_reason = level not in ("DEBUG", "INFO")
+    if not is_reason and len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]} ..."
+    return [*text.splitlines(), *entry.get("traceback", "").splitlines()], is_reason

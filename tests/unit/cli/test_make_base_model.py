@@ -1,4 +1,7 @@
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,3 +114,15 @@ def test_bad_flags_are_refused(flags: list[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         make(tmp_path / "model", *flags)
     assert ended.value.code == 2
+
+
+def test_ctrl_c_ends_it_without_a_traceback_and_leaves_nothing(tmp_path: Path) -> None:
+    settings = ["--size", "tiny", "--pretrain-steps", "1000000", "--out", str(tmp_path / "model")]
+    command = [sys.executable, "-m", "tinsmith_cli", "make-base-model", *settings]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert any("pre-training" in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, "Traceback" in errors) == (130, False), errors
+    assert list(tmp_path.iterdir()) == []

@@ -386,6 +386,9 @@ def test_a_terminal_shows_json_as_text_and_errors_before_all_else() -> None:
     assert for_people([info]) == ["INFO listening"]
     assert for_people([info, error, "Killed"]) == ["ERROR cannot serve x", "Traceback:", "  in y", "Killed"]
     assert for_people(["[1]", "{}", "7"]) == ["[1]", "{}", "7"]
+    long = json.dumps({"level": "INFO", "message": "config: " + "x" * 5000})
+    assert for_people([long, info])[1:] == ["INFO listening"]
+    assert len(for_people([long])[0]) < 400
 
 
 def test_a_log_whose_copy_fails_stays_whole(tmp_path: Path) -> None:
