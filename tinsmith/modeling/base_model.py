@@ -153,30 +153,13 @@ class BaseModel:
         ValueError, for a division that the model does not support. Raises ValueError if the model cannot be quantised,
         or not together with `trainable`, `prepack` or this division.
         """
-        transformers_logging.disable_progress_bar()  # it would break up the service's log lines
-        config = load_config(path)
-        if auto_class(config) is None:
-            raise UnsupportedModel(f"transformers has no causal language model for {type(config).__name__}")
-
         if quantize is not None:
             _check_quantize(quantize, trainable=trainable, prepack=prepack, division=division)
             prepack = False
 
         def prepare() -> tuple[BaseModel, Probe]:
             quantization = None if quantize is None else LoadingConfig(quantize, dtype, quantizable)
-            model, missing = load_causal_lm(
-                path,
-                config=config,
-                dtype=dtype,
-                quantization=quantization,
-                tower=pictures or trainable or config.model_type not in FAMILIES,
-                attn_implementation="eager",
-            )
-            if missing:  # each process would fill them with other random values
-                raise UnsupportedModel(
-                    f"{len(missing)} parameters are not in the files ({listed(missing)}): the files are incomplete, or "
-                    "of another architecture than config.json says; fetch them again"
-                )
+            model = _loaded(path, dtype, quantization, tower=pictures or trainable)
             if division is None:
                 model.to(device)  # type: ignore[arg-type]  # transformers' decorated signature
             return cls._prepared(
@@ -229,52 +212,23 @@ class BaseModel:
         weights_sum = _weights_sum(model, quantization)
         call_packages_where_they_work(model)
         probe = Probe.run(model)  # with its own attention
-        tower, why_no_pictures = None, "it was not loaded from files, which hold the processor of pictures"
-        if trainable or division is not None:
-            why_no_pictures = "pictures are not supported when all parameters are trained, or divided among ranks"
-        elif not pictures and model.config.model_type in FAMILIES:
-            why_no_pictures = "they are switched off here (pictures is false), and its vision tower is not loaded"
-        elif from_files:
+        why_no_pictures = _why_no_pictures(model, trainable, division, pictures=pictures, from_files=from_files)
+        tower = None
+        if not why_no_pictures:
             tower, why_no_pictures = _tower(model, path, probe)
-        chosen = choose(kernels, device, model.dtype)
-        if chosen.elementwise is not None and not trainable:  # these kernels compute no gradient of a norm's weight
-            here = model.device.type == device.type
-            install(model, chosen.elementwise if here else eager_on_host(chosen.elementwise))
+        chosen = _install(model, choose(kernels, device, model.dtype), device, trainable=trainable)
+        linear, buffers = _linear_weights(model), persistent_buffers(model)
         active = ActiveRuns()
-        output = model.get_output_embeddings()
-        linear = frozenset(
-            f"{name}.weight"
-            for name, module in model.named_modules()
-            if type(module) is nn.Linear and module is not output
-        )
-        buffers = persistent_buffers(model)
-        seeing = probe.pictures if tower is not None else None
-        targets, refused = adapt(
-            model,
-            active,
-            replace=not trainable,
-            for_pictures=() if seeing is None else seeing.layers,
-            seeing=tower and tower.active,
-            by_columns=division is None,
-        )
-        if not trainable:
-            probe.run_groups(model, targets)
-        if tower is not None and seeing is not None:
-            seeing.run_adapter(model, tower, targets)
-        model.set_attn_implementation(attention.NAME)
-        if tower is not None:
-            tower.set_own_attention()
-        tensor_parallel = sharded = None
+        targets, refused = _adapt(model, active, probe, tower, trainable=trainable, by_columns=division is None)
         decoder = decoder_of(model)
-        if division is not None:
-            layers = decoder_layers(decoder, model.config.get_text_config().num_hidden_layers)
-            tensor_parallel, sharded = division.apply(model, layers, active, device)
+        layers = decoder_layers(decoder, model.config.get_text_config().num_hidden_layers)
+        tensor_parallel, sharded = (None, None) if division is None else division.apply(model, layers, active, device)
         without_cache = ", ".join(uncached(decoder))
         recurrent, pads = pack_recurrent(decoder, active)
         if tensor_parallel is None and sharded is None:
             compress(decoder, active)
-        if chosen.elementwise is CPU and not trainable and tensor_parallel is None and sharded is None:
-            take_over(decoder, decoder_layers(decoder, model.config.get_text_config().num_hidden_layers), active)
+            if chosen.elementwise is CPU and not trainable:
+                take_over(decoder, layers, active)
         head = _head(model)
         if not trainable and prepacks is not False and _prepack(model, head, device, path=path, always=prepacks):
             head = head.with_prepacked()
@@ -473,6 +427,89 @@ class BaseModel:
 def positions_of(lengths: Sequence[int], device: torch.device) -> Tensor:
     """int64 [T]: 0, 1, 2, ... for each sequence, end to end."""
     return on_device(torch.cat([torch.arange(length) for length in lengths]), device)
+
+
+def _loaded(
+    path: str | Path, dtype: torch.dtype, quantization: LoadingConfig | None, *, tower: bool
+) -> PreTrainedModel:
+    """The model as transformers makes it, in host memory unless it is quantised. `tower`: with the vision tower, which
+    models of families that see no pictures here always keep. Raises UnsupportedModel."""
+    transformers_logging.disable_progress_bar()  # it would break up the service's log lines
+    config = load_config(path)
+    if auto_class(config) is None:
+        raise UnsupportedModel(f"transformers has no causal language model for {type(config).__name__}")
+    model, missing = load_causal_lm(
+        path,
+        config=config,
+        dtype=dtype,
+        quantization=quantization,
+        tower=tower or config.model_type not in FAMILIES,
+        attn_implementation="eager",
+    )
+    if missing:  # each process would fill them with other random values
+        raise UnsupportedModel(
+            f"{len(missing)} parameters are not in the files ({listed(missing)}): the files are incomplete, or "
+            "of another architecture than config.json says; fetch them again"
+        )
+    return model
+
+
+def _why_no_pictures(
+    model: PreTrainedModel, trainable: bool, division: Division | None, *, pictures: bool, from_files: bool
+) -> str:
+    """The reason for which no vision tower is looked for; empty if one is."""
+    if trainable or division is not None:
+        return "pictures are not supported when all parameters are trained, or divided among ranks"
+    if not pictures and model.config.model_type in FAMILIES:
+        return "they are switched off here (pictures is false), and its vision tower is not loaded"
+    if not from_files:
+        return "it was not loaded from files, which hold the processor of pictures"
+    return ""
+
+
+def _install(model: PreTrainedModel, chosen: Kernels, device: torch.device, *, trainable: bool) -> Kernels:
+    """Gives the model the chosen elementwise kernels, which compute no gradient of a norm's weight."""
+    if chosen.elementwise is not None and not trainable:
+        here = model.device.type == device.type
+        install(model, chosen.elementwise if here else eager_on_host(chosen.elementwise))
+    return chosen
+
+
+def _linear_weights(model: PreTrainedModel) -> frozenset[str]:
+    """Names of the matrices of all linear layers except the output layer."""
+    output = model.get_output_embeddings()
+    linear = (name for name, module in model.named_modules() if type(module) is nn.Linear and module is not output)
+    return frozenset(f"{name}.weight" for name in linear)
+
+
+def _adapt(
+    model: PreTrainedModel,
+    active: ActiveRuns,
+    probe: Probe,
+    tower: Tower | None,
+    *,
+    trainable: bool,
+    by_columns: bool,
+) -> tuple[Sequence[Target], Mapping[Group, str]]:
+    """Gives the layers adapters and our attention. Returns the targets, and the groups that cannot be adapted, with
+    their reasons. The probe gets what the model's own forward pass gives with adapters."""
+    seeing = probe.pictures if tower is not None else None
+    targets, refused = adapt(
+        model,
+        active,
+        replace=not trainable,
+        for_pictures=() if seeing is None else seeing.layers,
+        seeing=tower and tower.active,
+        by_columns=by_columns,
+    )
+    if not trainable:
+        probe.run_groups(model, targets)
+    if tower is not None and seeing is not None:
+        seeing.run_adapter(model, tower, targets)
+    model.set_attn_implementation(attention.NAME)
+    if tower is not None:
+        tower.set_own_attention()
+    return targets, refused
 
 
 def _tower(model: PreTrainedModel, path: str, probe: Probe) -> tuple[Tower | None, str]:
