@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from asyncio import sleep
 from collections import Counter
 
+_HELD_BACK_S = 0.2
+"""How long a failure is held back. What a caller has sent together with the failed batch comes meanwhile, so it is seen
+that the caller pipelines, also when batches fail or are computed faster than the next one comes."""
 _MOST_ANSWERED = 4096
 """Most batches of one optim_step that are remembered as answered. Beyond it the older half is forgotten."""
 
@@ -54,6 +58,11 @@ class Told:
         """The service has had this batch from before: what was sent together with it is not known, unless this is a
         repeat of what `sent` has heard of."""
         self._overlapped |= self._waiting[seq_id] == 1
+
+    async def hold_back(self, seq_id: int) -> None:
+        """Waits before the caller is told of a failed batch for the first time."""
+        if seq_id in self._waiting:
+            await sleep(_HELD_BACK_S)
 
     def told(self, seq_id: int, *, failed: bool) -> None:
         """The caller receives the answer of an operation. Nothing changes unless it is a batch that waits, or the last

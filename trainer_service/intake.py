@@ -200,16 +200,17 @@ class Intake:
 
     async def answer(self, operation: Operation, context: Context) -> Answer:
         """The operation's answer. Records for the model's next optim_step that the caller is told of it."""
-        failed = False
+        told = self._told.get(operation.model_id)
         try:
-            return await _answer(operation, context)
+            answer = await _answer(operation, context)
         except ServiceError:
-            failed = True
+            if told is not None:
+                await told.hold_back(operation.seq_id)
+                told.told(operation.seq_id, failed=True)
             raise
-        finally:
-            # Without an outcome the call was cancelled, and its caller is told nothing.
-            if operation.outcome.done() and (told := self._told.get(operation.model_id)) is not None:
-                told.told(operation.seq_id, failed=failed)
+        if told is not None:
+            told.told(operation.seq_id, failed=False)
+        return answer
 
 
 def _batch_bytes(trainer: Trainer, request: Request) -> int | None:

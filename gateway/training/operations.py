@@ -104,9 +104,11 @@ class Operations:
                 self._told[model_id].unsent(seq_id)
             raise
 
-    def told(self, request_id: str, *, failed: bool) -> None:
+    async def told(self, request_id: str, *, failed: bool) -> None:
         """Notes that the client is given the answer of this future."""
         if (found := operation_of(request_id)) is not None and (told := self._told.get(found[0])) is not None:
+            if failed:
+                await told.hold_back(found[1])
             told.told(found[1], failed=failed)
 
     async def _submit(self, submission: Submission) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -147,6 +148,28 @@ async def test_a_client_that_pipelines_was_told_of_no_failure_when_it_sent_its_s
     await stack.restart_gateway()
     await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 6, "adam_params": {}}))
     assert stack.trainer.failures_seen == [0, 0], "the new gateway knows of nothing"
+
+
+async def test_a_failure_that_an_sdk_has_fetched_at_once_protects_what_was_sent_together_with_it(
+    stack: Stack, client: Client
+) -> None:
+    model_id = await client.model(await client.session())
+    held, come = asyncio.Event(), asyncio.Event()
+
+    async def hold(_: float) -> None:
+        held.set()
+        await come.wait()
+
+    with mock.patch("tinsmith.told.sleep", hold):
+        bad = asyncio.create_task(client.result((await client.forward_backward(model_id, 1, loss_fn="ppo")).json()))
+        await asyncio.wait([bad, held_back := asyncio.create_task(held.wait())], return_when=asyncio.FIRST_COMPLETED)
+        held_back.cancel()
+        good = (await client.forward_backward(model_id, 2)).json()
+        come.set()
+        await bad
+    await client.result(good)
+    await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}}))
+    assert stack.trainer.failures_seen == [0]
 
 
 async def test_a_conflict_with_a_number_in_work_does_not_hide_that_its_client_pipelines(

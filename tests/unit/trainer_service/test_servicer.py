@@ -308,6 +308,23 @@ async def test_a_caller_that_pipelines_is_protected_from_a_step_on_half_a_batch(
     await fails(stub.OptimStep(step(8)), errors.FailedPrecondition, "failed, seq_id 5; its gradients")
 
 
+async def test_a_batch_that_fails_at_once_protects_those_that_were_sent_together_with_it(
+    service: Service, stub: Any
+) -> None:
+    """They may come after the failure, and be computed before the step comes."""
+    come = asyncio.Event()
+
+    async def hold(_: float) -> None:
+        await come.wait()
+
+    with mock.patch("tinsmith.told.sleep", hold):
+        bad = await Accepted.of(service, bad_batch(1))
+        await stub.ForwardBackward(batch(2))
+        come.set()
+        await fails(bad.result(), errors.InvalidRequest, "weights")
+    await fails(stub.OptimStep(step(3)), errors.FailedPrecondition, "failed, seq_id 1; its gradients")
+
+
 async def test_a_conflict_with_a_number_in_work_does_not_hide_that_its_caller_pipelines(
     service: Service, stub: Any
 ) -> None:
