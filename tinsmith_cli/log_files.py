@@ -50,8 +50,8 @@ def last_lines(log: Path, count: int, *, start: int = 0) -> list[str]:
 def for_people(lines: list[str]) -> list[str]:
     """Lines of a service's log as a terminal shows them: JSON as its level and message, with the traceback below.
 
-    Lines of level INFO and DEBUG are left out if there are other lines, which then have the reason for an end. Long ones
-    are cut: a service logs its whole configuration in one line.
+    Lines of level INFO and DEBUG are left out if there are other lines, which then have the reason for an end. If they
+    are shown, long ones are cut: a service logs its whole configuration in one line.
     """
     shown, reasons = [], []
     for line in lines:
