@@ -230,7 +230,7 @@ class Gateway(Core):
             self.dashboard.behind,
             self.tenants.callers.uses,
         )
-        self._tasks: list[asyncio.Task[None]] = []
+        self.tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Prepares the database, and starts the background tasks.
@@ -266,7 +266,7 @@ class Gateway(Core):
         except ValueError as error:
             raise StartError(f"{error}, or make one with `tinsmith keys create`") from None
         await self.clients.start()
-        self._tasks = [
+        self.tasks = [
             asyncio.create_task(self.peers.run()),
             asyncio.create_task(self.reaper.run()),
             asyncio.create_task(self.moving.run()),
@@ -285,9 +285,9 @@ class Gateway(Core):
 
         Accepted operations go on in the trainer. Samples in work are lost, and the SDK submits them again.
         """
-        for task in self._tasks:
+        for task in self.tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self.tasks, return_exceptions=True)
         if self.sampling.forwarding is not None:
             await self.sampling.forwarding.close()
         await self.futures.close()

@@ -123,14 +123,14 @@ class Turns:
 
     def __init__(self, *, longest_s: float = _LONGEST_TURN_S) -> None:
         """`longest_s`: a turn that takes longer no longer delays others."""
-        self._longest_s = longest_s
-        self._is_taken = False
+        self.longest_s = longest_s
+        self.is_taken = False
         """True in a turn, and in the pause after it."""
         self._waiting = _Waiting()
 
     @asynccontextmanager
     async def turn(self, owner: str) -> AsyncIterator[None]:
-        if self._is_taken:
+        if self.is_taken:
             turn = self._waiting.join(owner)
             try:
                 await turn
@@ -138,7 +138,7 @@ class Turns:
                 if not turn.cancelled():  # the turn came at the same moment
                     self._next()
                 raise
-        self._is_taken = True
+        self.is_taken = True
         loop = asyncio.get_running_loop()
         began_s, is_over = loop.time(), False
 
@@ -146,9 +146,9 @@ class Turns:
             nonlocal is_over
             if not is_over:
                 is_over = True
-                loop.call_later(min(loop.time() - began_s, self._longest_s), self._next)
+                loop.call_later(min(loop.time() - began_s, self.longest_s), self._next)
 
-        limit = loop.call_later(self._longest_s, end)
+        limit = loop.call_later(self.longest_s, end)
         try:
             yield
         finally:
@@ -156,7 +156,7 @@ class Turns:
             end()
 
     def _next(self) -> None:
-        self._is_taken = self._waiting.wake()
+        self.is_taken = self._waiting.wake()
 
 
 class Pacer:

@@ -134,10 +134,10 @@ class Reaper:
         """Reaps every `reap_interval_s`, and when a session or run ends. Only one of several gateways reaps."""
         while True:
             await self._try(self._count_sessions)
-            await self._try(self._count_stored)
+            await self._try(self.count_stored)
             await self._try(self._operations.take_over)
             await self._try(self._transfers.finish_left)
-            await self._try(self._reap)
+            await self._try(self.reap)
             try:
                 async with asyncio.timeout(self._config.reap_interval_s):
                     await self._wake.wait()
@@ -145,12 +145,13 @@ class Reaper:
                 pass
             self._wake.clear()
 
-    async def _reap(self) -> None:
+    async def reap(self) -> None:
+        """One round, if this gateway has the lease."""
         if not await self._peers.has_lease("reaper"):
             return
         for step in (
-            self._end_silent_sessions,
-            self._release_models,
+            self.end_silent_sessions,
+            self.release_models,
             self._billing.meter_storage,  # before the checkpoints that it counts are deleted
             self.delete_expired,
             self._retention.prune_all,
@@ -171,7 +172,7 @@ class Reaper:
     async def _count_sessions(self) -> None:
         self._metrics.stored.sessions.set(await self._store.sessions.count())
 
-    async def _end_silent_sessions(self) -> None:
+    async def end_silent_sessions(self) -> None:
         now, timeout_s = time.time(), self._config.session_timeout_s
         # The last look is long ago, so heartbeats may have been lost: this gateway was down, its machine slept, the
         # database had an outage, or another gateway was the reaper. Or the clock was set. All sessions get time anew.
@@ -183,7 +184,7 @@ class Reaper:
                 await self.end_session(session_id, reason=EXPIRED, detail=f"no heartbeat for {timeout_s:g} s")
         self._heard_until = now
 
-    async def _release_models(self) -> None:
+    async def release_models(self) -> None:
         for model, session in await self._store.models.unreleased():
             # A client may close its session while its last save is queued, so the model waits for its work. Not for
             # ever: a gap in the seq_ids may keep the work from running.
@@ -255,7 +256,7 @@ class Reaper:
             self._metrics.stored.swept_checkpoints.labels(reason).inc()
             logger.info("deleted the files of %s (%s)", checkpoint.path, reason)
 
-    async def _count_stored(self) -> None:
+    async def count_stored(self) -> None:
         for kind, (number, num_bytes) in (await self._store.checkpoints.count()).items():
             self._metrics.stored.checkpoints.labels(kind).set(number)
             self._metrics.stored.checkpoint_bytes.labels(kind).set(num_bytes)

@@ -19,6 +19,7 @@ from sampler_service.vllm.processes import kill_all_below
 from sampler_service.weights.weight_sync import WeightSyncServicer
 from tinsmith.allocator import exempt_from_collections, keep_freed_memory
 from tinsmith.cores import SWITCH_S
+from tinsmith.errors import EngineDead
 from tinsmith.modeling.pretrained import UnsupportedModel
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.metrics import new_registry, serve_metrics
@@ -95,7 +96,7 @@ async def serve(config: SamplerConfig) -> int:
             return 0
         try:
             engine = await loading
-        except (UnsupportedModel, OSError, ValueError) as error:
+        except (UnsupportedModel, OSError, ValueError, EngineDead) as error:  # dead: in a first pass
             logger.error("cannot serve %s: %s", config.base_model, error)
             stopped.cancel()
             await server.stop(0)

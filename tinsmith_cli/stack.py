@@ -287,7 +287,7 @@ class Stack:
 
     def _places(self) -> list[int]:
         """Threads of each service while all compute. The last entry is the gateway, which never computes."""
-        shares = self._shares()
+        shares = self.shares()
         trainers = [shares.trainer] * (self.settings.trainers if self.runs("trainer") else 0)
         groups = ([*trainers, *[shares.sampler] * count] for count in self._num_samplers())
         return [*chain.from_iterable(groups), 0]
@@ -296,7 +296,8 @@ class Stack:
     def _cores_page(self) -> Path:
         return self.settings.state_dir / "cores"
 
-    def _shares(self) -> Threads:
+    def shares(self) -> Threads:
+        """Threads of each trainer and each sampler while all of them compute."""
         return divide_cores(
             usable_cores(),
             groups=len(self.models),
@@ -311,7 +312,7 @@ class Stack:
 
     def _trainer(self, group: ModelGroup, number: int) -> Service:
         trainer, node = group.trainers[number], group.nodes[number]
-        threads = self._shares().trainer
+        threads = self.shares().trainer
         flags = {
             "base-model": group.model.source,
             "model-names": json.dumps(group.model.names),
@@ -375,7 +376,7 @@ class Stack:
         }
         number = group.samplers.index(sampler)
         placement = group.plan.sampler_env(number) if group.plan else {}
-        return self._grpc_service("sampler", sampler, flags, threads=self._shares().sampler, placement=placement)
+        return self._grpc_service("sampler", sampler, flags, threads=self.shares().sampler, placement=placement)
 
     def _grpc_service(
         self,

@@ -37,7 +37,7 @@ _NAMES = (
 
 
 @contextlib.contextmanager
-def _named() -> Iterator[None]:
+def named() -> Iterator[None]:
     """Makes errors about a field of the chat name the field of the response from which it came."""
     try:
         yield
@@ -128,7 +128,7 @@ async def respond(gateway: Gateway, request: Request, body: Respond, *, caller: 
     """Answers a request. Raises ServiceError, and ClientDisconnect when the client has left."""
     if not body.input:
         raise InvalidRequest("input: is empty; send text or at least one item", field="input")
-    with _named():
+    with named():
         return await chat(gateway, request, chat_of(body), caller=caller, form=ResponseForm(body))
 
 

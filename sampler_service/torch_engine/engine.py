@@ -160,7 +160,7 @@ class TorchEngine:
         self._runner = Runner(base, self.scheduler.kv.caches, metrics=metrics, cores=cores)
         self._cores = cores
         self._loop = asyncio.get_running_loop()
-        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self.commands: SimpleQueue[Command] = SimpleQueue()
         """For the compute thread."""
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
 
@@ -237,11 +237,11 @@ class TorchEngine:
         if request.on_trial:
             generation = group.generation
             generation.trial = Trial(
-                begin=lambda: self._commands.put(BeginTrial(group)),
-                end=lambda: self._commands.put(EndTrial(group)),
+                begin=lambda: self.commands.put(BeginTrial(group)),
+                end=lambda: self.commands.put(EndTrial(group)),
                 expire=lambda: generation.push(Delta(0, [], [])),
             )
-        self._commands.put(Add(jobs))
+        self.commands.put(Add(jobs))
         return group.generation
 
     def describe(self, request_id: str) -> QueueStatus | None:
@@ -272,13 +272,13 @@ class TorchEngine:
             return 0
         moved: asyncio.Future[int] = self._loop.create_future()
         self.requests.fail_at_end(moved)
-        self._commands.put(Move(behind, behind[0].held[-1], moved))
+        self.commands.put(Move(behind, behind[0].held[-1], moved))
         return await moved
 
     async def stop(self) -> None:
         """Ends after the step that is being computed; unfinished requests fail with NotReady."""
         self.requests.begin_stop()
-        self._commands.put(Stop())
+        self.commands.put(Stop())
         await in_thread(self._thread.join)
         self.requests.end_stop()
 
@@ -313,13 +313,13 @@ class TorchEngine:
                 scored = await (await self.submit(one.request)).result()
                 one.check(scored, tolerance=TOLERANCE[self.base.dtype])
         self.store.remove("warm-up")
-        self._commands.put(ForgetWarmUp())
+        self.commands.put(ForgetWarmUp())
 
     def _cancel(self, group: SequenceGroup, error: ServiceError) -> None:
-        self._commands.put(Cancel(group, error))
+        self.commands.put(Cancel(group, error))
 
     def _forget(self, version: Version) -> None:
-        self._commands.put(ForgetVersion(version.namespace, version.weights))
+        self.commands.put(ForgetVersion(version.namespace, version.weights))
 
     def _release(self, group: SequenceGroup) -> None:
         for version in group.held:
@@ -348,9 +348,9 @@ class TorchEngine:
     def _take(self) -> bool:
         """Executes the commands that have come, and waits for one when nothing runs. False: stop after this step."""
         wait = self.scheduler.idle or self.scheduler.is_held
-        while wait or not self._commands.empty():
+        while wait or not self.commands.empty():
             wait = False
-            command = self._commands.get()
+            command = self.commands.get()
             if isinstance(command, Stop):
                 return False
             self._execute(command)

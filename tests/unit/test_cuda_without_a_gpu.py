@@ -179,8 +179,8 @@ async def test_sampling_waits_for_the_device_once_in_a_step_that_only_decodes(
         Request(prompt, "run/1", params=Params(max_tokens=6, temperature=0.0, stop=stop), prompt_alt_tokens_k=2),
     ):
         await engine.submit(request)
-    while not engine._commands.empty():
-        command = engine._commands.get()
+    while not engine.commands.empty():
+        command = engine.commands.get()
         assert isinstance(command, Add)
         engine.scheduler.add(command.jobs)
     draws, positions = "sampler_service/torch_engine/runner.py: draw", "tinsmith/modeling/kv_cache.py: __init__"

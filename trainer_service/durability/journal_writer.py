@@ -48,7 +48,7 @@ class Writer:
     """Runs jobs from its creation until `close`, which waits for all submitted jobs and closes the database."""
 
     def __init__(self, database: Database, bound: Bound, metrics: Metrics) -> None:
-        self._database = database
+        self.database = database
         self._bound = bound
         self._metrics = metrics
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -104,7 +104,7 @@ class Writer:
                 self._commit(jobs)
             elif not self.superseded.done():
                 self._note(self._attempt([]))
-        self._database.close()
+        self.database.close()
 
     def _take(self) -> list[_Job] | None:
         """Waits for jobs, and returns them once one is urgent or has waited for _SHARES_S. Returns no jobs after a
@@ -113,7 +113,7 @@ class Writer:
         latest = 0.0
         while True:
             try:
-                timeout = max(0.0, latest - time.monotonic()) if jobs else self._database.renew_s
+                timeout = max(0.0, latest - time.monotonic()) if jobs else self.database.renew_s
                 job = self._jobs.get(timeout=timeout)
             except queue.Empty:
                 return jobs
@@ -169,36 +169,36 @@ class Writer:
         sizes = replace(self._bound.sizes)
         outcomes: list[tuple[_Job, Any]] = []
         try:
-            self._database.begin()
+            self.database.begin()
             if self._in_outage:
-                self._bound.sizes = Sizes.of(self._database)
+                self._bound.sizes = Sizes.of(self.database)
             for job in jobs:
                 try:
-                    outcomes.append((job, job.run(self._database)))
+                    outcomes.append((job, job.run(self.database)))
                 except ServiceError as error:  # the job refused before it wrote anything
                     outcomes.append((job, error))
             if prune:
-                self._bound.prune(self._database)
-            self._database.commit()
+                self._bound.prune(self.database)
+            self.database.commit()
         except Exception as error:  # no error may end this thread: every later caller would wait for ever
             self._bound.sizes = sizes
             self._roll_back(error, num_jobs=len(jobs))
-            return error if isinstance(error, Superseded) else self._database.in_words(error)
+            return error if isinstance(error, Superseded) else self.database.in_words(error)
         if self._in_outage:
             self._in_outage = False
-            logger.info("the journal %s is there again", self._database.name)
+            logger.info("the journal %s is there again", self.database.name)
         return outcomes
 
     def _roll_back(self, error: Exception, *, num_jobs: int) -> None:
         if isinstance(error, Superseded):
             return
-        if not self._database.is_outage(error):
+        if not self.database.is_outage(error):
             logger.exception("a transaction of %d journal jobs failed", num_jobs)
         elif not self._in_outage:
             self._in_outage = True
-            logger.error("the journal %s cannot be reached, and is tried again: %s", self._database.name, error)
+            logger.error("the journal %s cannot be reached, and is tried again: %s", self.database.name, error)
         try:
-            self._database.rollback()
+            self.database.rollback()
         except Exception:
             logger.exception("the transaction cannot be rolled back now; this is tried again before the next one")
         self._metrics.durability.journal_failures.inc()

@@ -73,7 +73,7 @@ class CheckpointStore:
 
     def __init__(self, storage: Storage | Path, metrics: Metrics) -> None:
         """`storage`: a Path means a local folder, which is created if it does not exist."""
-        self._storage = LocalStorage(storage, metrics) if isinstance(storage, Path) else storage
+        self.storage = LocalStorage(storage, metrics) if isinstance(storage, Path) else storage
         self._metrics = metrics
         self._readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="storage-read")
         self._writers = ThreadPoolExecutor(_THREADS, thread_name_prefix="storage-write")
@@ -99,20 +99,20 @@ class CheckpointStore:
     @property
     def store_id(self) -> str:
         """Id of the store, the same for all trainers that share it."""
-        return self._storage.store_id
+        return self.storage.store_id
 
     @property
     def space(self) -> Space:
-        return self._storage.space
+        return self.storage.space
 
     def close(self) -> None:
         """Releases the storage for other processes. Nothing may be written afterwards."""
         for pool in (self._readers, self._writers):
             pool.shutdown(wait=False, cancel_futures=True)
-        self._storage.close()
+        self.storage.close()
 
     def exists(self, location: Location) -> bool:
-        return self._storage.exists(location)
+        return self.storage.exists(location)
 
     def save(
         self,
@@ -169,7 +169,7 @@ class CheckpointStore:
             )
         copied = pb.CheckpointInfo()
         with self._new(destination, overwrite=False, num_bytes=0) as draft:
-            with self._storage.reading(source) as found:
+            with self.storage.reading(source) as found:
                 files = [f for f in found.files.values() if destination.kind != ephemeral or f.name != _OPTIMIZER]
                 for file in files:
                     try:
@@ -193,13 +193,13 @@ class CheckpointStore:
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
         """A context with an empty temporary folder on this machine. A full disk raises OutOfCapacity."""
-        with self._storage.scratch() as folder:
+        with self.storage.scratch() as folder:
             yield folder
 
     @contextlib.contextmanager
     def _new(self, location: Location, *, overwrite: bool, num_bytes: int) -> Iterator[Draft]:
         try:
-            with self._storage.new(location, overwrite=overwrite, num_bytes=num_bytes) as draft:
+            with self.storage.new(location, overwrite=overwrite, num_bytes=num_bytes) as draft:
                 yield draft
         except OutOfCapacity as error:
             raise OutOfCapacity(f"checkpoint {location} was not saved: {error.message}", **error.metadata) from error
@@ -212,7 +212,7 @@ class CheckpointStore:
 
     def manifest(self, location: Location) -> Manifest:
         """Reads the manifest. Raises CheckpointNotFound, DataCorrupted."""
-        with self._storage.reading(location) as found:
+        with self.storage.reading(location) as found:
             return found
 
     def open_file(self, location: Location, name: str) -> BinaryIO:
@@ -222,7 +222,7 @@ class CheckpointStore:
         differs from the manifest.
         """
         with self._damage_counted():
-            return self._storage.open_file(location, name)
+            return self.storage.open_file(location, name)
 
     def verify(self, location: Location) -> tuple[list[pb.CheckpointFile], dict[str, str]]:
         """Reads every file and compares it with the manifest. Returns the manifest's files, and the problems found, by
@@ -247,7 +247,7 @@ class CheckpointStore:
         Raises CheckpointNotFound, DataCorrupted when a file differs from the manifest, and InvalidRequest when the
         checkpoint is encrypted, does not fit the base model, or lacks the optimizer that is asked for.
         """
-        with self._damage_counted(), self._storage.reading(location) as found:
+        with self._damage_counted(), self.storage.reading(location) as found:
             info = found.checkpoint
             if info.encrypted:
                 raise InvalidRequest(f"checkpoint {location} is encrypted with age: it can be downloaded, not loaded")
@@ -259,7 +259,7 @@ class CheckpointStore:
             config = config_from_proto(info.lora_config, max_rank=info.lora_config.rank)
             weights = _ADAPTER if config.rank else [name for name in found.files if name != _OPTIMIZER]
             names = [*weights, _OPTIMIZER] if with_optimizer else weights
-            with self._storage.files(location, found, names) as folder:
+            with self.storage.files(location, found, names) as folder:
                 adapter = (
                     Adapter.load_peft(folder, config, base.targets)
                     if config.rank
@@ -286,14 +286,14 @@ class CheckpointStore:
         Raises OutOfCapacity when the disk is full.
         """
         content = json_format.MessageToJson(certificate, preserving_proto_field_name=True) + "\n"
-        self._storage.put_certificate(location, certificate.version_id, content.encode())
+        self.storage.put_certificate(location, certificate.version_id, content.encode())
 
     def certificate(self, location: Location) -> pb.PublishCertificate:
         """The certificate of the version's last publish. Raises CheckpointNotFound, DataCorrupted, and NotFound when
         the version was never published."""
-        with self._storage.reading(location) as found:
+        with self.storage.reading(location) as found:
             try:
-                content = self._storage.certificate(location, found)
+                content = self.storage.certificate(location, found)
             except FileNotFoundError:
                 raise NotFound(f"{location}: its version was never published, so it has no certificate") from None
         try:
@@ -303,11 +303,11 @@ class CheckpointStore:
 
     def delete(self, location: Location, *, version_id: str = "") -> None:
         """Deletes a checkpoint, if it exists. With a `version_id`, a checkpoint of another version stays."""
-        self._storage.delete(location, version_id=version_id)
+        self.storage.delete(location, version_id=version_id)
 
     def delete_ephemeral(self, run_id: str) -> None:
         """Deletes a run's checkpoints of kind EPHEMERAL, which have no public path."""
-        self._storage.delete_all(run_id, KINDS[pb.CHECKPOINT_KIND_EPHEMERAL])
+        self.storage.delete_all(run_id, KINDS[pb.CHECKPOINT_KIND_EPHEMERAL])
 
 
 def _num_bytes(state: CapturedState) -> int:

@@ -139,7 +139,7 @@ class WeightSender:
         self._timeout_s = timeout_s
         self._metrics = metrics
         self._services = services
-        self._samplers = Samplers(
+        self.samplers = Samplers(
             services.known.samplers,
             api_key=api_key,
             certificates=certificates,
@@ -154,7 +154,7 @@ class WeightSender:
             bucket_bytes=bucket_bytes,
             timeout_s=timeout_s,
         )
-        self._links = Links(self._former, self._samplers, metrics)
+        self._links = Links(self._former, self.samplers, metrics)
         self.device_failed = self._links.device_failed
         """Set when a group was to be formed in the background, and the device can compute no more. A publish raises."""
         self.version_homes = version_homes
@@ -165,7 +165,7 @@ class WeightSender:
 
     def start(self) -> None:
         """Begins to watch the samplers and to form groups, in the background."""
-        self._samplers.start()
+        self.samplers.start()
         self._background.append(asyncio.create_task(self._follow()))
 
     async def close(self) -> None:
@@ -175,7 +175,7 @@ class WeightSender:
             await asyncio.gather(*tasks, return_exceptions=True)
         await self._links.close()
         self._former.close()
-        await self._samplers.close()
+        await self.samplers.close()
 
     async def publish(self, version: Version, *, num_samplers: int = 0) -> Published:
         """Sends a version to the samplers that are its homes. Homes that did not have it hold it on probation.
@@ -195,10 +195,10 @@ class WeightSender:
 
     async def _publish_once(self, version: Version, num_samplers: int) -> Published:
         started = time.perf_counter()
-        if not self._samplers.serving():
-            await self._samplers.check(self._samplers.all)
+        if not self.samplers.serving():
+            await self.samplers.check(self.samplers.all)
         await self._links.formed()
-        ranked = self._samplers.ranked(version.run_id)
+        ranked = self.samplers.ranked(version.run_id)
         ranked = [sampler for sampler in ranked if sampler in self._links] or ranked
         num_homes = len(ranked) if version.is_full else max(self.version_homes, num_samplers)
         error: ServiceError | None = None
@@ -206,7 +206,7 @@ class WeightSender:
         while ranked and not holders:
             homes, ranked = set(ranked[:num_homes]), ranked[num_homes:]
             try:
-                sent, holders = await self._deliver(version, [each for each in self._samplers.all if each in homes])
+                sent, holders = await self._deliver(version, [each for each in self.samplers.all if each in homes])
             except (NotReady, OutOfCapacity) as failure:
                 error = failure
         if error is not None and not holders:
@@ -227,7 +227,7 @@ class WeightSender:
             members = [member for member in members if member.serving]
             while members and len(failures) < _ATTEMPTS:
                 try:
-                    return await self._samplers.guarded(members, self._attempt(version, members))
+                    return await self.samplers.guarded(members, self._attempt(version, members))
                 except ChannelBroken as error:
                     failures.append(str(error))
                     self._metrics.publishing.publish_failures.inc()
@@ -237,7 +237,7 @@ class WeightSender:
                     # timeouts.
                     error.__traceback__ = None
                     self._links.drop(members)
-                    await self._samplers.check([member for member in members if member.serving])
+                    await self.samplers.check([member for member in members if member.serving])
                     left = [member for member in members if member.serving]
                     if left == members:  # no member was lost, so a transport may be the cause
                         failed = [member for member in members if member.address in error.addresses]
@@ -254,16 +254,16 @@ class WeightSender:
     @property
     def has_samplers(self) -> bool:
         """True when samplers are configured, whether they serve now or not."""
-        return bool(self._samplers.all)
+        return bool(self.samplers.all)
 
     def check_servable(self, config: AdapterConfig, *, num_bytes: int) -> None:
         """Raises InvalidRequest for versions that some sampler could never serve, as far as is known. `num_bytes`: of
         one version."""
-        self._samplers.check_servable(config, num_bytes=num_bytes)
+        self.samplers.check_servable(config, num_bytes=num_bytes)
 
     def sampler(self, address: str) -> Sampler:
         """The sampler at an address, one of `Published.members`."""
-        return self._samplers.known[address]
+        return self.samplers.known[address]
 
     async def confirm(self, version_id: str, addresses: Collection[str]) -> Sequence[str]:
         """Makes a version visible on these samplers, all at the same time. Returns the addresses that have
@@ -278,7 +278,7 @@ class WeightSender:
                 return False
             return True
 
-        asked = [sampler for sampler in self._samplers.all if sampler.address in addresses]
+        asked = [sampler for sampler in self.samplers.all if sampler.address in addresses]
         for sampler in asked:
             if (late := self.withdrawing.pop((sampler.address, version_id), None)) is not None:
                 late.cancel()  # the version was refused before, and has passed now
@@ -292,7 +292,7 @@ class WeightSender:
         hold the version. It is told as soon as it can be reached, unless the version is confirmed meanwhile.
         """
         awaited = []
-        for sampler in self._samplers.all:
+        for sampler in self.samplers.all:
             key = sampler.address, version_id
             if (task := self.withdrawing.get(key)) is None:
                 task = self.withdrawing[key] = asyncio.create_task(self._withdraw(sampler, version_id))
@@ -327,7 +327,7 @@ class WeightSender:
 
     async def _each(self, call: Callable[[Sampler], Awaitable[object]]) -> None:
         """Makes a call on all serving samplers at once. Waits for at most _REMOVE_S; the calls go on afterwards."""
-        removing = [asyncio.ensure_future(self._try(sampler, call(sampler))) for sampler in self._samplers.serving()]
+        removing = [asyncio.ensure_future(self._try(sampler, call(sampler))) for sampler in self.samplers.serving()]
         self._removing.update(removing)
         for one in removing:
             one.add_done_callback(self._removing.discard)
@@ -357,7 +357,7 @@ class WeightSender:
     def _on_change(self, sampler: Sampler) -> None:
         """Called when a sampler begins or ceases to serve."""
         self._links.drop([sampler])  # a sampler that comes back no longer knows its group
-        self._metrics.publishing.samplers.set(len(self._samplers.serving()))
+        self._metrics.publishing.samplers.set(len(self.samplers.serving()))
         if sampler.serving:
             self._links.begin(sampler)
         else:
@@ -365,7 +365,7 @@ class WeightSender:
 
     async def _follow(self) -> None:
         async for services in self._services.changes():
-            self._samplers.use(services.samplers)
+            self.samplers.use(services.samplers)
 
     async def _attempt(self, version: Version, members: Sequence[Sampler]) -> tuple[str, list[Sampler]]:
         """Sends a version to those members that lack it. Returns as `_deliver`. Raises OutOfCapacity when no member has

@@ -282,7 +282,7 @@ def test_a_machine_of_several_runs_its_part_at_addresses_that_others_reach() -> 
     assert {flag(service, "grpc-ca") for service in services} == {"/tls/ca.pem"}
     assert stack.samplers(groups) == [flag(service, "listen") for service in services]
     assert stack.trainers(groups) == []
-    assert stack._shares().sampler == max(1, usable_cores() // 4)
+    assert stack.shares().sampler == max(1, usable_cores() // 4)
 
     stack = replace(make_stack(models[:1]), site=site("trainer", host="fd00::2"))
     groups = stack.groups()
@@ -290,7 +290,7 @@ def test_a_machine_of_several_runs_its_part_at_addresses_that_others_reach() -> 
     assert stack.trainers(groups) == [flag(trainer, "listen")] == ["[fd00::2]:8101"]
     assert flag(trainer, "services-file") == "/state/cluster/services.json"
     assert "--samplers" not in trainer.argv
-    assert stack._shares().trainer == usable_cores()
+    assert stack.shares().trainer == usable_cores()
 
     stack = replace(make_stack(models[:1]), site=site("gateway"))
     (gateway,) = stack.services(stack.groups())

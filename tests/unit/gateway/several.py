@@ -65,7 +65,7 @@ class Several:
         server = self.servers.pop(port)
         gateway = server.app.state.gateway
         if not leaves:
-            for task in gateway._tasks:
+            for task in gateway.tasks:
                 task.cancel()
 
             async def nothing() -> None:

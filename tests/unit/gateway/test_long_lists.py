@@ -196,7 +196,7 @@ async def test_what_the_reaper_reads_of_ended_runs_and_expired_checkpoints_has_n
     asked = statements.taken()  # not those of the gateway's own reaper, which releases the model beside this test
     assert any("FROM checkpoints" in statement for statement in asked)
     assert not [statement for statement in asked if "user_metadata" in statement or "tags" in statement]
-    await gateway.reaper._release_models()
+    await gateway.reaper.release_models()
     await gateway.reaper.delete_expired()
     assert await gateway.store.checkpoints.get(gone.path) is None
 

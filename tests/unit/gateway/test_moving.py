@@ -237,7 +237,7 @@ async def test_a_run_that_ends_while_it_moves_is_deleted_at_its_new_trainer(
     assert other.servicer.deleted_models == stack.trainer.deleted_models == []
     stack.trainer.moving_fails = []
     await drained(client, other)
-    await stack.gateway.reaper._reap()
+    await stack.gateway.reaper.reap()
     await until(lambda: stack.trainer.deleted_models == [model_id])
     assert other.servicer.deleted_models == []
 

@@ -295,13 +295,13 @@ def test_tools_go_to_the_chat_in_its_form() -> None:
 
 
 def test_an_error_that_names_another_field_keeps_the_rest_of_what_it_says() -> None:
-    with pytest.raises(RateLimited, match="max_output_tokens: 9 are too many") as caught, responses._named():
+    with pytest.raises(RateLimited, match="max_output_tokens: 9 are too many") as caught, responses.named():
         raise RateLimited("max_tokens: 9 are too many", field="max_tokens", retry_after_s=7)
     assert caught.value.metadata == {"field": "max_output_tokens", "retry_after_s": "7"}
 
 
 def test_an_error_about_a_message_names_the_input_without_an_index_of_the_chat() -> None:
     field = "messages[3].tool_calls"
-    with pytest.raises(InvalidRequest, match="input: the template") as caught, responses._named():
+    with pytest.raises(InvalidRequest, match="input: the template") as caught, responses.named():
         raise InvalidRequest(f"{field}: the template does not show them", field=field)
     assert caught.value.metadata == {"field": "input"}

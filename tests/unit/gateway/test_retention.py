@@ -293,7 +293,7 @@ async def test_everything_about_a_checkpoint_and_whether_it_is_intact(stack: Sta
 
 async def test_stored_bytes_are_counted(stack: Stack, client: Client) -> None:
     await run_with(client, number=2)
-    await stack.gateway.reaper._count_stored()
+    await stack.gateway.reaper.count_stored()
     text = (await client.get("/metrics")).text
     assert 'gateway_checkpoints{kind="weights"} 2.0' in text
     stored = sum(info.size_bytes for info in stack.trainer.checkpoints.values())

@@ -145,9 +145,9 @@ async def test_reading_runs_writes_nothing_and_shows_the_last_request(stack: Sta
     gateway = stack.server.app.state.gateway
     run_id = await client.model(await client.session())
     await client.result((await client.forward_backward(run_id, 1)).json())
-    for task in gateway._tasks:
+    for task in gateway.tasks:
         task.cancel()  # what writes in the background
-    await asyncio.gather(*gateway._tasks, return_exceptions=True)
+    await asyncio.gather(*gateway.tasks, return_exceptions=True)
     await gateway.ledger.flush()
     gateway.ledger.touch(run_id)
     touched_at = gateway.ledger.touched_at(run_id)

@@ -110,14 +110,14 @@ async def test_a_machine_that_slept_and_a_clock_that_was_set_end_no_session(
     monkeypatch.setattr(time, "time", lambda: now)
     alive, gone = [await client.session() for _ in range(2)]
     await client.model(alive)
-    await reaper._end_silent_sessions()
+    await reaper.end_silent_sessions()
     now += jump_s
-    await reaper._end_silent_sessions()
+    await reaper.end_silent_sessions()
     await client.call("session_heartbeat", {"session_id": gone})
     for _ in range(7):
         now += 10
         await client.call("session_heartbeat", {"session_id": alive})
-        await reaper._end_silent_sessions()
+        await reaper.end_silent_sessions()
     await client.call("session_heartbeat", {"session_id": alive})
     await client.call("session_heartbeat", {"session_id": gone}, status=410)
 
@@ -128,7 +128,7 @@ async def test_a_session_that_has_ended_trains_nothing_though_its_models_are_not
     async def never(_: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("gateway.reaper.Reaper._release_models", never)
+    monkeypatch.setattr("gateway.reaper.Reaper.release_models", never)
     session_id = await client.session()
     model_id = await client.model(session_id)
     await client.call(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})

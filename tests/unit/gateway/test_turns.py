@@ -258,7 +258,7 @@ async def test_a_large_batch_overtakes_those_of_another_owner_that_came_before_i
             message.data[0].model_input[0].encoded_text.tokens = bytes(2**20)
             requests.append(posted("forward_backward", message.SerializeToString(), key=key))
     turns = stack.gateway.turns
-    turns._longest_s = LIMIT_S
+    turns.longest_s = LIMIT_S
     async with asyncio.timeout(LIMIT_S), turns.turn("eve"):  # until all bodies are read
         answers = asyncio.create_task(answered_first(stack, requests[:-1], requests[-1]))
         while sum(map(len, turns._waiting._owners.values())) < len(requests):  # noqa: ASYNC110
@@ -275,9 +275,9 @@ async def test_a_large_batch_has_its_turn_until_the_trainer_has_it(stack: Stack,
     submitted, taken = gateway.training.operations.submit, list[bool]()
 
     async def submit(*args: Any) -> None:
-        taken.append(gateway.turns._is_taken)
+        taken.append(gateway.turns.is_taken)
         await submitted(*args)
-        taken.append(gateway.turns._is_taken)
+        taken.append(gateway.turns.is_taken)
 
     gateway.training.operations.submit = submit  # type: ignore[method-assign]
     body = message.SerializeToString()

@@ -413,7 +413,7 @@ async def test_a_move_that_a_stopping_engine_does_not_make_is_no_success(model_f
             await engine.install(version(number), make_adapter(engine.targets, seed=number))
         with stepping(engine):
             await engine.submit(following(prompt(9), max_tokens=50))
-            engine._commands.put(Stop())
+            engine.commands.put(Stop())
             moving = asyncio.create_task(engine.move(RUN, version(2)))
             await asyncio.sleep(0)
     with pytest.raises(NotReady, match="shutting down"):

@@ -261,7 +261,7 @@ def test_no_less_memory_is_counted_than_a_waiting_request_takes(text_model_folde
     async def measured() -> tuple[int, int]:
         async with serving(text_model_folder, max_running=1) as engine:
             engine.scheduler.forget_warm_up = lambda: time.sleep(2)  # type: ignore[method-assign]
-            engine._commands.put(ForgetWarmUp())
+            engine.commands.put(ForgetWarmUp())
             asked = [request(prompt(4, vocab_size=200), max_tokens=250, num_samples=1000) for _ in range(20)]
             tracemalloc.start()
             for one in asked:
@@ -374,6 +374,20 @@ async def test_a_damaged_file_of_weights_is_one_line(tmp_path: Path, caplog: pyt
     (line,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
     assert line.startswith(f"cannot serve {folder}: a file of weights is damaged (")
     assert "\n" not in line
+
+
+async def test_an_engine_that_dies_in_its_first_pass_is_one_line_below_the_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr("sampler_service.torch_engine.runner.Runner.run", fail)
+    folder = make_model(tmp_path)
+    assert await serve(SamplerConfig(base_model=str(folder), listen="127.0.0.1:0")) == 1
+    last = [record for record in caplog.records if record.levelname == "ERROR"][-1]
+    assert last.getMessage() == f"cannot serve {folder}: the engine has died: can't allocate memory"
+    assert last.exc_info is None
 
 
 async def test_the_process_serves_and_stops_on_sigterm_with_a_generation_running(

@@ -250,7 +250,7 @@ async def test_a_version_that_one_sampler_computes_wrongly_is_never_served(
 async def test_a_model_that_no_sampler_can_serve_is_refused_before_it_is_trained(
     stack: Stack, field: str, why: str
 ) -> None:
-    last = stack.publisher.sender._samplers.all[-1]
+    last = stack.publisher.sender.samplers.all[-1]
     assert last.info is not None
     assert last.info.max_lora_rank == 16
     assert last.info.max_version_bytes == 2 * 1024**3

@@ -183,7 +183,7 @@ async def test_a_rollback_that_fails_is_made_up_for_before_the_next_transaction(
 
     async with opened(tmp_path) as journal:
         await executed(journal, range(2))
-        journal.writer._database = _FailingRollbacks(journal.writer._database, times=3)  # type: ignore[assignment]
+        journal.writer.database = _FailingRollbacks(journal.writer.database, times=3)  # type: ignore[assignment]
         with pytest.raises(ServiceError, match="disk I/O error"):
             await asyncio.wait_for(journal.writer.submit(fail), 10)
         await asyncio.wait_for(journal.append(MODEL, 2, batch(2)), 10)

@@ -220,8 +220,8 @@ async def test_a_commit_whose_outcome_is_unknown_takes_place_once(in_postgres: J
     async with opened(in_postgres) as journal:
         await executed(journal, range(3))
         await journal.append(MODEL, 3, batch(3))
-        cut: Any = _CutAtCommit(journal.writer._database)  # type: ignore[arg-type]
-        journal.writer._database = cut
+        cut: Any = _CutAtCommit(journal.writer.database)  # type: ignore[arg-type]
+        journal.writer.database = cut
         body = batch(4)
         await journal.append(MODEL, 4, body)
         cut.times = 1
@@ -248,8 +248,8 @@ async def test_a_request_that_nobody_was_told_of_gives_way_to_the_next_one(
     monkeypatch.setattr(journal_writer, "_OUTAGE_PATIENCE_S", 0.0)
     async with opened(in_postgres) as journal:
         await executed(journal, range(2))
-        cut: Any = _CutAtCommit(journal.writer._database)  # type: ignore[arg-type]
-        journal.writer._database = cut
+        cut: Any = _CutAtCommit(journal.writer.database)  # type: ignore[arg-type]
+        journal.writer.database = cut
         with pytest.raises(NotReady):
             await journal.append(MODEL, 2, batch(2))
         await journal.append(MODEL, 2, batch(20))

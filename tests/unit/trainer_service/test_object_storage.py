@@ -42,7 +42,7 @@ def loaded(store: CheckpointStore, base: BaseModel) -> torch.Tensor:
 
 
 def file_system_of(store: CheckpointStore) -> Any:
-    storage = store._storage
+    storage = store.storage
     assert isinstance(storage, ObjectStorage)
     return storage._fs
 
@@ -150,7 +150,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(
 def test_a_generation_stays_until_its_last_reader_is_done(objects: Place, base: BaseModel) -> None:
     store = objects.open()
     save(store, base, value=0.1)
-    storage = store._storage
+    storage = store.storage
     with storage.reading(at("one")) as found:
         save(store, base, value=0.2, overwrite=True)
         with storage.files(at("one"), found, found.files) as folder:
@@ -331,7 +331,7 @@ def test_a_folder_that_cannot_be_made_is_said_at_start(tmp_path: Path) -> None:
 def test_reading_what_is_gone_is_not_damage(objects: Place, base: BaseModel) -> None:
     store = objects.open()
     save(store, base)
-    with store._storage.reading(at("one")) as found:
+    with store.storage.reading(at("one")) as found:
         objects.fs.rm(f"{objects.root}/{RUN}", recursive=True)  # another process deletes the run
-        with pytest.raises(CheckpointNotFound), store._storage.files(at("one"), found, [DATA]):
+        with pytest.raises(CheckpointNotFound), store.storage.files(at("one"), found, [DATA]):
             pass

@@ -30,7 +30,7 @@ async def test_an_answer_that_is_too_large_for_the_journal_is_given_once_and_not
 ) -> None:
     bench = await make_bench()
     await bench.create("a")
-    database = bench.journal.writer._database
+    database = bench.journal.writer.database
     assert isinstance(database, JournalFile)
     database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4000)
     operation = await bench.batch("a", 1, "x" * 5000)

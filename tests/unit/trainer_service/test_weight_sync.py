@@ -431,7 +431,7 @@ async def test_samplers_come_and_go_by_the_file_while_the_trainer_runs(
     assert not sender.has_samplers
     for count, version_id in ((1, "m@1"), (2, "m@2"), (1, "m@3"), (2, "m@4")):
         write_addresses(listed, Addresses(samplers=addresses[:count]))
-        await until(lambda count=count: len(sender._samplers.serving()) == count)
+        await until(lambda count=count: len(sender.samplers.serving()) == count)
         published = await sender.publish(make_version(version_id))
         assert list(published.members) == addresses[:count]
     assert [*receivers[0].versions] == ["m@1", "m@2", "m@3", "m@4"]
