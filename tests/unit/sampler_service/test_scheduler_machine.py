@@ -298,7 +298,7 @@ class BatchMachine(RuleBasedStateMachine):
         assert sum(cache.num_lanes * cache.capacity for cache in kv.caches.values()) <= MAX_KV_TOKENS
         # Every block is free or found, once.
         prefixes = kv.prefixes
-        blocks = [*prefixes._free, *(block.id for block in prefixes._index.values())]
+        blocks = [*prefixes._free, *prefixes._unused, *(block.id for block in prefixes._index.values())]
         assert sorted(blocks) == list(range(prefixes._blocks.num_blocks))
         assert sum(len(digests) for digests in prefixes._namespaces.values()) == len(prefixes._index)
         # States have a block, and with those that a prompt in pieces has left, no more than their room.
