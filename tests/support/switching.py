@@ -1,10 +1,9 @@
-"""The slow, obvious version of a generation whose weights change between tokens: plain transformers, token by token,
-float32. Keys and values that one model has computed are kept when the next one goes on."""
+"""The obvious version of a generation whose weights change between tokens: plain transformers, float32, all tokens of
+one model at once. Keys and values that one model has computed are kept when the next one goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,13 @@ def switching_logprobs(
     models: Mapping[str, Any], prompt: Sequence[int], tokens: Sequence[int], spans: Sequence[tuple[str, int]]
 ) -> np.ndarray:
     """Logprobs of the output `tokens`. `spans`: name of a model, and how many tokens it draws, in order."""
-    drawn_by = [model for name, count in spans for model in repeat(models[name], count)]
-    assert len(drawn_by) == len(tokens)
-    cache, new, logprobs = DynamicCache(), list(prompt), []
-    for model, token in zip(drawn_by, tokens, strict=True):
-        logits = model(input_ids=torch.tensor([new]), past_key_values=cache, use_cache=True).logits
-        logprobs.append(logits[0, -1].log_softmax(-1)[token].item())
-        new = [token]
+    assert sum(count for _, count in spans) == len(tokens)
+    cache, new, rest, logprobs = DynamicCache(), list(prompt), list(tokens), []
+    for name, count in spans:
+        drawn, rest = rest[:count], rest[count:]
+        if drawn:
+            inputs = torch.tensor([new + drawn[:-1]])
+            logits = models[name](input_ids=inputs, past_key_values=cache, use_cache=True).logits
+            logprobs += logits[0, -count:].log_softmax(-1)[range(count), drawn].tolist()
+            new = drawn[-1:]
     return np.array(logprobs)
