@@ -23,7 +23,7 @@ from sampler_service.core.request import (
 from sampler_service.tokenizer import Chat
 from tinsmith.errors import InvalidRequest
 from tinsmith.model_input import model_input
-from tinsmith.modeling.tower import Tower
+from tinsmith.pictures.processing import Processor
 from tinsmith.rpc.tensors import from_numpy, sparse_cells, to_numpy
 from tinsmith.rpc.times import duration
 from tinsmith.v1 import sampler_pb2 as pb
@@ -35,17 +35,17 @@ _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 def request_from_proto(
     message: pb.SampleRequest,
     *,
-    tower: Tower | None = None,
+    processor: Processor | None = None,
     why_no_pictures: str = "it sees text only",
     max_tokens: int = 0,
     on_probation: bool = False,
     owner: str | None = None,
 ) -> Request:
     """Raises InvalidRequest for what is malformed. `owner`: of the caller's key; None if the caller sends others'
-    requests, and cache_salt says whose. `tower`: the base model's; None, with the reason, if the engine
-    takes no pictures. `max_tokens`: most tokens of a prompt with pictures."""
+    requests, and cache_salt says whose. `processor`: of the base model's pictures; None, with the reason, if the
+    engine takes no pictures. `max_tokens`: most tokens of a prompt with pictures."""
     prompt, pictures = model_input(
-        message.prompt, tower=tower, why_no_pictures=why_no_pictures, max_tokens=max_tokens, field="prompt"
+        message.prompt, processor=processor, why_no_pictures=why_no_pictures, max_tokens=max_tokens, field="prompt"
     )
     last_n = message.prompt_logprobs_last_n if message.HasField("prompt_logprobs_last_n") else None
     has_targets = message.HasField("target_prompt_logprobs")

@@ -226,7 +226,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         read = partial(
             convert.request_from_proto,
             request,
-            tower=engine.tower,
+            processor=engine.processor,
             why_no_pictures=engine.why_no_pictures,
             max_tokens=engine.limits.max_length,
             owner=self._owner(context),

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import InvalidRequest
-from tinsmith.modeling.tower import Placed, Tower
+from tinsmith.modeling.tower import Placed
 from tinsmith.pictures.headers import size_of
-from tinsmith.pictures.processing import Picture
+from tinsmith.pictures.processing import Picture, Processor
 from tinsmith.rpc import tensors
 from tinsmith.v1 import types_pb2
 
@@ -22,17 +22,17 @@ def has_pictures(chunks: Sequence[types_pb2.Chunk]) -> bool:
 
 
 def model_input(
-    chunks: Sequence[types_pb2.Chunk], *, tower: Tower | None, why_no_pictures: str, max_tokens: int, field: str
+    chunks: Sequence[types_pb2.Chunk], *, processor: Processor | None, why_no_pictures: str, max_tokens: int, field: str
 ) -> tuple[npt.NDArray[np.int32], tuple[Placed, ...]]:
     """The token ids, and the pictures in rising order.
 
-    `tower`: the base model's; None, with the reason, if pictures cannot be taken. `max_tokens`: no picture of an input
-    with more tokens is decoded, so that files of some kilobytes cannot fill the memory. Raises InvalidRequest, naming
-    the chunk.
+    `processor`: the base model's; None, with the reason, if pictures cannot be taken. `max_tokens`: no picture of an
+    input with more tokens is decoded, so that files of some kilobytes cannot fill the memory. Raises InvalidRequest,
+    naming the chunk.
     """
     if not has_pictures(chunks):
         return tensors.text_tokens(chunks, field=field), ()
-    num_tokens = _num_tokens(chunks, tower, field=field)
+    num_tokens = _num_tokens(chunks, processor, field=field)
     if num_tokens > max_tokens:
         raise InvalidRequest(
             f"{field}: {num_tokens} tokens, with those of its pictures, are above {max_tokens}, the most that fit here",
@@ -44,14 +44,14 @@ def model_input(
         where = f"{field}[{index}]"
         if not chunk.HasField("image"):
             parts.append(tensors.chunk_tokens(chunk, field=where))
-        elif tower is None:
+        elif processor is None:
             raise InvalidRequest(
                 f"{where}: chunk kind 'image' is not supported by this base model ({why_no_pictures}); "
                 "use encoded_text",
                 field=where,
             )
         else:
-            picture = _picture(chunk.image, tower, field=where)
+            picture = _picture(chunk.image, processor, field=where)
             start = sum(part.size for part in parts)
             if picture.sees_ahead and pictures and pictures[-1].stop == start:
                 raise InvalidRequest(
@@ -60,16 +60,16 @@ def model_input(
                     field=where,
                 )
             pictures.append(Placed(start, picture))
-            parts.append(np.full(picture.num_tokens, tower.picture_token, np.int32))
+            parts.append(np.full(picture.num_tokens, processor.picture_token, np.int32))
     return np.concatenate(parts).astype(np.int32, copy=False), tuple(pictures)
 
 
-def _num_tokens(chunks: Sequence[types_pb2.Chunk], tower: Tower | None, *, field: str) -> int:
+def _num_tokens(chunks: Sequence[types_pb2.Chunk], processor: Processor | None, *, field: str) -> int:
     """Number of tokens by the headers of the pictures; 0 where nothing is decoded. Raises InvalidRequest, naming the
     chunk, for a header that is broken."""
-    if tower is None:
+    if processor is None:
         return 0
-    counting, num_tokens = tower.processor.counting, 0
+    counting, num_tokens = processor.counting, 0
     for index, chunk in enumerate(chunks):
         where, image = f"{field}[{index}]", chunk.image
         num_tokens += len(chunk.encoded_text.tokens) // 4
@@ -78,7 +78,7 @@ def _num_tokens(chunks: Sequence[types_pb2.Chunk], tower: Tower | None, *, field
     return num_tokens
 
 
-def _picture(image: types_pb2.Image, tower: Tower, *, field: str) -> Picture:
+def _picture(image: types_pb2.Image, processor: Processor, *, field: str) -> Picture:
     if image.HasField("override_dimensions"):
         where = f"{field}.override_dimensions"
         raise InvalidRequest(
@@ -87,4 +87,4 @@ def _picture(image: types_pb2.Image, tower: Tower, *, field: str) -> Picture:
             field=where,
         )
     expected = image.expected_tokens if image.HasField("expected_tokens") else None
-    return tower.processor.picture(image.data, image.format, expected_tokens=expected, field=field)
+    return processor.picture(image.data, image.format, expected_tokens=expected, field=field)

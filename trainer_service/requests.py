@@ -335,7 +335,7 @@ def _tokens(
     """The token ids of the input, and its pictures."""
     tokens, pictures = model_input(
         datum.model_input,
-        tower=limits.tower,
+        processor=limits.processor,
         why_no_pictures=limits.why_no_pictures,
         max_tokens=limits.max_context_length,
         field=f"{field}.model_input",

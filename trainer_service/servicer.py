@@ -229,7 +229,7 @@ def _picture_counting(tower: Tower | None) -> pb.PictureCounting | None:
     counting = tower.processor.counting
     message = pb.PictureCounting(rule=counting.rule, settings=settings_of(counting))
     if (around := tower.processor.in_chats) is not None:
-        message.picture_token = tower.picture_token
+        message.picture_token = tower.processor.picture_token
         message.before.extend(around[0])
         message.after.extend(around[1])
     return message

@@ -28,9 +28,9 @@ from sampler_service.core.versions import VersionStore
 from sampler_service.grammars import Grammars
 from sampler_service.metrics import Requests
 from tinsmith.errors import Cancelled, EngineDead, NotReady, OutOfCapacity, ServiceError
-from tinsmith.modeling.adapter import Target
+from tinsmith.modeling.adapter import Group, Target
 from tinsmith.modeling.full_weights import FullWeights, Weights
-from tinsmith.modeling.tower import Tower
+from tinsmith.pictures.processing import Processor
 from tinsmith.rpc.paths import is_newer
 
 logger = logging.getLogger(__name__)
@@ -88,8 +88,13 @@ class SamplingEngine(Protocol):
         ...
 
     @property
-    def tower(self) -> Tower | None:
-        """The vision tower; None when prompts cannot have pictures."""
+    def refused_groups(self) -> abc.Mapping[Group, str]:
+        """Groups of layers that no version may change here, with the reasons."""
+        ...
+
+    @property
+    def processor(self) -> Processor | None:
+        """The processor of pictures; None when prompts cannot have any."""
         ...
 
     @property

@@ -107,8 +107,6 @@ class PromptScorer:
             values, ids = logprobs_n_V.topk(k)
             self.topk.token_ids[row + 1 : end + 1, :k] = ids.cpu().numpy()
             self.topk.logprobs[row + 1 : end + 1, :k] = values.cpu().numpy()
-            pictured = row + 1 + np.flatnonzero(~self._is_text[row + 1 : end + 1])
-            self.topk.token_ids[pictured], self.topk.logprobs[pictured] = 0, EMPTY_LOGPROB
 
     def _add_alternatives(self, logprobs_n_V: Tensor, row: int, end: int) -> None:
         temperature = self.request.params.temperature
@@ -142,6 +140,7 @@ class PromptScorer:
         request = self.request
         if not self.finite:
             raise not_finite(version_id)
+        self.topk.token_ids[~self._is_text], self.topk.logprobs[~self._is_text] = 0, EMPTY_LOGPROB
         return PromptScores(
             logprobs=self.logprobs if request.prompt_logprobs else None,
             topk=self.topk if request.topk_prompt_logprobs else None,

@@ -12,6 +12,7 @@ import numpy as np
 
 from sampler_service.core.request import Ints, Params, Request, Result
 from tinsmith.modeling.pretrained import UnsupportedModel
+from tinsmith.modeling.tower import Placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +23,21 @@ class Comparison:
     version_id: str
     tokens: Sequence[int]
     logprobs: Sequence[float]
+    pictures: tuple[Placed, ...] = ()
 
     @classmethod
     def of(cls, request: Request, result: Result) -> list[Comparison]:
         sequences = result.sequences
-        return [cls(request.prompt, request.version_id, one.tokens, one.logprobs) for one in sequences]
+        return [
+            cls(request.prompt, request.version_id, one.tokens, one.logprobs, request.pictures) for one in sequences
+        ]
 
     @property
     def request(self) -> Request:
         """Scores what was drawn as the end of a prompt."""
         whole = np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
-        return Request(whole, self.version_id, params=Params(max_tokens=1), prompt_logprobs=True)
+        params = Params(max_tokens=1)
+        return Request(whole, self.version_id, params=params, prompt_logprobs=True, pictures=self.pictures)
 
     def check(self, result: Result, *, tolerance: float) -> None:
         """Raises UnsupportedModel when `result`, of `request`, gives them other logprobs."""

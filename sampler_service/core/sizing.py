@@ -34,9 +34,9 @@ class Sizes:
     tokens_per_step: int
 
     @classmethod
-    def of(cls, base: BaseModel, config: SamplerConfig) -> Sizes:
-        """With the model loaded."""
-        free_bytes = _to_divide(free_bytes_of(base.device), base)
+    def of(cls, base: BaseModel, config: SamplerConfig, *, for_pictures: int = 0) -> Sizes:
+        """With the model loaded. `for_pictures`: bytes that the vision tower needs beside it."""
+        free_bytes = _to_divide(free_bytes_of(base.device), base, for_pictures)
         cache = measured_cache(base)
         return cls.within(
             free_bytes,
@@ -72,7 +72,7 @@ class Sizes:
             max_running=max(1, min(config.max_running, lanes - PASSING)),
             max_kv_tokens=config.max_kv_tokens or fitting,
             prefix_cache_bytes=prefix_cache_bytes(free_bytes) if prefix_bytes is None else prefix_bytes,
-            tokens_per_step=config.prefill_tokens_per_step or (8192 if device_type == "cuda" else 512),
+            tokens_per_step=tokens_per_step(config, device_type),
         )
 
 
@@ -91,6 +91,11 @@ def kv_bytes_per_token(cache: KVCache) -> int:
     return max(1, cache.num_bytes() - cache.states.num_bytes())
 
 
+def tokens_per_step(config: SamplerConfig, device_type: str) -> int:
+    """Most prompt tokens that one step computes."""
+    return config.prefill_tokens_per_step or (8192 if device_type == "cuda" else 512)
+
+
 def resolve_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -102,10 +107,11 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return names[dtype] if dtype != "auto" else torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _to_divide(free_bytes: int, base: BaseModel) -> int:
-    """Bytes that are left once everything without a setting has grown to its bound; at least half of `free_bytes`."""
+def _to_divide(free_bytes: int, base: BaseModel, more: int) -> int:
+    """Bytes that are left once everything without a setting has grown to its bound, and `more` is taken; at least half
+    of `free_bytes`."""
     compiled = _PRODUCT_SHAPES * COMPILED_BYTES if base.head.prepacked is not None else 0
-    return max(free_bytes // 2, free_bytes - MAX_KEPT_BYTES - compiled)
+    return max(free_bytes // 2, free_bytes - MAX_KEPT_BYTES - compiled - more)
 
 
 def free_bytes_of(device: torch.device) -> int:

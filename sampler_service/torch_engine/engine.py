@@ -43,12 +43,12 @@ from sampler_service.torch_engine.scheduler import Scheduler, StepOutput
 from sampler_service.torch_engine.waiting import Job
 from tinsmith.cores import Cores, yield_to_event_loops
 from tinsmith.errors import ServiceError
-from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
+from tinsmith.modeling.adapter import Adapter, AdapterConfig, Group, Target
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
 from tinsmith.modeling.pretrained import UnsupportedModel
 from tinsmith.modeling.self_check import TOLERANCE, random_adapter
-from tinsmith.modeling.tower import Tower
+from tinsmith.pictures.processing import Processor
 from tinsmith.rpc.paths import run_of
 
 logger = logging.getLogger(__name__)
@@ -219,8 +219,12 @@ class TorchEngine:
         return self.base.targets
 
     @property
-    def tower(self) -> Tower | None:
-        return self.base.tower
+    def refused_groups(self) -> abc.Mapping[Group, str]:
+        return self.base.refused_groups
+
+    @property
+    def processor(self) -> Processor | None:
+        return self.base.tower and self.base.tower.processor
 
     @property
     def why_no_pictures(self) -> str:

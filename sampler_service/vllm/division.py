@@ -57,8 +57,9 @@ def check_division(model: PretrainedConfig, size: int) -> None:
         )
 
 
-def sizes_of_each(base: BaseModel, config: SamplerConfig, devices: Devices) -> Sizes:
-    """Sizes for one worker. Raises ValueError when its part of the weights has no room."""
+def sizes_of_each(base: BaseModel, config: SamplerConfig, devices: Devices, *, for_pictures: int = 0) -> Sizes:
+    """Sizes for one worker. `for_pictures`: bytes that the vision tower needs in each. Raises ValueError when its part
+    of the weights has no room."""
     weights = sum(parameter.nbytes for parameter in base.parameters.values()) // devices.count
     if weights >= devices.free_bytes:
         raise ValueError(
@@ -66,7 +67,7 @@ def sizes_of_each(base: BaseModel, config: SamplerConfig, devices: Devices) -> S
             f"{devices.free_bytes} bytes are free for one; take more of them"
         )
     return Sizes.within(
-        devices.free_bytes - weights,
+        max((devices.free_bytes - weights) // 2, devices.free_bytes - weights - for_pictures),
         base,
         config,
         bytes_per_token=-(-kv_bytes_per_token(measured_cache(base)) * kv_part(base.config, devices.count) // 1),

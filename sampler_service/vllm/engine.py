@@ -21,6 +21,7 @@ from sampler_service.core.versions import Version, VersionStore
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
 from sampler_service.vllm.full import FullVersion
+from sampler_service.vllm.pictures import load_processor
 from sampler_service.vllm.reference import Reference, take_reference
 from sampler_service.vllm.running import VllmSequences
 from sampler_service.vllm.self_check import check_engine
@@ -28,13 +29,15 @@ from sampler_service.vllm.shared_memory import SharedTensor
 from sampler_service.vllm.start import VllmProcess, check_installed, start
 from sampler_service.vllm.versions import SharedAdapter, SharedFull, WorkerVersions, no_full_versions
 from tinsmith.errors import EngineDead, ServiceError, Unsupported
-from tinsmith.modeling.adapter import Adapter, Group, Target
+from tinsmith.modeling.adapter import VISION, Adapter, Group, Target
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.modeling.pretrained import UnsupportedModel
+from tinsmith.pictures.processing import Processor
 
 logger = logging.getLogger(__name__)
 
 _HEALTH_INTERVAL_S = 0.25
+_NO_VISION = "the vLLM engine does not serve adapters of the vision tower; a sampler with --engine torch does"
 
 
 class VllmEngine:
@@ -49,6 +52,7 @@ class VllmEngine:
         config: SamplerConfig,
         metrics: SamplerMetrics,
         speed: Speed,
+        processor: Processor | None,
     ) -> None:
         self.metrics = metrics
         self.limits = RequestLimits(
@@ -70,16 +74,18 @@ class VllmEngine:
         )
         self._queue = Queue()
         self._process = process
-        self._sequences = VllmSequences(process, self.requests, self.store, metrics, max_running=config.max_running)
+        self._sequences = VllmSequences(
+            process, self.requests, self.store, metrics, max_running=config.max_running, processor=processor
+        )
         self.max_running = config.max_running
         self.device = reference.device
         self.weights_device = "cpu"
         """They go on through shared memory. This process has nothing on the GPU, whose memory vLLM's processes need."""
         self.eos_token_ids = reference.eos_token_ids
         self.targets: abc.Sequence[Target] = reference.targets
-        self.tower = None
-        self.why_no_pictures = "the vLLM engine takes no pictures yet; the torch engine does"
-        self.refused_groups: dict[Group, str] = {}
+        self.processor = processor
+        self.why_no_pictures = reference.why_no_pictures
+        self.refused_groups: dict[Group, str] = {VISION: _NO_VISION} if reference.has_tower else {}
         """Groups whose adapters vLLM does not serve for this model, and why."""
         self._reference = reference
         self._refuses_full = ""
@@ -100,7 +106,8 @@ class VllmEngine:
         reference = await in_thread(lambda: take_reference(config))
         speed = Speed()
         process = await in_thread(lambda: start(config, reference, metrics, speed))
-        engine = cls(process, reference, config, metrics, speed)
+        processor = None if reference.why_no_pictures else load_processor(config.base_model)
+        engine = cls(process, reference, config, metrics, speed, processor)
         try:
             await engine._set_up()
         except EngineDead as error:
@@ -203,6 +210,11 @@ class VllmEngine:
         """The names for which vLLM's class of this model takes no adapter."""
         names, *_ = await self._process.call("tinsmith_without_place", list(peft_names))
         return names
+
+    def refuse_pictures(self, reason: str) -> None:
+        """Prompts with pictures are refused from now on."""
+        self.processor, self.why_no_pictures = None, reason
+        logger.warning("pictures are not served by vLLM for this model: %s", reason)
 
     def refuse_group(self, group: Group, reason: str) -> None:
         """Its layers are no targets any more."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from vllm.lora.punica_wrapper import punica_cpu  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # pyright: ignore[reportMissingImports]
+from vllm.multimodal import MULTIMODAL_REGISTRY  # pyright: ignore[reportMissingImports]
 
 from sampler_service.vllm.kernels import SlotKernels
 
@@ -45,6 +46,24 @@ def exchange_weights_before_steps(runner: Any, use: Callable[[int], None]) -> No
         return execute(scheduler_output, *args, **kwargs)
 
     runner.execute_model = execute_model
+
+
+def replace_picture_processor(make: Callable[[Any], Any]) -> None:
+    """Takes `make(ModelConfig)` in the place of vLLM's processor of pictures. Belongs to each process of vLLM's, and to
+    the one that starts it."""
+    MULTIMODAL_REGISTRY.create_processor = lambda model_config, **_: make(model_config)
+    MULTIMODAL_REGISTRY.get_processing_info = make
+
+
+def fill_pictures(runner: Any, fill: Callable[[Any], Any]) -> None:
+    """Replaces the item of each picture that the tower is about to encode by `fill(item)`, which has the pixels."""
+    batch = runner._batch_mm_inputs_from_scheduler
+
+    def filled(scheduler_output: Any) -> tuple[list[str], list[tuple[str, Any]], list[Any]]:
+        names, items, places = batch(scheduler_output)
+        return names, [(modality, fill(item)) for modality, item in items], places
+
+    runner._batch_mm_inputs_from_scheduler = filled
 
 
 def replace_cpu_kernels(runner: Any) -> None:

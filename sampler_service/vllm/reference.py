@@ -15,7 +15,7 @@ import torch
 
 from sampler_service.config import SamplerConfig
 from sampler_service.core.request import Floats, Ints
-from sampler_service.core.sizing import Sizes, resolve_device, resolve_dtype
+from sampler_service.core.sizing import Sizes, resolve_device, resolve_dtype, tokens_per_step
 from sampler_service.eos import eos_token_ids
 from sampler_service.vllm.division import Devices, check_division, sizes_of_each
 from sampler_service.vllm.full import Parameters
@@ -27,6 +27,7 @@ from tinsmith.modeling.config import load_config
 from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.pretrained import UnsupportedModel
 from tinsmith.modeling.self_check import only, random_adapter
+from tinsmith.modeling.tower import Placed, positions_with_pictures
 
 _LENGTH = 24
 _RANK = 4
@@ -40,6 +41,8 @@ class Sample:
     config: AdapterConfig | None
     logprobs: Floats
     """Logprobs of all tokens but the first."""
+    placed: tuple[Placed, ...] = ()
+    """Pictures in the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,14 @@ class Reference:
     eos_token_ids: frozenset[int]
     sizes: Sizes
     """Sizes for each worker."""
+    has_tower: bool
+    """Whether the model is one that sees pictures, also where they are not to be taken."""
+    why_no_pictures: str
+    """Empty if it takes pictures."""
+    picture_tokens: int
+    """Tokens that no picture exceeds; 0 if it takes none."""
     base: Sample
+    pictures: Sequence[Sample]
     groups: Mapping[Group, Sample]
 
 
@@ -99,7 +109,8 @@ def _measure(config: SamplerConfig) -> Reference:
     place = torch.device("cpu") if is_divided else device
     if place.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
-    base = BaseModel.load(config.base_model, device=place, dtype=resolve_dtype(config.dtype, device))
+    dtype = resolve_dtype(config.dtype, device)
+    base = BaseModel.load(config.base_model, device=place, dtype=dtype, pictures=config.pictures)
     if base.recurrent:
         raise UnsupportedModel(
             f"{base.architecture}: its layers {', '.join(base.recurrent)} carry a state, which the memory of the vLLM "
@@ -109,32 +120,71 @@ def _measure(config: SamplerConfig) -> Reference:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(base.vocab_size, (length,), generator=generator).numpy().astype(np.int32)
     rank = min(_RANK, config.max_lora_rank)
+    picture_tokens = for_pictures = 0
+    if base.tower is not None:
+        picture_tokens = min(base.tower.processor.counting.most_tokens, base.max_context_length)
+        # vLLM encodes in a step, and keeps, as many tokens of pictures as a step has, or one picture.
+        for_pictures = base.tower.bytes_for(max(picture_tokens, tokens_per_step(config, device.type)))
+    if is_divided:
+        sizes = sizes_of_each(base, config, devices, for_pictures=for_pictures)
+    else:
+        sizes = Sizes.of(base, config, for_pictures=for_pictures)
     return Reference(
         architecture=base.architecture,
         device=device.type,
         dtype=str(base.dtype).removeprefix("torch."),
         vocab_size=base.vocab_size,
         max_context_length=base.max_context_length,
-        targets=[target for target in base.targets if target.group in GROUPS],  # this engine takes no pictures
+        targets=[target for target in base.targets if target.group in GROUPS],  # vLLM's own tower is not adapted
         parameters=Parameters(
             {name: tuple(parameter.shape) for name, parameter in base.parameters.items()}, base.by_columns, base.dtype
         ),
         eos_token_ids=eos_token_ids(base.path, base.config),
-        sizes=sizes_of_each(base, config, devices) if is_divided else Sizes.of(base, config),
+        sizes=sizes,
+        has_tower=getattr(load_config(config.base_model), "vision_config", None) is not None,
+        why_no_pictures=base.why_no_pictures,
+        picture_tokens=picture_tokens,
         base=_sample(base, tokens, None),
+        pictures=_with_pictures(base, tokens),
         groups={
             group: _sample(base, tokens, only(group, rank=rank, seed=0)) for group in GROUPS if group in base.groups
         },
     )
 
 
+def _with_pictures(base: BaseModel, tokens: Ints) -> list[Sample]:
+    """Samples with two pictures between texts, and with one of them; none if they have no room in the context."""
+    if base.tower is None:
+        return []
+    rng = np.random.default_rng(0)
+    processor, samples = base.tower.processor, []
+    made = [
+        processor.of_pixels(rng.integers(256, size=(height, width, 3), dtype=np.uint8))
+        for width, height in processor.counting.examples()
+    ]
+    text = np.where(tokens == processor.picture_token, (tokens + 1) % base.vocab_size, tokens)
+    for pictures in (made, made[:1]):
+        parts, placed, start = [], [], 0
+        for picture in pictures:
+            parts += [text[:5], np.full(picture.num_tokens, processor.picture_token, np.int32)]
+            placed.append(Placed(start + 5, picture))
+            start += 5 + picture.num_tokens
+        prompt = np.concatenate([*parts, text[5:12]])
+        if len(prompt) + 4 < base.max_context_length:
+            samples.append(_sample(base, prompt, None, tuple(placed)))
+    return samples
+
+
 @torch.no_grad()
-def _sample(base: BaseModel, tokens: Ints, config: AdapterConfig | None) -> Sample:
+def _sample(base: BaseModel, tokens: Ints, config: AdapterConfig | None, placed: tuple[Placed, ...] = ()) -> Sample:
     """`tokens`: int32, the whole prompt."""
     tokens_T = torch.from_numpy(tokens.astype(np.int64)).to(base.device)
     length = len(tokens) - 1
     runs = [] if config is None else [Run(random_adapter(config, base.targets, base.device), slice(0, length))]
-    hidden_T_H = base.hidden_states(tokens_T[:-1], positions_of([length], base.device), Packed([length]), runs)
+    positions, sights = positions_of([length], base.device), None
+    if placed and base.tower is not None:
+        positions, sights = positions_with_pictures([length], placed, base.device), base.tower.look(placed, runs)
+    hidden_T_H = base.hidden_states(tokens_T[:-1], positions, Packed([length]), runs, sights)
     rows = torch.arange(length, device=base.device)
     logprobs = target_logprobs(base.head, hidden_T_H, rows, tokens_T[1:], runs)
-    return Sample(tokens, config, logprobs.float().cpu().numpy())
+    return Sample(tokens, config, logprobs.float().cpu().numpy(), placed)

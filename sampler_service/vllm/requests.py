@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections import abc
 from typing import Any
 
 from sampler_service.core.sequence import Sequence
 from sampler_service.core.versions import Version
+from sampler_service.vllm.pictures import picture_prompt
 from sampler_service.vllm.versions import SharedAdapter, SharedFull
 from sampler_service.vllm.wire import Draws, Scores, extra_args
+from tinsmith.pictures.processing import Processor
 
 
-def prompt(sequence: Sequence, version: Version | None) -> Any:
-    """With what the sequence has drawn so far. Its salt keeps keys and values of different base weights apart."""
+def prompt(
+    sequence: Sequence, version: Version | None, processor: Processor | None, pictures: abc.Sequence[int]
+) -> Any:
+    """With what the sequence has drawn so far. Its salt keeps keys and values of different base weights apart.
+    `pictures`: numbers by which the workers know the pictures."""
     from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
 
     request, number = sequence.group.request, _base_weights(version)
     salt = f"{number}:{request.cache_salt}" if number or request.cache_salt else None
-    return tokens_input([*request.prompt.tolist(), *sequence.tokens], cache_salt=salt)
+    tokens = [*request.prompt.tolist(), *sequence.tokens]
+    if processor is None or not request.pictures:
+        return tokens_input(tokens, cache_salt=salt)
+    return picture_prompt(tokens, request.pictures, pictures, processor=processor, base_weights=number, cache_salt=salt)
 
 
 def sampling_params(sequence: Sequence, version: Version | None, scores: Scores | None, *, topk: int) -> Any:

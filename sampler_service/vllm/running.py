@@ -24,10 +24,12 @@ from sampler_service.core.sequence import PASSING, Sequence, SequenceGroup
 from sampler_service.core.versions import Version, VersionStore
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.vllm.outputs import DrawnToken, drawn_tokens
+from sampler_service.vllm.pictures import WorkerPictures
 from sampler_service.vllm.requests import lora_request, prompt, sampling_params
 from sampler_service.vllm.start import VllmProcess
 from sampler_service.vllm.wire import Scores
 from tinsmith.errors import ServiceError
+from tinsmith.pictures.processing import Processor
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +55,15 @@ class VllmSequences:
         metrics: SamplerMetrics,
         *,
         max_running: int,
+        processor: Processor | None,
     ) -> None:
         self._process = process
         self._requests = requests
         self._store = store
         self._metrics = metrics
         self._max_running = max_running
+        self._processor = processor
+        self._pictures = WorkerPictures(process.call)
         self._queue: deque[Sequence] = deque()
         """Sequences that wait for a place."""
         self._runs: dict[Sequence, VllmRequest] = {}
@@ -121,22 +126,23 @@ class VllmSequences:
         name = f"{next(self._names)}"
         scores = self._scores_of(sequence, name)
         try:
-            outputs = self._process.llm.generate(
-                prompt(sequence, version),
-                sampling_params(sequence, version, scores, topk=self._topk(group)),
-                name,
-                lora_request=lora_request(version),
-            )
-            async with aclosing(outputs):
-                async for output in outputs:
-                    first = not sequence.tokens and output.outputs[0].token_ids
-                    if first and sequence.index == 0:
-                        self._note_reuse(group, output.num_cached_tokens or 0)
-                    if first and scores is not None:
-                        await self._take_scores(group, name)
-                        scores = None
-                    if self._deliver(sequence, output) and not output.finished:
-                        break  # vLLM would go on
+            async with self._pictures.held(group.request.pictures) as pictures:
+                outputs = self._process.llm.generate(
+                    prompt(sequence, version, self._processor, pictures),
+                    sampling_params(sequence, version, scores, topk=self._topk(group)),
+                    name,
+                    lora_request=lora_request(version),
+                )
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        first = not sequence.tokens and output.outputs[0].token_ids
+                        if first and sequence.index == 0:
+                            self._note_reuse(group, output.num_cached_tokens or 0)
+                        if first and scores is not None:
+                            await self._take_scores(group, name)
+                            scores = None
+                        if self._deliver(sequence, output) and not output.finished:
+                            break  # vLLM would go on
             if sequence.finished is None:
                 reason = f"vLLM ended a sequence early, after {len(sequence.tokens)} tokens"
                 self._requests.end(group, ServiceError(reason))

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # pyright: ignore[reportMissingImports]
 from vllm.v1.core.sched.scheduler import Scheduler  # pyright: ignore[reportMissingImports]
 
+from sampler_service.vllm import patches
+from sampler_service.vllm.picture_inputs import PictureInfo
 from sampler_service.vllm.processes import die_with_parent
 from sampler_service.vllm.weight_turns import WeightTurns
 from sampler_service.vllm.wire import base_weights
@@ -63,5 +65,6 @@ def make_scheduler(*, vllm_config: Any, **options: Any) -> VersionScheduler | As
     """The scheduler of the kind that vLLM would take. It runs in the engine's process, which from now on ends with its
     parent: a sampler that is killed cannot stop it."""
     die_with_parent()
+    patches.replace_picture_processor(PictureInfo)
     is_async = vllm_config.scheduler_config.async_scheduling
     return (AsyncVersionScheduler if is_async else VersionScheduler)(vllm_config=vllm_config, **options)

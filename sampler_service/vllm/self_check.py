@@ -25,6 +25,8 @@ class Checked(SamplingEngine, Protocol):
 
     def refuse_group(self, group: Group, reason: str) -> None: ...
 
+    def refuse_pictures(self, reason: str) -> None: ...
+
 
 async def check_engine(engine: Checked, reference: Reference, *, max_waiting: int) -> None:
     """Refuses groups of layers that vLLM takes no adapters for, or computes otherwise. Raises UnsupportedModel when it
@@ -43,6 +45,10 @@ async def check_engine(engine: Checked, reference: Reference, *, max_waiting: in
             if gap > tolerance:
                 engine.refuse_group(group, _reason(gap, tolerance))
     await _check_decoding(engine, reference, max_waiting=max_waiting, tolerance=tolerance)
+    if not engine.why_no_pictures:
+        gap = max([await _gap(engine, reference, sample) for sample in reference.pictures], default=float("inf"))
+        if gap > tolerance:
+            engine.refuse_pictures(f"with pictures {_reason(gap, tolerance)}")
     for one in engine.store.versions():
         engine.store.remove(one.version_id)
 
@@ -65,12 +71,20 @@ async def _gap(engine: Checked, reference: Reference, sample: Sample, group: Gro
         adapter = random_adapter(sample.config, reference.targets, torch.device("cpu"))
         await engine.install(version_id, adapter)
     request = Request(
-        sample.prompt, version_id, params=Params(max_tokens=1, stop=StopCondition()), prompt_logprobs=True
+        sample.prompt,
+        version_id,
+        params=Params(max_tokens=1, stop=StopCondition()),
+        prompt_logprobs=True,
+        pictures=sample.placed,
     )
     result = await (await engine.submit(request)).result()
     assert result.prompt.logprobs is not None
     gap = float(np.abs(result.prompt.logprobs[1:] - sample.logprobs).max())
-    logger.info("self-check of vLLM, %s: logprobs differ by %.2g at most", group or "base", gap)
+    logger.info(
+        "self-check of vLLM, %s: logprobs differ by %.2g at most",
+        group or ("pictures" if sample.placed else "base"),
+        gap,
+    )
     return gap if np.isfinite(gap) else float("inf")
 
 

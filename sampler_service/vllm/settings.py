@@ -78,4 +78,16 @@ def engine_args(config: SamplerConfig, reference: Reference) -> dict[str, object
         "generation_config": "vllm",  # no sampling defaults of the model's
         "disable_log_stats": True,
         "enable_log_requests": False,
+        **_picture_args(reference),
+    }
+
+
+def _picture_args(reference: Reference) -> dict[str, object]:
+    if not reference.picture_tokens:
+        return {"language_model_only": reference.has_tower}
+    return {
+        "mm_processor_kwargs": {"most_tokens": reference.picture_tokens},  # for PictureInfo
+        "mm_device_do_normalize": False,  # our processor has done so
+        "mm_processor_cache_gb": 0,  # it keeps the output of vLLM's own processor
+        "skip_mm_profiling": True,  # reference.py plans the memory of the tower
     }

@@ -8,6 +8,7 @@ from sampler_service.config import SamplerConfig
 from sampler_service.core.queue_status import Speed
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
+from sampler_service.vllm.picture_inputs import PictureInfo
 from sampler_service.vllm.reference import Reference
 from sampler_service.vllm.settings import engine_args, is_installed, set_environment
 from tinsmith.errors import EngineDead
@@ -56,6 +57,7 @@ def start(config: SamplerConfig, reference: Reference, metrics: SamplerMetrics, 
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
+    from sampler_service.vllm import patches
     from sampler_service.vllm.stats import StepStats
 
     if current_platform.is_cpu() != (reference.device == "cpu"):
@@ -63,6 +65,7 @@ def start(config: SamplerConfig, reference: Reference, metrics: SamplerMetrics, 
             f"device: the installed vLLM was built for {current_platform.device_type}, not for {reference.device}; "
             'take engine "torch" there'
         )
+    patches.replace_picture_processor(PictureInfo)
     args = AsyncEngineArgs(**engine_args(config, reference))
     stats = StepStats(metrics, speed, cache_bytes=args.kv_cache_memory_bytes * config.tensor_parallel)
     try:

@@ -19,9 +19,12 @@ from sampler_service.vllm import patches
 from sampler_service.vllm.device_weights import DeviceWeights
 from sampler_service.vllm.draw import StreamSampler
 from sampler_service.vllm.full_source import FullSource
+from sampler_service.vllm.picture_inputs import PictureInfo, PictureInputs
 from sampler_service.vllm.processes import die_with_parent
 from sampler_service.vllm.score import PromptScoring
 from sampler_service.vllm.shared_memory import Handle
+
+patches.replace_picture_processor(PictureInfo)  # now: vLLM asks for it when it makes the model runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class WorkerExtension:
         patches.replace_sampler(runner, StreamSampler(runner))
         patches.replace_prompt_logprobs(runner, self.tinsmith_scoring)
         patches.exchange_weights_before_steps(runner, self.tinsmith_weights.use)
+        self.tinsmith_pictures = PictureInputs(runner.model_config.model)
+        patches.fill_pictures(runner, self.tinsmith_pictures.fill)
         if runner.lora_config:
             patches.replace_adapter_loading(runner, self._tinsmith_load)
             if runner.device.type == "cpu":
@@ -81,6 +86,13 @@ class WorkerExtension:
 
     def tinsmith_forget_full(self, number: int) -> None:
         self.tinsmith_weights.forget(number)
+
+    def tinsmith_take_picture(self, number: int, shape: Sequence[int], pixels: bytes) -> None:
+        """A picture that requests may have from now on."""
+        self.tinsmith_pictures.take(number, shape, pixels)
+
+    def tinsmith_forget_picture(self, number: int) -> None:
+        self.tinsmith_pictures.forget(number)
 
     def tinsmith_take_scores(self, name: str) -> list[bytes] | None:
         return self.tinsmith_scoring.take(name)

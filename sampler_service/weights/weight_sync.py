@@ -270,7 +270,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         read = partial(
             convert.request_from_proto,
             request.request,
-            tower=engine.tower,
+            processor=engine.processor,
             why_no_pictures=engine.why_no_pictures,
             max_tokens=engine.limits.max_length,
             on_probation=True,
@@ -353,7 +353,7 @@ def _check_layout(request: pb.StartWeightUpdateRequest, specs: Sequence[tuple[st
 def _layout(config: AdapterConfig, engine: SamplingEngine) -> Weights:
     """Weights on the meta device: without memory."""
     if config.rank:
-        numel = num_elements(config, chosen_targets(config, engine.targets))
+        numel = num_elements(config, chosen_targets(config, engine.targets, engine.refused_groups))
         return Adapter(config, engine.targets, torch.empty(numel, device="meta"))
     layout = engine.full_weights(torch.empty(0, device="meta"))
     numel = sum(prod(shape) for _, shape in layout.specs())

@@ -60,7 +60,10 @@ def tokens_of(length: int, seed: int = 0) -> np.ndarray:
 
 
 async def torch_sample(engine: TorchEngine, request: pb.SampleRequest) -> pb.SampleResponse:
-    result = await (await engine.submit(convert.request_from_proto(request))).result()
+    asked = convert.request_from_proto(
+        request, processor=engine.processor, why_no_pictures="", max_tokens=engine.limits.max_length
+    )
+    result = await (await engine.submit(asked)).result()
     return convert.response_to_proto(result, request)
 
 

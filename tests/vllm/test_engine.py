@@ -138,9 +138,7 @@ async def test_an_invalid_request_is_named_and_harms_nobody(service: Service) ->
         await service.sample(tokens_of(4), max_tokens=10**6)
     picture = sample(tokens_of(4), max_tokens=1)
     picture.prompt.add(image=types.Image(data=b"", format="png"))
-    with pytest.raises(
-        InvalidRequest, match=r"^prompt\[1\].*the vLLM engine takes no pictures yet; the torch engine does"
-    ):
+    with pytest.raises(InvalidRequest, match=r"^prompt\[1\].*it sees text only"):
         await service.call("Sample", picture)
     await service.sample(tokens_of(4), max_tokens=1)
 

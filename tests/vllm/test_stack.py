@@ -11,6 +11,7 @@ import tinker
 from tinker import types
 
 from tests.support.stack import Stack
+from tests.vllm.seeing import HIGH, WIDE, chunk, make
 from tests.vllm.service import PYTHON
 
 pytestmark = [
@@ -106,3 +107,55 @@ def train_publish_and_sample(stack: Stack, *, rank: int) -> Callable[[], types.S
     base = service.create_sampling_client(base_model=MODEL).result()
     assert len(base.sample(prompt, num_samples=1, sampling_params=params).result().sequences[0].tokens) > 0
     return sample
+
+
+def test_a_run_trained_on_pictures_is_sampled_with_them(tmp_path: Path) -> None:
+    """What a sample's tokens are worth after a picture, the trainer computes alike. The canary has certified the
+    version."""
+    model = make(tmp_path / "model")
+    with running(model, tmp_path / "state") as stack:
+        service = tinker.ServiceClient(base_url=stack.base_url, api_key="tml-test")
+        trainer = service.create_lora_training_client(base_model=MODEL, rank=8, seed=0).result()
+        shown = [
+            types.EncodedTextChunk(tokens=[7, 11]),
+            types.ImageChunk(data=chunk(WIDE).image.data, format="png", expected_tokens=15),
+            types.EncodedTextChunk(tokens=[20, 21]),
+            types.ImageChunk(data=chunk(HIGH).image.data, format="png"),
+            types.EncodedTextChunk(tokens=[22]),
+        ]
+        prompt = types.ModelInput(chunks=shown)
+
+        def datum(answer: list[int], weights: list[float]) -> types.Datum:
+            whole = types.ModelInput(chunks=[*shown, types.EncodedTextChunk(tokens=answer[:-1])])
+            before = [0] * (2 + 15 + 2 + 8)
+            return types.Datum(
+                model_input=whole,
+                loss_fn_inputs={"target_tokens": [*before, *answer], "weights": [*map(float, before), *weights]},  # type: ignore[arg-type]
+            )
+
+        answer = [40, 41, 42, 43]
+        losses = []
+        for _ in range(30):
+            result = trainer.forward_backward([datum(answer, [1.0] * 4)], "cross_entropy")
+            trainer.optim_step(types.AdamParams(learning_rate=0.02)).result()
+            losses.append(result.result().metrics["loss:sum"])
+        assert losses[-1] < losses[0] / 10
+        sampler = trainer.save_weights_and_get_sampling_client().result()
+        params = types.SamplingParams(max_tokens=4, temperature=0.0)
+        (greedy,) = sampler.sample(prompt, num_samples=1, sampling_params=params).result().sequences
+        assert greedy.tokens == answer
+        drawn = sampler.sample(prompt, num_samples=3, sampling_params=types.SamplingParams(max_tokens=4, seed=1))
+        for sequence in [greedy, *drawn.result().sequences]:
+            assert sequence.logprobs is not None
+            output = trainer.forward([datum(sequence.tokens, [1.0] * 4)], "cross_entropy").result().loss_fn_outputs[0]
+            theirs = output["logprobs"].to_numpy()[-4:]
+            np.testing.assert_allclose(np.array(sequence.logprobs, np.float32), theirs, atol=1e-3)
+        scores = sampler.compute_logprobs(prompt).result()
+        assert scores[0] is None
+        assert all(score is not None for score in scores[1:])  # also at the pictures' tokens
+
+        adapting = service.create_lora_training_client(
+            base_model=MODEL, rank=8, seed=0, user_metadata={"train_vision": "true"}
+        ).result()
+        with pytest.raises(tinker.TinkerError, match="the vLLM engine does not serve adapters of the vision tower"):
+            adapting.save_weights_and_get_sampling_client().result()

@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -409,15 +410,18 @@ def groups_of(targets: Sequence[Target]) -> list[Group]:
     return [group for group in ALL_GROUPS if group in found]
 
 
-def chosen_targets(config: AdapterConfig, targets: Sequence[Target]) -> list[Target]:
-    """The targets that a configuration adapts. Raises Unsupported for a group that the base model cannot adapt."""
+def chosen_targets(
+    config: AdapterConfig, targets: Sequence[Target], refused: Mapping[Group, str] = MappingProxyType({})
+) -> list[Target]:
+    """The targets that a configuration adapts. Raises Unsupported for a group that the base model cannot adapt, with
+    the reason in `refused` if it is there."""
     missing = config.groups - {target.group for target in targets}
     if missing:
-        reason = "no such layers that can be adapted"
+        reason = "this base model has no such layers that can be adapted"
         if missing == {VISION}:
-            reason = "no vision tower that can be adapted here (pictures may be switched off)"
+            reason = "this base model has no vision tower that can be adapted here (pictures may be switched off)"
         field = f"lora_config.train_{min(missing)}"
-        raise Unsupported(f"{field}: this base model has {reason}; set it to false", field=field)
+        raise Unsupported(f"{field}: {refused.get(min(missing), reason)}; set it to false", field=field)
     return [target for target in targets if target.group in config.groups]
 
 

@@ -31,8 +31,9 @@ from tinsmith.pictures.processing import Picture, Processor
 _KEPT_BYTES = 2**28
 """Most bytes of features that are kept, in host memory."""
 _PIXELS_AT_ONCE = 2**20
-"""Pixels that the tower computes in one call, unless a single picture has more: 4,096 patches of 16 x 16. A patch of
-the largest towers of the Qwen family takes about 100 kB there."""
+"""Pixels that the tower computes in one call, unless a single picture has more: 4,096 patches of 16 x 16."""
+_PATCH_BYTES = 100_000
+"""Memory that a patch takes while it is encoded, in the largest towers of the Qwen family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +100,10 @@ class Sights:
 class Tower:
     """Encodes pictures. For one thread at a time."""
 
-    def __init__(self, model: PreTrainedModel, processor: Processor, *, picture_token: int) -> None:
-        """`model`: the whole model; only its tower is run here. `picture_token`: id of the tokens that stand for a
-        picture."""
+    def __init__(self, model: PreTrainedModel, processor: Processor) -> None:
+        """`model`: the whole model; only its tower is run here."""
         self._model: Any = model.base_model
         self.processor = processor
-        self.picture_token = picture_token
         self.active = ActiveRuns()
         """Read by the tower's own adapted layers."""
         self._kept: OrderedDict[tuple[int, bytes], Tensor] = OrderedDict()
@@ -123,6 +122,12 @@ class Tower:
         side = self._model.config.vision_config.patch_size
         across, down = (side, side) if isinstance(side, int) else side
         return width * height / (across * down) / self.examples(1)[0].picture.num_tokens
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Memory that so many tokens of pictures take while they are encoded, and their features after that."""
+        (features_P_F_H,) = self.encode([self.examples(1)[0].picture])
+        feature_bytes = features_P_F_H.nbytes // len(features_P_F_H)
+        return round(num_tokens * (self.patches_per_token * _PATCH_BYTES + feature_bytes))
 
     def examples(self, count: int) -> list[Placed]:
         """So many different pictures of a typical size, one after the other, for measurements."""
@@ -279,4 +284,4 @@ def tower_of(model: PreTrainedModel, path: str) -> Tower:
     """The tower of a model, with the processor in the model's files. Raises ValueError with the reason if there is none
     that can be used here."""
     family = family_of(model.config)
-    return Tower(model, Processor.load(path, family, model.config), picture_token=model.config.image_token_id)
+    return Tower(model, Processor.load(path, family, model.config))

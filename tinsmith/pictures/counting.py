@@ -39,6 +39,11 @@ class Counting(Protocol):
         """Rows and columns of the tokens of a scaled picture; None if they form no grid."""
         ...
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that no picture exceeds."""
+        ...
+
     def examples(self) -> Sequence[Size]:
         """Sizes of two scaled pictures of few tokens, for checks."""
         ...
@@ -97,6 +102,11 @@ class ByArea:
     def grid(self, scaled: Size) -> tuple[int, int]:
         return scaled[1] // self.side, scaled[0] // self.side
 
+    @property
+    def most_tokens(self) -> int:
+        # A picture that is scaled down keeps a shorter side of one token, and has then a single row or column of them.
+        return max(self.max_pixels // self.side**2, math.isqrt(_MAX_RATIO * self.max_pixels) // self.side)
+
     def examples(self) -> Sequence[Size]:
         # Rows and columns differ, so that exchanging them shows.
         return (3 * self.side, 2 * self.side), (2 * self.side, self.side)
@@ -122,6 +132,10 @@ class OneSize:
 
     def grid(self, scaled: Size) -> None:
         return None
+
+    @property
+    def most_tokens(self) -> int:
+        return self.num_tokens
 
     def examples(self) -> Sequence[Size]:
         return ((self.width, self.height),) * 2
@@ -160,6 +174,10 @@ class Filling:
 
     def grid(self, scaled: Size) -> tuple[int, int]:
         return scaled[1] // self.side, scaled[0] // self.side
+
+    @property
+    def most_tokens(self) -> int:
+        return self.max_tokens
 
     def examples(self) -> Sequence[Size]:
         return (3 * self.side, 2 * self.side), (2 * self.side, self.side)

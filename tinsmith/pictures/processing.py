@@ -46,6 +46,8 @@ class Processor:
         self.counting = family.counting(processor, config)
         self.sees_ahead = family.sees_ahead(config)
         self.in_chats = family.in_chats(config)
+        self.picture_token: int = config.image_token_id
+        """Id of the tokens that stand for a picture."""
 
     @classmethod
     def load(cls, path: str | Path, family: Family, config: Any) -> Processor:

@@ -17,8 +17,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from tinsmith.errors import ServiceError
-from tinsmith.modeling.tower import Placed, Tower
+from tinsmith.modeling.tower import Placed
 from tinsmith.pictures.counting import Counting
+from tinsmith.pictures.processing import Processor
 from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.objectives.losses import LOSS_FNS, Arrays, Objective, Term
 from trainer_service.objectives.mismatch import Mismatch
@@ -47,10 +48,10 @@ class BatchLimits:
     context_reason: str = "this model's context length"
     """Where max_context_length comes from, in the words of an error message."""
     max_targets_per_token: int = MAX_TARGETS_PER_TOKEN
-    tower: Tower | None = None
-    """The base model's vision tower; None when it takes no pictures."""
+    processor: Processor | None = None
+    """The processor of the base model's pictures; None when it takes none."""
     why_no_pictures: str = "it sees text only"
-    """Why the base model takes no pictures, when `tower` is None."""
+    """Why the base model takes no pictures, when `processor` is None."""
     share_prefixes: bool = False
     """Whether datums of a micro-batch that begin alike are computed once to where they part."""
     longest_datum: int | None = None
@@ -59,7 +60,7 @@ class BatchLimits:
     @property
     def counting(self) -> Counting | None:
         """How the base model's processor scales and counts pictures; None when it takes none."""
-        return None if self.tower is None else self.tower.processor.counting
+        return None if self.processor is None else self.processor.counting
 
     def bounded(self, longest_datum: int | None) -> BatchLimits:
         """These limits, lowered to the longest datum that fits into memory (in tokens; None means no limit)."""

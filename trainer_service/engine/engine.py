@@ -97,7 +97,7 @@ class TrainingEngine:
             max_context_length=base.max_context_length,
             max_targets_per_token=max_targets_per_token,
             share_prefixes=share_prefixes and not base.why_not_shared,
-            tower=base.tower,
+            processor=base.tower and base.tower.processor,
             why_no_pictures=base.why_no_pictures,
         )
         self.models: dict[str, ModelState] = {}

@@ -73,9 +73,9 @@ def with_picture(base: BaseModel) -> Sequence[Pictured]:
     Image.fromarray(rng.integers(256, size=(height, width, 3), dtype=np.uint8)).save(file, "PNG")
     picture = base.tower.processor.picture(file.getvalue(), "png", expected_tokens=None, field="canary")
     text = rng.integers(base.vocab_size, size=_LENGTH, dtype=np.int32)
-    text[text == base.tower.picture_token] += 1  # text never has it
+    text[text == base.tower.processor.picture_token] += 1  # text never has it
     before, after = np.split(text, 2)
-    tokens = np.concatenate([before, np.full(picture.num_tokens, base.tower.picture_token, np.int32), after])
+    tokens = np.concatenate([before, np.full(picture.num_tokens, base.tower.processor.picture_token, np.int32), after])
     if tokens.size >= base.max_context_length:
         return []
     return [Pictured(tokens, Placed(before.size, picture), file.getvalue())]

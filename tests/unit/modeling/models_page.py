@@ -88,8 +88,9 @@ _PICTURES = """
 ## Pictures
 
 Models of these types train with pictures, through a tower that is frozen unless a run asks for adapters on it
-(`train_vision`, `docs/api.md`), and the torch engine samples from them with pictures in the prompt. *Tokens*: of a
-picture. *Two-way*: whether the tokens of a picture see each other in both directions, in which layers; such a picture
+(`train_vision`, `docs/api.md`), and the torch engine samples from them with pictures in the prompt. vLLM does so, too,
+if its check at the start allows it (`docs/vllm.md`). *Tokens*: of a picture. *Two-way*: whether the tokens of a picture
+see each other in both directions, in which layers; such a picture
 is computed at once, and the prefix cache has it whole or not. Models of other types are trained and sampled with text
 only, and refuse pictures by name. Proof, for the families of the last column:
 `test_pictures_packed_with_text_equal_transformers_and_peft_gradients_included[FAMILY]` in

@@ -51,7 +51,9 @@ def asked(engine: TorchEngine, *chunks: types_pb2.Chunk, **fields: Any) -> Reque
     message = pb.SampleRequest(**{"prompt": chunks, "num_samples": 1, "sampling_params": params, **fields})
     assert _may_be_large(message) == any(one.HasField("image") for one in chunks)
     most = engine.limits.max_length
-    return request_from_proto(message, tower=engine.tower, why_no_pictures=engine.why_no_pictures, max_tokens=most)
+    return request_from_proto(
+        message, processor=engine.processor, why_no_pictures=engine.why_no_pictures, max_tokens=most
+    )
 
 
 async def answer(engine: TorchEngine, request: Request) -> Result:
@@ -143,7 +145,7 @@ async def test_a_version_that_adapts_the_tower_is_sampled_as_it_is_trained(tmp_p
             assert drawn.prompt_cache_hit_tokens > 0
             base, version = (np.asarray(one.sequences[0].logprobs) for one in results)
             assert np.abs(base - version).max() > 0.01
-        tower = engine.tower
+        tower = engine.base.tower
         assert tower is not None
         assert {version for version, _ in tower._kept} == {0, 2}  # 1 was the warm-up
         (seen,) = with_picture(trainer)
@@ -225,7 +227,7 @@ async def test_a_picture_on_which_the_tower_fails_ends_its_own_request_only(
 ) -> None:
     oracle = Oracle(make_vision_model(tmp_path))
     async with serving(tmp_path) as engine:
-        tower = engine.tower
+        tower = engine.base.tower
         assert tower is not None
         encode = tower.encode
 

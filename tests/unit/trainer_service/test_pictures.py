@@ -55,7 +55,7 @@ def seeing(folder: Path) -> BaseModel:
 
 @pytest.fixture
 def limits(seeing: BaseModel) -> BatchLimits:
-    return BatchLimits(vocab_size=256, max_context_length=64, tower=seeing.tower)
+    return BatchLimits(vocab_size=256, max_context_length=64, processor=seeing.tower and seeing.tower.processor)
 
 
 def chunk(image: Image.Image = WIDE, file_format: str = "png", **fields: Any) -> types_pb2.Chunk:
@@ -123,7 +123,7 @@ def test_a_picture_that_cannot_be_taken_is_refused_by_its_chunk(
 
 
 def test_pictures_are_refused_with_the_reason_where_the_base_model_takes_none(limits: BatchLimits) -> None:
-    blind = replace(limits, tower=None, why_no_pictures="its files hold no image processor")
+    blind = replace(limits, processor=None, why_no_pictures="its files hold no image processor")
     message = r"'image' is not supported by this base model \(its files hold no image processor\); use encoded_text"
     with pytest.raises(InvalidRequest, match=message) as refused:
         batch_of(request([with_chunks(text(1), chunk(), targets=16)]), blind)
