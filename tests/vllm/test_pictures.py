@@ -3,17 +3,16 @@
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from sampler_service.torch_engine.engine import TorchEngine
-from tests.unit.sampler_service.serving import floats, ints, make_adapter, sample
+from tests.unit.sampler_service.serving import floats, ints, make_adapter
 from tests.vllm.client import TOLERANCE, Service, assert_same, moved_midway, torch_sample
-from tests.vllm.seeing import HIGH, OTHER, WIDE, chunk, make, text
+from tests.vllm.seeing import HIGH, OTHER, WIDE, asked, chunk, make, text
 from tests.vllm.service import VllmService, flags
-from tinsmith.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2 as types
@@ -33,15 +32,6 @@ FLAGS = {
     "max-running": 12,
 }
 """Prompts are computed in pieces, which cut pictures."""
-PICTURE_TOKENS = {5: -100.0, 6: -100.0}
-"""A bias that keeps tokens of pictures and videos from being drawn."""
-
-
-def asked(*chunks: types.Chunk, **fields: Any) -> pb.SampleRequest:
-    request = sample([], **{"max_tokens": 6, "seed": 1, "logit_bias": PICTURE_TOKENS, **fields})
-    del request.prompt[:]
-    request.prompt.extend(chunks)
-    return request
 
 
 @pytest.fixture(scope="module")
@@ -162,4 +152,7 @@ async def test_what_cannot_be_taken_is_refused_by_name(service: Service, torch_e
         await service.call("Sample", asked(chunk(HIGH, data=b"")))
     with pytest.raises(InvalidRequest, match=r"^prompt: 600 tokens, with those of its pictures, are above 512"):
         await service.call("Sample", asked(*[chunk(WIDE)] * 40))
+    seeing = make_adapter(torch_engine.targets, seed=3, rank=4, train_vision=True)
+    with pytest.raises(Unsupported, match=r"train_vision: the vLLM engine does not serve adapters of the vision tower"):
+        await service.publish("seeing", seeing)
     await service.call("Sample", asked(*prompts()["two"]))

@@ -81,3 +81,24 @@ def test_gemma_3_scales_every_picture_to_one_size() -> None:
     counting = OneSize(24, 24, num_tokens=9)
     assert counting.scaled(37, 21, field="c") == counting.scaled(1, 5000, field="c") == (24, 24)
     assert counting.tokens(37, 21, field="c") == 9
+
+
+@pytest.mark.parametrize(
+    "counting",
+    [
+        ByArea(14, 2, 65536, 16777216),
+        ByArea(4, 2, 2 * 64, 32 * 64),
+        ByArea(4, 2, 4 * 64, 4 * 64, enlarges=1),
+        OneSize(24, 24, 9),
+        Filling(8, 70),
+        Filling(48, 280),
+    ],
+)
+def test_no_picture_has_more_tokens_than_are_foreseen(counting: Counting) -> None:
+    found = []
+    for width, height in [*sizes(), (4000, 20), (200, 1), (1, 200), (1600, 8), (3999, 40)]:
+        try:
+            found.append(counting.tokens(width, height, field=""))
+        except InvalidRequest:
+            continue
+    assert counting.most_tokens / 2 < max(found) <= counting.most_tokens
