@@ -16,7 +16,7 @@ def as_text(plan: Plan) -> str:
     training = trainer.training
     gpus = plan.machine.gpus
     lines = [
-        f"{plan.name}: {shape.parameters / 1e9:.2f} billion parameters, sequences of up to {shape.context:,} tokens",
+        f"{plan.name}: {_parameters(shape.parameters)} parameters, sequences of up to {shape.context:,} tokens",
         f"on {_machine(plan)}",
         *(f"note: {note}" for note in plan.notes),
         "",
@@ -53,7 +53,11 @@ def as_text(plan: Plan) -> str:
         rows.append(("", "vision tower", words))
     for sampler, numbers in _alike(plan):
         rows += [
-            (_sampler_name(numbers, len(plan.samplers)), _places(plan, numbers), f"engine {plan.engine}{_tp(sampler)}"),
+            (
+                _sampler_name(numbers, len(plan.samplers)),
+                _places(plan, numbers),
+                _engine(plan, sampler, numbers),
+            ),
             ("", "base weights", f"{size_text(sampler.base_bytes)}{_each(sampler.tensor_parallel, 'GPU')}"),
             ("", "adapters", _adapters_of_sampler(plan, sampler)),
             ("", "keys and values", _kv(sampler)),
@@ -229,6 +233,14 @@ def _place(gpus: Any) -> str:
 
 def _count(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _parameters(count: int) -> str:
+    return f"{count / 1e9:.2f} billion" if count >= 10**8 else f"{count / 1e6:.1f} million"
+
+
+def _engine(plan: Plan, sampler: SamplerPlan, numbers: list[int]) -> str:
+    return f"engine {plan.engine}{_tp(sampler)}{', each with' if len(numbers) > 1 else ''}"
 
 
 def _of_each(plan: Plan) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -305,5 +306,10 @@ def test_the_text_of_a_plan_tells_the_gpus_of_each_trainer_and_its_command_gives
     (line,) = [line for line in as_text(found).splitlines() if line.startswith("2 trainers")]
     assert "GPU 0,1 / 2,3" in line
     assert "2 ranks each" in line
+    (line,) = [line for line in as_text(found).splitlines() if line.startswith("4 samplers")]
+    assert line.endswith("engine vllm, each with")
+    assert "8.19 billion parameters" in as_text(found)
+    small = replace(model_of("Qwen3-0.6B"), layers=model_of("Qwen3-0.6B").layers[:1], vocab=1000)
+    assert " million parameters" in as_text(plan("small", small, machine_of("none"), Constraints()))
     assert "2 ranks of each of 2 trainers on GPU 0,1 / 2,3" in summary(found)
     assert "--trainer-gpus 0,1,2,3 --sampler-gpus 4,5,6,7 --trainer-ranks 2 --trainers 2" in command(found)[-1]
