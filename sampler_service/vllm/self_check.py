@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +18,8 @@ from tinsmith.modeling.pretrained import UnsupportedModel
 from tinsmith.modeling.self_check import TOLERANCE, random_adapter
 
 logger = logging.getLogger(__name__)
+
+_DRAWN = Params(max_tokens=4, top_p=0.9, stop=StopCondition())
 
 
 class Checked(SamplingEngine, Protocol):
@@ -46,9 +48,7 @@ async def check_engine(engine: Checked, reference: Reference, *, max_waiting: in
                 engine.refuse_group(group, _reason(gap, tolerance))
     await _check_decoding(engine, reference, max_waiting=max_waiting, tolerance=tolerance)
     if not engine.why_no_pictures:
-        gap = max([await _gap(engine, reference, sample) for sample in reference.pictures], default=float("inf"))
-        if gap > tolerance:
-            engine.refuse_pictures(f"with pictures {_reason(gap, tolerance)}")
+        await _check_pictures(engine, reference, max_waiting=max_waiting, tolerance=tolerance)
     for one in engine.store.versions():
         engine.store.remove(one.version_id)
 
@@ -94,9 +94,26 @@ def _reason(gap: float, tolerance: float) -> str:
 
 async def _check_decoding(engine: Checked, reference: Reference, *, max_waiting: int, tolerance: float) -> None:
     """Tokens drawn one by one against the same tokens as a prompt, of all versions in one batch."""
-    params = Params(max_tokens=4, top_p=0.9, stop=StopCondition())
     version_ids = ["", *(one.version_id for one in engine.store.versions())]
-    requests = [Request(reference.base.prompt, one, num_samples=2, params=params) for one in version_ids]
+    requests = [Request(reference.base.prompt, one, num_samples=2, params=_DRAWN) for one in version_ids]
+    await _compare(engine, requests, max_waiting=max_waiting, tolerance=tolerance)
+
+
+async def _check_pictures(engine: Checked, reference: Reference, *, max_waiting: int, tolerance: float) -> None:
+    """Refuses pictures if vLLM computes prompts with them, or tokens drawn after them, otherwise."""
+    gap = max([await _gap(engine, reference, sample) for sample in reference.pictures], default=float("inf"))
+    if gap > tolerance:
+        engine.refuse_pictures(f"with pictures {_reason(gap, tolerance)}")
+        return
+    requests = [Request(one.prompt, num_samples=2, params=_DRAWN, pictures=one.placed) for one in reference.pictures]
+    try:
+        await _compare(engine, requests, max_waiting=max_waiting, tolerance=tolerance)
+    except UnsupportedModel as error:
+        engine.refuse_pictures(f"with pictures {error}")
+
+
+async def _compare(engine: Checked, requests: Sequence[Request], *, max_waiting: int, tolerance: float) -> None:
+    """Raises UnsupportedModel when what the requests draw has other logprobs in a prompt."""
     generations = [await engine.submit(request) for request in requests[:max_waiting]]
     for request, generation in zip(requests, generations, strict=False):
         for one in Comparison.of(request, await generation.result()):

@@ -20,6 +20,7 @@ FLAGS = {"max-kv-tokens": 1024, "prefix-cache-bytes": 2 * 1024 * 1024, "prefill-
     ("family", "settings", "refused"),
     [
         ("Qwen2_5_VL", {}, ""),
+        ("Qwen3VL", {"tensor-parallel": "2"}, ""),
         ("Gemma3", {}, r"with pictures vLLM's logprobs differ by 0\.\d+ \(limit 0\.001\)"),
         ("Qwen3VL", {"pictures": "false"}, r"they are switched off here \(pictures is false\)"),
     ],

@@ -19,10 +19,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("sizing"))
 
 
-def sizes_with(folder: Path, monkeypatch: pytest.MonkeyPatch, *, free_bytes: int, prepack: bool) -> Sizes:
+def sizes_with(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, free_bytes: int, prepack: bool, for_pictures: int = 0
+) -> Sizes:
     base = BaseModel.load(folder, device=torch.device("cpu"), dtype=torch.float32, prepack=prepack)
     monkeypatch.setattr(sizing, "free_bytes_of", lambda device: free_bytes)
-    return Sizes.of(base, SamplerConfig(base_model=str(folder), max_running=10**9))
+    return Sizes.of(base, SamplerConfig(base_model=str(folder), max_running=10**9), for_pictures=for_pictures)
 
 
 def test_memory_for_buffers_that_grow_is_not_divided(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,6 +32,12 @@ def test_memory_for_buffers_that_grow_is_not_divided(folder: Path, monkeypatch: 
     plain = sizes_with(folder, monkeypatch, free_bytes=free, prepack=False)
     assert plain.prefix_cache_bytes == (free - MAX_KEPT_BYTES) // 8
     assert plain.max_kv_tokens == (free - MAX_KEPT_BYTES) // 4 // plain.bytes_per_token
+
+
+def test_memory_for_the_tower_is_not_divided(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free, tower = 2**30, 10**8
+    sizes = sizes_with(folder, monkeypatch, free_bytes=free, prepack=False, for_pictures=tower)
+    assert sizes.prefix_cache_bytes == (free - MAX_KEPT_BYTES - tower) // 8
 
 
 @pytest.mark.skipif(not prepacked.works(torch.float32, torch.device("cpu")), reason="this build of torch has no oneDNN")

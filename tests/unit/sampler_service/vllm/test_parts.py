@@ -18,11 +18,17 @@ from sampler_service.core.scoring import PromptScorer
 from sampler_service.vllm import start
 from sampler_service.vllm.full import FullVersion, Parameters
 from sampler_service.vllm.outputs import DrawnToken, drawn_tokens
+from sampler_service.vllm.pictures import WorkerPictures
+from sampler_service.vllm.reference import _measure
 from sampler_service.vllm.settings import engine_args
 from sampler_service.vllm.shared_memory import Handle, SharedTensor
 from sampler_service.vllm.versions import WorkerVersions
 from sampler_service.vllm.wire import Draws, Scores, extra_args
+from tests.support.models import make_vision_model
+from tests.support.waiting import until
 from tinsmith.errors import Unsupported
+from tinsmith.modeling.tower import Placed
+from tinsmith.pictures.processing import Picture
 from tinsmith.sizing import slot_rank
 
 
@@ -139,6 +145,40 @@ def test_slots_of_vllm_are_as_large_as_the_largest_rank_that_is_served() -> None
     assert rank(engine="vllm", max_lora_rank=8) == 8
     assert rank(engine="vllm", max_lora_rank=256) == 256
     assert settled(SamplerConfig(base_model="m", engine="torch"))[0].max_lora_rank == 256
+
+
+def test_vllm_loads_a_tower_where_pictures_are_taken(tmp_path: Path) -> None:
+    folder = str(make_vision_model(tmp_path))
+    seeing, blind = (SamplerConfig(base_model=folder, device="cpu", pictures=one) for one in (True, False))
+    reference = _measure(seeing)
+    assert (reference.why_no_pictures, len(reference.pictures)) == ("", 2)
+    args = engine_args(seeing, reference)
+    assert args["mm_processor_kwargs"] == {"most_tokens": 80}  # a single row of them, of 8 x 8 pixels each
+    assert "language_model_only" not in args
+    reference = _measure(blind)
+    assert "they are switched off here (pictures is false)" in reference.why_no_pictures
+    assert not reference.pictures
+    assert engine_args(blind, reference)["language_model_only"]
+
+
+async def test_workers_have_a_picture_once_while_any_request_needs_it() -> None:
+    calls: list[tuple[str, int]] = []
+
+    async def rpc(method: str, number: int, *_: Any) -> list[Any]:
+        calls.append((method.removeprefix("tinsmith_"), number))
+        return []
+
+    pictures = WorkerPictures(rpc)
+    one, other = (
+        Placed(start, Picture(np.full((2, 2, 3), start, np.uint8), num_tokens=1, digest=bytes([start])))
+        for start in (0, 9)
+    )
+    async with pictures.held([one, other]) as first, pictures.held([one]) as second:
+        assert (first, second) == ([1, 2], [1])
+    async with pictures.held([one]) as third:
+        assert third == [3]  # never a number again
+    await until(lambda: len(calls) == 6)
+    assert sorted(calls) == [(method, n) for method in ("forget_picture", "take_picture") for n in (1, 2, 3)]
 
 
 def test_vllm_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
