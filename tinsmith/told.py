@@ -6,8 +6,8 @@ from asyncio import sleep
 from collections import Counter
 
 _HELD_BACK_S = 0.2
-"""How long a failure is held back. What a caller has sent together with the failed batch comes meanwhile, so it is seen
-that the caller pipelines, also when batches fail or are computed faster than the next one comes."""
+"""How long a failure is held back, in seconds. Batches that a caller has sent together with the failed one arrive in
+that time. So the service sees that the caller pipelines, also when a batch fails before the next one has arrived."""
 _MOST_ANSWERED = 4096
 """Most batches of one optim_step that are remembered as answered. Beyond it the older half is forgotten."""
 
@@ -55,8 +55,8 @@ class Told:
             self._waiting += Counter()  # without those that are sent no more
 
     def came_before_restart(self, seq_id: int) -> None:
-        """The service has had this batch from before: what was sent together with it is not known, unless this is a
-        repeat of what `sent` has heard of."""
+        """The service has this batch in its journal from before its start. The batches that were sent together with it
+        are not known, so it counts as overlapped, unless this is a repeat of a call that `sent` has noted."""
         self._overlapped |= self._waiting[seq_id] == 1
 
     async def hold_back(self, seq_id: int) -> None:

@@ -72,7 +72,7 @@ class PictureInputs:
 
 
 class PictureInfo:
-    """In the place of vLLM's processor of pictures, which needs a tokenizer and never runs: what vLLM asks of it."""
+    """Stands for vLLM's processor of pictures, which needs a tokenizer and never runs. It answers what vLLM asks."""
 
     supported_mm_limits: ClassVar[Mapping[str, int | None]] = {MODALITY: None}
     allowed_mm_limits: ClassVar[Mapping[str, int]] = {MODALITY: 2**20}

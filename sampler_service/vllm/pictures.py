@@ -118,7 +118,8 @@ def picture_prompt(
 
 
 def _item(picture: Picture, number: int, processor: Processor) -> Any:
-    """What vLLM reads of a picture before the tower runs: with M-RoPE, its rows and columns of patches."""
+    """The fields of a picture that vLLM reads before the tower runs: its number and, with M-RoPE, its rows and columns
+    of patches."""
     arrays = {NUMBER: torch.tensor([number])}
     if picture.grid is not None and isinstance(processor.counting, ByArea):
         rows, columns = (processor.counting.merge_size * one for one in picture.grid)

@@ -40,7 +40,7 @@ def test_loading_takes_a_ranks_share_of_the_model_and_one_tensor(tmp_path: Path)
     largest = max(parameter.nbytes for parameter in model.parameters())
     (port,) = free_ports(1)
     arguments = ["tests.ranks.loading", "--model", str(tmp_path / "model"), "--out", str(tmp_path), *LAYOUTS]
-    # What is freed goes back to the system at once, so that the measured memory is that of living tensors.
+    # Freed memory goes back to the system at once, so that the measured memory is that of living tensors.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-m", *torchrun(NUM_RANKS, port), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)

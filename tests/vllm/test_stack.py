@@ -110,7 +110,7 @@ def train_publish_and_sample(stack: Stack, *, rank: int) -> Callable[[], types.S
 
 
 def test_a_run_trained_on_pictures_is_sampled_with_them(tmp_path: Path) -> None:
-    """What a sample's tokens are worth after a picture, the trainer computes alike. The canary has certified the
+    """The trainer computes the logprobs of a sample's tokens after a picture as vLLM did. The canary has certified the
     version."""
     model = make(tmp_path / "model")
     with running(model, tmp_path / "state") as stack:

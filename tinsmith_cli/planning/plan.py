@@ -29,7 +29,7 @@ class TrainerPlan:
     gpus: Sequence[Gpu]
     """One for each rank, those of the first trainer first; none on a CPU."""
     ranks: int
-    """Of each trainer."""
+    """Number of ranks of each trainer."""
     tensor_parallel: int
     shard_base: bool
     base_bytes: int
