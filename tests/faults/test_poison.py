@@ -180,7 +180,8 @@ def test_work_of_any_kind_that_kills_the_trainer_is_given_up_after_two_deaths_an
     assert num_ends == 2
     failed = {n: str(one) for n, one in enumerate(poisoned) if isinstance(one, errors.ServiceError)}
     if how in ("append", "finish"):
-        assert failed.keys() == {3, 4}
+        # An answer may reach its client before the journal takes it: 3 may have been answered before the first death.
+        assert failed.keys() in ({3, 4}, {4} if how == "finish" else {3, 4})
     else:
         assert failed.keys() == ({len(sent) - 1} if last else set())
     assert all("the trainer ended twice while it" in one for one in failed.values()), failed
