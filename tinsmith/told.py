@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import time
 from asyncio import sleep
 from collections import Counter
+from contextvars import ContextVar
 
 _HELD_BACK_S = 0.2
 """How long a failure is held back, in seconds. Batches that a caller has sent together with the failed one arrive in
@@ -11,10 +14,19 @@ that time. So the service sees that the caller pipelines, also when a batch fail
 _MOST_ANSWERED = 4096
 """Most batches of one optim_step that are remembered as answered. Beyond it the older half is forgotten."""
 
+_began_s: ContextVar[float] = ContextVar("began_s", default=math.inf)
+"""Time at which the request that is being handled began to arrive, by time.monotonic."""
+
+
+def request_begins() -> None:
+    """To be called when the head of a request has arrived, before its body is read."""
+    _began_s.set(time.monotonic())
+
 
 class Told:
     """The batches of one model since its last optim_step that was applied, and which of their answers the caller has
-    received. Kept by the service that answers the caller.
+    received. Kept by the service that answers the caller. A batch and a step count as sent when the first bytes of
+    their request arrive (`request_begins`).
 
     A failed batch makes the next optim_step fail, because a caller that pipelines would step with only some of the
     batches that it sent. A caller starts afresh after a failure if it received the failure, then sent a new batch, and
@@ -33,6 +45,8 @@ class Told:
         self._overlapped = False
         """Some batch after that failure was sent while the caller waited for the answer of another one, or for the
         failure itself."""
+        self._told_s = 0.0
+        """Time at which the caller received the last answer of a batch, by time.monotonic."""
         self._last_step = 0, 0
         """seq_id of the last optim_step, and the answer that `step` gave for it. A repeat gets the same answer."""
 
@@ -45,7 +59,7 @@ class Told:
         """A batch has arrived from the caller. A repeat, after a lost connection, is no second batch."""
         if seq_id in self._answered or seq_id <= self._last_step[0]:
             return
-        self._overlapped |= bool(self._waiting.keys() - {seq_id})
+        self._overlapped |= bool(self._waiting.keys() - {seq_id}) or _began_s.get() < self._told_s
         self._waiting[seq_id] += 1
 
     def unsent(self, seq_id: int) -> None:
@@ -75,6 +89,7 @@ class Told:
             return
         del self._waiting[seq_id]
         self._answered.add(seq_id)
+        self._told_s = time.monotonic()
         if len(self._answered) > _MOST_ANSWERED:
             self._answered = set(sorted(self._answered)[_MOST_ANSWERED // 2 :])
         if failed:
@@ -87,7 +102,8 @@ class Told:
         0 if it has not."""
         if seq_id != self._last_step[0]:
             newest = max(self._answered, default=0)
-            afresh = newest > self._failed and not self._overlapped and not self._waiting
+            is_waited_for = not self._waiting and _began_s.get() >= self._told_s
+            afresh = newest > self._failed and not self._overlapped and is_waited_for
             self._last_step = seq_id, self._failed if afresh else 0
             # A caller need not ask for every answer. One that it never asks for may not hold up later batches.
             self._waiting = Counter({waiting: n for waiting, n in self._waiting.items() if waiting > seq_id})

@@ -32,6 +32,7 @@ from gateway.tenants.tokens import InvalidToken, Tokens
 from tinsmith.errors import RateLimited
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.auth import given_key, is_loopback
+from tinsmith.told import request_begins
 
 _HEALTH = "/api/v1/healthz"
 _OPENAI = "/v1/"
@@ -124,6 +125,7 @@ class CountRequests:
             return await self._app(scope, receive, send)
         status = 500
         started_at = time.monotonic()
+        request_begins()
         request_id = _given_id(scope) or f"{_START}-{next(_NUMBERS)}"
         logs.request_id.set(request_id)
 

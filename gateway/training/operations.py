@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -104,12 +105,13 @@ class Operations:
                 self._told[model_id].unsent(seq_id)
             raise
 
-    async def told(self, request_id: str, *, failed: bool) -> None:
-        """Notes that the client is given the answer of this future."""
+    async def told(self, request_id: str, *, failed: bool, is_gone: Callable[[], Awaitable[bool]]) -> None:
+        """Notes that the client is given the answer of this future, unless it has gone."""
         if (found := operation_of(request_id)) is not None and (told := self._told.get(found[0])) is not None:
             if failed:
                 await told.hold_back(found[1])
-            told.told(found[1], failed=failed)
+            if not await is_gone():
+                told.told(found[1], failed=failed)
 
     async def _submit(self, submission: Submission) -> None:
         request_id = submission.request_id

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from contextvars import copy_context
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.told import Told
+from tinsmith.told import Told, request_begins
 
 
 def test_a_client_that_waits_for_every_answer_starts_afresh_behind_a_failure() -> None:
@@ -18,6 +19,20 @@ def test_a_client_that_waits_for_every_answer_starts_afresh_behind_a_failure() -
         told.told(seq_id, failed=failed)
     assert told.step(5) == 2
     assert told.step(5) == 2, "a repeat is told the same"
+
+
+@pytest.mark.parametrize("late", ["batch", "step", ""])
+def test_a_request_that_was_on_its_way_when_the_caller_was_told_counts_as_sent_before(late: str) -> None:
+    told, early = Told(), copy_context()
+    early.run(request_begins)
+    here = copy_context()
+    told.sent(1)
+    told.told(1, failed=True)
+    here.run(request_begins)
+    (early if late == "batch" else here).run(told.sent, 2)
+    told.told(2, failed=False)
+    here.run(request_begins)
+    assert (early if late == "step" else here).run(told.step, 3) == (0 if late else 1)
 
 
 def test_a_batch_that_is_sent_again_because_its_connection_was_lost_is_one_batch() -> None:

@@ -27,6 +27,7 @@ from tinsmith.rpc.paths import run_of
 from tinsmith.rpc.reflection import add_reflection
 from tinsmith.rpc.tls import Certificates, Pinned, warn_of_clear_text
 from tinsmith.threads import in_pool
+from tinsmith.told import request_begins
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +157,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                     yield message
 
         async def answer(_: object, context: _Context) -> Any:
+            request_begins()
             logs.request_id.set(request_id)
             with _Reporting(method, metadata) as reporting:
                 if handler.stream_unary is not None:

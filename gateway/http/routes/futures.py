@@ -45,7 +45,8 @@ async def retrieve_future(request: Request, body: schemas.RetrieveFuture) -> dic
         raise _unknown(request_id) from None
     if isinstance(found, Answer):
         if not is_sample:
-            await gateway.training.operations.told(request_id, failed=found.is_failure)
+            is_gone = request.is_disconnected
+            await gateway.training.operations.told(request_id, failed=found.is_failure, is_gone=is_gone)
         size = len(found.body)
         if body.allow_metadata_only and not found.is_failure and size > gateway.config.metadata_only_bytes:
             return {"status": "complete_metadata", "response_payload_size": size}

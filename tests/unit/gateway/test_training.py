@@ -172,6 +172,49 @@ async def test_a_failure_that_an_sdk_has_fetched_at_once_protects_what_was_sent_
     assert stack.trainer.failures_seen == [0]
 
 
+async def test_a_client_that_leaves_before_it_has_the_failure_was_not_told_of_it(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    held, come = asyncio.Event(), asyncio.Event()
+
+    async def hold(_: float) -> None:
+        held.set()
+        await come.wait()
+
+    bad = (await client.forward_backward(model_id, 1, loss_fn="ppo")).json()
+    with mock.patch("tinsmith.told.sleep", hold):
+        polling = asyncio.create_task(client.result(bad))
+        await held.wait()
+        polling.cancel()
+        await asyncio.gather(polling, return_exceptions=True)
+        await client.get("/api/v1/healthz")  # it comes after the end of the connection
+        come.set()
+    await client.result((await client.forward_backward(model_id, 2)).json())
+    await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}}))
+    assert stack.trainer.failures_seen == [0]
+
+
+async def test_a_batch_that_was_on_its_way_when_the_failure_was_told_is_protected(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    bad = (await client.forward_backward(model_id, 1, loss_fn="ppo")).json()
+    body, begun, told = batch(model_id, 2).SerializeToString(), asyncio.Event(), asyncio.Event()
+
+    async def halves() -> AsyncIterator[bytes]:
+        yield body[:10]
+        begun.set()
+        await told.wait()
+        yield body[10:]
+
+    headers = {**PROTOBUF, "content-length": str(len(body))}
+    good = asyncio.create_task(client.post("/api/v1/forward_backward", content=halves(), headers=headers))
+    await begun.wait()
+    await client.get("/api/v1/healthz")  # it comes after the first half
+    await client.result(bad)
+    told.set()
+    await client.result((await good).json())
+    await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}}))
+    assert stack.trainer.failures_seen == [0]
+
+
 async def test_a_conflict_with_a_number_in_work_does_not_hide_that_its_client_pipelines(
     stack: Stack, client: Client
 ) -> None:

@@ -325,6 +325,27 @@ async def test_a_batch_that_fails_at_once_protects_those_that_were_sent_together
     await fails(stub.OptimStep(step(3)), errors.FailedPrecondition, "failed, seq_id 1; its gradients")
 
 
+async def test_a_batch_that_was_on_its_way_when_the_failure_was_told_is_protected(service: Service, stub: Any) -> None:
+    told = asyncio.Event()
+
+    async def message() -> AsyncIterator[pb.ForwardBackwardRequest]:
+        await told.wait()
+        yield batch(2)
+
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{service.server.port}") as channel:
+        call = channel.stream_unary(  # a unary call on the wire, whose message comes later than its head
+            "/tinsmith.v1.TrainerService/ForwardBackward",
+            request_serializer=pb.ForwardBackwardRequest.SerializeToString,
+            response_deserializer=pb.ForwardBackwardResponse.FromString,
+        )
+        good = asyncio.ensure_future(call(message()))
+        await trainer_pb2_grpc.TrainerServiceStub(channel).GetTrainerInfo(pb.GetTrainerInfoRequest())
+        await fails(stub.ForwardBackward(bad_batch(1)), errors.InvalidRequest, "weights")
+        told.set()
+        await good
+    await fails(stub.OptimStep(step(3)), errors.FailedPrecondition, "failed, seq_id 1; its gradients")
+
+
 async def test_a_conflict_with_a_number_in_work_does_not_hide_that_its_caller_pipelines(
     service: Service, stub: Any
 ) -> None:
