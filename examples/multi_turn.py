@@ -17,7 +17,7 @@ from tinker import types
 from tqdm import trange
 
 BASE_MODEL = os.environ.get("BASE_MODEL", "tinsmith/small-qwen3")
-STEPS, GROUP_SIZE, LEARNING_RATE = 15, 8, 3e-3
+STEPS, GROUP_SIZE, LEARNING_RATE = 30, 8, 3e-3
 THINGS = ["river", "garden", "bridge", "lamp"]
 
 service = tinker.ServiceClient()
