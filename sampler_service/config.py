@@ -75,8 +75,8 @@ class SamplerConfig(GrpcTls, BaseSettings):
     """Torch engine only: store the weights of the layers that take adapters in 8 bits (int8) or 4 bits (nf4). Must be
     the trainer's setting, because its versions are for these weights."""
     pictures: bool = True
-    """Take pictures, if the base model sees. false saves the memory of its vision tower, which is
-    then not loaded, and refuses pictures by name."""
+    """Take pictures, if the base model sees. false saves the memory of its vision tower, which is then not loaded, and
+    refuses pictures by name."""
     max_lora_rank: int = Field(default=MAX_LORA_RANK, ge=1)
     """Largest rank of a version; set it to the trainer's. Default: 256 with the torch engine, where a version takes the
     memory of its own rank, and 64 with vLLM, where each slot on the device takes the memory of the largest rank."""

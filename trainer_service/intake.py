@@ -100,7 +100,6 @@ class Intake:
         context: Context,
     ) -> Answer:
         check_seq_id(request.seq_id)
-        check_model_id(request.model_id, field="model_id")
         return await self.operate(trainer, kind, request, request.seq_id, lambda: Body.pack(kind, request), context)
 
     async def operate(

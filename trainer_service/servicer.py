@@ -15,8 +15,8 @@ import grpc.aio
 
 from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.adapter import ALL_GROUPS, GROUPS
-from tinsmith.modeling.tower import Tower
 from tinsmith.pictures.counting import settings_of
+from tinsmith.pictures.processing import Processor
 from tinsmith.rpc.notes import check_notes
 from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.times import duration
@@ -95,7 +95,7 @@ class TrainerServicer(CheckpointServicer):
             micro_batch_tokens=pace.micro_batch_tokens,
             tokens_per_second=pace.tokens_per_s,
             one_by_one=engine.base.one_by_one,
-            picture_counting=_picture_counting(engine.base.tower),
+            picture_counting=_picture_counting(engine.limits.processor),
             trainer_id=trainer.trainer_id,
             store_id=trainer.checkpoints.store_id,
             fingerprint=trainer.fingerprint,
@@ -223,13 +223,13 @@ class TrainerServicer(CheckpointServicer):
             await trainer.operations.delete_files(model_id)
 
 
-def _picture_counting(tower: Tower | None) -> pb.PictureCounting | None:
-    if tower is None:
+def _picture_counting(processor: Processor | None) -> pb.PictureCounting | None:
+    if processor is None:
         return None
-    counting = tower.processor.counting
+    counting = processor.counting
     message = pb.PictureCounting(rule=counting.rule, settings=settings_of(counting))
-    if (around := tower.processor.in_chats) is not None:
-        message.picture_token = tower.processor.picture_token
+    if (around := processor.in_chats) is not None:
+        message.picture_token = processor.picture_token
         message.before.extend(around[0])
         message.after.extend(around[1])
     return message

@@ -78,9 +78,7 @@ class _Transport:
         self._held = b""
 
     def write(self, data: bytes) -> None:
-        if (
-            self._transport.is_closing()
-        ):  # the connection was cut; uvloop raises an error where asyncio ignores the data
+        if self._transport.is_closing():  # it was cut; uvloop raises an error where asyncio ignores the data
             return
         self._num_written += len(data)
         if self._held:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -150,10 +151,9 @@ async def test_a_client_that_pipelines_was_told_of_no_failure_when_it_sent_its_s
     assert stack.trainer.failures_seen == [0, 0], "the new gateway knows of nothing"
 
 
-async def test_a_failure_that_an_sdk_has_fetched_at_once_protects_what_was_sent_together_with_it(
-    stack: Stack, client: Client
-) -> None:
-    model_id = await client.model(await client.session())
+@contextmanager
+def holding_failures_back() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
+    """Gives two events: one that is set when a failure is held back, and one until which it is held back."""
     held, come = asyncio.Event(), asyncio.Event()
 
     async def hold(_: float) -> None:
@@ -161,6 +161,14 @@ async def test_a_failure_that_an_sdk_has_fetched_at_once_protects_what_was_sent_
         await come.wait()
 
     with mock.patch("tinsmith.told.sleep", hold):
+        yield held, come
+
+
+async def test_a_failure_that_an_sdk_has_fetched_at_once_protects_what_was_sent_together_with_it(
+    stack: Stack, client: Client
+) -> None:
+    model_id = await client.model(await client.session())
+    with holding_failures_back() as (held, come):
         bad = asyncio.create_task(client.result((await client.forward_backward(model_id, 1, loss_fn="ppo")).json()))
         await asyncio.wait([bad, held_back := asyncio.create_task(held.wait())], return_when=asyncio.FIRST_COMPLETED)
         held_back.cancel()
@@ -174,14 +182,8 @@ async def test_a_failure_that_an_sdk_has_fetched_at_once_protects_what_was_sent_
 
 async def test_a_client_that_leaves_before_it_has_the_failure_was_not_told_of_it(stack: Stack, client: Client) -> None:
     model_id = await client.model(await client.session())
-    held, come = asyncio.Event(), asyncio.Event()
-
-    async def hold(_: float) -> None:
-        held.set()
-        await come.wait()
-
     bad = (await client.forward_backward(model_id, 1, loss_fn="ppo")).json()
-    with mock.patch("tinsmith.told.sleep", hold):
+    with holding_failures_back() as (held, come):
         polling = asyncio.create_task(client.result(bad))
         await held.wait()
         polling.cancel()
