@@ -217,6 +217,7 @@ class Scheduler:
         # An operation that closes a gap is always taken: others wait for it.
         closes_gap = seq_id <= max(model.operations, default=0)
         if not closes_gap and model.num_queued >= self._max_queued_operations:
+            self._check_near(model, seq_id, still_queued=model.num_queued)
             raise OutOfCapacity(
                 f"{model_id}: {model.num_queued} operations are queued, this server's max_queued_operations"
             )
@@ -243,10 +244,12 @@ class Scheduler:
         self.tasks.spawn(self._append(model, operation, body, within_share=not (is_next or closes_gap)))
         return operation, True
 
-    def _check_near(self, model: ModelQueue, seq_id: int) -> None:
-        """Raises InvalidRequest for a seq_id before which more operations are missing than the queue could hold."""
+    def _check_near(self, model: ModelQueue, seq_id: int, *, still_queued: int = 0) -> None:
+        """Raises InvalidRequest for a seq_id before which more operations are missing than the queue could hold.
+        `still_queued`: operations that will have left the queue before there is room for this one."""
         most = self._max_queued_operations
-        if seq_id - model.next_to_enter <= most or (ahead := seq_id - model.next_seq_id) <= most:
+        ahead = seq_id - model.next_seq_id
+        if seq_id - model.next_to_enter - still_queued <= most or ahead - still_queued <= most:
             return
         raise InvalidRequest(
             f"seq_id: {seq_id} is {ahead} ahead of the next one, {model.next_seq_id}, of {model.model_id}; this server "

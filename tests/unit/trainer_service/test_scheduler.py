@@ -385,7 +385,10 @@ async def test_a_seq_id_further_ahead_than_the_queue_is_long_is_refused_and_leav
         assert "max_queued_operations (3)" in refused.value.message
         assert refused.value.metadata["field"] == "seq_id"
         assert await bench.journal.find("a", seq_id) is None
-    waiting = [await bench.step("a", seq_id) for seq_id in (5, 2, 3, 4)]
+    waiting = [await bench.step("a", seq_id) for seq_id in (5, 4, 3)]
+    with pytest.raises(InvalidRequest, match="seq_id: 2000000000 is"):  # also while the queue is full
+        await bench.step("a", 2_000_000_000)
+    waiting.append(await bench.step("a", 2))
     await asyncio.gather(*(operation.wait() for operation in waiting))
     assert [seq_id for _, seq_id in bench.ran] == [1, 2, 3, 4, 5]
 
