@@ -11,16 +11,23 @@ from contextvars import ContextVar
 _HELD_BACK_S = 0.2
 """How long a failure is held back, in seconds. Batches that a caller has sent together with the failed one arrive in
 that time. So the service sees that the caller pipelines, also when a batch fails before the next one has arrived."""
-_MOST_ANSWERED = 4096
-"""Most batches of one optim_step that are remembered as answered. Beyond it the older half is forgotten."""
+_PAUSE_S = 0.05
+"""_HELD_BACK_S is waited in pauses of this length, in seconds. One that takes twice as long means that the process was
+busy or stopped, and has yet to read what has come meanwhile, so the time begins anew."""
+_MOST_PAUSES = 40
+"""Most pauses for which a failure is held back."""
+_MOST_BATCHES = 4096
+"""Most batches of one optim_step that are remembered as answered, of which the older half is forgotten beyond it, and
+most that are remembered as waiting. The failure of a batch that is not remembered refuses the step."""
 
 _began_s: ContextVar[float] = ContextVar("began_s", default=math.inf)
 """Time at which the request that is being handled began to arrive, by time.monotonic."""
 
 
-def request_begins() -> None:
-    """To be called when the head of a request has arrived, before its body is read."""
-    _began_s.set(time.monotonic())
+def request_begins(*, is_retry: bool = False) -> None:
+    """To be called when the head of a request has arrived, before its body is read. `is_retry`: the caller says that it
+    has sent the request before. Nobody knows when, if the first attempt did not come this far."""
+    _began_s.set(-math.inf if is_retry else time.monotonic())
 
 
 class Told:
@@ -37,7 +44,9 @@ class Told:
     def __init__(self) -> None:
         self._waiting: Counter[int] = Counter()
         """Batches that the caller has sent since its last optim_step and whose answers it has not received, with the
-        number of times that each was sent."""
+        number of times that each was sent. Also those that were refused for now, since the caller sends them again."""
+        self._accepted: set[int] = set()
+        """Those of them that the service has accepted since its start."""
         self._answered: set[int] = set()
         """Batches whose answers the caller has received."""
         self._failed = 0
@@ -59,42 +68,56 @@ class Told:
         """A batch has arrived from the caller. A repeat, after a lost connection, is no second batch."""
         if seq_id in self._answered or seq_id <= self._last_step[0]:
             return
-        self._overlapped |= bool(self._waiting.keys() - {seq_id}) or _began_s.get() < self._told_s
+        if seq_id not in self._waiting:
+            if len(self._waiting) >= _MOST_BATCHES:
+                return
+            self._overlapped |= bool(self._waiting) or _began_s.get() < self._told_s
         self._waiting[seq_id] += 1
 
     def unsent(self, seq_id: int) -> None:
-        """The batch was not accepted; the caller will send it again, unless it is accepted from another call."""
+        """The batch was refused for good, for its number. Another call may have brought a batch of that number."""
         if seq_id in self._waiting:
             self._waiting[seq_id] -= 1
             self._waiting += Counter()  # without those that are sent no more
 
-    def came_before_restart(self, seq_id: int) -> None:
-        """The service has this batch in its journal from before its start. The batches that were sent together with it
-        are not known, so it counts as overlapped, unless this is a repeat of a call that `sent` has noted."""
-        self._overlapped |= self._waiting[seq_id] == 1
+    def accepted(self, seq_id: int, *, is_new: bool) -> None:
+        """The service has the batch in its journal. The batches that were sent together with one from before the
+        service's start are not known, so it counts as overlapped."""
+        if is_new:
+            self._accepted.add(seq_id)
+        elif seq_id in self._waiting:
+            self._overlapped |= seq_id not in self._accepted
 
     async def hold_back(self, seq_id: int) -> None:
         """Waits before the caller is told of a failed batch for the first time."""
-        if seq_id in self._waiting:
-            await sleep(_HELD_BACK_S)
+        if seq_id not in self._waiting:
+            return
+        in_time = 0
+        for _ in range(_MOST_PAUSES):
+            began_s = time.monotonic()
+            await sleep(_PAUSE_S)
+            in_time = in_time + 1 if time.monotonic() - began_s < 2 * _PAUSE_S else 0
+            if in_time * _PAUSE_S >= _HELD_BACK_S:
+                return
 
     def told(self, seq_id: int, *, failed: bool) -> None:
-        """The caller receives the answer of an operation. Nothing changes unless it is a batch that waits, or the last
-        optim_step."""
+        """The caller receives the answer of an operation. Nothing changes unless it is a batch that waits, the newest
+        failed one, or the last optim_step. A caller that fetches a failure again may not have received it before."""
         if seq_id == self._last_step[0] and not failed:  # a step that failed may have left the gradients as they are
             self._answered = {answered for answered in self._answered if answered > seq_id}
             if self._failed < seq_id:
                 self._failed, self._overlapped = 0, False
-        if seq_id not in self._waiting:
+        if seq_id not in self._waiting and not (failed and seq_id == self._failed):
             return
         del self._waiting[seq_id]
+        self._accepted.discard(seq_id)
         self._answered.add(seq_id)
         self._told_s = time.monotonic()
-        if len(self._answered) > _MOST_ANSWERED:
-            self._answered = set(sorted(self._answered)[_MOST_ANSWERED // 2 :])
+        if len(self._answered) > _MOST_BATCHES:
+            self._answered = set(sorted(self._answered)[_MOST_BATCHES // 2 :])
         if failed:
             overlapped = bool(self._waiting) or max(self._answered) > seq_id
-            self._overlapped = overlapped or (self._overlapped and seq_id < self._failed)
+            self._overlapped = overlapped or (self._overlapped and seq_id <= self._failed)
             self._failed = max(self._failed, seq_id)
 
     def step(self, seq_id: int) -> int:
@@ -102,9 +125,10 @@ class Told:
         0 if it has not."""
         if seq_id != self._last_step[0]:
             newest = max(self._answered, default=0)
-            is_waited_for = not self._waiting and _began_s.get() >= self._told_s
+            is_waited_for = not self._waiting.keys() - {seq_id} and _began_s.get() >= self._told_s
             afresh = newest > self._failed and not self._overlapped and is_waited_for
             self._last_step = seq_id, self._failed if afresh else 0
             # A caller need not ask for every answer. One that it never asks for may not hold up later batches.
             self._waiting = Counter({waiting: n for waiting, n in self._waiting.items() if waiting > seq_id})
+            self._accepted &= self._waiting.keys()
         return self._last_step[1]

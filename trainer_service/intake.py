@@ -16,7 +16,9 @@ from google.protobuf.message import Message
 from tinsmith.errors import (
     EngineDead,
     InvalidRequest,
+    ModelMoved,
     ModelNotFound,
+    NotReady,
     OutOfCapacity,
     SequenceConflict,
     ServiceError,
@@ -24,7 +26,7 @@ from tinsmith.errors import (
 from tinsmith.rpc import tensors
 from tinsmith.rpc.arrivals import is_taken_over
 from tinsmith.rpc.paths import check_model_id
-from tinsmith.rpc.server import ACCEPTED, RAN
+from tinsmith.rpc.server import ACCEPTED, RAN, REPEATED
 from tinsmith.threads import in_pool_of
 from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
@@ -112,21 +114,25 @@ class Intake:
             told.sent(seq_id)
         accepting = trainer.scheduler.tasks.spawn(self._accept(trainer, kind, request, seq_id, pack))
         try:
-            operation = await asyncio.shield(accepting)  # a call that is cancelled leaves no operation without work
-        except ServiceError:
-            if told is not None:
+            operation, is_new = await asyncio.shield(
+                accepting
+            )  # a call that is cancelled leaves no operation without work
+        except ServiceError as error:
+            is_sent_again = isinstance(error, OutOfCapacity | NotReady) and not isinstance(error, ModelMoved)
+            if told is not None and not is_sent_again:
                 told.unsent(seq_id)
                 if told.is_empty:
                     self._told.pop(request.model_id, None)
             raise
         is_taken_over()  # the scheduler counts the memory of accepted operations
-        await context.send_initial_metadata((ACCEPTED,))
+        await context.send_initial_metadata((ACCEPTED,) if is_new else (ACCEPTED, REPEATED))
         return await self.answer(operation, context)
 
     async def _accept(
         self, trainer: Trainer, kind: str, request: Request, seq_id: int, pack: Callable[[], Body]
-    ) -> Operation:
-        """Has the scheduler accept an operation, and makes its work while the journal writes.
+    ) -> tuple[Operation, bool]:
+        """Has the scheduler accept an operation, and makes its work while the journal writes. Returns the operation,
+        and whether it is new.
 
         A request that cannot be packed, because the trainer ends each time, becomes an operation that fails.
         """
@@ -159,14 +165,14 @@ class Intake:
             operation, is_new = await scheduler.accept(request.model_id, seq_id, body, held_bytes=held_bytes)
         except SequenceConflict as error:  # one that was given up is perhaps the repeat of an accepted operation
             raise given_up or error from None
+        if _adds_gradients(request) and (told := self._told.get(request.model_id)) is not None:
+            told.accepted(seq_id, is_new=is_new)
         if is_new:
             work = await self._work_of(trainer, operation, request, held_bytes=needed, on_thread=on_thread)
             await scheduler.begin(operation, work)
-        elif _adds_gradients(request) and (told := self._told.get(request.model_id)) is not None:
-            told.came_before_restart(seq_id)
         if not is_new and given_up is None:
             executing.forget(*arrival)  # of a new operation, the scheduler does this once it is in the journal
-        return operation
+        return operation, is_new
 
     async def _work_of(
         self, trainer: Trainer, operation: Operation, request: Request, *, held_bytes: int | None, on_thread: bool

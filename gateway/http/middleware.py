@@ -38,6 +38,8 @@ _HEALTH = "/api/v1/healthz"
 _OPENAI = "/v1/"
 _PROTECTED = ("/api/", "/dashboard/api/", _OPENAI)
 _ID_HEADER = logs.REQUEST_ID_METADATA.encode()
+_RETRIES = b"x-stainless-retry-count"
+"""Header with which the SDK says how often it has sent the request before."""
 _ID = re.compile(rb"[\w.:-]{1,128}")
 _START, _NUMBERS = secrets.token_hex(4), itertools.count()
 
@@ -125,7 +127,7 @@ class CountRequests:
             return await self._app(scope, receive, send)
         status = 500
         started_at = time.monotonic()
-        request_begins()
+        request_begins(is_retry=any(name == _RETRIES and value != b"0" for name, value in scope["headers"]))
         request_id = _given_id(scope) or f"{_START}-{next(_NUMBERS)}"
         logs.request_id.set(request_id)
 

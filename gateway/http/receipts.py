@@ -159,6 +159,7 @@ async def submit(gateway: Gateway, caller: Caller, submission: Submission) -> an
     if model is None or is_over or not await gateway.store.sessions.lives(model.session_id):
         return no_model(gateway, caller, model_id, model)
     submission.base_model = model.base_model
+    gateway.training.operations.arrives(submission)
     if submission.error is None and gateway.futures.fingerprint(request_id) is None:
         try:
             submission.hold = await _admit(gateway, caller, model, submission)

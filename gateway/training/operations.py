@@ -40,7 +40,7 @@ from tinsmith.errors import (
     SequenceConflict,
     ServiceError,
 )
-from tinsmith.rpc.server import ACCEPTED
+from tinsmith.rpc.server import ACCEPTED, REPEATED
 from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
 
@@ -91,19 +91,25 @@ class Operations:
         OutOfCapacity when the model has too much in work, TooFarAhead, SequenceConflict when another request has taken
         the number.
         """
+        try:
+            await self._submit(submission)
+        except (SequenceConflict, TooFarAhead):
+            if self._is_told(submission) and submission.model_id in self._told:
+                self._told[submission.model_id].unsent(submission.seq_id)
+            raise
+
+    def arrives(self, submission: Submission) -> None:
+        """Notes that the client has sent a batch or an optim_step. To be called before `submit`, and before anything
+        that refuses it for now: the client sends it again, so it is in flight meanwhile."""
         model_id, seq_id = submission.model_id, submission.seq_id
-        is_batch = submission.adds_gradients and submission.sends_parts_at_once and not self._store.is_shared
         if submission.rpc == "OptimStep":
             seen = self._told[model_id].step(seq_id) if model_id in self._told else 0
             submission.body += pb.OptimStepRequest(failure_seen=seen).SerializeToString()
-        elif is_batch:
+        elif self._is_told(submission):
             self._told.setdefault(model_id, Told()).sent(seq_id)
-        try:
-            await self._submit(submission)
-        except ServiceError:
-            if is_batch and model_id in self._told:
-                self._told[model_id].unsent(seq_id)
-            raise
+
+    def _is_told(self, submission: Submission) -> bool:
+        return submission.adds_gradients and submission.sends_parts_at_once and not self._store.is_shared
 
     async def told(self, request_id: str, *, failed: bool, is_gone: Callable[[], Awaitable[bool]]) -> None:
         """Notes that the client is given the answer of this future, unless it has gone."""
@@ -194,6 +200,9 @@ class Operations:
         except ServiceError:  # no such trainer, or refused before: the client gets a receipt of a failed future
             accepted.set_result(None)
             raise
+        if self._is_told(submission) and (told := self._told.get(submission.model_id)) is not None:
+            is_new = call is not None and REPEATED not in tuple(await call.initial_metadata())
+            told.accepted(submission.seq_id, is_new=is_new)
         if submission.rpc == "ForwardBackward":
             submission.body = b""  # it has up to max_body_bytes, and the answer may take hours
         if call is not None:

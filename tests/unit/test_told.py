@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextvars import copy_context
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -33,6 +34,103 @@ def test_a_request_that_was_on_its_way_when_the_caller_was_told_counts_as_sent_b
     told.told(2, failed=False)
     here.run(request_begins)
     assert (early if late == "step" else here).run(told.step, 3) == (0 if late else 1)
+
+
+@pytest.mark.parametrize("late", ["batch", "step", ""])
+def test_nobody_knows_when_a_request_that_is_sent_again_was_sent_first(late: str) -> None:
+    told = Told()
+    told.sent(1)
+    told.told(1, failed=True)
+    once, again = copy_context(), copy_context()
+    once.run(request_begins)
+    again.run(request_begins, is_retry=True)
+    (again if late == "batch" else once).run(told.sent, 2)
+    again.run(told.sent, 2)  # the service has had it before, so it is known when
+    told.told(2, failed=False)
+    once.run(request_begins)
+    assert (again if late == "step" else once).run(told.step, 3) == (0 if late else 1)
+    assert again.run(told.step, 3) == (0 if late else 1)
+
+
+@pytest.mark.parametrize("is_fetched_before", [False, True])
+def test_a_failure_that_is_fetched_again_was_perhaps_not_received_before(is_fetched_before: bool) -> None:
+    told = Told()
+    told.sent(1)
+    told.told(1, failed=True)
+    if is_fetched_before:
+        told.told(1, failed=True)
+    told.sent(2)
+    if not is_fetched_before:
+        told.told(1, failed=True)
+    told.told(2, failed=False)
+    assert told.step(3) == (1 if is_fetched_before else 0)
+
+
+@pytest.mark.parametrize("is_sent_again", [False, True])
+def test_a_batch_that_was_refused_for_now_is_in_flight_until_it_is_sent_again(is_sent_again: bool) -> None:
+    told = Told()
+    told.sent(1)
+    told.sent(2)  # and refused, because a queue is full
+    told.told(1, failed=True)
+    if is_sent_again:
+        told.sent(2)
+        told.told(2, failed=False)
+    assert told.step(3) == 0
+
+
+def test_a_number_whose_batch_was_refused_for_now_may_go_to_the_step() -> None:
+    told = Told()
+    for seq_id, failed in ((1, True), (2, False)):
+        told.sent(seq_id)
+        told.told(seq_id, failed=failed)
+    told.sent(3)  # and refused, because a queue is full
+    assert told.step(3) == 1
+
+
+@pytest.mark.parametrize("num_calls", [1, 2])
+def test_a_batch_from_before_a_restart_is_overlapped_however_often_it_is_sent_again(num_calls: int) -> None:
+    told = Told()
+    told.sent(1)
+    told.accepted(1, is_new=False)
+    told.told(1, failed=True)
+    for _ in range(num_calls):
+        told.sent(2)
+    for _ in range(num_calls):
+        told.accepted(2, is_new=False)
+    told.told(2, failed=False)
+    assert told.step(3) == 0
+
+
+def test_a_repeat_of_a_batch_that_the_service_has_accepted_is_not_from_before_a_restart() -> None:
+    told = Told()
+    for seq_id, failed in ((1, True), (2, False)):
+        told.sent(seq_id)
+        told.accepted(seq_id, is_new=True)
+        told.sent(seq_id)
+        told.accepted(seq_id, is_new=False)
+        told.told(seq_id, failed=failed)
+        told.accepted(seq_id, is_new=False)  # a late one
+    assert told.step(3) == 1
+
+
+@pytest.mark.parametrize(
+    ("took_s", "num_pauses"),
+    [([0.05] * 4, 4), ([0.05, 0.05, 0.6, 0.06, 0.05, 0.05, 0.05], 7), ([0.6] * 40, 40)],
+    ids=["idle", "stopped once", "always busy"],
+)
+async def test_the_time_for_which_a_failure_is_held_back_begins_anew_when_the_process_was_busy(
+    took_s: list[float], num_pauses: int
+) -> None:
+    """Such a process has yet to read the batches that were sent together with the failed one."""
+    told, clock, pauses = Told(), mock.Mock(monotonic=mock.Mock(return_value=0.0)), iter(took_s)
+    told.sent(1)
+
+    async def pause(_: float) -> None:
+        clock.monotonic.return_value += next(pauses)
+
+    with mock.patch("tinsmith.told.sleep", pause), mock.patch("tinsmith.told.time", clock):
+        await told.hold_back(1)
+    assert len(took_s) - len(list(pauses)) == num_pauses
 
 
 def test_a_batch_that_is_sent_again_because_its_connection_was_lost_is_one_batch() -> None:
@@ -125,6 +223,15 @@ def test_batches_without_a_step_take_bounded_memory() -> None:
         told.told(seq_id, failed=seq_id == 19_998)
     assert len(told._answered) <= 4096
     assert told.step(20_000) == 19_998
+
+
+def test_batches_that_are_refused_for_now_take_bounded_memory() -> None:
+    told = Told()
+    for seq_id in range(1, 20_000):
+        told.sent(seq_id)
+    assert len(told._waiting) <= 4096
+    told.told(19_999, failed=True)
+    assert told.step(20_000) == 0
 
 
 def test_a_step_without_a_batch_behind_the_failure_is_not_afresh() -> None:

@@ -31,6 +31,8 @@ from tinsmith.told import request_begins
 
 logger = logging.getLogger(__name__)
 
+_RETRIES = "grpc-previous-rpc-attempts"
+"""Metadata of a call that gRPC made before, by the client's `retryPolicy`."""
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 """Largest gRPC message, in bytes. The gateway's limit for HTTP bodies is lower."""
 
@@ -42,6 +44,9 @@ largest size."""
 ACCEPTED = ("x-tinsmith-accepted", "1")
 """Initial metadata with which the trainer acknowledges an operation: it is in the journal. It says nothing about the
 outcome."""
+
+REPEATED = ("x-tinsmith-repeated", "1")
+"""Further initial metadata of an operation that the trainer had in its journal already."""
 
 UNREAD = "unread"
 """In the metadata of the error of a message that was refused before its service saw it. An operation's number is still
@@ -157,7 +162,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                     yield message
 
         async def answer(_: object, context: _Context) -> Any:
-            request_begins()
+            request_begins(is_retry=_RETRIES in dict(metadata))
             logs.request_id.set(request_id)
             with _Reporting(method, metadata) as reporting:
                 if handler.stream_unary is not None:

@@ -39,7 +39,7 @@ from tinsmith.errors import (
     VersionGone,
     VersionNotLoaded,
 )
-from tinsmith.rpc.server import ACCEPTED, Server
+from tinsmith.rpc.server import ACCEPTED, REPEATED, Server
 from tinsmith.rpc.times import duration, timestamp
 from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import (
@@ -240,10 +240,11 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, trainer_admin_pb2_grp
         body = request.SerializeToString(deterministic=True)
         if self.is_full and seq_id not in model.requests:
             raise OutOfCapacity("256 operations are queued")
+        metadata = (ACCEPTED, REPEATED) if seq_id in model.requests else (ACCEPTED,)
         if model.requests.setdefault(seq_id, body) != body:
             kind = "skip" if model.requests[seq_id] == GIVEN_UP else ""
             raise SequenceConflict(f"seq_id {seq_id} has another body", kind=kind)
-        await context.send_initial_metadata((ACCEPTED,))
+        await context.send_initial_metadata(metadata)
         context.set_trailing_metadata((("x-tinsmith-ran", "1.5:2.5"),))
         asyncio.get_running_loop().create_task(self._execute(model, seq_id, work))
         return await self._result(model, seq_id)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -11,7 +11,9 @@ import httpx
 import pytest
 import zstandard
 
+from gateway.tenants.limits import Limits
 from tests.unit.gateway.stack import BASE_MODEL, GIVEN_UP, Client, Stack, batch
+from tinsmith.errors import RateLimited
 from tinsmith.v1 import trainer_pb2, types_pb2
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
@@ -213,6 +215,92 @@ async def test_a_batch_that_was_on_its_way_when_the_failure_was_told_is_protecte
     await client.result(bad)
     told.set()
     await client.result((await good).json())
+    await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}}))
+    assert stack.trainer.failures_seen == [0]
+
+
+@pytest.mark.parametrize("what", ["queue", "rate"])
+async def test_a_batch_that_was_refused_for_now_is_protected_from_the_failure_that_comes_meanwhile(
+    stack: Stack, client: Client, what: str
+) -> None:
+    model_id = await client.model(await client.session())
+    bad = (await client.forward_backward(model_id, 1, loss_fn="ppo")).json()
+    limits = mock.patch.object(Limits, "operation", side_effect=RateLimited("try again in 1 s", retry_after_s=1))
+    with limits if what == "rate" else nullcontext():
+        stack.trainer.is_full = what == "queue"
+        assert (await client.forward_backward(model_id, 2)).status_code == 429
+        stack.trainer.is_full = False
+    await client.result(bad)
+    await client.result((await client.forward_backward(model_id, 2)).json())
+    await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}}))
+    assert stack.trainer.failures_seen == [0]
+
+
+@pytest.mark.parametrize("what", ["batch", "step"])
+async def test_a_client_that_was_told_of_a_failure_starts_afresh_with_requests_that_are_refused_for_now(
+    stack: Stack, client: Client, what: str
+) -> None:
+    model_id = await client.model(await client.session())
+    await client.result((await client.forward_backward(model_id, 1, loss_fn="ppo")).json())
+    again = {"x-stainless-retry-count": "1"}
+    step = {"model_id": model_id, "seq_id": 3, "adam_params": {}}
+    stack.trainer.is_full = what == "batch"
+    first = await client.forward_backward(model_id, 2)
+    if what == "batch":
+        assert first.status_code == 429
+        stack.trainer.is_full = False
+        first = await client.post(
+            "/api/v1/forward_backward", content=batch(model_id, 2).SerializeToString(), headers=PROTOBUF | again
+        )
+    await client.result(first.json())
+    stack.trainer.is_full = what == "step"
+    reply = await client.post("/api/v1/optim_step", json=step)
+    if what == "step":
+        assert reply.status_code == 429
+        stack.trainer.is_full = False
+        reply = await client.post("/api/v1/optim_step", json=step, headers=again)
+    await client.result(reply.json())
+    assert set(stack.trainer.failures_seen) == {1}
+
+
+@pytest.mark.parametrize("retries", ["0", "1"])
+async def test_a_batch_that_an_sdk_sends_again_was_perhaps_sent_before_the_failure(
+    stack: Stack, client: Client, retries: str
+) -> None:
+    """Its first attempt was lost before the gateway could read it."""
+    model_id = await client.model(await client.session())
+    await client.result((await client.forward_backward(model_id, 1, loss_fn="ppo")).json())
+    headers = {**PROTOBUF, "x-stainless-retry-count": retries}
+    content = batch(model_id, 2).SerializeToString()
+    await client.result((await client.post("/api/v1/forward_backward", content=content, headers=headers)).json())
+    await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}}))
+    assert stack.trainer.failures_seen == [1 if retries == "0" else 0]
+
+
+async def test_batches_in_work_together_are_protected_when_they_are_sent_again_after_a_restart_of_the_gateway(
+    stack: Stack, client: Client
+) -> None:
+    model_id = await client.model(await client.session())
+    batches = ((1, "ppo"), (2, "cross_entropy"))
+    for seq_id, loss_fn in batches:
+        await client.forward_backward(model_id, seq_id, loss_fn=loss_fn)
+    await stack.restart_gateway()
+    for seq_id, loss_fn in (*batches, (4, "ppo"), (5, "cross_entropy")):
+        if seq_id == 4:
+            await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}}))
+        await client.result((await client.forward_backward(model_id, seq_id, loss_fn=loss_fn)).json())
+    await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 6, "adam_params": {}}))
+    assert stack.trainer.failures_seen == [0, 4], "the new gateway has seen 4 and 5 from the beginning"
+
+
+async def test_a_failure_that_a_client_fetches_again_is_told_then(stack: Stack, client: Client) -> None:
+    """Its connection was lost with the answer, and it has sent another batch meanwhile."""
+    model_id = await client.model(await client.session())
+    bad = (await client.forward_backward(model_id, 1, loss_fn="ppo")).json()
+    await client.result(bad)
+    good = (await client.forward_backward(model_id, 2)).json()
+    await client.result(bad)
+    await client.result(good)
     await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}}))
     assert stack.trainer.failures_seen == [0]
 

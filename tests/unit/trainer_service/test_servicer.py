@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import hashlib
 import io
+import json
 import re
 import shutil
 import tarfile
@@ -36,7 +37,7 @@ from tinsmith.rpc.addresses import Addresses, AddressSource
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.paths import creation_of
-from tinsmith.rpc.server import Server
+from tinsmith.rpc.server import ACCEPTED, REPEATED, Server
 from tinsmith.rpc.tensors import from_numpy
 from tinsmith.rpc.times import duration, seconds_of
 from tinsmith.v1 import trainer_admin_pb2 as admin_pb
@@ -252,6 +253,15 @@ async def test_the_acknowledgement_comes_before_the_result(service: Service, stu
     assert len((await early.result()).loss_fn_outputs) == 1
 
 
+async def test_the_acknowledgement_tells_a_repeat(service: Service) -> None:
+    await service.stub.CreateModel(creation())
+    for is_repeat in (False, True):
+        accepted = await Accepted.of(service, batch(1))
+        metadata = tuple(await accepted.call.initial_metadata())
+        assert (ACCEPTED in metadata, REPEATED in metadata) == (True, is_repeat)
+        await accepted.result()
+
+
 async def test_requests_in_reverse_order_give_what_they_give_in_order(service: Service) -> None:
     for model_id in (MODEL, "s:train:1"):
         await service.stub.CreateModel(creation(model_id))
@@ -371,6 +381,36 @@ async def test_batches_in_work_together_are_protected_when_they_are_sent_again_a
     await fails(again.ForwardBackward(bad_batch(4)), errors.InvalidRequest, "weights")
     await again.ForwardBackward(batch(5))
     assert (await again.OptimStep(step(6))).metrics["grad_norm:mean"] > 0
+
+
+async def test_a_batch_that_was_refused_for_now_is_protected_from_the_failure_that_comes_meanwhile(
+    service: Service, stub: Any
+) -> None:
+    bad = await Accepted.of(service, bad_batch(1))
+    full = mock.patch.object(service.trainer.scheduler, "accept", side_effect=errors.OutOfCapacity("the queue is full"))
+    with full:
+        await fails(stub.ForwardBackward(batch(2)), errors.OutOfCapacity, "the queue is full")
+    await fails(bad.result(), errors.InvalidRequest, "weights")
+    await stub.ForwardBackward(batch(2))
+    await fails(stub.OptimStep(step(3)), errors.FailedPrecondition, "failed, seq_id 1; its gradients")
+
+
+async def test_a_call_that_grpc_makes_again_was_perhaps_made_before_the_failure(service: Service, stub: Any) -> None:
+    """Its first attempt was lost before the trainer could read it."""
+    await fails(stub.ForwardBackward(bad_batch(1)), errors.InvalidRequest, "weights")
+    policy = {
+        "maxAttempts": 2,
+        "initialBackoff": "0.01s",
+        "maxBackoff": "0.01s",
+        "backoffMultiplier": 1,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    options = [("grpc.service_config", json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": policy}]}))]
+    lost = mock.patch("trainer_service.intake.check_seq_id", side_effect=[errors.NotReady("lost"), None])
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{service.server.port}", options=options) as channel:
+        with lost:
+            await trainer_pb2_grpc.TrainerServiceStub(channel).ForwardBackward(batch(2))
+    await fails(stub.OptimStep(step(3)), errors.FailedPrecondition, "failed, seq_id 1; its gradients")
 
 
 async def test_a_caller_that_says_what_it_was_told_is_believed(stub: Any) -> None:
