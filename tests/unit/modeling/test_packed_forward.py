@@ -10,7 +10,7 @@ from tests.support.adapters import random_adapter
 from tests.support.models import VOCAB_SIZE, make_model
 from tests.support.oracle import Oracle
 from tinsmith.errors import InvalidRequest, Unsupported
-from tinsmith.modeling import base_model, logprobs
+from tinsmith.modeling import logprobs, preparation
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
@@ -239,8 +239,8 @@ def test_a_model_whose_packed_forward_differs_runs_one_sequence_at_a_time(
 def test_a_model_whose_adapted_layers_compute_something_else_is_refused(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = base_model._head
-    monkeypatch.setattr(base_model, "_head", lambda model: replace(head(model), scale=2.0))
+    head = preparation.head_of
+    monkeypatch.setattr(preparation, "head_of", lambda model: replace(head(model), scale=2.0))
     with pytest.raises(UnsupportedModel, match="with layers that can take adapters, its logprobs differ by"):
         BaseModel.load(model_folder, device=CPU, dtype=torch.float32)
 
