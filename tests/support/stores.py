@@ -74,9 +74,15 @@ class Place:
     def in_objects(self) -> bool:
         return "://" in self.root
 
-    def open(self, *, state_dir: Path | None = None, min_free_bytes: int | None = None) -> CheckpointStore:
-        """Opens the store as a trainer with this state folder does."""
-        metrics = Metrics(CollectorRegistry())
+    def open(
+        self,
+        *,
+        state_dir: Path | None = None,
+        min_free_bytes: int | None = None,
+        registry: CollectorRegistry | None = None,
+    ) -> CheckpointStore:
+        """Opens the store as a trainer with this state folder does. `registry` gets its metrics."""
+        metrics = Metrics(registry or CollectorRegistry())
         storage = open_storage(
             self.root, state_dir=state_dir or self.state_dir, metrics=metrics, min_free_bytes=min_free_bytes
         )

@@ -445,13 +445,11 @@ async def test_runs_beyond_the_newest_are_counted_and_active_ones_are_listed(sta
 async def test_an_overview_that_failed_is_not_what_the_next_tab_is_told(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lists = stack.gateway.dashboard.lists
-
     async def fail(_: object) -> None:
         raise DatabaseUnusable("away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(lists._history, "newest", fail)
+        patch.setattr(stack.gateway.dashboard.history, "newest", fail)
         await many_runs(stack, client, 2)
         assert (await client.get("/dashboard/api/overview")).status_code == 503
     caplog.clear()

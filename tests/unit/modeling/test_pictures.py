@@ -171,7 +171,10 @@ def test_a_picture_is_encoded_once_and_kept_within_a_bound(tmp_path: Path, monke
     others = [Placed(0, scaled(base, WIDE.rotate(180))), Placed(15, scaled(base, HIGH.rotate(180)))]
     tower.look(others)
     assert encoded == [2, 1, 1]  # more patches than one call takes
-    assert list(tower._kept) == [(0, others[1].picture.digest)]
+    tower.look(others[1:])
+    assert encoded == [2, 1, 1], "the newest is kept"
+    tower.look(others[:1])
+    assert encoded == [2, 1, 1, 1], "the other is not"
 
 
 def test_positions_are_those_of_transformers(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sampler_service.config import SamplerConfig
 from sampler_service.core.request import Request, Result, Targets
+from sampler_service.core.sizing import Sizes
 from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.torch_engine.kv_cache import BLOCK_TOKENS
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, serving
@@ -171,7 +173,7 @@ async def test_a_cache_for_three_states_evicts_and_changes_nothing(
     asked = [ask(tokens_of(B * (n % 3) + 20, n % 5), max_tokens=B, num_samples=2, seed=n) for n in range(15)]
     expected = await without_cache(folder, *asked)
     async with serving(folder) as engine:
-        lane_bytes = engine.scheduler.kv.prefixes._bytes_per_lane
+        lane_bytes = Sizes.of(engine.base, SamplerConfig(base_model=str(folder))).bytes_per_lane
     limit = 2 * 3 * lane_bytes
     async with serving(folder, prefix_cache_bytes=limit) as engine:
         kv = engine.scheduler.kv

@@ -575,7 +575,9 @@ async def test_the_next_adapter_of_a_size_finds_memory_that_has_been_used(
     for n in range(3):
         adapter = setup.adapter(n, rank=1)
         await setup.trainer.publish(f"v{n}", adapter)
-        flat = setup.engine.store._resident[f"v{n}"].weights.flat
+        version = setup.engine.store.acquire(f"v{n}")
+        flat = version.weights.flat
+        setup.engine.store.release(version)
         assert torch.equal(flat, adapter.flat)
         assert spare is None or flat.data_ptr() == spare.data_ptr()
         spare = await spares.get()

@@ -186,8 +186,9 @@ def test_a_checkpoint_that_is_replaced_and_deleted_is_read_to_its_end_and_remove
 def test_a_restart_does_not_put_back_what_was_replaced_and_deleted_while_it_was_read(
     tmp_path: Path, base: BaseModel
 ) -> None:
-    storage = LocalStorage(tmp_path, Metrics(CollectorRegistry()))
-    store, state = CheckpointStore(storage, storage._metrics), make_state(base)
+    metrics = Metrics(CollectorRegistry())
+    storage = LocalStorage(tmp_path, metrics)
+    store, state = CheckpointStore(storage, metrics), make_state(base)
     store.save(make_info(state), state, overwrite=False)
     with storage.reading(at("one")):
         store.save(make_info(state), state, overwrite=True)

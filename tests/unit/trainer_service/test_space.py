@@ -101,7 +101,8 @@ def test_the_reserve_follows_the_disk(
 def test_a_save_is_refused_before_it_writes_and_what_was_saved_stays(
     place: Place, base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = place.open(min_free_bytes=2**20)
+    registry = CollectorRegistry()
+    store = place.open(min_free_bytes=2**20, registry=registry)
     state = make_state(base)
     store.save(make_info(state), state, overwrite=False)
     before = place.objects()
@@ -111,7 +112,7 @@ def test_a_save_is_refused_before_it_writes_and_what_was_saved_stays(
             store.save(make_info(make_state(base, value=0.9), name), state, overwrite=overwrite)
         assert caught.value.metadata["min_free_bytes"] == str(2**20)
     assert place.objects() == before
-    assert store._metrics.storage.refused_saves._value.get() == 2
+    assert registry.get_sample_value("trainer_refused_saves_total") == 2
     has_free(monkeypatch, 2**20 + _num_bytes(state))
     assert torch.equal(store.load(at("one"), base, with_optimizer=True)[1].adapter.flat, state.adapter.flat)
     store.save(make_info(state, "two"), state, overwrite=False)
