@@ -24,7 +24,7 @@ from typing import IO
 
 from tinsmith.child import die_with_parent
 
-_SERVICES = ("trainer_service", "sampler_service", "gateway")
+_PRELOADED = ("trainer_service.service", "sampler_service.service", "gateway.__main__")
 _MOST_BYTES = 2**17
 _REPOSITORY = Path(__file__).parents[2]
 
@@ -125,9 +125,9 @@ def _serve(orders: socket.socket) -> None:
 
 
 def _preload() -> None:
-    for service in _SERVICES:
-        importlib.import_module(f"{service}.__main__")
-        del sys.modules[f"{service}.__main__"]  # it is run as `__main__`
+    for module in _PRELOADED:
+        importlib.import_module(module)
+    del sys.modules["gateway.__main__"]  # it is run as `__main__`
     gc.collect()
     gc.freeze()  # a collection in a forked process would look at all imported objects, and copy their pages
 

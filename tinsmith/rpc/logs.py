@@ -89,7 +89,7 @@ def _on_one_line(value: object) -> str:
 
 
 def setup(level: str = "INFO", format: Format = "json", **fields: object) -> None:
-    """Sets up logging. To be called once, in a service's __main__. `fields`: added to every line."""
+    """Sets up logging. To be called once, as a service starts. `fields`: added to every line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(**fields) if format == "json" else TextFormatter(**fields))
     logging.basicConfig(level=level, handlers=[handler], force=True)

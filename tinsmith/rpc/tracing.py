@@ -27,7 +27,7 @@ _otel: Any = None
 
 
 def setup(service: str) -> None:
-    """Turns tracing on. To be called once, in a service's __main__, before anything connects. Raises SystemExit if
+    """Turns tracing on. To be called once, as a service starts, before anything connects. Raises SystemExit if
     packages are missing or a variable has a value that is not supported."""
     global _otel
     try:

@@ -8,9 +8,9 @@ import pytest_asyncio
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sampler_service.__main__ import make_server
 from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import EngineSlot
+from sampler_service.service import make_server
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.support.models import make_model
 from tests.unit.sampler_service.serving import serving

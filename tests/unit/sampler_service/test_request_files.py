@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from sampler_service.__main__ import make_server
 from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import EngineSlot
+from sampler_service.service import make_server
 from tests.support.request_files import listed, traced
 from tests.unit.sampler_service.serving import make_adapter, prompt, sample, serving
 from tinsmith.rpc.channel import connect

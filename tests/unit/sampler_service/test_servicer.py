@@ -18,12 +18,12 @@ from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
 from sampler_service import convert
-from sampler_service.__main__ import make_server, serve
 from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import EngineSlot
 from sampler_service.core.request import Request, RequestLimits, Targets
 from sampler_service.core.sequence import SequenceGroup
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.service import make_server, serve
 from sampler_service.torch_engine.engine import ForgetWarmUp
 from tests.support.models import make_model
 from tests.support.waiting import until

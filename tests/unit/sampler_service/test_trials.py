@@ -12,13 +12,13 @@ import pytest
 import pytest_asyncio
 from pydantic import SecretStr
 
-from sampler_service.__main__ import make_server
 from sampler_service.config import SamplerConfig
 from sampler_service.core import room as room_module
 from sampler_service.core import trial as module
 from sampler_service.core.engine import EngineSlot
 from sampler_service.core.room import Room
 from sampler_service.core.sequence import SequenceGroup
+from sampler_service.service import make_server
 from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.torch_engine.runner import Batch, Runner
 from tests.support.models import make_model

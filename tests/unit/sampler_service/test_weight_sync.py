@@ -14,9 +14,9 @@ import pytest
 import pytest_asyncio
 import torch
 
-from sampler_service.__main__ import make_server
 from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import EngineSlot
+from sampler_service.service import make_server
 from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.weights import weight_sync
 from tests.support.waiting import until

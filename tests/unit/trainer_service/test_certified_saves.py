@@ -13,9 +13,9 @@ import grpc.aio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from sampler_service.__main__ import make_server
 from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import EngineSlot
+from sampler_service.service import make_server
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.support.batches import random_datum, request
 from tests.support.models import VOCAB_SIZE

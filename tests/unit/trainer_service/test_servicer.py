@@ -44,7 +44,6 @@ from tinsmith.v1 import trainer_admin_pb2 as admin_pb
 from tinsmith.v1 import trainer_admin_pb2_grpc, trainer_pb2_grpc, types_pb2
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith_cli import main
-from trainer_service.__main__ import serve
 from trainer_service.admin_servicer import TrainerAdminServicer
 from trainer_service.config import TrainerConfig
 from trainer_service.durability.executing import (
@@ -68,6 +67,7 @@ from trainer_service.operations.moving import Moving
 from trainer_service.operations.operations import Operations
 from trainer_service.operations.restore import Restorer
 from trainer_service.scheduling.scheduler import Scheduler
+from trainer_service.service import serve
 from trainer_service.servicer import TrainerServicer
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.imports import Importer
