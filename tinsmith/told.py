@@ -24,10 +24,11 @@ _began_s: ContextVar[float] = ContextVar("began_s", default=math.inf)
 """Time at which the request that is being handled began to arrive, by time.monotonic."""
 
 
-def request_begins(*, is_retry: bool = False) -> None:
-    """To be called when the head of a request has arrived, before its body is read. `is_retry`: the caller says that it
-    has sent the request before. Nobody knows when, if the first attempt did not come this far."""
-    _began_s.set(-math.inf if is_retry else time.monotonic())
+def request_begins(began_s: float | None = None, *, is_retry: bool = False) -> None:
+    """To be called when the head of a request has arrived, before its body is read. `began_s`: the time of that, by
+    time.monotonic, if it was earlier. `is_retry`: the caller says that it has sent the request before. Nobody knows
+    when, if the first attempt did not come this far."""
+    _began_s.set(-math.inf if is_retry else time.monotonic() if began_s is None else began_s)
 
 
 class Told:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+BEGAN_S = "tinsmith.began_s"
+"""Key in a request's scope: the time at which its headers were complete, by time.monotonic. The request is handled
+later if it waits for an earlier one on its connection."""
 _AROUND = 4
 """Bytes of a header beside its name and its value."""
 _IDLE_S = 15.0
@@ -226,6 +229,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._header_s = None
         self._receiving = _Waiting()
+        self.scope[BEGAN_S] = time.monotonic()  # type: ignore[literal-required]
         size = len(self.url) + sum(len(name) + len(value) + _AROUND for name, value in self.headers)
         self.app = _refuse_headers if size > self.limits.max_header_bytes else self.config.loaded_app
         super().on_headers_complete()

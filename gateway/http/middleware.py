@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import codec
+from gateway.http.connections import BEGAN_S
 from gateway.load import Bodies, Pacer, Share
 from gateway.metrics import Metrics
 from gateway.openai import errors as openai_errors
@@ -127,7 +128,8 @@ class CountRequests:
             return await self._app(scope, receive, send)
         status = 500
         started_at = time.monotonic()
-        request_begins(is_retry=any(name == _RETRIES and value != b"0" for name, value in scope["headers"]))
+        is_retry = any(name == _RETRIES and value != b"0" for name, value in scope["headers"])
+        request_begins(scope.get(BEGAN_S), is_retry=is_retry)
         request_id = _given_id(scope) or f"{_START}-{next(_NUMBERS)}"
         logs.request_id.set(request_id)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, nullcontext
@@ -215,6 +216,29 @@ async def test_a_batch_that_was_on_its_way_when_the_failure_was_told_is_protecte
     await client.result(bad)
     told.set()
     await client.result((await good).json())
+    await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}}))
+    assert stack.trainer.failures_seen == [0]
+
+
+async def test_a_batch_that_waits_behind_the_poll_of_the_failure_on_its_connection_is_protected(
+    stack: Stack, client: Client
+) -> None:
+    """HTTP/1.1 pipelining: the gateway handles a connection's requests one after the other."""
+    model_id = await client.model(await client.session())
+    bad = (await client.forward_backward(model_id, 1, loss_fn="ppo")).json()
+    poll = json.dumps({"request_id": bad["request_id"]}).encode()
+    good = batch(model_id, 2).SerializeToString()
+    reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+    for path, content_type, content in (
+        ("retrieve_future", "application/json", poll),
+        ("forward_backward", PROTOBUF["content-type"], good),
+    ):
+        head = f"POST /api/v1/{path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {content_type}\r\n"
+        writer.write(head.encode() + b"content-length: %d\r\n\r\n" % len(content) + content)
+    await reader.readuntil(b'"category"')
+    await reader.readuntil(f'"{model_id}:2"'.encode())
+    writer.close()
+    await client.result({"request_id": f"{model_id}:2"})
     await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}}))
     assert stack.trainer.failures_seen == [0]
 
