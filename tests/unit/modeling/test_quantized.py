@@ -228,8 +228,10 @@ def test_the_weights_take_the_bytes_of_the_formula(
 @both
 def test_loading_holds_one_weight_at_a_time_in_full(tmp_path: Path, quantize: Quantization) -> None:
     folder = make_model(tmp_path, vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=12)
-    plain, ours = (peak_bytes(CPU, lambda each=each: load(folder, each)) for each in (None, quantize))
-    base = load(folder, quantize)
+    plain = peak_bytes(CPU, lambda: load(folder, None))
+    loaded: list[BaseModel] = []
+    ours = peak_bytes(CPU, lambda: loaded.append(load(folder, quantize)))
+    (base,) = loaded
     largest = max(4 * shape_of(one).numel() for _, one in all_quantized(base.decoder))
     held = sum(one.nbytes for one in base.parameters.values())
     # Quantising takes some copies of the weight, and the checks after it activations of the few tokens.

@@ -35,6 +35,7 @@ MAX_RUNNING = 6
 LANE_BYTES = 5120
 """Size of a lane's state. The prefix cache has room for 2 states, and for 20 blocks."""
 STATE: Key = ("state", 0, 0)
+ONE_KEY, ONE_STATE = torch.zeros(1, 1, 1), torch.zeros(1, 2)
 SHORT_TOKENS = 16
 """In place of 1,024, so that small requests have all sizes."""
 
@@ -73,19 +74,19 @@ class NotingModel(Runner):
         cache = self.caches[size]
         assert lane < cache.num_lanes
         assert len(known) <= cache.capacity
-        keys, values = cache.layer(0, torch.zeros(1, 1, 1), torch.zeros(1, 1, 1))
-        keys[lane, 0, start : len(known), 0] = torch.tensor(known[start:], dtype=torch.float32)
-        values[lane, 0, start : len(known), 0] = torch.arange(start, len(known), dtype=torch.float32)
-        state = self.caches[size].states.store(STATE, torch.zeros(1, 2))
-        before = state[lane] if start else torch.zeros(2)
-        state[lane] = before + torch.tensor([len(known) - start, sum(known[start:])])
+        keys, values = (each.numpy() for each in cache.layer(0, ONE_KEY, ONE_KEY))
+        keys[lane, 0, start : len(known), 0] = known[start:]
+        values[lane, 0, start : len(known), 0] = range(start, len(known))
+        state = cache.states.store(STATE, ONE_STATE).numpy()
+        before = state[lane] if start else 0
+        state[lane] = before + np.array([len(known) - start, sum(known[start:])])
 
     def _check(self, size: int, lane: int, known: list[int]) -> None:
         """Asserts that the lane holds the sequence's tokens."""
         if known:
             cache = self.caches[size]
-            assert cache.keys[0][lane, 0, : len(known), 0].tolist() == known
-            assert cache.values[0][lane, 0, : len(known), 0].tolist() == list(range(len(known)))
+            assert cache.keys[0].numpy()[lane, 0, : len(known), 0].tolist() == known
+            assert cache.values[0].numpy()[lane, 0, : len(known), 0].tolist() == list(range(len(known)))
             assert cache.states.stores[STATE][lane].tolist() == [len(known), sum(known)]
 
 
