@@ -1,4 +1,5 @@
-"""One rank that loads its part of a base model, and writes how much host memory that took until it was divided.
+"""One rank that loads its part of a base model, and writes how much host memory that took: until its weights were read,
+and until they were divided, after the model's own forward pass. It also writes what the model computes.
 
 Pages of the model's files are not counted: all processes of a machine share them, and the kernel may drop them.
 """
@@ -20,9 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.ranks.rank import CPU, LAYOUTS
+from tests.unit.modeling.test_parallel_tensor import step
 from tinsmith.modeling import base_model
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.capabilities import checked
+from tinsmith.modeling.parts import move
 from tinsmith.modeling.self_check import Probe
 from trainer_service.config import TrainerConfig
 from trainer_service.ranks import process
@@ -46,10 +49,15 @@ def main() -> None:
         division = replace(group, place=place, mesh=mesh).division()
         gc.collect()  # the layout before
         peak = _Peak()
-        with patch.object(base_model, "checked", partial(_ending, peak)):
+        with (
+            patch.object(base_model, "checked", partial(_ending, peak)),
+            patch.object(base_model, "move", partial(_marking, peak)),
+        ):
             base = BaseModel.load(arguments.model, device=CPU, dtype=torch.float32, division=division)
         share = sum(_local(parameter).nbytes for parameter in [*base.decoder.parameters(), base.head.weight_V_H])
-        (arguments.out / f"{name}-{place.rank}").write_text(json.dumps({"peak": peak.bytes, "share": share}))
+        found = {"peak": peak.bytes, "read": peak.marked, "share": share, "weights_sum": base.weights_sum}
+        (arguments.out / f"{name}-{place.rank}").write_text(json.dumps(found))
+        torch.save(step(base), arguments.out / f"{name}-{place.rank}.pt")
         del base
     process.leave(0)
 
@@ -57,6 +65,11 @@ def main() -> None:
 def _ending(peak: _Peak, base: BaseModel, probe: Probe) -> BaseModel:
     peak.end()
     return checked(base, probe)
+
+
+def _marking(peak: _Peak, model: torch.nn.Module, device: torch.device) -> None:
+    move(model, device)
+    peak.marked = peak.now()
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
@@ -68,19 +81,24 @@ class _Peak:
 
     def __init__(self) -> None:
         self.bytes = 0
+        self.marked: int | None = None
         self._before = _anonymous_bytes()
         self._ended = threading.Event()
-        self._watching = threading.Thread(target=self._watch)
+        self._watching = threading.Thread(target=self._watch, daemon=True)
         self._watching.start()
 
     def _watch(self) -> None:
         while not self._ended.wait(0.001):
-            self.bytes = max(self.bytes, _anonymous_bytes() - self._before)
+            self.now()
+
+    def now(self) -> int:
+        self.bytes = max(self.bytes, _anonymous_bytes() - self._before)
+        return self.bytes
 
     def end(self) -> None:
         self._ended.set()
         self._watching.join()
-        self.bytes = max(self.bytes, _anonymous_bytes() - self._before)
+        self.now()
 
 
 def _anonymous_bytes() -> int:

@@ -1,4 +1,4 @@
-"""A rank takes host memory for its part of the base model only."""
+"""A rank takes host memory for its part of the base model only, in whatever form the files hold it."""
 
 from __future__ import annotations
 
@@ -6,48 +6,86 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import Qwen3Config, Qwen3ForCausalLM
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.unit.modeling.test_parallel_tensor import step
+from tinsmith.modeling.base_model import BaseModel
 from tinsmith_cli.ports import free_ports
 from tinsmith_cli.stack import torchrun
 
 pytestmark = pytest.mark.slow
 
 NUM_RANKS = 4
-LAYOUTS = {"tensor": 2, "sharded": 4, "sharded-tensor": 4}
-"""The number of ranks among which each layer is divided."""
+DIVIDED_BY = {"tensor": (2, 2), "sharded": (4, 1), "sharded-tensor": (4, 2)}
+"""The number of ranks among which each layer is divided, and of those that divide its features."""
 OTHER_BYTES = 12 * 2**20
 """Memory that loading takes beside weights: modules, the first group of gloo, the check's activations."""
+SETTINGS: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+}
 
 
-def test_loading_takes_a_ranks_share_of_the_model_and_one_tensor(tmp_path: Path) -> None:
-    config = Qwen3Config(
-        vocab_size=512,
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        tie_word_embeddings=False,
-    )
-    model = Qwen3ForCausalLM(config)
-    model.save_pretrained(tmp_path / "model")
+def dense() -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**SETTINGS, intermediate_size=2048))
+
+
+def sparse() -> PreTrainedModel:
+    experts: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SETTINGS, **experts))
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "layouts"),
+    [
+        (dense, torch.float32, ("tensor", "sharded", "sharded-tensor")),
+        (dense, torch.bfloat16, ("tensor", "sharded", "sharded-tensor")),
+        (sparse, torch.float32, ("sharded",)),
+        (sparse, torch.bfloat16, ("sharded",)),
+    ],
+)
+def test_loading_takes_a_ranks_share_of_the_model_and_one_tensor(
+    make: Any, dtype: torch.dtype, layouts: Sequence[str], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = make()
     all_bytes = sum(parameter.nbytes for parameter in model.parameters())
     largest = max(parameter.nbytes for parameter in model.parameters())
+    model.to(dtype).save_pretrained(tmp_path / "model")
+    del model
     (port,) = free_ports(1)
-    arguments = ["tests.ranks.loading", "--model", str(tmp_path / "model"), "--out", str(tmp_path), *LAYOUTS]
+    arguments = ["tests.ranks.loading", "--model", str(tmp_path / "model"), "--out", str(tmp_path), *layouts]
     # Freed memory goes back to the system at once, so that the measured memory is that of living tensors.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-m", *torchrun(NUM_RANKS, port), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    for layout, divided_by in LAYOUTS.items():
+    whole = BaseModel.load(tmp_path / "model", device=torch.device("cpu"), dtype=torch.float32, kernels="plain")
+    logprobs, grads = step(whole)
+    for layout in layouts:
+        divided_by, in_row = DIVIDED_BY[layout]
         for rank in range(NUM_RANKS):
             found = json.loads((tmp_path / f"{layout}-{rank}").read_text())
             assert found["share"] == pytest.approx(all_bytes / divided_by, rel=0.05), (layout, rank)
-            assert found["peak"] <= found["share"] + largest + OTHER_BYTES, (layout, rank)
+            assert found["read"] <= found["share"] + largest / divided_by + OTHER_BYTES, (layout, rank)
+            # The model's own forward pass gathers one weight at a time; its adapter makes a changed copy.
+            assert found["peak"] <= found["share"] + 3 * largest + OTHER_BYTES, (layout, rank)
             assert found["peak"] > found["share"] / 2, "the memory was measured"
+            assert found["weights_sum"] == whole.weights_sum, (layout, rank)
+        for row in range(0, NUM_RANKS, in_row):
+            parts = [torch.load(tmp_path / f"{layout}-{rank}.pt") for rank in range(row, row + in_row)]
+            for theirs, _ in parts:
+                torch.testing.assert_close(theirs, logprobs, rtol=1e-5, atol=1e-5)
+            for n, grad in enumerate(grads):
+                assert (sum(part[1][n] for part in parts) - grad).norm() <= 1e-4 * grad.norm(), (layout, row, n)

@@ -5,8 +5,9 @@ Shapes: T packed tokens, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tinsmith.modeling.padded import cached_batches, padded_batches, runs_within
 from tinsmith.modeling.parallel import Division
 from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.modeling.parallel_tensor import TensorParallel
+from tinsmith.modeling.parts import in_parts, move
 from tinsmith.modeling.pretrained import persistent_buffers
 from tinsmith.modeling.quantized import LoadingConfig, num_weights
 from tinsmith.modeling.recurrent import call_packages_where_they_work, pack_recurrent
@@ -138,9 +140,13 @@ class BaseModel:
             preparation.check_quantize(quantize, trainable=trainable, prepack=prepack, division=division)
             prepack = False
 
-        def prepare() -> tuple[BaseModel, Probe]:
-            quantization = None if quantize is None else LoadingConfig(quantize, dtype, quantizable)
-            model = preparation.load(path, dtype, quantization, tower=pictures or trainable)
+        quantization = None if quantize is None else LoadingConfig(quantize, dtype, quantizable)
+
+        def read() -> PreTrainedModel:
+            cut = None if division is None else partial(division.cut, device=device)
+            return preparation.load(path, dtype, quantization, tower=pictures or trainable, cut=cut)
+
+        def prepare(model: PreTrainedModel) -> tuple[BaseModel, Probe]:
             if division is None:
                 model.to(device)  # type: ignore[arg-type]  # transformers' decorated signature
             return cls._prepared(
@@ -156,7 +162,16 @@ class BaseModel:
                 quantization=quantization,
             )
 
-        base, probe = prepare() if division is None else division.in_turns(prepare)
+        def load() -> Callable[[], tuple[BaseModel, Probe]]:
+            """A rank that has read a whole model divides it before the next one reads."""
+            model = read()
+            if in_parts(model):
+                move(model, device)
+                return partial(prepare, model)
+            prepared = prepare(model)
+            return lambda: prepared
+
+        base, probe = prepare(read()) if division is None else division.in_turns(load)()
         return checked(base, probe)
 
     @classmethod
@@ -190,21 +205,22 @@ class BaseModel:
         `from_files`: `path` is where the model was loaded from, with the processor of its pictures.
         """
         model = model.eval().requires_grad_(trainable)
-        weights_sum = preparation.weights_sum(model, quantization)
+        weights_sum = preparation.weights_sum(model, quantization, division)
         call_packages_where_they_work(model)
-        probe = Probe.run(model)  # with its own attention
+        with preparation.lent(division, model):
+            probe = Probe.run(model)  # with its own attention
         why_no_pictures = preparation.why_no_pictures(
             model, trainable, division, pictures=pictures, from_files=from_files
         )
         tower = None
         if not why_no_pictures:
             tower, why_no_pictures = preparation.tower_or_reason(model, path, probe)
-        chosen = preparation.install_kernels(model, choose(kernels, device, model.dtype), device, trainable=trainable)
+        with preparation.lent(division, model):
+            kernels_here = choose(kernels, device, model.dtype)
+            chosen = preparation.install_kernels(model, kernels_here, device, trainable=trainable)
         linear, buffers = preparation.linear_weights(model), persistent_buffers(model)
         active = ActiveRuns()
-        targets, refused = preparation.adapt_layers(
-            model, active, probe, tower, trainable=trainable, by_columns=division is None
-        )
+        targets, refused = preparation.adapt_layers(model, active, probe, tower, trainable=trainable, division=division)
         decoder = decoder_of(model)
         layers = decoder_layers(decoder, model.config.get_text_config().num_hidden_layers)
         tensor_parallel, sharded = (None, None) if division is None else division.apply(model, layers, active, device)

@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from tinsmith.modeling.adaptation import decoder_of
+from tinsmith.modeling.adaptation import decoder_layers, decoder_of
 from tinsmith.modeling.adapter_runs import ActiveRuns
 from tinsmith.modeling.parallel_base import ShardedLayers, parameters_outside
 from tinsmith.modeling.parallel_ops import Peers
-from tinsmith.modeling.parallel_tensor import CannotDivide, TensorParallel
+from tinsmith.modeling.parallel_tensor import CannotDivide, TensorParallel, divided_axes
+from tinsmith.modeling.parts import Parts
 
 T = TypeVar("T")
 
@@ -28,14 +29,26 @@ class InTurns(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The part that each rank keeps of a model that it has loaded into host memory."""
+    """The part that each rank keeps of a model."""
 
     tensor: Peers | None
     """Ranks that divide the features of each layer; None if they are not divided."""
     mesh: DeviceMesh | None
     """Ranks, in one dimension, that divide the memory of each layer; None if it is not divided."""
     in_turns: InTurns
-    """Loads the model on one rank after the other, so that a machine's memory holds one whole model at a time."""
+    """Reads the model on one rank after the other, so that a machine's memory holds at most one whole model."""
+
+    @property
+    def parts(self) -> Parts:
+        return Parts(self.tensor, self.mesh)
+
+    def cut(self, model: PreTrainedModel, device: torch.device) -> None:
+        """Makes the model, whose weights are not read yet, read only this rank's part of them, if its files allow that.
+        Raises CannotDivide."""
+        axes = {} if self.tensor is None else divided_axes(model, self.tensor.size)
+        layers = decoder_layers(decoder_of(model), model.config.get_text_config().num_hidden_layers)
+        with torch.device("cpu"):  # transformers makes the model where new tensors have no memory
+            self.parts.cut(model, axes, layers, device)
 
     def apply(
         self, model: PreTrainedModel, layers: Sequence[nn.Module], active: ActiveRuns, device: torch.device

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.tensor import DTensor
+
+from tinsmith.modeling.parts import of_rows
 
 
 class _CountedGather(AllGather):
@@ -43,6 +46,18 @@ def parameters_outside(module: nn.Module, layers: Sequence[nn.Module]) -> list[n
     return [parameter for parameter in module.parameters() if id(parameter) not in inside]
 
 
+def _take_rows(layer: nn.Module) -> list[tuple[nn.Module, str, DTensor]]:
+    """The weights of which this rank has read its rows only, with their places, which get the shape of the whole."""
+    found = []
+    for module in layer.modules():
+        for key, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor):
+                found.append((module, key, parameter.detach()))
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                module._parameters[key] = nn.Parameter(empty, requires_grad=False)
+    return found
+
+
 class ShardedLayers:
     """The decoder layers of one rank's base model."""
 
@@ -51,9 +66,13 @@ class ShardedLayers:
         outside = set(parameters_outside(decoder, layers))
         self._gather = _CountedGather()
         for layer in layers:
+            rows = _take_rows(layer)
             for parameter in layer.parameters():
                 parameter.data = parameter.data.contiguous()  # a weight of GPT-2 lies column by column, for one
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+            for module, key, part in rows:
+                kept = of_rows(part.to_local(), part.shape, mesh)
+                module.load_state_dict({key: kept}, strict=False, assign=True)
             cast(FSDPModule, layer).set_custom_all_gather(self._gather)
         fully_shard(decoder, mesh=mesh, ignored_params=outside)
         self._root = cast(FSDPModule, decoder)

@@ -24,6 +24,7 @@ from tinsmith.modeling.adapter_runs import ActiveRuns, Run
 from tinsmith.modeling.logprobs import Head, target_logprobs
 from tinsmith.modeling.lora import LoraLinear
 from tinsmith.modeling.parallel_ops import Peers, joined, own_part, replicated, shared_gradient, summed
+from tinsmith.modeling.parts import own_features
 
 _COLWISE = ("colwise", "colwise_gather_output")
 _ROWWISE = ("rowwise", "rowwise_split_input")
@@ -51,12 +52,13 @@ class TensorParallel:
     def divide(cls, model: PreTrainedModel, active: ActiveRuns, peers: Peers, *, by_columns: bool) -> TensorParallel:
         """Replaces every layer in the plan by this rank's part of it. `by_columns`: as that of LoraLinear, for the
         parts. Raises CannotDivide."""
-        styles = _styles(model, peers.size)
+        styles = _styles(model, peers.size, LoraLinear)
         parallel = cls(peers, styles)
         for name, style in styles.items():
             whole = model.get_submodule(name)
             assert isinstance(whole, LoraLinear)
             model.set_submodule(name, _Divided(whole, active, style, parallel, by_columns=by_columns))
+            whole._parameters.clear()  # it refers to itself, so it would keep them for a while
         return parallel
 
     def runs(self, runs: Sequence[Run]) -> list[Run]:
@@ -140,7 +142,7 @@ def _same(x: Tensor) -> Tensor:
 
 def _part_of(whole: LoraLinear, style: str, peers: Peers) -> nn.Linear:
     axis = 0 if style in _COLWISE else 1
-    weight = whole.weight.detach().chunk(peers.size, axis)[peers.rank]
+    weight = own_features(whole.weight, axis, peers)
     bias = None
     if whole.bias is not None and style in _COLWISE:
         bias = whole.bias.detach().chunk(peers.size)[peers.rank].clone()
@@ -161,20 +163,26 @@ def _clipped(run: Run, first: int, last: int) -> Run:
     return Run(run.adapter, slice(start, stop))
 
 
-def _styles(model: PreTrainedModel, size: int) -> dict[str, str]:
-    """The style of each layer to divide. Raises CannotDivide."""
+def divided_axes(model: PreTrainedModel, size: int) -> dict[str, int]:
+    """The axis along which the weight of each layer is divided, of a model whose layers are not adapted yet. Raises
+    CannotDivide."""
+    return {name: 0 if style in _COLWISE else 1 for name, style in _styles(model, size, nn.Linear).items()}
+
+
+def _styles(model: PreTrainedModel, size: int, kind: type[nn.Module]) -> dict[str, str]:
+    """The style of each layer to divide, which must be of this kind. Raises CannotDivide."""
     plan = _plan(model)
     _check_heads(model, plan, size)
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         style = plan.get(_pattern(name))
         if style in (*_COLWISE, *_ROWWISE):
-            if not isinstance(module, LoraLinear):
+            if not isinstance(module, kind):
                 raise CannotDivide(
                     f"tensor_parallel: {name} ({type(module).__name__}) is {style!r} in the plan of "
                     f"{type(model).__name__}, and only plain linear layers can be divided; {_ALTERNATIVE}"
                 )
-            features = module.weight.shape[0 if style in _COLWISE else 1]
+            features = module.get_parameter("weight").shape[0 if style in _COLWISE else 1]
             if features % size:
                 raise CannotDivide(
                     f"tensor_parallel: {size} does not divide the {features} features of {name}; {_ALTERNATIVE}"

@@ -4,7 +4,8 @@ and give it kernels, adapters and our attention."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -38,9 +39,17 @@ from tinsmith.quantization import Quantization
 logger = logging.getLogger(__name__)
 
 
-def load(path: str | Path, dtype: torch.dtype, quantization: LoadingConfig | None, *, tower: bool) -> PreTrainedModel:
-    """The model as transformers makes it, in host memory unless it is quantised. `tower`: with the vision tower, which
-    models of families that see no pictures here always keep. Raises UnsupportedModel."""
+def load(
+    path: str | Path,
+    dtype: torch.dtype,
+    quantization: LoadingConfig | None,
+    *,
+    tower: bool,
+    cut: Callable[[PreTrainedModel], None] | None,
+) -> PreTrainedModel:
+    """The model as transformers makes it, in host memory unless it is quantised or cut. `tower`: with the vision tower,
+    which models of families that see no pictures here always keep. `cut`: as that of load_causal_lm. Raises
+    UnsupportedModel."""
     transformers_logging.disable_progress_bar()  # it would break up the service's log lines
     config = load_config(path)
     if auto_class(config) is None:
@@ -51,6 +60,7 @@ def load(path: str | Path, dtype: torch.dtype, quantization: LoadingConfig | Non
         dtype=dtype,
         quantization=quantization,
         tower=tower or config.model_type not in FAMILIES,
+        cut=cut,
         attn_implementation="eager",
     )
     if missing:  # each process would fill them with other random values
@@ -96,7 +106,7 @@ def adapt_layers(
     tower: Tower | None,
     *,
     trainable: bool,
-    by_columns: bool,
+    division: Division | None,
 ) -> tuple[Sequence[Target], Mapping[Group, str]]:
     """Gives the layers adapters and our attention. Returns the targets, and the groups that cannot be adapted, with
     their reasons. The probe gets what the model's own forward pass gives with adapters."""
@@ -107,10 +117,11 @@ def adapt_layers(
         replace=not trainable,
         for_pictures=() if seeing is None else seeing.layers,
         seeing=tower and tower.active,
-        by_columns=by_columns,
+        by_columns=division is None,
     )
     if not trainable:
-        probe.run_groups(model, targets)
+        with lent(division, model):
+            probe.run_groups(model, targets)
     if tower is not None and seeing is not None:
         seeing.run_adapter(model, tower, targets)
     model.set_attn_implementation(attention.NAME)
@@ -145,12 +156,17 @@ def check_quantize(quantize: Quantization, *, trainable: bool, prepack: bool | N
         )
 
 
-def weights_sum(model: PreTrainedModel, quantization: LoadingConfig | None) -> str:
+def lent(division: Division | None, model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Lets a model that was read in parts compute its own forward pass."""
+    return nullcontext() if division is None else division.parts.lent(model)
+
+
+def weights_sum(model: PreTrainedModel, quantization: LoadingConfig | None, division: Division | None) -> str:
     """The checksum without the layers for pictures, so that it is the same if they are not loaded."""
     beside = {parameter for _, module in beside_text(model) for parameter in module.parameters()}
     used = [parameter for parameter in model.parameters() if parameter not in beside]
     if quantization is None:
-        return sum_of(used)
+        return sum_of(used if division is None else map(division.parts.whole, used))
     stored = {id(one) for _, parameter in all_quantized(model) for one in parameter.parameters()}
     others = (parameter for parameter in used if id(parameter) not in stored)
     return f"{sum_of(others, quantization.samples)}-{quantization.quantize}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.auto_factory import _get_model_class
 
 from tinsmith.modeling.quantized import LoadingConfig, quantized_in_files
 from tinsmith.pictures.families import FAMILIES
@@ -48,11 +49,13 @@ def load_causal_lm(
     dtype: torch.dtype,
     quantization: LoadingConfig | None = None,
     tower: bool = True,
+    cut: Callable[[PreTrainedModel], None] | None = None,
     **options: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
     """The model in host memory, and the names of parameters that its files lack, which transformers fills at random.
 
     `tower`: without it, a model that sees pictures gets none of the layers for them, and their weights are not read.
+    `cut`: is called with the model before its weights are read, and may make places for parts of them (parts.py).
     `quantization`: quantises weights while they are read (quantized.py). A tied parameter does not count as missing if
     the files hold its partner, nor does one that transformers expects to be absent. Raises OSError if there is no such
     model, if a file of its weights is damaged, or if a tensor has another shape than the configuration gives it. Raises
@@ -68,7 +71,13 @@ def load_causal_lm(
     kind = auto_class(config)
     if not tower and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind is AutoModelForImageTextToText:
         whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-        kind = _without_tower(whole)
+        kind = _changed(whole, _drop_tower)
+    if cut is not None:
+        if kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+            kind = _get_model_class(config, kind._model_mapping)
+            if kind.config_class == config.sub_configs.get("text_config"):  # as the automatic class does
+                config = config.get_text_config()
+        kind = _changed(kind, cut)
     try:
         # transformers reports the names of mismatched tensors only if it is told to ignore them.
         loaded: Any = kind.from_pretrained(
@@ -107,14 +116,19 @@ def beside_text(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     return [] if language is None else [(name, part) for name, part in inner.named_children() if part is not language]
 
 
-def _without_tower(kind: type[PreTrainedModel]) -> Any:
-    """The class of models of this one that have a language model and an output layer only. transformers makes a model
-    without memory, and then reads the weights of the layers that it has."""
+def _drop_tower(model: PreTrainedModel) -> None:
+    """Leaves the language model and the output layer only."""
+    for name, _ in beside_text(model):
+        delattr(model.base_model, name)
+
+
+def _changed(kind: type[PreTrainedModel], change: Callable[[PreTrainedModel], None]) -> Any:
+    """The class of models of this one that are changed as soon as they are made. transformers makes a model without
+    memory, and then reads the weights for which it has places."""
 
     def init(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, config, *args, **kwargs)
-        for name, _ in beside_text(self):
-            delattr(self.base_model, name)
+        change(self)
 
     return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
 

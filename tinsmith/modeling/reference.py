@@ -56,6 +56,12 @@ def _add_delta(
 
 
 def _sum(weight: Tensor, weights: LoraWeights, scaling: float, *, transposed: bool) -> Tensor:
+    if weight.ndim == 3 and not torch.is_grad_enabled():  # the sum of all experts at once takes several of the weight
+        changed = torch.empty_like(weight)
+        for expert, (into, one) in enumerate(zip(changed, weight, strict=True)):
+            own = LoraWeights(*(part[expert] if part.ndim == 3 else part for part in (weights.a_R_I, weights.b_O_R)))
+            into.copy_(_sum(one, own, scaling, transposed=transposed))
+        return changed
     delta = scaling * (weights.b_O_R @ weights.a_R_I)
     if transposed:
         delta = delta.mT
@@ -70,18 +76,21 @@ def _is_transposed(experts: nn.Module) -> bool:
 def _replaced(owner: nn.Module, name: str, weights: LoraWeights, scaling: float) -> Iterator[None]:
     """Replaces the weight of fused experts by W + scaling * B A while their own forward runs. All experts may share A
     or B."""
-    original = owner._parameters[name]
-    assert original is not None
+    originals: list[nn.Parameter | None] = []
 
     def before(*_: Any) -> None:
+        original = owner._parameters[name]  # the layer around it may have gathered it only now (parts.py)
+        assert original is not None
+        originals.append(original)
         changed = _sum(original, weights, scaling, transposed=_is_transposed(owner))
         owner._parameters[name] = changed  # type: ignore[assignment]
 
     def after(*_: Any) -> None:
-        owner._parameters[name] = original
+        while originals:
+            owner._parameters[name] = originals.pop()
 
     with ExitStack() as stack:
         stack.callback(after)
         stack.callback(owner.register_forward_pre_hook(before).remove)
-        stack.callback(owner.register_forward_hook(after).remove)
+        stack.callback(owner.register_forward_hook(after, prepend=True).remove)  # before the whole weight is returned
         yield
