@@ -22,7 +22,7 @@ from tinsmith_cli.planning import memory
 from tinsmith_cli.planning.constraints import Constraints
 from tinsmith_cli.planning.machine import Gpu, Machine
 from tinsmith_cli.planning.memory import Training
-from tinsmith_cli.planning.plan import NO_TRAINER, DoesNotFit, Plan, SamplerPlan, TrainerPlan, whole_bytes
+from tinsmith_cli.planning.plan import NO_TRAINER, DoesNotFit, Plan, SamplerPlan, TrainerPlan
 from tinsmith_cli.planning.shape import Shape
 
 TRAINER_PROCESS_BYTES = 1_000_000_000
@@ -58,8 +58,6 @@ def fill(
     """The plan of this placement and rank. Raises DoesNotFit."""
     engine = engine_of(shape, constraints)
     dtype = dtype_of(constraints.trainer_dtype, "bfloat16")
-    num_trainers = constraints.trainers if trainer else 0
-    _check_loading(shape, machine, constraints, dtype, num_trainers=num_trainers, num_samplers=len(samplers))
     adapter_memory = _adapter_memory(shape, machine, constraints, engine=engine, rank=rank, num_samplers=len(samplers))
     for versions in [constraints.max_device_versions] if constraints.max_device_versions else [4, 2, 1]:
         try:
@@ -79,7 +77,7 @@ def fill(
             if versions == (constraints.max_device_versions or 1) or engine == "torch":
                 raise
             continue
-        return Plan(
+        plan = Plan(
             name=name,
             shape=shape,
             machine=machine,
@@ -94,6 +92,8 @@ def fill(
             samplers=of_samplers,
             notes=_notes(shape, machine),
         )
+        _check_loading(plan)
+        return plan
     raise AssertionError
 
 
@@ -276,16 +276,14 @@ def _adapter_memory(
     return chosen
 
 
-def _check_loading(
-    shape: Shape, machine: Machine, constraints: Constraints, dtype: str, *, num_trainers: int, num_samplers: int
-) -> None:
-    needed = whole_bytes(shape, constraints, dtype) * (num_trainers + num_samplers)
-    if needed > machine.host_bytes:
+def _check_loading(plan: Plan) -> None:
+    needed, free = plan.loading_bytes, plan.machine.host_bytes
+    if needed > free:
+        num_trainers, num_samplers = plan.num_trainers, len(plan.samplers)
         trainers = ["trainer"] if num_trainers == 1 else [f"{num_trainers} trainers"] * bool(num_trainers)
         who = " and ".join([*trainers, *[f"{num_samplers} samplers"] * bool(num_samplers)])
         raise DoesNotFit(
-            f"{who} load the base weights into host memory first, {gb(needed)} together, and "
-            f"{gb(machine.host_bytes)} of it are free"
+            f"{who} load the base weights into host memory first, {gb(needed)} together, and {gb(free)} of it are free"
         )
 
 

@@ -111,8 +111,19 @@ class Plan:
 
     @property
     def loading_bytes(self) -> int:
-        """Host memory while the services load: each of them has the whole model there, a trainer's ranks in turns."""
-        return whole_bytes(self.shape, self.constraints, self.dtype) * (self.num_trainers + len(self.samplers))
+        """Host memory while the services load: a sampler, and a trainer that does not divide the model, has all of it
+        there, and one rank after the other of a trainer that does has its part."""
+        whole, trainer = whole_bytes(self.shape, self.constraints, self.dtype), self.trainer
+        of_trainer = whole
+        if trainer.shard_base or trainer.tensor_parallel > 1:
+            rows = trainer.ranks * self.constraints.nodes // trainer.tensor_parallel
+            of_trainer = memory.read_bytes(
+                self.shape,
+                self.dtype,
+                shards=rows if trainer.shard_base else 1,
+                tensor_parallel=trainer.tensor_parallel,
+            )
+        return of_trainer * self.num_trainers + whole * len(self.samplers)
 
     @property
     def weights_bytes(self) -> int:

@@ -188,7 +188,7 @@ def test_quantised_weights_are_sampled_by_the_torch_engine_and_not_divided() -> 
 def test_a_machine_with_one_role_gives_it_all_gpus() -> None:
     trains = planned("8x-h100", "Qwen3-32B", samples=False)
     assert (trains.trainer.ranks, trains.samplers, trains.channel) == (8, [], "gloo")
-    assert trains.loading_bytes == planned("8x-h100", "Qwen3-32B", samples=False, ranks=2).loading_bytes
+    assert trains.loading_bytes < planned("8x-h100", "Qwen3-32B", samples=False, ranks=2).loading_bytes  # sharded
     samples = planned("8x-h100", "Qwen3-32B", trains=False)
     assert [len(one.gpus) for one in samples.samplers] == [2] * 4
     assert (samples.trainer.ranks, samples.trainer_env(0), samples.weights_bytes > 0) == (0, {}, True)
@@ -197,6 +197,18 @@ def test_a_machine_with_one_role_gives_it_all_gpus() -> None:
     )
     assert planned("8x-h100", "Qwen3-8B", trains=False, engine="torch").channel == "nccl"
     assert [gpu.id for gpu in planned("8x-h100", "Qwen3-8B", samples=False, ranks=2).trainer.gpus] == ["0", "1"]
+
+
+def test_ranks_that_divide_the_model_need_host_memory_for_the_part_of_one_of_them() -> None:
+    shape = model_of("Llama-3.1-70B")
+    parts = (shape.layer_parameters + 8192 * 28672) / 8 + shape.outside_parameters
+    few = replace(machine_of("8x-h100"), host_bytes=int(2.1 * parts))
+    sharded = Constraints(samples=False, shard_base=True)
+    for constraints in (sharded, replace(sharded, shard_base=None, trainer_tensor_parallel=8)):
+        found = plan("Llama-3.1-70B", shape, few, constraints)
+        assert found.loading_bytes == pytest.approx(2 * parts)
+        with pytest.raises(DoesNotFit, match="load the base weights into host memory first"):
+            plan("Llama-3.1-70B", shape, replace(few, host_bytes=int(1.9 * parts)), constraints)
 
 
 def test_a_trainer_on_several_machines_divides_the_base_model_among_all_ranks() -> None:
