@@ -12,7 +12,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import orjson
@@ -158,37 +158,41 @@ class TooLarge(HTTPException):
         self.end = end
 
 
-async def read(request: requests.Request, config: GatewayConfig) -> bytes:
-    """The body as it was sent.
+async def read(request: Request) -> bytes:
+    """The body as it was sent. While it comes in, a large one takes a slot of its owner's (Receiving).
 
     Raises TooLarge above max_body_bytes, and OutOfCapacity when max_held_body_bytes leaves no room for it. The rest of
     a refused body is still read, up to a bound, because a client that is sending would miss the answer.
     """
+    config, receiving = request.gateway.config, request.gateway.receiving
     limit = config.max_body_bytes
     held = cast(Share, request.state.held)
     chunks: list[bytes] = []
     num_bytes, start, end = 0, b"", b""
     full: OutOfCapacity | None = None
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if full is not None:
-            if num_bytes > limit:
+    async with AsyncExitStack() as slot:
+        async for chunk in request.stream():
+            if num_bytes <= config.thread_body_bytes < num_bytes + len(chunk):
+                await slot.enter_async_context(receiving.slot(request.owner))
+            num_bytes += len(chunk)
+            if full is not None:
+                if num_bytes > limit:
+                    break
+            elif num_bytes <= limit:
+                try:
+                    held.take(len(chunk))
+                    chunks.append(chunk)
+                except OutOfCapacity as error:
+                    full = error
+                    chunks.clear()
+            elif num_bytes > _MAX_DRAINED_BYTES:
+                end = b""
                 break
-        elif num_bytes <= limit:
-            try:
-                held.take(len(chunk))
-                chunks.append(chunk)
-            except OutOfCapacity as error:
-                full = error
-                chunks.clear()
-        elif num_bytes > _MAX_DRAINED_BYTES:
-            end = b""
-            break
-        else:
-            if not start:
-                start = b"".join([*chunks, chunk])[:IDS_BYTES]
-                chunks.clear()
-            end = (end + chunk)[-IDS_BYTES:]
+            else:
+                if not start:
+                    start = b"".join([*chunks, chunk])[:IDS_BYTES]
+                    chunks.clear()
+                end = (end + chunk)[-IDS_BYTES:]
     if full is not None:
         raise full
     if num_bytes > limit:
@@ -238,7 +242,7 @@ class Request(requests.Request):
         than max_body_values.
         """
         config = self.gateway.config
-        self.raw = body = await read(self, config)
+        self.raw = body = await read(self)
         async with self.turn(len(body)):
             return await off_loop(lambda: json_object(body, config), num_bytes=len(body), config=config)
 

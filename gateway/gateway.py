@@ -21,7 +21,7 @@ from gateway.database.urls import without_secrets
 from gateway.futures import Futures
 from gateway.high_availability.forwarding import Forwarding
 from gateway.high_availability.peers import OtherGateways, Peers
-from gateway.load import Bodies, Pacer, Turns, watch_event_loop
+from gateway.load import Bodies, Pacer, Receiving, Turns, watch_event_loop
 from gateway.metrics import Metrics
 from gateway.moving import Moving
 from gateway.openai.generator import Generator
@@ -73,6 +73,7 @@ class Core:
         self.metrics = Metrics()
         self.pacer = Pacer()
         self.turns = Turns()
+        self.receiving = Receiving()
         self.bodies = Bodies(config.max_held_body_bytes, self.metrics.http.held_body_bytes)
         self.store = Store(config.resolved_database_url, self.metrics)
         self.store.is_shared = bool(config.peer_url)

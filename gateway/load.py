@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from weakref import WeakValueDictionary
 
 from prometheus_client import Gauge, Histogram
 
@@ -19,6 +20,9 @@ _PER_PASS = 4
 """Turns in one pass of the event loop: about 10 ms of work. More turns make a pass longer, and no work cheaper."""
 _LONGEST_TURN_S = 1.0
 """A body's turn lasts at most this long, because the trainer may be away for longer."""
+
+_RECEIVED_AT_ONCE = 4
+"""Large bodies of one owner that come in at once."""
 
 _LOOK_S = 0.02
 
@@ -157,6 +161,39 @@ class Turns:
 
     def _next(self) -> None:
         self.is_taken = self._waiting.wake()
+
+
+class Receiving:
+    """Lets few large bodies of an owner come in at once, for at most 1 s each; then the next ones begin, too.
+
+    Reading from a connection takes the event loop's time, whether the body will ever end or not. The connections of the
+    bodies that wait are not read.
+    """
+
+    def __init__(self, *, at_once: int = _RECEIVED_AT_ONCE, longest_s: float = _LONGEST_TURN_S) -> None:
+        """`longest_s`: a body that takes longer no longer delays others."""
+        self._at_once = at_once
+        self._longest_s = longest_s
+        self._slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def slot(self, owner: str) -> AsyncIterator[None]:
+        slots = self._slots.setdefault(owner, asyncio.Semaphore(self._at_once))
+        await slots.acquire()
+        is_held = True
+
+        def release() -> None:
+            nonlocal is_held
+            if is_held:
+                is_held = False
+                slots.release()
+
+        limit = asyncio.get_running_loop().call_later(self._longest_s, release)
+        try:
+            yield
+        finally:
+            limit.cancel()
+            release()
 
 
 class Pacer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -34,6 +33,7 @@ from trainer_service.durability.executing import Name, arriving, other_work
 from trainer_service.durability.records import Body
 from trainer_service.operation import Answer, Operation, Work
 from trainer_service.operations.operations import Request
+from trainer_service.reader import Reader
 from trainer_service.requests import batch_bytes
 from trainer_service.trainer import Trainer
 
@@ -47,9 +47,8 @@ _MAX_CHECKS_OF_NO_MODEL = 64
 _MANY_DATUMS = 64
 """A batch of more datums counts as large, without adding up its bytes."""
 _LARGE_BYTES = 64 * 1024
-"""Messages above this size are packed and made into batches on a thread, to keep the event loop free."""
-_READER = ThreadPoolExecutor(1, "reader")
-"""That thread. It reads one message at a time: it holds the interpreter's lock, for which the compute thread waits."""
+"""Messages above this size are packed and made into batches on the reader's thread, to keep the event loop free."""
+_READER = Reader()
 
 
 class Intake:
@@ -228,13 +227,7 @@ def _batch_bytes(trainer: Trainer, request: Request) -> int | None:
 async def _run(trainer: Trainer, call: Callable[[], T], *, on_thread: bool) -> T:
     if not on_thread:
         return call()
-    cores = trainer.scheduler.cores
-
-    def announced() -> T:
-        with cores.reading():
-            return call()
-
-    return await in_pool_of(_READER, announced)
+    return await _READER.run(call, cores=trainer.scheduler.cores, compute=trainer.scheduler.compute)
 
 
 def _is_large(request: Message) -> bool:

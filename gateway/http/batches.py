@@ -60,7 +60,7 @@ async def read_batch(
         raise HTTPException(400, f"content-encoding {encoding!r} is not supported; use zstd or none")
     is_compressed = encoding == "zstd"
     try:
-        body = await read(request, config)
+        body = await read(request)
     except TooLarge as error:
         return _too_large(error, is_json=is_json, is_compressed=is_compressed, forward_only=forward_only)
 

@@ -6,24 +6,23 @@ both belong to the process of `attackers`. `Neighbours` is 16 good clients in an
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from http.client import HTTPConnection
 from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
-import grpc
+import grpc.aio
 import numpy as np
+import uvloop
 import zstandard
 from google.protobuf.message import Message
 from tinker.proto import tinker_public_pb2 as pb
@@ -45,8 +44,9 @@ KEY_FLAGS = ["--api-key", GOOD_KEY, "--api-key", HOSTILE_KEY]
 MB = 10**6
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 
-Request = Callable[[], str]
-"""Sends a request that is made already, on a connection of its own. Returns the status, or the operation's error."""
+Request = Callable[[], Coroutine[Any, Any, str]]
+"""Sends a request that is made already, on a connection of its own. Its result is the status, or the operation's
+error."""
 
 
 @dataclass(slots=True)
@@ -104,35 +104,53 @@ class Hostile:
     def close(self) -> None:
         self.wire.post(f"sessions/{self.session_id}/finish", reason={"type": "success"})
         self.wire.http.close()
-        self.call(trainer_pb2.DeleteModelRequest(model_id=self.grpc_model_id))()
+        asyncio.run(self.call(trainer_pb2.DeleteModelRequest(model_id=self.grpc_model_id))())
 
     def request(self, path: str, content: bytes | None = None, *, says: str | None = None, **headers: str) -> Request:
         """POST of the content, GET without. Its answer is the status. With `says` it is the end of the operation, whose
         error must contain that text; "" stands for any end."""
-        method = "GET" if content is None else "POST"
-        headers = {"X-API-Key": HOSTILE_KEY, "Authorization": f"Bearer {HOSTILE_KEY}", "Content-Type": JSON, **headers}
+        headers = {
+            "Host": self.address,
+            "X-API-Key": HOSTILE_KEY,
+            "Authorization": f"Bearer {HOSTILE_KEY}",
+            "Content-Type": JSON,
+            "Content-Length": str(len(content or b"")),
+            "Connection": "close",
+            **headers,
+        }
+        lines = [f"{'GET' if content is None else 'POST'} {path} HTTP/1.1", *map(": ".join, headers.items())]
+        sent = "\r\n".join([*lines, "", ""]).encode() + (content or b"")
 
-        def send() -> str:
-            with closing(HTTPConnection(self.address, timeout=120)) as connection:
-                try:
-                    with suppress(BrokenPipeError):  # a refusal may come before the whole body is sent
-                        connection.request(method, path, content, headers)
-                    response = connection.getresponse()
-                    body = response.read()
-                except ConnectionError:
-                    return "refused, and the connection was closed before its answer could be read"
-            if says is None or response.status != 200:
-                assert not says or response.status == 429, (path, response.status, body[:300])
-                return f"{response.status} {body[:300]!r}"
+        async def send() -> str:
+            try:
+                async with asyncio.timeout(120), self.connection() as (reader, writer):
+                    writer.write(sent)
+                    head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+            except ConnectionError:
+                return "refused, and the connection was closed before its answer could be read"
+            status = head.split(b" ", 2)[1].decode()
+            if says is None or status != "200":
+                assert not says or status == "429", (path, status, body[:300])
+                return f"{status} {body[:300]!r}"
             end = "200"
             try:
-                self.wire.json_result(json.loads(body)["request_id"])
+                await asyncio.to_thread(self.wire.json_result, json.loads(body)["request_id"])
             except Failed as failed:
                 end = str(failed)
             assert says in end, (path, end)
             return end
 
         return send
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A new connection to the gateway."""
+        host, port = self.address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
 
     def json(self, endpoint: str, *, says: str | None = None, **body: Any) -> Request:
         return self.request(f"/api/v1/{endpoint}", json.dumps(body).encode(), says=says)
@@ -174,15 +192,16 @@ class Hostile:
         verb = type(message).__name__.removesuffix("Request")
         of_trainer = verb in TRAINER_VERBS
 
-        def send() -> str:
+        async def send() -> str:
             key = (("x-api-key", HOSTILE_KEY),)
-            with grpc.insecure_channel(self.trainer if of_trainer else self.sampler, CHANNEL_OPTIONS) as channel:
+            address = self.trainer if of_trainer else self.sampler
+            async with grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
                 stub: Any = (TrainerServiceStub if of_trainer else SamplerServiceStub)(channel)
                 try:
-                    getattr(stub, verb)(message, timeout=timeout_s, metadata=key)
+                    await getattr(stub, verb)(message, timeout=timeout_s, metadata=key)
                     end = "OK"
-                except grpc.RpcError as error:
-                    end = f"{error.code().name} {error.details()}"  # type: ignore[attr-defined]
+                except grpc.aio.AioRpcError as error:
+                    end = f"{error.code().name} {error.details()}"
             assert not says or says in end or end.startswith("RESOURCE_EXHAUSTED"), (verb, end)
             return end
 
@@ -311,12 +330,13 @@ def bodies_that_never_end(hostile: Hostile) -> list[Request]:
         f"POST /api/v1/forward_backward HTTP/1.1\r\nHost: {hostile.address}\r\nX-API-Key: {HOSTILE_KEY}\r\n"
         f"Content-Type: {PROTOBUF}\r\nContent-Length: 60000000\r\n\r\n"
     ).encode()
-    host, port = hostile.address.split(":")
+    sent = head + b"\0" * 8 * MB
 
-    def send() -> str:
-        with socket.create_connection((host, int(port)), timeout=5) as connection, suppress(OSError):
-            connection.sendall(head + b"\0" * 8 * MB)  # an OSError if it is refused, or not read any more
-            time.sleep(2)
+    async def send() -> str:
+        with suppress(OSError, TimeoutError):  # if it is refused, or not read any more
+            async with asyncio.timeout(7), hostile.connection() as (reader, writer):
+                writer.write(sent)
+                await reader.read(-1)
         return "200"
 
     return [send] * 48
@@ -326,13 +346,13 @@ def bodies_that_never_end(hostile: Hostile) -> list[Request]:
 
 
 def grpc_targets_of_millions_of_columns(hostile: Hostile) -> list[Request]:
-    hostile.call(hostile.creation())()
+    asyncio.run(hostile.call(hostile.creation())())
     return [hostile.call(hostile.grpc_batch([batches.wide(2**26)]), says="target_tokens") for _ in range(8)]
 
 
 def grpc_batches_of_many_tokens(hostile: Hostile) -> list[Request]:
     """Eight of 262,144 tokens, 4 MB, of which nobody waits for the end."""
-    hostile.call(hostile.creation())()
+    asyncio.run(hostile.call(hostile.creation())())
     tokens = [5] * 256
     one = batches.datum(tokens, target_tokens=np.array(tokens), weights=np.ones(256, np.float32))
     return [hostile.call(hostile.grpc_batch([one] * 1024), timeout_s=10.0) for _ in range(8)]
@@ -340,7 +360,7 @@ def grpc_batches_of_many_tokens(hostile: Hostile) -> list[Request]:
 
 def grpc_steps_that_cannot_be_made(hostile: Hostile) -> list[Request]:
     """200 of models that do not exist, 200 far ahead of the next one, and one that divides by 0."""
-    hostile.call(hostile.creation())()
+    asyncio.run(hostile.call(hostile.creation())())
     return [
         hostile.call(hostile.grpc_step(eps=0.0), says="eps"),
         *(hostile.call(hostile.grpc_step(model_id=f"nobody-{n}", seq_id=1), says="nobody") for n in range(200)),
@@ -398,21 +418,24 @@ def make_requests(base_url: str, trainer: str, sampler: str) -> int:
 
 
 def send_all_at_once() -> dict[str, list[str]]:
-    """The answers of the server, by attack. Each request has a thread and a connection of its own."""
-    with ThreadPoolExecutor(sum(map(len, REQUESTS.values()))) as threads:
-        sent = {name: [threads.submit(request) for request in made] for name, made in REQUESTS.items()}
-        answers = {name: [answer.result() for answer in given] for name, given in sent.items()}
+    """The answers of the server, by attack."""
+    answers = uvloop.run(_answers())
     for hostile in HOSTILES:
         hostile.close()
     return answers
 
 
+async def _answers() -> dict[str, list[str]]:
+    sent = {name: asyncio.gather(*(request() for request in made)) for name, made in REQUESTS.items()}
+    return {name: await given for name, given in sent.items()}
+
+
 @contextmanager
 def attackers(stack: Stack) -> Iterator[ProcessPoolExecutor]:
-    """A process that has made all requests, and is to call `send_all_at_once`. It gets the processor when nobody else
-    wants it: attackers on machines of their own would take none from the services."""
+    """A process that has made all requests, and is to call `send_all_at_once`. It sends from one thread, because
+    attackers on machines of their own would take no core from the services."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, initializer=os.nice, initargs=(19,)) as process:
+    with ProcessPoolExecutor(1, spawn, initializer=os.setsid) as process:
         addresses = (stack.base_url, stack.trainers[0], stack.samplers[0])
         print(f"{process.submit(make_requests, *addresses).result()} requests")
         yield process

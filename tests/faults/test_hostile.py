@@ -10,6 +10,7 @@ docs/security.md names what each of them attacks.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import re
@@ -121,7 +122,7 @@ def poisoned(stack: Stack) -> None:
     wait_until(lambda: stack.report().count(READY_AGAIN) == 2, what="both are there again", limit_s=120)
     hostile = Hostile(stack.base_url, stack.trainers[0], stack.samplers[0])
     poison = datum([*POISON, 9], target_tokens=list(range(6)), weights=[1.0] * 6)
-    hostile.train([poison], says="the trainer ended twice while it ran this")()
+    asyncio.run(hostile.train([poison], says="the trainer ended twice while it ran this")())
     assert stack.report().count(TRAINER_KILLED) == 2
     told = stack.report()
     wait_until(

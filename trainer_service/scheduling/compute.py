@@ -256,6 +256,11 @@ class ComputeThread:
         return Pace(self._cores.threads, self._micro_batch_tokens(), self.speed.large_tokens_per_s)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether the thread computes now."""
+        return self._running is not None
+
+    @property
     def loss_speed(self) -> Speed | None:
         """Measured speed, which converts the time of custom losses into tokens. None for a deterministic trainer, whose
         micro-batches must not depend on measurements."""

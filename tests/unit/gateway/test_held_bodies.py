@@ -11,6 +11,7 @@ from grpc.aio._call import UnaryStreamCall
 from pydantic import ValidationError
 
 from gateway.config import GatewayConfig
+from gateway.load import Receiving
 from gateway.training.submission import Submission
 from tests.support.waiting import until
 from tests.unit.gateway.stack import Client, Stack, batch, sample_body
@@ -56,6 +57,25 @@ async def test_memory_of_a_body_whose_client_leaves_is_given_back(stack: Stack) 
         writer.write(HEAD % BODY_BYTES + b"{" * (BODY_BYTES // 2))
         await until_held(stack, BODY_BYTES // 2)
     await until_held(stack, 0)
+
+
+async def test_a_body_is_not_read_while_others_of_its_owner_come_in(stack: Stack, client: Client) -> None:
+    stack.gateway.receiving = Receiving(at_once=2, longest_s=1000)
+    session_id = await client.session()
+    body = SESSION.ljust(8 * BODY_BYTES)
+    limit = stack.gateway.config.thread_body_bytes
+    async with AsyncExitStack() as clients:
+        first, second, third = [await clients.enter_async_context(connection(stack)) for _ in range(3)]
+        for number, (_, writer) in enumerate((first, second), start=1):
+            writer.write(HEAD % len(body) + body[:-1])
+            await until_held(stack, number * (len(body) - 1))
+        third[1].write(HEAD % len(body) + body[:-1])
+        for _ in range(20):
+            await client.call("session_heartbeat", {"session_id": session_id})
+        assert stack.gateway.bodies.num_bytes <= 2 * (len(body) - 1) + limit
+        for reader, writer in (first, third, second):
+            writer.write(body[-1:])
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
 
 
 async def test_a_batch_is_not_kept_while_the_trainer_computes_it(stack: Stack, client: Client) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -13,7 +14,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from gateway.http.middleware import InTurn
-from gateway.load import Pacer, Turns
+from gateway.load import Pacer, Receiving, Turns
 from tests.support.waiting import until
 from tests.unit.gateway.stack import Client, Stack, batch, sample_body
 from tinsmith.v1 import sampler_pb2
@@ -113,6 +114,41 @@ async def test_a_large_body_is_followed_by_a_pause_as_long_as_its_work() -> None
         await asyncio.gather(one(), one())
     began, ended, next_began, _ = times
     assert next_began - ended >= (ended - began) * 0.99  # a timer may be early by the clock's resolution
+
+
+async def test_few_large_bodies_of_an_owner_come_in_at_once() -> None:
+    receiving, in_work, most = Receiving(at_once=3), Counter[str](), Counter[str]()
+
+    async def one(owner: str) -> None:
+        async with receiving.slot(owner):
+            in_work[owner] += 1
+            most[owner] = max(most[owner], in_work[owner])
+            for _ in range(5):
+                await asyncio.sleep(0)
+            in_work[owner] -= 1
+
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.gather(*(one(owner) for owner in ["ada"] * 20 + ["bob"] * 2))
+    assert most == {"ada": 3, "bob": 2}
+
+
+async def test_bodies_that_never_end_keep_none_of_their_owner_out() -> None:
+    receiving = Receiving(at_once=2, longest_s=0.01)
+
+    async def never_ends() -> None:
+        async with receiving.slot("ada"):
+            await asyncio.Event().wait()
+
+    tasks = [asyncio.create_task(never_ends()) for _ in range(5)]
+    async with asyncio.timeout(LIMIT_S), receiving.slot("ada"):
+        pass
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    async with asyncio.timeout(LIMIT_S), receiving.slot("ada"), receiving.slot("ada"):  # none was given back twice
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0), receiving.slot("ada"):
+                raise AssertionError("a third one")
 
 
 async def test_a_body_whose_trainer_is_away_keeps_nobody_waiting() -> None:
