@@ -106,9 +106,17 @@ class Hostile:
         self.wire.http.close()
         asyncio.run(self.call(trainer_pb2.DeleteModelRequest(model_id=self.grpc_model_id))())
 
-    def request(self, path: str, content: bytes | None = None, *, says: str | None = None, **headers: str) -> Request:
+    def request(
+        self,
+        path: str,
+        content: bytes | None = None,
+        *,
+        says: str | None = None,
+        tries_again: bool = False,
+        **headers: str,
+    ) -> Request:
         """POST of the content, GET without. Its answer is the status. With `says` it is the end of the operation, whose
-        error must contain that text; "" stands for any end."""
+        error must contain that text; "" stands for any end. `tries_again`: after a 503, as the SDK does."""
         headers = {
             "Host": self.address,
             "X-API-Key": HOSTILE_KEY,
@@ -129,6 +137,9 @@ class Hostile:
             except ConnectionError:
                 return "refused, and the connection was closed before its answer could be read"
             status = head.split(b" ", 2)[1].decode()
+            if status == "503" and tries_again:
+                await asyncio.sleep(1)
+                return await send()
             if says is None or status != "200":
                 assert not says or status == "429", (path, status, body[:300])
                 return f"{status} {body[:300]!r}"
@@ -155,11 +166,20 @@ class Hostile:
     def json(self, endpoint: str, *, says: str | None = None, **body: Any) -> Request:
         return self.request(f"/api/v1/{endpoint}", json.dumps(body).encode(), says=says)
 
-    def train(self, data: Sequence[pb.Datum], *, more: bytes = b"", says: str | None = None, **fields: Any) -> Request:
+    def train(
+        self,
+        data: Sequence[pb.Datum],
+        *,
+        more: bytes = b"",
+        says: str | None = None,
+        tries_again: bool = False,
+        **fields: Any,
+    ) -> Request:
         """`more`: a serialized request, which protobuf merges with the fields that are given."""
         body = self.wire.forward_backward_body(self.model_id, next(self.seq_ids), data, **fields) + more
         headers = {"Content-Type": PROTOBUF, "Content-Encoding": "zstd"}
-        return self.request("/api/v1/forward_backward", zstandard.compress(body), says=says, **headers)
+        content = zstandard.compress(body)
+        return self.request("/api/v1/forward_backward", content, says=says, tries_again=tries_again, **headers)
 
     def step(self, *, seq_id: int | None = None, says: str | None = None, **adam_params: float) -> Request:
         params = {"learning_rate": 1e-3, **adam_params}

@@ -122,7 +122,8 @@ def poisoned(stack: Stack) -> None:
     wait_until(lambda: stack.report().count(READY_AGAIN) == 2, what="both are there again", limit_s=120)
     hostile = Hostile(stack.base_url, stack.trainers[0], stack.samplers[0])
     poison = datum([*POISON, 9], target_tokens=list(range(6)), weights=[1.0] * 6)
-    asyncio.run(hostile.train([poison], says="the trainer ended twice while it ran this")())
+    request = hostile.train([poison], says="the trainer ended twice while it ran this", tries_again=True)
+    asyncio.run(request())  # the trainer may end before the gateway knows that it has accepted the request
     assert stack.report().count(TRAINER_KILLED) == 2
     told = stack.report()
     wait_until(
