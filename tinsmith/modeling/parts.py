@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -232,8 +233,6 @@ def of_rows(local: Tensor, shape: torch.Size, mesh: DeviceMesh) -> DTensor:
 
 
 def _divided(weight: Tensor, places: Places, placements: tuple[Placement, Placement]) -> DTensor:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     local, _ = compute_local_shape_and_global_offset(weight.shape, places, placements)
     empty = torch.empty(local, dtype=weight.dtype, device="meta")
     return DTensor.from_local(empty, places, placements, shape=weight.shape, stride=weight.stride())
