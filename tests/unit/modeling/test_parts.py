@@ -50,6 +50,11 @@ def test_families_whose_layers_are_linear_are_read_in_parts(family: str, tmp_pat
     assert in_parts(read(folder, torch.float32, 0)) == (family != "GPT2")
 
 
+def test_files_whose_weights_are_cut_from_larger_ones_are_read_whole(tmp_path: Path) -> None:
+    folder = make(tmp_path, "HrmText", {"num_hidden_layers": 2})  # gate and up are one tensor in its files
+    assert not in_parts(read(folder, torch.float32, 0))
+
+
 def test_a_part_is_converted_to_the_type_that_is_computed_in(tmp_path: Path) -> None:
     folder = make(tmp_path, "Qwen3Moe", SPARSE["Qwen3Moe"])
     for rank in range(RANKS):
