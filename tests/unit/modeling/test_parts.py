@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import Chunk, WeightConverter
 
 from tests.unit.modeling.test_families import DENSE, FAMILIES, MORE, SPARSE, make
+from tinsmith.modeling import parts
 from tinsmith.modeling.config import load_config
 from tinsmith.modeling.parallel import Division
 from tinsmith.modeling.parts import Places, in_parts
@@ -36,9 +38,9 @@ def read(folder: Path, dtype: torch.dtype, rank: int | None = None) -> PreTraine
 def test_parts_of_all_ranks_are_the_whole(family: str, tmp_path: Path) -> None:
     folder = make(tmp_path, family, ALL[family])
     whole = dict(read(folder, torch.float32).named_parameters())
-    parts = [dict(read(folder, torch.float32, rank).named_parameters()) for rank in range(RANKS)]
+    divided = [dict(read(folder, torch.float32, rank).named_parameters()) for rank in range(RANKS)]
     for name, weight in whole.items():
-        found = [part[name] for part in parts]
+        found = [part[name] for part in divided]
         locals_ = [one.to_local() if isinstance(one, DTensor) else one for one in found]
         together = torch.cat(locals_) if isinstance(found[0], DTensor) else locals_[0]
         assert torch.equal(together, weight), name
@@ -50,8 +52,12 @@ def test_families_whose_layers_are_linear_are_read_in_parts(family: str, tmp_pat
     assert in_parts(read(folder, torch.float32, 0)) == (family != "GPT2")
 
 
-def test_files_whose_weights_are_cut_from_larger_ones_are_read_whole(tmp_path: Path) -> None:
-    folder = make(tmp_path, "HrmText", {"num_hidden_layers": 2})  # gate and up are one tensor in its files
+def test_weights_that_are_cut_from_larger_ones_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a tensor of gate and up is not the part of the gate."""
+    folder = make(tmp_path, "Qwen3", DENSE["Qwen3"])
+    assert in_parts(read(folder, torch.float32, 0))
+    together = WeightConverter("mlp.gate_up.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [Chunk(dim=0)])
+    monkeypatch.setattr(parts, "get_model_conversion_mapping", lambda _: [together])
     assert not in_parts(read(folder, torch.float32, 0))
 
 
