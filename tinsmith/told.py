@@ -47,7 +47,7 @@ class Told:
         """Batches that the caller has sent since its last optim_step and whose answers it has not received, with the
         number of times that each was sent. Also those that were refused for now, since the caller sends them again."""
         self._accepted: set[int] = set()
-        """Those of them that the service has accepted since its start."""
+        """Waiting batches that the service has accepted since its start."""
         self._answered: set[int] = set()
         """Batches whose answers the caller has received."""
         self._failed = 0

@@ -113,9 +113,8 @@ class Intake:
             told.sent(seq_id)
         accepting = trainer.scheduler.tasks.spawn(self._accept(trainer, kind, request, seq_id, pack))
         try:
-            operation, is_new = await asyncio.shield(
-                accepting
-            )  # a call that is cancelled leaves no operation without work
+            # A call that is cancelled leaves no operation without work.
+            operation, is_new = await asyncio.shield(accepting)
         except ServiceError as error:
             is_sent_again = isinstance(error, OutOfCapacity | NotReady) and not isinstance(error, ModelMoved)
             if told is not None and not is_sent_again:

@@ -152,7 +152,7 @@ def open_journal(config: TrainerConfig, metrics: Metrics) -> Journal:
 
 
 def _end_superseded(reason: Superseded) -> NoReturn:
-    """Ends a process whose journal belongs to another one. What it still computes, that one computes again."""
+    """Ends a process whose journal belongs to another one. That one computes again what this one still computes."""
     logger.error("%s; this process ends", reason)
     _leave("ended, because another trainer has taken over the journal", status=1)
 
