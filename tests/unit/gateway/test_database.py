@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ from gateway.schemas import SearchCursor, SearchSessions
 from gateway.session_search import SessionSearch
 from gateway.tenants.access import Caller
 from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
+from tests.support.waiting import until
 from tests.unit.gateway.commits import Statements
 
 _SAMPLED = {"base_model": "tiny", "version_id": "", "location": "", "created_at": 0.0}
@@ -49,6 +51,8 @@ async def test_a_file_that_stays_locked_is_said_to_be(tmp_path: Path, monkeypatc
             await store.migrate()
         assert is_outage(told.value)
     await store.close()
+    # The thread of the connection that failed must not outlive the event loop, to which it reports its end.
+    await until(lambda: not any("_connection_worker_thread" in thread.name for thread in threading.enumerate()))
 
 
 async def test_ends_at_another_gateway_are_noticed_by_the_index_however_many_sessions_live(tmp_path: Path) -> None:
