@@ -172,8 +172,7 @@ async def read(request: Request) -> bytes:
     full: OutOfCapacity | None = None
     async with AsyncExitStack() as slot:
         async for chunk in request.stream():
-            if num_bytes <= config.thread_body_bytes < num_bytes + len(chunk):
-                await slot.enter_async_context(receiving.slot(request.owner))
+            becomes_large = num_bytes <= config.thread_body_bytes < num_bytes + len(chunk)
             num_bytes += len(chunk)
             if full is not None:
                 if num_bytes > limit:
@@ -193,6 +192,8 @@ async def read(request: Request) -> bytes:
                     start = b"".join([*chunks, chunk])[:IDS_BYTES]
                     chunks.clear()
                 end = (end + chunk)[-IDS_BYTES:]
+            if becomes_large:
+                await slot.enter_async_context(receiving.slot(request.owner))
     if full is not None:
         raise full
     if num_bytes > limit:

@@ -17,8 +17,8 @@ busy or stopped, and has yet to read what has come meanwhile, so the time begins
 _MOST_PAUSES = 40
 """Most pauses for which a failure is held back."""
 _MOST_BATCHES = 4096
-"""Most batches of one optim_step that are remembered as answered, of which the older half is forgotten beyond it, and
-most that are remembered as waiting. The failure of a batch that is not remembered refuses the step."""
+"""Most batches of one optim_step that are remembered as waiting, and most that are remembered as answered. When more
+are answered, the older half of them is forgotten. The failure of a batch that is not remembered refuses the step."""
 
 _began_s: ContextVar[float] = ContextVar("began_s", default=math.inf)
 """Time at which the request that is being handled began to arrive, by time.monotonic."""
@@ -26,8 +26,8 @@ _began_s: ContextVar[float] = ContextVar("began_s", default=math.inf)
 
 def request_begins(began_s: float | None = None, *, is_retry: bool = False) -> None:
     """To be called when the head of a request has arrived, before its body is read. `began_s`: the time of that, by
-    time.monotonic, if it was earlier. `is_retry`: the caller says that it has sent the request before. Nobody knows
-    when, if the first attempt did not come this far."""
+    time.monotonic, if it was earlier. `is_retry`: the caller says that it has sent the request before. The time of its
+    first attempt is unknown if that attempt was lost."""
     _began_s.set(-math.inf if is_retry else time.monotonic() if began_s is None else began_s)
 
 
@@ -84,10 +84,17 @@ class Told:
     def accepted(self, seq_id: int, *, is_new: bool) -> None:
         """The service has the batch in its journal. The batches that were sent together with one from before the
         service's start are not known, so it counts as overlapped."""
+        if seq_id not in self._waiting:
+            return
         if is_new:
             self._accepted.add(seq_id)
-        elif seq_id in self._waiting:
+        else:
             self._overlapped |= seq_id not in self._accepted
+
+    def taken(self, seq_id: int) -> None:
+        """An operation of another kind was accepted with this number. If a batch with the number was refused for now,
+        its caller has given it up."""
+        self._waiting.pop(seq_id, None)
 
     async def hold_back(self, seq_id: int) -> None:
         """Waits before the caller is told of a failed batch for the first time."""
@@ -129,7 +136,9 @@ class Told:
             is_waited_for = not self._waiting.keys() - {seq_id} and _began_s.get() >= self._told_s
             afresh = newest > self._failed and not self._overlapped and is_waited_for
             self._last_step = seq_id, self._failed if afresh else 0
-            # A caller need not ask for every answer. One that it never asks for may not hold up later batches.
-            self._waiting = Counter({waiting: n for waiting, n in self._waiting.items() if waiting > seq_id})
+            # A caller need not ask for every answer. One that it never asks for may not hold up later batches. Nor may
+            # a number that is too far ahead, which was refused for now before it could be refused for good.
+            kept = range(seq_id + 1, seq_id + _MOST_BATCHES)
+            self._waiting = Counter({waiting: n for waiting, n in self._waiting.items() if waiting in kept})
             self._accepted &= self._waiting.keys()
         return self._last_step[1]

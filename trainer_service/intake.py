@@ -111,20 +111,29 @@ class Intake:
         told = self._told.setdefault(request.model_id, Told()) if _adds_gradients(request) else None
         if told is not None:
             told.sent(seq_id)
-        accepting = trainer.scheduler.tasks.spawn(self._accept(trainer, kind, request, seq_id, pack))
-        try:
-            # A call that is cancelled leaves no operation without work.
-            operation, is_new = await asyncio.shield(accepting)
-        except ServiceError as error:
-            is_sent_again = isinstance(error, OutOfCapacity | NotReady) and not isinstance(error, ModelMoved)
-            if told is not None and not is_sent_again:
-                told.unsent(seq_id)
-                if told.is_empty:
-                    self._told.pop(request.model_id, None)
-            raise
+        accepting = trainer.scheduler.tasks.spawn(self._accept_or_forget(trainer, kind, request, seq_id, pack))
+        accepting.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieve its error in any case
+        # A call that is cancelled leaves no operation without work.
+        operation, is_new = await asyncio.shield(accepting)
         is_taken_over()  # the scheduler counts the memory of accepted operations
         await context.send_initial_metadata((ACCEPTED,) if is_new else (ACCEPTED, REPEATED))
         return await self.answer(operation, context)
+
+    async def _accept_or_forget(
+        self, trainer: Trainer, kind: str, request: Request, seq_id: int, pack: Callable[[], Body]
+    ) -> tuple[Operation, bool]:
+        """See `_accept`. Forgets a batch that is refused for good, or whose model is not known."""
+        try:
+            return await self._accept(trainer, kind, request, seq_id, pack)
+        except ServiceError as error:
+            model_id = request.model_id
+            is_sent_again = isinstance(error, OutOfCapacity | NotReady) and not isinstance(error, ModelMoved)
+            told = self._told.get(model_id) if _adds_gradients(request) else None
+            if told is not None and not (is_sent_again and trainer.scheduler.models.is_known(model_id)):
+                told.unsent(seq_id)
+                if told.is_empty:
+                    self._told.pop(model_id, None)
+            raise
 
     async def _accept(
         self, trainer: Trainer, kind: str, request: Request, seq_id: int, pack: Callable[[], Body]
@@ -163,8 +172,11 @@ class Intake:
             operation, is_new = await scheduler.accept(request.model_id, seq_id, body, held_bytes=held_bytes)
         except SequenceConflict as error:  # one that was given up is perhaps the repeat of an accepted operation
             raise given_up or error from None
-        if _adds_gradients(request) and (told := self._told.get(request.model_id)) is not None:
-            told.accepted(seq_id, is_new=is_new)
+        if (told := self._told.get(request.model_id)) is not None:
+            if _adds_gradients(request):
+                told.accepted(seq_id, is_new=is_new)
+            elif is_new:
+                told.taken(seq_id)
         if is_new:
             work = await self._work_of(trainer, operation, request, held_bytes=needed, on_thread=on_thread)
             await scheduler.begin(operation, work)

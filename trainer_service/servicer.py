@@ -215,8 +215,8 @@ class TrainerServicer(CheckpointServicer):
         )
 
     async def _delete_model(self, trainer: Trainer, model_id: str) -> None:
-        self._intake.forget(model_id)
         await trainer.scheduler.delete(model_id, lambda: trainer.operations.engine.delete_model(model_id))
+        self._intake.forget(model_id)
         name = deletion(model_id)
         await trainer.scheduler.executing.turn_to_store(*name)
         with trainer.scheduler.executing.other(name):

@@ -200,9 +200,12 @@ class Operations:
         except ServiceError:  # no such trainer, or refused before: the client gets a receipt of a failed future
             accepted.set_result(None)
             raise
-        if self._is_told(submission) and (told := self._told.get(submission.model_id)) is not None:
+        if (told := self._told.get(submission.model_id)) is not None:
             is_new = call is not None and REPEATED not in tuple(await call.initial_metadata())
-            told.accepted(submission.seq_id, is_new=is_new)
+            if self._is_told(submission):
+                told.accepted(submission.seq_id, is_new=is_new)
+            elif is_new:
+                told.taken(submission.seq_id)
         if submission.rpc == "ForwardBackward":
             submission.body = b""  # it has up to max_body_bytes, and the answer may take hours
         if call is not None:

@@ -113,6 +113,30 @@ def test_a_repeat_of_a_batch_that_the_service_has_accepted_is_not_from_before_a_
     assert told.step(3) == 1
 
 
+def failed_batch_and_one_refused_for_now(seq_id: int) -> Told:
+    told = Told()
+    told.sent(1)
+    told.told(1, failed=True)
+    told.sent(seq_id)
+    return told
+
+
+def test_a_number_that_another_kind_of_operation_takes_is_no_new_batch() -> None:
+    told = failed_batch_and_one_refused_for_now(2)
+    told.taken(2)
+    told.told(2, failed=False)
+    assert told.step(3) == 0, "no batch came after the failed one"
+
+
+def test_a_number_far_ahead_that_is_refused_for_now_protects_one_step_only() -> None:
+    told = failed_batch_and_one_refused_for_now(10**9)
+    assert told.step(2) == 0
+    for seq_id, failed in ((3, True), (4, False)):
+        told.sent(seq_id)
+        told.told(seq_id, failed=failed)
+    assert told.step(5) == 3
+
+
 @pytest.mark.parametrize(
     ("took_s", "num_pauses"),
     [([0.05] * 4, 4), ([0.05, 0.05, 0.6, 0.06, 0.05, 0.05, 0.05], 7), ([0.6] * 40, 40)],

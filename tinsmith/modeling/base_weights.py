@@ -31,4 +31,5 @@ def sample_of(parameter: Tensor) -> Tensor:
     """The bits of the sampled numbers as int16, at most _SAMPLES."""
     flat = parameter.detach().flatten()
     step = -(-flat.numel() // _SAMPLES) | 1  # odd, so that the samples are not all from one column of a matrix
-    return flat[::step].to(torch.bfloat16).contiguous().view(torch.int16)  # no view, which would keep the parameter
+    # A copy: a view would keep the whole parameter.
+    return flat[::step].to(torch.bfloat16).contiguous().view(torch.int16)

@@ -47,7 +47,7 @@ class Division:
         Raises CannotDivide."""
         axes = {} if self.tensor is None else divided_axes(model, self.tensor.size)
         layers = decoder_layers(decoder_of(model), model.config.get_text_config().num_hidden_layers)
-        with torch.device("cpu"):  # transformers makes the model where new tensors have no memory
+        with torch.device("cpu"):  # transformers makes the model on the meta device
             self.parts.cut(model, axes, layers, device)
 
     def apply(

@@ -58,7 +58,7 @@ class TensorParallel:
             whole = model.get_submodule(name)
             assert isinstance(whole, LoraLinear)
             model.set_submodule(name, _Divided(whole, active, style, parallel, by_columns=by_columns))
-            whole._parameters.clear()  # it refers to itself, so it would keep them for a while
+            whole._parameters.clear()  # it is in a reference cycle, so they would stay until a garbage collection
         return parallel
 
     def runs(self, runs: Sequence[Run]) -> list[Run]:

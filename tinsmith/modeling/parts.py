@@ -239,8 +239,7 @@ def _divided(weight: Tensor, places: Places, placements: tuple[Placement, Placem
 
 
 def _mixed(model: PreTrainedModel) -> list[str]:
-    """Patterns of the names of weights that transformers makes in a way for which a part of them needs more than the
-    same part of what is in the files."""
+    """Patterns of the names of weights whose part cannot be made from the same part of the files' tensors."""
     found = []
     for one in get_model_conversion_mapping(model):
         if isinstance(one, WeightConverter) and not _by_experts(one.operations):

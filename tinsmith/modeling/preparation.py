@@ -48,8 +48,8 @@ def load(
     cut: Callable[[PreTrainedModel], None] | None,
 ) -> PreTrainedModel:
     """The model as transformers makes it, in host memory unless it is quantised or cut. `tower`: with the vision tower,
-    which models of families that see no pictures here always keep. `cut`: as that of load_causal_lm. Raises
-    UnsupportedModel."""
+    which models of families that see no pictures here always keep. `cut`: called with the
+    model before its weights are read; it may make places for parts of them. Raises UnsupportedModel."""
     transformers_logging.disable_progress_bar()  # it would break up the service's log lines
     config = load_config(path)
     if auto_class(config) is None:

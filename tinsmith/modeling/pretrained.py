@@ -52,7 +52,8 @@ def load_causal_lm(
     cut: Callable[[PreTrainedModel], None] | None = None,
     **options: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """The model in host memory, and the names of parameters that its files lack, which transformers fills at random.
+    """The model, in host memory unless it is quantised or cut, and the names of parameters that its files lack, which
+    transformers fills at random.
 
     `tower`: without it, a model that sees pictures gets none of the layers for them, and their weights are not read.
     `cut`: is called with the model before its weights are read, and may make places for parts of them (parts.py).

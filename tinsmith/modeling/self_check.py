@@ -167,7 +167,7 @@ class Probe:
         return _gap(logits(base.head, torch.cat(outputs), []), self.base[0], usual=_rounds_to_others(base))
 
     def _move(self, device: torch.device) -> None:
-        """Moves the probe to the model's device. A divided model was probed in host memory."""
+        """Moves the probe to the model's device. A divided model that was read whole was probed in host memory."""
         self.sequences = [tokens.to(device) for tokens in self.sequences]
         self.base = [logits_T_V.to(device) for logits_T_V in self.base]
         self.adapters = {group: adapter.like(adapter.flat.to(device)) for group, adapter in self.adapters.items()}

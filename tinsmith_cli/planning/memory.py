@@ -59,8 +59,8 @@ def base_bytes(shape: Shape, dtype: str, *, quantised: str = "", shards: int = 1
 
 @lru_cache(maxsize=1024)
 def read_bytes(shape: Shape, dtype: str, *, shards: int, tensor_parallel: int) -> int:
-    """Bytes of host memory in which one of several ranks that divide the base model reads its part: the part, and that
-    of the largest weight once more."""
+    """Bytes of host memory in which one of several ranks that divide the base model reads its part of the weights. Its
+    part of the largest weight counts twice."""
     whole, parts = BYTES_PER_PARAMETER[dtype], shards * tensor_parallel
     largest = max(matrix.parameters for layer in shape.layers for matrix in layer.matrices)
     return int(whole * ((shape.layer_parameters + largest) / parts + shape.outside_parameters))

@@ -111,11 +111,12 @@ class Plan:
 
     @property
     def loading_bytes(self) -> int:
-        """Host memory while the services load: a sampler, and a trainer that does not divide the model, has all of it
-        there, and one rank after the other of a trainer that does has its part."""
+        """Host memory while the services load: the whole model for each sampler and for a trainer that does not divide
+        it. A trainer that divides the model counts one rank's part, because its ranks read one after the other, and
+        the whole model where the files are quantised or the family is unknown, because they may be read whole."""
         whole, trainer = whole_bytes(self.shape, self.constraints, self.dtype), self.trainer
         of_trainer = whole
-        if trainer.shard_base or trainer.tensor_parallel > 1:
+        if (trainer.shard_base or trainer.tensor_parallel > 1) and not self.shape.note:
             rows = trainer.ranks * self.constraints.nodes // trainer.tensor_parallel
             of_trainer = memory.read_bytes(
                 self.shape,

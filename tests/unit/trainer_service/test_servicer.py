@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import hashlib
 import io
 import json
@@ -25,6 +26,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.support.batches import datum, random_datum, request, wide
 from tests.support.models import VOCAB_SIZE, make_model
+from tests.support.waiting import until
 from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
 from tinsmith import errors
 from tinsmith.cores import Cores
@@ -40,6 +42,7 @@ from tinsmith.rpc.paths import creation_of
 from tinsmith.rpc.server import ACCEPTED, REPEATED, Server
 from tinsmith.rpc.tensors import from_numpy
 from tinsmith.rpc.times import duration, seconds_of
+from tinsmith.told import Told
 from tinsmith.v1 import trainer_admin_pb2 as admin_pb
 from tinsmith.v1 import trainer_admin_pb2_grpc, trainer_pb2_grpc, types_pb2
 from tinsmith.v1 import trainer_pb2 as pb
@@ -393,6 +396,45 @@ async def test_a_batch_that_was_refused_for_now_is_protected_from_the_failure_th
     await fails(bad.result(), errors.InvalidRequest, "weights")
     await stub.ForwardBackward(batch(2))
     await fails(stub.OptimStep(step(3)), errors.FailedPrecondition, "failed, seq_id 1; its gradients")
+
+
+async def test_a_number_that_another_operation_takes_after_it_was_refused_for_now_is_no_new_batch(
+    service: Service, stub: Any
+) -> None:
+    await stub.ForwardBackward(batch(1))
+    await fails(stub.ForwardBackward(bad_batch(2)), errors.InvalidRequest, "weights")
+    full = mock.patch.object(service.trainer.scheduler, "accept", side_effect=errors.OutOfCapacity("the queue is full"))
+    with full:
+        await fails(stub.ForwardBackward(batch(3)), errors.OutOfCapacity, "the queue is full")
+    await stub.ForwardBackward(batch(3, forward_only=True))
+    await fails(stub.OptimStep(step(4)), errors.FailedPrecondition, "failed, seq_id 2; its gradients")
+
+
+@pytest.mark.parametrize("answer", ["for now", "cancelled"])
+async def test_batches_of_models_that_do_not_exist_leave_nothing(service: Service, stub: Any, answer: str) -> None:
+    def kept() -> int:
+        gc.collect()
+        return sum(type(each) is Told for each in gc.get_objects())
+
+    before, accept = kept(), service.trainer.scheduler.accept
+    has_come, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(*args: Any, **fields: Any) -> Any:
+        has_come.set()
+        await may_go_on.wait()
+        return await accept(*args, **fields)
+
+    effect = errors.NotReady("the journal is away") if answer == "for now" else slow
+    with mock.patch.object(service.trainer.scheduler, "accept", side_effect=effect):
+        call = stub.ForwardBackward(request([random_datum(4, 6, vocab_size=VOCAB_SIZE)], model_id="none", seq_id=1))
+        if answer == "for now":
+            await fails(call, errors.NotReady, "the journal is away")
+        else:
+            await has_come.wait()
+            assert kept() == before + 1
+            call.cancel()
+            may_go_on.set()
+    await until(lambda: kept() == before)
 
 
 async def test_a_call_that_grpc_makes_again_was_perhaps_made_before_the_failure(service: Service, stub: Any) -> None:

@@ -209,6 +209,8 @@ def test_ranks_that_divide_the_model_need_host_memory_for_the_part_of_one_of_the
         assert found.loading_bytes == pytest.approx(2 * parts)
         with pytest.raises(DoesNotFit, match="load the base weights into host memory first"):
             plan("Llama-3.1-70B", shape, replace(few, host_bytes=int(1.9 * parts)), constraints)
+    with pytest.raises(DoesNotFit, match="load the base weights into host memory first"):
+        plan("Llama-3.1-70B", replace(shape, note="its files are quantised"), few, sharded)
 
 
 def test_a_trainer_on_several_machines_divides_the_base_model_among_all_ranks() -> None:
