@@ -39,7 +39,7 @@ Beside a process that takes one of the two cores, spinning costs a twentieth of 
 
 _NICER = 1
 """Lowers a compute thread's priority by the smallest step. With 5, it got a third of the time that each other busy
-thread of its service got. A micro-batch of 60 ms of processor time then took 0.4 s while a thousand requests came in."""
+thread of its service got, and a micro-batch of 60 ms of processor time took 0.4 s beside a thousand requests."""
 
 _HEADER = 1
 """Length of the page's header, which holds the number of cores."""
