@@ -108,9 +108,8 @@ class Intake:
     ) -> Answer:
         """Has an operation accepted, acknowledges it, and waits for its answer. `pack` makes its body."""
         check_model_id(request.model_id, field="model_id")
-        told = self._told.setdefault(request.model_id, Told()) if _adds_gradients(request) else None
-        if told is not None:
-            told.sent(seq_id)
+        if _adds_gradients(request):
+            self._told.setdefault(request.model_id, Told()).sent(seq_id)
         accepting = trainer.scheduler.tasks.spawn(self._accept_or_forget(trainer, kind, request, seq_id, pack))
         accepting.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieve its error in any case
         # A call that is cancelled leaves no operation without work.
