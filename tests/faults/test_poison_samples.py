@@ -98,3 +98,35 @@ def test_so_does_one_of_the_openai_api(
     assert KILLED in reply.text
     others.check()
     assert deaths() == 2
+
+
+@pytest.fixture
+def three(model: Path, tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster of three samplers, of which nobody starts again those that ended."""
+    cluster = Cluster(tmp_path, model, num_samplers=3)
+    for sampler in cluster.samplers:
+        sampler.run_instead(Path(__file__).with_name("poisoned_sampler.py"))
+    with cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("door", ["api", "v1", "v1 stream"])
+def test_a_request_that_killed_two_samplers_is_not_given_to_the_third_which_goes_on_with_the_others(
+    three: Cluster, door: str
+) -> None:
+    pids = [sampler.pid for sampler in three.samplers]
+    with tinker.ServiceClient(base_url=three.url, api_key="tml-test") as service:
+        others = Others(service)
+        if door == "api":
+            client = service.create_sampling_client(base_model=BASE_MODEL).result()
+            params = SamplingParams(max_tokens=100, stop=[])
+            with pytest.raises(tinker.RequestFailedError, match=f"2 {KILLED}"):
+                client.sample(ModelInput.from_ints([MARK, 0, 3]), 1, params).result()
+        else:
+            body = {"model": BASE_MODEL, "prompt": [MARK, 0, 3], "max_tokens": 100, "stream": door == "v1 stream"}
+            reply = httpx.post(f"{three.url}/v1/completions", json=body, timeout=240, trust_env=False)
+            assert f"2 {KILLED}" in reply.text
+        others.check()
+        assert sorted(sampler.is_running for sampler in three.samplers) == [False, False, True]
+        assert [sampler.pid for sampler in three.samplers] == pids
+        Others(service).check()
