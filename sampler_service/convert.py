@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from sampler_service.core.request import (
+    MAX_NAME_CHARACTERS,
+    MAX_STOP_TOKENS,
     AltTokens,
     Delta,
     Floats,
@@ -44,6 +46,8 @@ def request_from_proto(
     """Raises InvalidRequest for what is malformed. `owner`: of the caller's key; None if the caller sends others'
     requests, and cache_salt says whose. `processor`: of the base model's pictures; None, with the reason, if the
     engine takes no pictures. `max_tokens`: most tokens of a prompt with pictures."""
+    for name in ("version_id", "follow_run", "cache_salt"):
+        _check_number(len(getattr(message, name)), MAX_NAME_CHARACTERS, what="characters", field=name)
     prompt, pictures = model_input(
         message.prompt, processor=processor, why_no_pictures=why_no_pictures, max_tokens=max_tokens, field="prompt"
     )
@@ -69,6 +73,11 @@ def request_from_proto(
     )
 
 
+def _check_number(number: int, limit: int, *, what: str, field: str) -> None:
+    if number > limit:
+        raise InvalidRequest(f"{field}: {number} {what} are above the limit of {limit}", field=field)
+
+
 def _grammar(grammar: pb.Grammar) -> Grammar:
     form = grammar.WhichOneof("form")
     if form is None or not getattr(grammar, form):
@@ -77,6 +86,9 @@ def _grammar(grammar: pb.Grammar) -> Grammar:
 
 
 def _params(params: pb.SamplingParams) -> Params:
+    # Here and not in RequestLimits: as Python integers, the tokens of one message could take gigabytes.
+    num_stops, field = len(params.stop.token_ids), "sampling_params.stop.token_ids"
+    _check_number(num_stops, MAX_STOP_TOKENS, what="tokens", field=field)
     stop = StopCondition(tuple(params.stop.strings), tuple(params.stop.token_ids)) if params.HasField("stop") else None
     return Params(
         max_tokens=params.max_tokens if params.HasField("max_tokens") else None,

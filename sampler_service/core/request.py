@@ -149,6 +149,10 @@ MAX_BIASES = 1024
 MAX_STOP_BYTES = 4096
 """Most bytes of the stop strings of one request, in UTF-8. Behind each drawn token as many tokens are decoded as the
 longest of them has bytes."""
+MAX_STOP_TOKENS = 1024
+"""Most tokens in the stop condition of one request."""
+MAX_NAME_CHARACTERS = 1000
+"""Most characters of version_id, follow_run and cache_salt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,6 +257,22 @@ async def test_memory_of_requests_is_bounded_and_free_again_at_their_end(
         assert len((await one.result()).sequences) == 400, "alone a request is taken, whatever it holds"
 
 
+@pytest.mark.parametrize("field", ["version_id", "follow_run", "cache_salt", "sampling_params.stop.token_ids"])
+async def test_names_and_stop_tokens_above_their_bounds_are_refused_by_name(service: Service, field: str) -> None:
+    """`max_held_bytes` counted none of them: 200 MB of each stayed in memory for as long as the request waited, and a
+    salt as long as the prefix cache kept the prompt."""
+    asked = sample(prompt(4, vocab_size=200), max_tokens=1)
+    if field.endswith("token_ids"):
+        asked.sampling_params.stop.token_ids.extend([3] * 1025)
+    else:
+        setattr(asked, field, "x" * 1001)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await service.stub.Sample(asked)
+    error = from_rpc_error(refused.value)
+    assert isinstance(error, InvalidRequest)
+    assert (error.metadata["field"], error.message.startswith(f"{field}: 10")) == (field, True)
+
+
 def test_no_less_memory_is_counted_than_a_waiting_request_takes(text_model_folder: Path) -> None:
     async def measured() -> tuple[int, int]:
         async with serving(text_model_folder, max_running=1) as engine:
