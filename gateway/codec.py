@@ -247,6 +247,12 @@ class Request(requests.Request):
         async with self.turn(len(body)):
             return await off_loop(lambda: json_object(body, config), num_bytes=len(body), config=config)
 
+    async def work(self, work: Callable[[], T]) -> T:
+        """The result of work on the content of the body; on a large one in the caller's turn, and in a thread."""
+        num_bytes = len(self.raw)
+        async with self.turn(num_bytes):
+            return await off_loop(work, num_bytes=num_bytes, config=self.gateway.config)
+
     def turn(self, num_bytes: int) -> AbstractAsyncContextManager[None]:
         """The caller's turn to have a body worked on; for a small one there is nothing to wait for."""
         gateway = self.gateway

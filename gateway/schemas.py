@@ -8,7 +8,16 @@ from datetime import date
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    model_validator,
+)
 from pydantic_core import CoreSchema
 
 from gateway.ids import LAST_CLONE_ID
@@ -45,8 +54,16 @@ def _short_together(notes: Any) -> Any:
     return notes
 
 
-Metadata = Annotated[dict[Text, Note], Field(max_length=MAX_ENTRIES), AfterValidator(_short_together)]
-Tags = Annotated[list[Text], Field(max_length=MAX_ENTRIES), AfterValidator(_short_together)]
+def _few(notes: Any) -> Any:
+    """Before validation: an error for each of a hundred thousand wrong entries would block the event loop."""
+    if isinstance(notes, dict | list) and len(notes) > MAX_ENTRIES:
+        raise ValueError(f"has {len(notes)} entries, and this server keeps at most {MAX_ENTRIES}")
+    return notes
+
+
+_Bounded = BeforeValidator(_few)
+Metadata = Annotated[dict[Text, Note], Field(max_length=MAX_ENTRIES), _Bounded, AfterValidator(_short_together)]
+Tags = Annotated[list[Text], Field(max_length=MAX_ENTRIES), _Bounded, AfterValidator(_short_together)]
 
 
 class _UpToOneError:
@@ -508,7 +525,9 @@ class FailedQuery(Body):
 
 class FinishedQuery(Body):
     type: Literal["client_finished"]
-    reasons: list[Literal["success", "errored", "interrupted"]] | None = Field(default=None, min_length=1)
+    reasons: Listed[Literal["success", "errored", "interrupted"]] | None = Field(
+        default=None, min_length=1, max_length=16
+    )
 
 
 StatusQuery = ActiveQuery | CancelledQuery | FailedQuery | FinishedQuery

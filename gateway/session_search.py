@@ -24,6 +24,8 @@ from gateway.views import FINISH_REASONS, owner_of_urn
 _SCANNED_ROWS = 500
 MAX_SCANNED = 10 * _SCANNED_ROWS
 """Most sessions that one search compares."""
+_LOADED_ROWS = 50
+"""Most sessions whose metadata is loaded at a time: each may have 64 Ki characters."""
 _COMPARED = 1000
 """Most characters of metadata that the database compares, because it takes no long patterns."""
 
@@ -132,9 +134,11 @@ class SessionSearch:
         """The sessions whose metadata has these entries, in the same order."""
         if not wanted or not session_ids:
             return session_ids
-        query = select(Session.session_id, Session.user_metadata).where(Session.session_id.in_(session_ids))
-        rows: Any = await db.execute(query)
-        having = {row_id for row_id, has in rows if all(has.get(key) == value for key, value in wanted.items())}
+        having: set[str] = set()
+        for start in range(0, len(session_ids), _LOADED_ROWS):
+            some = Session.session_id.in_(session_ids[start : start + _LOADED_ROWS])
+            rows: Any = await db.execute(select(Session.session_id, Session.user_metadata).where(some))
+            having |= {row_id for row_id, has in rows if all(has.get(key) == value for key, value in wanted.items())}
         return [session_id for session_id in session_ids if session_id in having]
 
     async def _position(self, cursor: schemas.SearchCursor | None, *, caller: Caller) -> tuple[float, str] | None:

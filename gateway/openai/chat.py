@@ -10,11 +10,10 @@ from typing import Any, Protocol, cast
 from uuid import uuid4
 
 import orjson
-from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import codec
-from gateway.codec import json_response
+from gateway.codec import Request, json_response
 from gateway.gateway import Gateway
 from gateway.load import Share
 from gateway.openai.answers import Json, chat_logprobs, chunks_of, extension, head_of, log_begin
@@ -132,10 +131,11 @@ def _has_images(body: Chat) -> bool:
     )
 
 
-async def _prompt(gateway: Gateway, source: Source, body: Chat) -> bytes:
+async def _prompt(request: Request, source: Source, body: Chat) -> bytes:
+    gateway = request.gateway
     if body.prompt_token_ids is not None:
         return checked_tokens(gateway, source, body.prompt_token_ids, field="prompt_token_ids")
-    rendered = chat_of(body, max_values=gateway.config.max_body_values)
+    rendered = await request.work(lambda: chat_of(body, max_values=gateway.config.max_body_values))
     return await gateway.sampling.generator.tokenize(source, pb.TokenizeRequest(chat=rendered))
 
 
@@ -188,7 +188,7 @@ async def _answer(
     tokenizer = await gateway.sampling.generator.tokenizer(source)
     share = cast(Share, request.state.held)
     images = await images_of(gateway.assets, body.messages, share) if _has_images(body) else []
-    prompt_tokens = await _prompt(gateway, source, body)
+    prompt_tokens = await _prompt(request, source, body)
     seen = placed(gateway, source.base_model, prompt_tokens, images) if images else None
     if seen is not None:
         prompt_tokens = seen.tokens
@@ -200,12 +200,14 @@ async def _answer(
         sample.prompt.extend(seen.chunks)
     request_id = f"chatcmpl-{uuid4().hex}"
     log_begin(request_id, source, user=body.user)
-    structure = structure_of(
-        tokenizer,
-        response_format=body.response_format,
-        tools=body.tools or (),
-        tool_choice=body.tool_choice,
-        parallel=body.parallel_tool_calls is not False,
+    structure = await request.work(
+        lambda: structure_of(
+            tokenizer,
+            response_format=body.response_format,
+            tools=body.tools or (),
+            tool_choice=body.tool_choice,
+            parallel=body.parallel_tool_calls is not False,
+        )
     )
     if structure.grammar is not None:
         sample.grammar.CopyFrom(structure.grammar)

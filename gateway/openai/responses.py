@@ -13,9 +13,9 @@ from typing import Any
 from uuid import uuid4
 
 from pydantic import ValidationError
-from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.codec import Request
 from gateway.gateway import Gateway
 from gateway.openai.answers import Json
 from gateway.openai.chat import chat, put_together
@@ -129,7 +129,8 @@ async def respond(gateway: Gateway, request: Request, body: Respond, *, caller: 
     if not body.input:
         raise InvalidRequest("input: is empty; send text or at least one item", field="input")
     with named():
-        return await chat(gateway, request, chat_of(body), caller=caller, form=ResponseForm(body))
+        asked, form = await request.work(lambda: (chat_of(body), ResponseForm(body)))
+        return await chat(gateway, request, asked, caller=caller, form=form)
 
 
 class ResponseForm:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from gateway import answers
-from gateway.codec import Request, off_loop
+from gateway.codec import Request
 from gateway.http.endpoint import Endpoint
 from gateway.openai import errors, schemas, sources
 from gateway.openai.chat import chat
@@ -37,10 +37,9 @@ class _Endpoint(Endpoint):
             return Response(status_code=CLIENT_LEFT)
 
     async def read(self, request: Request, schema: type[BaseModel]) -> BaseModel:
-        content, config = await request.json_object(), request.gateway.config
+        content = await request.json_object()
         try:
-            async with request.turn(len(request.raw)):
-                return await off_loop(lambda: schema.model_validate(content), num_bytes=len(request.raw), config=config)
+            return await request.work(lambda: schema.model_validate(content))
         except ValidationError as error:
             raise errors.invalid(error, content) from None
 

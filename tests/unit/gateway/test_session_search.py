@@ -187,7 +187,15 @@ async def test_a_session_begins_with_what_its_user_must_know(client: Client) -> 
     assert all(word in message for word in ("Tinsmith", "stable_reinforce", "dimuon", "docs/algorithms.md"))
 
 
-@pytest.mark.parametrize("field", [{"project_ids": ["x"] * 101}, {"statuses": [{"type": "active"}] * 17}])
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"project_ids": ["x"] * 101},
+        {"statuses": [{"type": "active"}] * 17},
+        {"statuses": [{"type": "client_finished", "reasons": ["success"] * 17}]},
+    ],
+    ids=["projects", "statuses", "reasons"],
+)
 async def test_a_search_is_bounded(client: Client, field: dict[str, Any]) -> None:
     reply = await client.post("/api/v1/sessions/search", json=field)
     assert reply.status_code == 400
@@ -238,6 +246,20 @@ async def test_a_search_loads_the_metadata_of_few_sessions(stack: Stack, client:
         with_metadata = [each for each in statements.of_all if "sessions.user_metadata" in _without_casts(each)]
         assert with_metadata, statements.of_all
         assert all("sessions.session_id IN" in each for each in with_metadata), with_metadata
+
+
+async def test_metadata_that_the_database_cannot_tell_apart_is_loaded_a_few_sessions_at_a_time(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compares one entry. Sessions that differ in another one were loaded by 500: 32 MB of JSON in one go."""
+    monkeypatch.setattr("gateway.session_search._LOADED_ROWS", 2)
+    made = [await make(client, user_metadata={"k": "the longest", "n": str(n)}) for n in range(7)]
+    statements = Statements(stack.gateway.store)
+    assert await ids(client, user_metadata={"k": "the longest", "n": "3"}) == [made[3]]
+    loading = [
+        each for each in statements.of_all if each.startswith("SELECT sessions.session_id, sessions.user_metadata")
+    ]
+    assert len(loading) == 4, statements.of_all
 
 
 @pytest.mark.parametrize(
