@@ -252,6 +252,11 @@ class ComputeThread:
         with self._changed:
             return Backlog(self._running, self._lanes.waiting())
 
+    @property
+    def running(self) -> Running | None:
+        """The work that the thread does now."""
+        return self._running
+
     def pace(self) -> Pace:
         return Pace(self._cores.threads, self._micro_batch_tokens(), self.speed.large_tokens_per_s)
 

@@ -7,7 +7,8 @@ operation, every other model computes R tokens too, or as many as it has.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -38,88 +39,156 @@ _BEFORE = {
 }
 _AFTER = {"save_checkpoint": "the checkpoint is being written"}
 
-_Work = tuple[Operation, int]
-"""An operation and the number of its tokens to compute; 0 for a call."""
+_FEW = 1000
+"""Sums over no more operations than this are made anew for each question."""
+_KEPT = 20
+"""How many times as long as they took to make sums over more operations are kept."""
 
 
-def status_of(operation: Operation, model: ModelQueue, *, backlog: Backlog, speed: Speed) -> QueueStatus:
-    """The status of an operation of this model."""
+@dataclass(slots=True)
+class _Lane:
+    """The operations of one model that wait for the compute thread, in order, with sums over the first n of them.
+
+    It names the operations, and does not keep them: it may outlive them, and their data may take gigabytes.
+    """
+
+    places: Mapping[int, int]
+    """seq_id -> place."""
+    tokens: Sequence[int]
+    """Tokens of the first n operations; a call has none."""
+    calls: Sequence[int]
+    """Number of calls among the first n operations."""
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def beside(self, num_tokens: int) -> int:
+        """Number of operations that the model computes, at least in part, while another one computes so many tokens."""
+        if num_tokens:
+            return bisect_left(self.tokens, num_tokens, hi=len(self))
+        return bisect_right(self.tokens, 0) - 1  # the calls before its first batch
+
+
+_NOTHING = _Lane({}, [0], [0])
+
+Lanes = Mapping[str, _Lane]
+"""The lane of each model that has operations on the compute thread."""
+
+
+def added_up(backlog: Backlog) -> Lanes:
+    return {model_id: _lane_of(list(backlog.waiting(model_id))) for model_id in backlog.operations}
+
+
+def _lane_of(works: Sequence[tuple[Operation, int]]) -> _Lane:
+    tokens, calls = [0], [0]
+    for _, number in works:
+        tokens.append(tokens[-1] + number)
+        calls.append(calls[-1] + (number == 0))
+    return _Lane({operation.seq_id: place for place, (operation, _) in enumerate(works)}, tokens, calls)
+
+
+class Queue:
+    """The lanes of all models, added up. Clients ask about each of tens of thousands of waiting operations, and these
+    questions belong to the event loop. So sums over many operations serve for all questions of some time."""
+
+    def __init__(self, backlog: Callable[[], Backlog]) -> None:
+        self._backlog = backlog
+        self._lanes: Lanes = {}
+        self._kept_until_s = 0.0
+
+    def lanes(self) -> Lanes:
+        if (began_s := time.perf_counter()) >= self._kept_until_s:
+            self._lanes = added_up(self._backlog())
+            ended_s = time.perf_counter()
+            is_long = sum(map(len, self._lanes.values())) > _FEW
+            self._kept_until_s = ended_s + _KEPT * (ended_s - began_s) if is_long else 0.0
+        return self._lanes
+
+
+def status_of(
+    operation: Operation, model: ModelQueue, *, lanes: Lanes, running: Running | None, speed: Speed
+) -> QueueStatus:
+    """The status of an operation of this model. An operation that came to the compute thread after the lanes were
+    added up is behind all of its model's."""
     if operation.outcome.done():
         return FINISHED
-    running = backlog.running
     elapsed_s = time.perf_counter() - running.started_s if running is not None else 0.0
-    lane = list(backlog.waiting(model.model_id))
-    entered = next((n for n, (one, _) in enumerate(lane) if one is operation), None)
-    if entered is None and operation.seq_id < model.next_to_enter and not _runs(operation, running):  # is computed
+    lane = lanes.get(model.model_id, _NOTHING)
+    place = lane.places.get(operation.seq_id)
+    coming: list[Operation] = []
+    if place is not None:
+        from_lane = place + 1
+    elif operation.is_computed:
         return QueueStatus(reason=_AFTER.get(operation.kind, "its result is being stored"))
-    if entered is not None:
-        own = lane[: entered + 1]
-    elif operation.seq_id < model.next_to_enter:  # its last micro-batch runs
-        own = []
+    elif _runs(operation, running):  # its last micro-batch
+        from_lane = 0
     else:
-        coming = islice(model.in_turn(), operation.seq_id - model.next_to_enter + 1)
-        own = [*lane, *((one, _tokens(one)) for one in coming)]
-    has_arrived = operation.seq_id < model.next_to_enter or (bool(own) and own[-1][0] is operation)
-    works = [*own, *(_others(model, sum(tokens for _, tokens in own), backlog) if own else ())]
+        from_lane = len(lane)
+        is_new = operation.seq_id < model.next_to_enter
+        coming = [operation] if is_new else list(islice(model.in_turn(), operation.seq_id - model.next_to_enter + 1))
+    num_own = from_lane + len(coming)
+    coming_tokens = [one.num_waiting_tokens for one in coming]
+    own_tokens = lane.tokens[from_lane] + sum(coming_tokens)
+    num_calls = lane.calls[from_lane] + coming_tokens.count(0)
+    counts = {model.model_id: from_lane}
+    num_tokens = own_tokens
+    for model_id, other in lanes.items() if num_own else ():
+        if model_id != model.model_id:
+            counts[model_id] = count = other.beside(own_tokens)
+            num_calls += other.calls[count]
+            num_tokens += min(other.tokens[count], own_tokens)
+    has_arrived = operation.seq_id < model.next_to_enter or coming[-1:] == [operation]
     now = running.num_tokens if running is not None else 0
     status = QueueStatus()
     if has_arrived:
-        num_calls = sum(tokens == 0 for _, tokens in works) + (running is not None and not now)
-        expected = speed.seconds(num_tokens=now + sum(tokens for _, tokens in works), num_calls=num_calls)
+        expected = speed.seconds(
+            num_tokens=now + num_tokens, num_calls=num_calls + (running is not None and running.num_tokens == 0)
+        )
         if expected is not None:
             status.expected_s = max(0.0, expected - elapsed_s)
     if operation.has_begun:
         status.running, status.reason = True, "is being computed"
         return status
-    ahead = {one for one, _ in works} | {*(running.operations if running is not None else ())}
-    ahead.discard(operation)
-    status.position = len(ahead)
-    status.tokens_ahead = now + sum(tokens for one, tokens in works if one is not operation)
+    beside = () if running is None else running.operations
+    num_running = sum(not _is_counted(one, lanes, counts) for one in beside if one is not operation)
+    status.position = sum(counts.values()) + len(coming) - has_arrived + num_running
+    status.tokens_ahead = now + num_tokens
+    if place is not None:
+        status.tokens_ahead -= lane.tokens[from_lane] - lane.tokens[place]
+    elif has_arrived and coming:
+        status.tokens_ahead -= coming_tokens[-1]
     if not has_arrived:
-        missing = model.next_to_enter + len(own) - len(lane)
+        missing = model.next_to_enter + len(coming)
         status.reason = f"waits for seq_id {missing} of this model, which has not arrived"
     elif operation is model.head:
         status.reason = _BEFORE.get(operation.kind, "is about to be computed")
-    elif ahead:
+    elif status.position:
         status.reason = (
-            f"waits for its turn: {len(ahead)} operations with {status.tokens_ahead} tokens are before it or beside it"
+            f"waits for its turn: {status.position} operations with {status.tokens_ahead} tokens are before it or "
+            "beside it"
         )
     else:
         status.reason = "is next"
     return status
 
 
-def queued_tokens(backlog: Backlog) -> list[int]:
-    """The tokens of each operation that waits for the compute thread, and those of the micro-batch that runs; 0 for a
-    call."""
-    tokens = [num for model_id in backlog.operations for _, num in backlog.waiting(model_id)]
-    return tokens if backlog.running is None else [*tokens, backlog.running.num_tokens]
+def _is_counted(operation: Operation, lanes: Lanes, counts: Mapping[str, int]) -> bool:
+    """Whether the operation is among the first ones of its lane that are counted. `counts`: their number, by model."""
+    count = counts.get(operation.model_id, 0)
+    return lanes.get(operation.model_id, _NOTHING).places.get(operation.seq_id, count) < count
 
 
-def queued_s(backlog: Backlog, speed: Speed) -> float:
+def queued_tokens(lanes: Lanes, running: Running | None) -> int:
+    """The tokens that wait for the compute thread, and those of the micro-batch that runs."""
+    return sum(lane.tokens[-1] for lane in lanes.values()) + (running.num_tokens if running is not None else 0)
+
+
+def queued_s(lanes: Lanes, running: Running | None, speed: Speed) -> float:
     """Expected time until all work that waits for the compute thread has run, in seconds; 0 before the first
     measurement."""
-    tokens = queued_tokens(backlog)
-    expected = speed.seconds(num_tokens=sum(tokens), num_calls=sum(num == 0 for num in tokens))
-    return expected or 0.0
-
-
-def _others(model: ModelQueue, num_own: int, backlog: Backlog) -> Iterator[_Work]:
-    """The work of other models meanwhile: up to `num_own` tokens of each, and the calls between them."""
-    for model_id in backlog.operations:
-        if model_id == model.model_id:
-            continue
-        left = num_own
-        for operation, tokens in backlog.waiting(model_id):
-            if left <= 0 and (tokens or num_own):
-                break
-            yield operation, min(tokens, left)
-            left -= tokens
+    num_calls = sum(lane.calls[-1] for lane in lanes.values()) + (running is not None and not running.num_tokens)
+    return speed.seconds(num_tokens=queued_tokens(lanes, running), num_calls=num_calls) or 0.0
 
 
 def _runs(operation: Operation, running: Running | None) -> bool:
     return running is not None and operation in running.operations
-
-
-def _tokens(operation: Operation) -> int:
-    return 0 if operation.batch is None else operation.batch.charge(range(len(operation.batch.datums)))

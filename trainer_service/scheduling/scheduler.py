@@ -34,12 +34,21 @@ from trainer_service.engine.batch import Batch
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Operation, Work
 from trainer_service.scheduling.answer_store import AnswerStore
-from trainer_service.scheduling.compute import BatchEngine, ComputeThread, internal_error
+from trainer_service.scheduling.compute import BatchEngine, ComputeThread, Running, internal_error
 from trainer_service.scheduling.execution import Execution
 from trainer_service.scheduling.held_bytes import HeldBytes
 from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
 from trainer_service.scheduling.parking import Parking
-from trainer_service.scheduling.queue_status import FINISHED, QueueStatus, queued_s, queued_tokens, status_of
+from trainer_service.scheduling.queue_status import (
+    FINISHED,
+    Lanes,
+    Queue,
+    QueueStatus,
+    added_up,
+    queued_s,
+    queued_tokens,
+    status_of,
+)
 from trainer_service.scheduling.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -79,8 +88,10 @@ class Scheduler:
         answers = AnswerStore(journal, self.models, self.held, executing, metrics, self.tasks)
         self.execution = Execution(self.compute, self.models, self.held, answers, executing, metrics, self.tasks)
         self.replay = self.execution.replay
-        metrics.operations.queued_seconds.set_function(self.queued_s)
-        metrics.operations.queued_tokens.set_function(lambda: sum(queued_tokens(self.compute.backlog())))
+        self._queue = Queue(self.compute.backlog)
+        # These are called on the thread that serves the metrics.
+        metrics.operations.queued_seconds.set_function(lambda: queued_s(*self._added_up(), self.compute.speed))
+        metrics.operations.queued_tokens.set_function(lambda: queued_tokens(*self._added_up()))
 
     async def accept(
         self, model_id: str, seq_id: int, body: Body, *, held_bytes: int | None = None
@@ -126,14 +137,19 @@ class Scheduler:
         operation = await self.find(model_id, seq_id)
         model = self.models.get(model_id)
         if model is not None and model.operations.get(seq_id) is operation:
-            return status_of(operation, model, backlog=self.compute.backlog(), speed=self.compute.speed)
+            lanes, running = self._queue.lanes(), self.compute.running
+            return status_of(operation, model, lanes=lanes, running=running, speed=self.compute.speed)
         if isinstance(outcome := operation.outcome.result(), ResultNotFound):
             raise outcome
         return FINISHED
 
     def queued_s(self) -> float:
         """Expected time until all work that waits has run, in seconds; 0 before the first measurement."""
-        return queued_s(self.compute.backlog(), self.compute.speed)
+        return queued_s(self._queue.lanes(), self.compute.running, self.compute.speed)
+
+    def _added_up(self) -> tuple[Lanes, Running | None]:
+        """All lanes, and the work that runs."""
+        return added_up(backlog := self.compute.backlog()), backlog.running
 
     async def check_held(self, model_id: str) -> None:
         """Waits while the model is being made or restored, and brings it back if it is parked. Raises ModelLost for a
