@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,32 @@ def test_a_field_of_another_type_breaks_the_newest_release_that_has_a_proto(repo
     status, said = check(repository)
     assert status != 0
     assert 'Field "1" with name "exposition" on message "GetMetricsResponse" changed' in said
+
+
+@pytest.mark.parametrize(
+    ("file", "gone", "said"),
+    [
+        ("metrics.proto", r"service MetricsService {.*?\n}\n", 'service "MetricsService" was deleted'),
+        ("trainer.proto", r"  rpc GetModel\(.*?\n", 'RPC "GetModel" on service "TrainerService" was deleted'),
+        (
+            "trainer.proto",
+            r"  bool forward_only = 6;",
+            'field "6" with name "forward_only" on message "ForwardBackwardRequest" was deleted',
+        ),
+    ],
+)
+def test_a_service_method_or_field_that_is_deleted_breaks_the_newest_release(
+    file: str, gone: str, said: str, repository: Path
+) -> None:
+    git(repository, "tag", "v1")
+    path = repository / "proto/tinsmith/v1" / file
+    kept = '  reserved 6;\n  reserved "forward_only";' if "= 6" in gone else ""
+    text, count = re.subn(gone, kept, path.read_text(), flags=re.DOTALL)
+    assert count == 1
+    path.write_text(text)
+    status, output = check(repository)
+    assert status != 0
+    assert said in output
 
 
 def test_a_shallow_clone_fetches_the_tags_and_one_without_an_origin_says_so(repository: Path, tmp_path: Path) -> None:
