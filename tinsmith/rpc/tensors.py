@@ -174,6 +174,8 @@ def check_tokens(tokens: Array, vocab_size: int, *, field: str) -> None:
     if not are_tokens(tokens, vocab_size):
         bad = (tokens < 0) | (tokens >= vocab_size)
         where = tuple(int(i) for i in np.argwhere(bad)[0])
+        place = list(where) if len(where) > 1 else where[0]
         raise InvalidRequest(
-            f"{field}{list(where)}: token id {tokens[where]} is outside the vocabulary [0, {vocab_size})", field=field
+            f"{field}: token id {tokens[where]} at position {place} is outside the vocabulary [0, {vocab_size})",
+            field=field,
         )

@@ -21,8 +21,11 @@ def check(**fields: Any) -> None:
     ("fields", "message"),
     [
         ({"prompt": PROMPT[:0]}, "prompt: is empty"),
-        ({"prompt": np.array([1, 100], np.int32)}, r"prompt\[1\]: token id 100 is outside the vocabulary \[0, 100\)"),
-        ({"prompt": np.array([-1], np.int32)}, r"prompt\[0\]: token id -1"),
+        (
+            {"prompt": np.array([1, 100], np.int32)},
+            r"prompt: token id 100 at position 1 is outside the vocabulary \[0, 100\)",
+        ),
+        ({"prompt": np.array([-1], np.int32)}, "prompt: token id -1 at position 0"),
         ({"num_samples": 0}, r"num_samples: 0 is outside 1\.\.16"),
         ({"num_samples": 17}, r"num_samples: 17 is outside 1\.\.16"),
         ({"max_tokens": 0}, "max_tokens: 0 is below 1"),
@@ -51,7 +54,7 @@ def check(**fields: Any) -> None:
             {"stop": StopCondition(strings=("a" * 4000, "ä" * 49))},
             "stop.strings: 4098 bytes .* above the limit of 4096",
         ),
-        ({"stop": StopCondition(token_ids=(3, 100))}, r"stop.token_ids\[1\]: token id 100"),
+        ({"stop": StopCondition(token_ids=(3, 100))}, "stop.token_ids: token id 100 at position 1"),
         ({"prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n: 3 is given without prompt_logprobs"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 0}, r"prompt_logprobs_last_n: 0 is outside 1\.\.9"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 10}, r"prompt_logprobs_last_n: 10 is outside 1\.\.9"),

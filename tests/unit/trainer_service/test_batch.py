@@ -31,10 +31,10 @@ def clip(low: list[float], high: list[float]) -> dict[str, object]:
         ([datum([1, 2], **GOOD)] * 5, "cross_entropy", {}, "data: 5 datums"),
         ([datum([], **GOOD)], "cross_entropy", {}, r"data\[0\].model_input: 0 tokens"),
         ([datum([1] * 9, **GOOD)], "cross_entropy", {}, r"data\[0\].model_input: 9 tokens are outside 1\.\.8"),
-        ([datum([1, 100], **GOOD)], "cross_entropy", {}, r"data\[0\].model_input\[1\]: token id 100"),
+        ([datum([1, 100], **GOOD)], "cross_entropy", {}, r"data\[0\].model_input: token id 100 at position 1"),
         ([datum([1, -1], **GOOD)], "cross_entropy", {}, r"token id -1"),
         ([datum([1, 2])], "cross_entropy", {}, r"loss_fn_inputs\.target_tokens: missing"),
-        ([datum([1, 2], target_tokens=[2, 101])], "cross_entropy", {}, r"target_tokens\[1\]: token id 101"),
+        ([datum([1, 2], target_tokens=[2, 101])], "cross_entropy", {}, "target_tokens: token id 101 at position 1"),
         ([datum([1, 2], target_tokens=[2])], "cross_entropy", {}, r"shape \[1\] must be \[2\] or \[2, K\]"),
         ([datum([1, 2], target_tokens=np.ones((2, 1, 1), int))], "cross_entropy", {}, r"\[2, 1, 1\] must be \[2\] or"),
         ([datum([1, 2], target_tokens=np.float32([1, 2]))], "cross_entropy", {}, "dtype float32 must be int64"),
@@ -127,10 +127,10 @@ def test_bad_input_is_named(data, loss_fn, config, message) -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (datum([1, 100], **GOOD), r"^data\[2\]\.model_input\[1\]: token id 100 is outside"),
+        (datum([1, 100], **GOOD), r"^data\[2\]\.model_input: token id 100 at position 1 is outside"),
         (
             datum([1, 2], target_tokens=[3, -1]),
-            r"^data\[2\]\.loss_fn_inputs\.target_tokens\[1\]: token id -1 is outside",
+            r"^data\[2\]\.loss_fn_inputs\.target_tokens: token id -1 at position 1 is outside",
         ),
         (
             datum([1, 2], **{**GOOD, "weights": np.float32([1, np.inf])}),

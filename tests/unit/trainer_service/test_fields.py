@@ -97,6 +97,7 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
         "data[1].model_input[1].encoded_text.tokens",
         lambda: batch(lambda one: one.model_input.add().encoded_text.MergeFrom(types_pb2.EncodedText(tokens=b"abc"))),
     ),
+    ("data[1].model_input", lambda: batch(lambda one: one.model_input[0].CopyFrom(datum([1, 2, 100]).model_input[0]))),
     ("model_id", lambda: check_run_id("a/b", field="model_id")),
 ]
 
@@ -114,8 +115,9 @@ def test_a_refusal_names_its_field_by_one_path_from_the_root_of_the_request(
     (violation,) = bad.field_violations
     assert info.metadata["field"] == violation.field == path
     assert violation.description == status.message
-    # The third is the hosted service's own wording.
-    assert status.message.startswith((f"{path}: ", f"{path}[", "Prompt length plus max_tokens"))
+    # The message may name the element of an array of the loss. The third is the hosted service's own wording.
+    element = f"{path}[" if "loss_fn_inputs" in path else f"{path}: "
+    assert status.message.startswith((f"{path}: ", element, "Prompt length plus max_tokens"))
     assert re.fullmatch(r"[a-z_]\w*(\[\d+\])?(\.[a-z_]\w*(\[\d+\])?)*", path)
 
 
