@@ -30,7 +30,9 @@ def duration(seconds: float) -> Duration:
 
 def check_ttl(ttl: Duration, *, field: str) -> None:
     """Raises InvalidRequest, naming `field`, unless the lifetime is from 1 s to 10,000 years."""
-    if not (1 <= ttl.seconds <= _LONGEST_S and 0 <= ttl.nanos < 1_000_000_000):
+    if not 0 <= ttl.nanos < 1_000_000_000:
+        raise InvalidRequest(f"{field}.nanos: {ttl.nanos} is outside 0..999999999", field=f"{field}.nanos")
+    if not 1 <= ttl.seconds <= _LONGEST_S:
         raise InvalidRequest(f"{field}: {seconds_of(ttl):g} s is not a lifetime of 1 s up to 10,000 years", field=field)
 
 

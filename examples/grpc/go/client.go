@@ -24,9 +24,7 @@ import (
 	pb "example.org/tinsmith/client/gen/tinsmith/v1"
 )
 
-var lost = map[codes.Code]bool{
-	codes.Unavailable: true, codes.ResourceExhausted: true, codes.Canceled: true, codes.DeadlineExceeded: true,
-}
+var lost = map[codes.Code]bool{codes.Unavailable: true, codes.Canceled: true, codes.DeadlineExceeded: true}
 
 func connect(address string) *grpc.ClientConn {
 	sizes := grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(256 << 20))
@@ -49,9 +47,11 @@ func operate[Q, R any](call func(context.Context, Q, ...grpc.CallOption) (R, err
 			return reply
 		}
 		answer := status.Convert(err)
-		// A connection that is cut in the middle of an answer is Internal, without the details that the trainer's have.
+		// The trainer's errors have details. A connection that is cut in the middle of an answer is Internal without
+		// them, and a message that is too large, and always will be, ResourceExhausted without them.
 		cut := answer.Code() == codes.Internal && len(answer.Details()) == 0
-		if !(lost[answer.Code()] || cut) || time.Now().After(until) {
+		full := answer.Code() == codes.ResourceExhausted && len(answer.Details()) > 0
+		if !(lost[answer.Code()] || cut || full) || time.Now().After(until) {
 			log.Fatalf("%T: %v", request, err)
 		}
 		fmt.Printf("%T: %s; once more\n", request, answer.Message())

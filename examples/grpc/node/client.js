@@ -11,8 +11,7 @@ const loader = require('@grpc/proto-loader');
 const PROTO = process.env.TINSMITH_PROTO || path.join(__dirname, '../../../proto');
 const STEPS = 6;
 const PATIENCE_MS = 10 * 60 * 1000;
-const LOST = [grpc.status.UNAVAILABLE, grpc.status.RESOURCE_EXHAUSTED, grpc.status.CANCELLED,
-  grpc.status.DEADLINE_EXCEEDED];
+const LOST = [grpc.status.UNAVAILABLE, grpc.status.CANCELLED, grpc.status.DEADLINE_EXCEEDED];
 
 const files = ['trainer', 'sampler'].map((name) => `tinsmith/v1/${name}.proto`);
 const definition = loader.loadSync(files, {includeDirs: [PROTO], keepCase: true, longs: Number, enums: String});
@@ -34,9 +33,11 @@ async function operate(client, method, request) {
     try {
       return await call(client, method, request);
     } catch (error) {
-      // A connection that is cut in the middle of an answer is INTERNAL, without the details that the trainer's have.
-      const cut = error.code === grpc.status.INTERNAL && !error.metadata.get('grpc-status-details-bin').length;
-      if (!(LOST.includes(error.code) || cut) || Date.now() > until) throw error;
+      // The trainer's errors have details. A connection that is cut in the middle of an answer is INTERNAL without them,
+      // and a message that is too large, and always will be, RESOURCE_EXHAUSTED without them.
+      const own = error.metadata.get('grpc-status-details-bin').length > 0;
+      const again = error.code === (own ? grpc.status.RESOURCE_EXHAUSTED : grpc.status.INTERNAL);
+      if (!(LOST.includes(error.code) || again) || Date.now() > until) throw error;
       console.log(`${method} ${request.seq_id || 0}: ${error.details}; once more`);
       await new Promise((resume) => setTimeout(resume, delay * (1 + Math.random() / 2)));
     }

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 
 from sampler_service.core.request import Params, Penalties, Request, RequestLimits, StopCondition
@@ -16,6 +17,7 @@ from tinsmith.errors import InvalidRequest, NotReady, RateLimited, ServiceError,
 from tinsmith.lora_config import config_from_proto
 from tinsmith.rpc.errors import to_proto
 from tinsmith.rpc.paths import check_run_id
+from tinsmith.rpc.times import check_ttl
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.engine.batch import BatchLimits
@@ -99,6 +101,8 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ),
     ("data[1].model_input", lambda: batch(lambda one: one.model_input[0].CopyFrom(datum([1, 2, 100]).model_input[0]))),
     ("model_id", lambda: check_run_id("a/b", field="model_id")),
+    ("ttl", lambda: check_ttl(Duration(), field="ttl")),
+    ("ttl.nanos", lambda: check_ttl(Duration(seconds=5, nanos=2_000_000_000), field="ttl")),
 ]
 
 
