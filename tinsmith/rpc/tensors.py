@@ -173,9 +173,9 @@ def check_tokens(tokens: Array, vocab_size: int, *, field: str) -> None:
     """Raises InvalidRequest for token ids outside [0, vocab_size), naming the first one."""
     if not are_tokens(tokens, vocab_size):
         bad = (tokens < 0) | (tokens >= vocab_size)
-        where = tuple(int(i) for i in np.argwhere(bad)[0])
-        place = list(where) if len(where) > 1 else where[0]
+        where = [int(i) for i in np.argwhere(bad)[0]]
+        token, position = tokens[tuple(where)], ", ".join(map(str, where))
         raise InvalidRequest(
-            f"{field}: token id {tokens[where]} at position {place} is outside the vocabulary [0, {vocab_size})",
+            f"{field}: token id {token} at position {position} is outside the vocabulary [0, {vocab_size})",
             field=field,
         )
