@@ -14,8 +14,8 @@ that time. So the service sees that the caller pipelines, also when a batch fail
 _PAUSE_S = 0.05
 """_HELD_BACK_S is waited in pauses of this length, in seconds. One that takes twice as long means that the process was
 busy or stopped, and has yet to read what has come meanwhile, so the time begins anew."""
-_MOST_PAUSES = 40
-"""Most pauses for which a failure is held back."""
+_BUSY_S = 5.0
+"""The time begins anew within these seconds only. A process that is always busy tells its callers nevertheless."""
 _MOST_BATCHES = 4096
 """Most batches of one optim_step that are remembered as waiting, and most that are remembered as answered. When more
 are answered, the older half of them is forgotten. The failure of a batch that is not remembered refuses the step."""
@@ -36,18 +36,20 @@ class Told:
     received. Kept by the service that answers the caller. A batch and a step count as sent when the first bytes of
     their request arrive (`request_begins`).
 
+    A service begins one for a new model, and for a model without one when a new optim_step has come. It takes 0 for the
+    answer of `step` meanwhile: after its start, it does not know which batches came before.
+
     A failed batch makes the next optim_step fail, because a caller that pipelines would step with only some of the
     batches that it sent. A caller starts afresh after a failure if it received the failure, then sent a new batch, and
     waited for all answers before it sent that batch and before it sent the optim_step. Such a caller does not pipeline,
     and its optim_step may run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, after: int = 0) -> None:
+        """`after`: seq_id of the optim_step behind which it begins; 0 is the creation."""
         self._waiting: Counter[int] = Counter()
         """Batches that the caller has sent since its last optim_step and whose answers it has not received, with the
         number of times that each was sent. Also those that were refused for now, since the caller sends them again."""
-        self._accepted: set[int] = set()
-        """Waiting batches that the service has accepted since its start."""
         self._answered: set[int] = set()
         """Batches whose answers the caller has received."""
         self._failed = 0
@@ -57,13 +59,8 @@ class Told:
         failure itself."""
         self._told_s = 0.0
         """Time at which the caller received the last answer of a batch, by time.monotonic."""
-        self._last_step = 0, 0
+        self._last_step = after, 0
         """seq_id of the last optim_step, and the answer that `step` gave for it. A repeat gets the same answer."""
-
-    @property
-    def is_empty(self) -> bool:
-        """True when nothing is known, as of a model that does not exist."""
-        return not self._waiting and not self._answered and not self._failed and not self._last_step[0]
 
     def sent(self, seq_id: int) -> None:
         """A batch has arrived from the caller. A repeat, after a lost connection, is no second batch."""
@@ -81,16 +78,6 @@ class Told:
             self._waiting[seq_id] -= 1
             self._waiting += Counter()  # without those that are sent no more
 
-    def accepted(self, seq_id: int, *, is_new: bool) -> None:
-        """The service has the batch in its journal. The batches that were sent together with one from before the
-        service's start are not known, so it counts as overlapped."""
-        if seq_id not in self._waiting:
-            return
-        if is_new:
-            self._accepted.add(seq_id)
-        else:
-            self._overlapped |= seq_id not in self._accepted
-
     def taken(self, seq_id: int) -> None:
         """An operation of another kind was accepted with this number. If a batch with the number was refused for now,
         its caller has given it up."""
@@ -100,13 +87,12 @@ class Told:
         """Waits before the caller is told of a failed batch for the first time."""
         if seq_id not in self._waiting:
             return
-        in_time = 0
-        for _ in range(_MOST_PAUSES):
+        num_pauses, first_s = 0, time.monotonic()
+        while num_pauses * _PAUSE_S < _HELD_BACK_S:
             began_s = time.monotonic()
             await sleep(_PAUSE_S)
-            in_time = in_time + 1 if time.monotonic() - began_s < 2 * _PAUSE_S else 0
-            if in_time * _PAUSE_S >= _HELD_BACK_S:
-                return
+            was_busy = time.monotonic() - began_s >= 2 * _PAUSE_S
+            num_pauses = 0 if was_busy and began_s - first_s < _BUSY_S else num_pauses + 1
 
     def told(self, seq_id: int, *, failed: bool) -> None:
         """The caller receives the answer of an operation. Nothing changes unless it is a batch that waits, the newest
@@ -118,7 +104,6 @@ class Told:
         if seq_id not in self._waiting and not (failed and seq_id == self._failed):
             return
         del self._waiting[seq_id]
-        self._accepted.discard(seq_id)
         self._answered.add(seq_id)
         self._told_s = time.monotonic()
         if len(self._answered) > _MOST_BATCHES:
@@ -140,5 +125,4 @@ class Told:
             # a number that is too far ahead, which was refused for now before it could be refused for good.
             kept = range(seq_id + 1, seq_id + _MOST_BATCHES)
             self._waiting = Counter({waiting: n for waiting, n in self._waiting.items() if waiting in kept})
-            self._accepted &= self._waiting.keys()
         return self._last_step[1]

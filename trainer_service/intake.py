@@ -15,7 +15,6 @@ from google.protobuf.message import Message
 from tinsmith.errors import (
     EngineDead,
     InvalidRequest,
-    ModelMoved,
     ModelNotFound,
     NotReady,
     OutOfCapacity,
@@ -44,6 +43,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 _MAX_CHECKS_OF_NO_MODEL = 64
 """Most calls of CheckCustomLoss that run or wait at once, also those whose client has left."""
+_MANY_TOLD = 64
+"""So many more models than twice the known ones may have an entry in `Intake._told`. Those whose creation has failed
+leave one."""
 _MANY_DATUMS = 64
 """A batch of more datums counts as large, without adding up its bytes."""
 _LARGE_BYTES = 64 * 1024
@@ -56,8 +58,8 @@ class Intake:
 
     def __init__(self) -> None:
         self._told: dict[str, Told] = {}
-        """Failures that callers have been told of, by model_id. It serves callers that send no failure_seen; the
-        gateway does."""
+        """The batches whose answers callers have, by model_id. It serves callers that send no failure_seen; the gateway
+        does."""
         self._num_checks_of_no_model = 0
         """Calls of CheckCustomLoss that run or wait."""
         self._check_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -108,8 +110,8 @@ class Intake:
     ) -> Answer:
         """Has an operation accepted, acknowledges it, and waits for its answer. `pack` makes its body."""
         check_model_id(request.model_id, field="model_id")
-        if _adds_gradients(request):
-            self._told.setdefault(request.model_id, Told()).sent(seq_id)
+        if _adds_gradients(request) and (told := self._told.get(request.model_id)) is not None:
+            told.sent(seq_id)
         accepting = trainer.scheduler.tasks.spawn(self._accept_or_forget(trainer, kind, request, seq_id, pack))
         accepting.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieve its error in any case
         # A call that is cancelled leaves no operation without work.
@@ -121,17 +123,13 @@ class Intake:
     async def _accept_or_forget(
         self, trainer: Trainer, kind: str, request: Request, seq_id: int, pack: Callable[[], Body]
     ) -> tuple[Operation, bool]:
-        """See `_accept`. Forgets a batch that is refused for good, or whose model is not known."""
+        """See `_accept`. Forgets a batch that is refused for good: its caller does not send it again."""
         try:
             return await self._accept(trainer, kind, request, seq_id, pack)
         except ServiceError as error:
-            model_id = request.model_id
-            is_sent_again = isinstance(error, OutOfCapacity | NotReady) and not isinstance(error, ModelMoved)
-            told = self._told.get(model_id) if _adds_gradients(request) else None
-            if told is not None and not (is_sent_again and trainer.scheduler.models.is_known(model_id)):
+            told = self._told.get(request.model_id) if _adds_gradients(request) else None
+            if told is not None and not isinstance(error, OutOfCapacity | NotReady):
                 told.unsent(seq_id)
-                if told.is_empty:
-                    self._told.pop(model_id, None)
             raise
 
     async def _accept(
@@ -171,17 +169,23 @@ class Intake:
             operation, is_new = await scheduler.accept(request.model_id, seq_id, body, held_bytes=held_bytes)
         except SequenceConflict as error:  # one that was given up is perhaps the repeat of an accepted operation
             raise given_up or error from None
-        if (told := self._told.get(request.model_id)) is not None:
-            if _adds_gradients(request):
-                told.accepted(seq_id, is_new=is_new)
-            elif is_new:
-                told.taken(seq_id)
         if is_new:
+            self._note(trainer, kind, request, seq_id)
             work = await self._work_of(trainer, operation, request, held_bytes=needed, on_thread=on_thread)
             await scheduler.begin(operation, work)
         if not is_new and given_up is None:
             executing.forget(*arrival)  # of a new operation, the scheduler does this once it is in the journal
         return operation, is_new
+
+    def _note(self, trainer: Trainer, kind: str, request: Request, seq_id: int) -> None:
+        """Notes that an operation is new in the journal."""
+        model_id, models = request.model_id, trainer.scheduler.models
+        if kind == "create_model" or (kind == "optim_step" and model_id not in self._told):
+            self._told[model_id] = Told(after=seq_id)
+            if len(self._told) > 2 * models.num_known + _MANY_TOLD:
+                self._told = {known: told for known, told in self._told.items() if models.is_known(known)}
+        elif model_id in self._told and not _adds_gradients(request):
+            self._told[model_id].taken(seq_id)
 
     async def _work_of(
         self, trainer: Trainer, operation: Operation, request: Request, *, held_bytes: int | None, on_thread: bool

@@ -94,22 +94,19 @@ class Operations:
         try:
             await self._submit(submission)
         except (SequenceConflict, TooFarAhead):
-            if self._is_told(submission) and submission.model_id in self._told:
+            if _is_told(submission) and submission.model_id in self._told:
                 self._told[submission.model_id].unsent(submission.seq_id)
             raise
 
     def arrives(self, submission: Submission) -> None:
         """Notes that the client has sent a batch or an optim_step. To be called before `submit`, and before anything
         that refuses it for now: the client sends it again, so it is in flight meanwhile."""
-        model_id, seq_id = submission.model_id, submission.seq_id
+        told, seq_id = self._told.get(submission.model_id), submission.seq_id
         if submission.rpc == "OptimStep":
-            seen = self._told[model_id].step(seq_id) if model_id in self._told else 0
+            seen = 0 if told is None else told.step(seq_id)
             submission.body += pb.OptimStepRequest(failure_seen=seen).SerializeToString()
-        elif self._is_told(submission):
-            self._told.setdefault(model_id, Told()).sent(seq_id)
-
-    def _is_told(self, submission: Submission) -> bool:
-        return submission.adds_gradients and submission.sends_parts_at_once and not self._store.is_shared
+        elif told is not None and _is_told(submission):
+            told.sent(seq_id)
 
     async def told(self, request_id: str, *, failed: bool, is_gone: Callable[[], Awaitable[bool]]) -> None:
         """Notes that the client is given the answer of this future, unless it has gone."""
@@ -200,12 +197,8 @@ class Operations:
         except ServiceError:  # no such trainer, or refused before: the client gets a receipt of a failed future
             accepted.set_result(None)
             raise
-        if (told := self._told.get(submission.model_id)) is not None:
-            is_new = call is not None and REPEATED not in tuple(await call.initial_metadata())
-            if self._is_told(submission):
-                told.accepted(submission.seq_id, is_new=is_new)
-            elif is_new:
-                told.taken(submission.seq_id)
+        if call is not None and REPEATED not in tuple(await call.initial_metadata()):
+            self._note(submission)
         if submission.rpc == "ForwardBackward":
             submission.body = b""  # it has up to max_body_bytes, and the answer may take hours
         if call is not None:
@@ -225,6 +218,15 @@ class Operations:
             is_forward_only=submission.is_forward_only,
         )
         return await self._answer(submission, reply)
+
+    def _note(self, submission: Submission) -> None:
+        """Notes that the trainer has a new operation."""
+        rpc, model_id = submission.rpc, submission.model_id
+        if rpc == "CreateModel" or (rpc == "OptimStep" and model_id not in self._told):
+            if not self._store.is_shared:
+                self._told[model_id] = Told(after=submission.seq_id)
+        elif model_id in self._told and not _is_told(submission):
+            self._told[model_id].taken(submission.seq_id)
 
     async def _accept(self, submission: Submission) -> Any:
         """The call, once the trainer has the operation in its journal.
@@ -378,6 +380,10 @@ class Operations:
             where = {"base_model": base_model, "session_id": pending.session_id}
             self._ledger.train(pending.group, seq_id, num_tokens, is_new=False, **where)
         return await self._answer(pending, reply)
+
+
+def _is_told(submission: Submission) -> bool:
+    return submission.adds_gradients and submission.sends_parts_at_once
 
 
 def _conflict(submission: Submission, *, is_given_up: bool = False) -> SequenceConflict:

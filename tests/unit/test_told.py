@@ -87,32 +87,6 @@ def test_a_number_whose_batch_was_refused_for_now_may_go_to_the_step() -> None:
     assert told.step(3) == 1
 
 
-@pytest.mark.parametrize("num_calls", [1, 2])
-def test_a_batch_from_before_a_restart_is_overlapped_however_often_it_is_sent_again(num_calls: int) -> None:
-    told = Told()
-    told.sent(1)
-    told.accepted(1, is_new=False)
-    told.told(1, failed=True)
-    for _ in range(num_calls):
-        told.sent(2)
-    for _ in range(num_calls):
-        told.accepted(2, is_new=False)
-    told.told(2, failed=False)
-    assert told.step(3) == 0
-
-
-def test_a_repeat_of_a_batch_that_the_service_has_accepted_is_not_from_before_a_restart() -> None:
-    told = Told()
-    for seq_id, failed in ((1, True), (2, False)):
-        told.sent(seq_id)
-        told.accepted(seq_id, is_new=True)
-        told.sent(seq_id)
-        told.accepted(seq_id, is_new=False)
-        told.told(seq_id, failed=failed)
-        told.accepted(seq_id, is_new=False)  # a late one
-    assert told.step(3) == 1
-
-
 def failed_batch_and_one_refused_for_now(seq_id: int) -> Told:
     told = Told()
     told.sent(1)
@@ -139,8 +113,13 @@ def test_a_number_far_ahead_that_is_refused_for_now_protects_one_step_only() -> 
 
 @pytest.mark.parametrize(
     ("took_s", "num_pauses"),
-    [([0.05] * 4, 4), ([0.05, 0.05, 0.6, 0.06, 0.05, 0.05, 0.05], 7), ([0.6] * 40, 40)],
-    ids=["idle", "stopped once", "always busy"],
+    [
+        ([0.05] * 4, 4),
+        ([0.05, 0.05, 0.6, 0.06, 0.05, 0.05, 0.05], 7),
+        ([0.05, 60, 0.05, 0.05, 0.05, 0.05], 6),
+        ([0.6] * 40, 9 + 4),
+    ],
+    ids=["idle", "stopped once", "stopped for long", "always busy"],
 )
 async def test_the_time_for_which_a_failure_is_held_back_begins_anew_when_the_process_was_busy(
     took_s: list[float], num_pauses: int

@@ -317,6 +317,33 @@ async def test_batches_in_work_together_are_protected_when_they_are_sent_again_a
     assert stack.trainer.failures_seen == [0, 4], "the new gateway has seen 4 and 5 from the beginning"
 
 
+async def test_a_batch_from_before_a_restart_of_the_gateway_is_protected_from_a_failure_behind_it(
+    stack: Stack, client: Client
+) -> None:
+    """The new gateway does not know that the client waits for the batch."""
+    model_id = await client.model(await client.session())
+    early = (await client.forward_backward(model_id, 1)).json()
+    await stack.restart_gateway()
+    for seq_id, loss_fn in ((2, "ppo"), (3, "cross_entropy")):
+        await client.result((await client.forward_backward(model_id, seq_id, loss_fn=loss_fn)).json())
+    await client.result(early)
+    await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 4, "adam_params": {}}))
+    assert stack.trainer.failures_seen == [0]
+
+
+async def test_a_number_that_another_operation_takes_after_it_was_refused_for_now_is_no_new_batch(
+    stack: Stack, client: Client
+) -> None:
+    model_id = await client.model(await client.session())
+    await client.result((await client.forward_backward(model_id, 1, loss_fn="ppo")).json())
+    stack.trainer.is_full = True
+    assert (await client.forward_backward(model_id, 2)).status_code == 429
+    stack.trainer.is_full = False
+    await client.result(await client.call("save_weights", {"model_id": model_id, "seq_id": 2, "path": "early"}))
+    await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}}))
+    assert stack.trainer.failures_seen == [0], "no batch came after the failed one"
+
+
 async def test_a_failure_that_a_client_fetches_again_is_told_then(stack: Stack, client: Client) -> None:
     """Its connection was lost with the answer, and it has sent another batch meanwhile."""
     model_id = await client.model(await client.session())

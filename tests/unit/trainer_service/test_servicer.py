@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import tarfile
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -386,6 +387,18 @@ async def test_batches_in_work_together_are_protected_when_they_are_sent_again_a
     assert (await again.OptimStep(step(6))).metrics["grad_norm:mean"] > 0
 
 
+async def test_a_batch_from_before_a_restart_is_protected_from_a_failure_behind_it(
+    start: StartService, stub: Any
+) -> None:
+    """The restarted trainer does not know that the caller waits for the batch."""
+    await stub.ForwardBackward(batch(1))
+    again = (await start()).stub
+    await fails(again.ForwardBackward(bad_batch(2)), errors.InvalidRequest, "weights")
+    await again.ForwardBackward(batch(3))
+    await again.WaitResult(pb.WaitResultRequest(model_id=MODEL, seq_id=1))
+    await fails(again.OptimStep(step(4)), errors.FailedPrecondition, "failed, seq_id 2; its gradients")
+
+
 async def test_a_batch_that_was_refused_for_now_is_protected_from_the_failure_that_comes_meanwhile(
     service: Service, stub: Any
 ) -> None:
@@ -410,13 +423,14 @@ async def test_a_number_that_another_operation_takes_after_it_was_refused_for_no
     await fails(stub.OptimStep(step(4)), errors.FailedPrecondition, "failed, seq_id 2; its gradients")
 
 
+def num_told() -> int:
+    gc.collect()
+    return sum(type(each) is Told for each in gc.get_objects())
+
+
 @pytest.mark.parametrize("answer", ["for now", "cancelled"])
 async def test_batches_of_models_that_do_not_exist_leave_nothing(service: Service, stub: Any, answer: str) -> None:
-    def kept() -> int:
-        gc.collect()
-        return sum(type(each) is Told for each in gc.get_objects())
-
-    before, accept = kept(), service.trainer.scheduler.accept
+    before, accept = num_told(), service.trainer.scheduler.accept
     has_come, may_go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(*args: Any, **fields: Any) -> Any:
@@ -431,10 +445,36 @@ async def test_batches_of_models_that_do_not_exist_leave_nothing(service: Servic
             await fails(call, errors.NotReady, "the journal is away")
         else:
             await has_come.wait()
-            assert kept() == before + 1
+            assert num_told() == before
             call.cancel()
             may_go_on.set()
-    await until(lambda: kept() == before)
+    await until(lambda: num_told() == before)
+
+
+async def test_batches_behind_creations_that_fail_take_bounded_memory(service: Service) -> None:
+    may_fail = threading.Semaphore(0)
+
+    def create(*_: Any) -> None:
+        may_fail.acquire()
+        raise errors.OutOfCapacity("no memory for the model")
+
+    async def pause(_: float) -> None:
+        pass
+
+    before = num_told()
+    with (
+        mock.patch.object(service.trainer.operations.engine, "create_model", create),
+        mock.patch("tinsmith.told.sleep", pause),
+    ):
+        for n in range(200):
+            made = await Accepted.of(service, creation(f"never:{n}"))
+            behind = batch(1)
+            behind.model_id = f"never:{n}"
+            added = await Accepted.of(service, behind)
+            may_fail.release()
+            await fails(made.result(), errors.OutOfCapacity, "no memory for the model")
+            await fails(added.result(), errors.ModelNotFound, "failed")
+    assert num_told() - before < 100
 
 
 async def test_a_call_that_grpc_makes_again_was_perhaps_made_before_the_failure(service: Service, stub: Any) -> None:
