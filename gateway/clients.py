@@ -19,7 +19,7 @@ import grpc.aio
 
 from gateway.channel import connect
 from gateway.metrics import Metrics
-from gateway.sampling.replicas import Replica, Replicas
+from gateway.sampling.replicas import Replicas
 from tinsmith.errors import FailedPrecondition, InvalidRequest, ModelNotFound, NotReady, ServiceError
 from tinsmith.pictures.counting import Counting, counting_of
 from tinsmith.rpc.addresses import Addresses, AddressSource
@@ -378,7 +378,3 @@ class Clients:
                         await self._changed.wait()
         except TimeoutError:
             return find()
-
-    async def sampler(self, base_model: str) -> Replica:
-        """The least loaded sampler that serves the base model; waits until there is one."""
-        return await self.samplers.route(base_model)

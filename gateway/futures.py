@@ -158,8 +158,6 @@ class Pending:
     progress: Progress = field(default_factory=Progress)
     accepted: asyncio.Future[None] | None = None
     """Done once a receipt may be given. None: a receipt may be given at once."""
-    name: str = ""
-    """Name in the session's timeline; empty: the kind."""
     num_tokens: int = 0
     hold: Hold | None = None
     """The reservation in the owner's budgets; released when the work ends."""
@@ -322,7 +320,7 @@ class Futures:
                 self._ledger.span(
                     session_id=pending.session_id,
                     track=pending.group,
-                    name=pending.name or pending.kind,
+                    name=pending.kind,
                     request_id=pending.request_id,
                     submitted_at=pending.submitted_at,
                     started_at=started_at,

@@ -39,7 +39,6 @@ from tinsmith.v1 import trainer_pb2
 
 logger = logging.getLogger(__name__)
 
-"""Suffix of the request id of an unload_model, after the model's id."""
 EXPIRED = "expired"
 """Reason of a session that ended because it sent no heartbeats."""
 

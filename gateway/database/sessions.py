@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 from uuid import uuid4
 
@@ -24,6 +24,7 @@ from gateway.database.tables.samples import SampleMark
 from gateway.database.tables.sessions import Model, SamplingSession, Session
 from gateway.database.tables.tenants import CountedOperation
 from gateway.database.write_behind import WriteBehind
+from tinsmith.rpc.paths import is_newer
 
 _Row = TypeVar("_Row", Model, SamplingSession)
 
@@ -321,9 +322,7 @@ class ModelRows:
         await self._database.run(update(Model).where(Model.model_id == model_id).values(**facts))
         self._living.forget(model_id)
 
-    async def move_inflight(
-        self, model_id: str, version_id: str, location: str, *, is_newer: Callable[[str, str], bool]
-    ) -> bool:
+    async def move_inflight(self, model_id: str, version_id: str, location: str) -> bool:
         """Moves the model's inflight samplers to this version. False when they are at it, or at a newer one,
         already."""
         moved = False
@@ -331,7 +330,7 @@ class ModelRows:
             async with self._database.begin() as db:
                 model = await db.get_one(Model, model_id)
                 seen = model.inflight_version_id
-                if seen is not None and not is_newer(version_id, seen):
+                if seen is not None and not is_newer(version_id, seen, run_id=model_id):
                     return False
                 unchanged = Model.inflight_version_id.is_(None) if seen is None else Model.inflight_version_id == seen
                 query = update(Model).where(Model.model_id == model_id, unchanged)

@@ -46,7 +46,7 @@ class Inflight:
 
         Does not wait for the samplers to move their generations.
         """
-        if not await self._store.models.move_inflight(run_id, saved.version_id, saved.location, is_newer=_is_newer):
+        if not await self._store.models.move_inflight(run_id, saved.version_id, saved.location):
             return
         for replica in self._clients.samplers.usable(saved.base_model):
             task = asyncio.create_task(self._move(replica, run_id, saved.version_id))
@@ -94,7 +94,7 @@ class Inflight:
             run_id = run_of(version_id)
             run = await self._store.models.get(run_id, is_newest=True)
             newest = None if run is None else run.inflight_version_id
-            if run is not None and newest is not None and _is_newer(newest, version_id):
+            if run is not None and newest is not None and is_newer(newest, version_id, run_id=run_id):
                 found[run_id] = SamplingSession(
                     base_model=run.base_model,
                     version_id=newest,
@@ -121,7 +121,7 @@ class Inflight:
             return session
         run = await self._store.models.get(session.inflight_run_id, is_newest=True)
         newest = None if run is None else run.inflight_version_id
-        if run is None or newest is None or not _is_newer(newest, session.version_id):
+        if run is None or newest is None or not is_newer(newest, session.version_id, run_id=session.inflight_run_id):
             return session
         return SamplingSession(
             sampling_session_id=session.sampling_session_id,
@@ -152,8 +152,3 @@ async def _move_generations(replica: Replica, run_id: str, version_id: str) -> b
     if reply.num_sequences:
         logger.info("%d sequences at %s go on with %s", reply.num_sequences, replica.address, version_id)
     return True
-
-
-def _is_newer(version_id: str, than: str) -> bool:
-    """Whether `version_id` is newer than `than`, another version of the same run."""
-    return is_newer(version_id, than, run_id=run_of(version_id))

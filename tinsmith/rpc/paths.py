@@ -81,10 +81,10 @@ def creation_of(version_id: str) -> str:
     return "" if match is None else match[2] or ""
 
 
-def is_newer(version_id: str, than: str, *, run_id: str, field: str = "version_id") -> bool:
+def is_newer(version_id: str, than: str, *, run_id: str) -> bool:
     """Whether a version of a run is newer than another one. The base model is older than all versions. Of two versions
     with different creation ids, neither is newer. Raises InvalidRequest for a version of another run."""
-    one, other = (version_number(each, run_id=run_id, field=field) for each in (version_id, than))
+    one, other = (version_number(each, run_id=run_id, field="version_id") for each in (version_id, than))
     return one > other and (not than or creation_of(version_id) == creation_of(than))
 
 

@@ -58,7 +58,7 @@ class Several:
         self.servers[port] = server
         clients = server.app.state.gateway.clients
         await clients.settle(lambda: clients.serving(BASE_MODEL))
-        await server.app.state.gateway.clients.sampler(BASE_MODEL)
+        await server.app.state.gateway.clients.samplers.wait(BASE_MODEL)
 
     async def stop_one(self, port: int, *, leaves: bool = True) -> None:
         """With `leaves` false the others are not told, as after kill -9."""

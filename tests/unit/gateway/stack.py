@@ -679,7 +679,7 @@ class Stack:
         self.port = self.server.bound_port
         if self.trainer_backend.server is not None and self.sampler_backend.server is not None:
             await self.gateway.clients.settle(lambda: self.gateway.clients.serving(BASE_MODEL))
-            await self.gateway.clients.sampler(BASE_MODEL)
+            await self.gateway.clients.samplers.wait(BASE_MODEL)
 
     async def stop_gateway(self) -> None:
         if self.server is not None and self._serving is not None:

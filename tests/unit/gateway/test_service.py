@@ -185,7 +185,7 @@ async def test_the_gateway_starts_before_its_services(stack: Stack, client: Clie
     assert stack.server is not None
     clients = stack.gateway.clients
     await clients.settle(lambda: clients.serving(BASE_MODEL))
-    await stack.server.app.state.gateway.clients.sampler(BASE_MODEL)
+    await stack.server.app.state.gateway.clients.samplers.wait(BASE_MODEL)
     await client.model(session_id)
     await client.sampling_session(session_id)
 
