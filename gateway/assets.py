@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
-import re
 import socket
 import ssl
 import stat
@@ -22,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 
 from gateway.config import GatewayConfig
-from gateway.convert import base64_bytes, implied_type
+from gateway.convert import implied_type, picture_of
 from gateway.load import Share
 from gateway.shown import shown
 from tinsmith.errors import InvalidRequest, Unsupported
@@ -30,7 +29,6 @@ from tinsmith.pictures.headers import MAX_BYTES
 from tinsmith.threads import in_pool
 
 POINTER = "image_asset_pointer"
-_DATA_URL = re.compile(r"data:image/(png|jpeg);base64,")
 _AT_ONCE = 16
 """Most fetches at the same time, of all requests."""
 _AT_ONCE_OF_REQUEST = 4
@@ -239,14 +237,14 @@ def _is_public(address: Address) -> bool:
 
 
 def _from_data_url(url: str, file_format: Any, *, field: str) -> bytes:
-    found = _DATA_URL.match(url)
-    if found is None or found[1] != file_format:
+    found = picture_of(url, field=field)
+    if found is None or found[0] != file_format:
         raise InvalidRequest(
             f"{field}: {shown(url[:60])} is no data URL of a {shown(file_format)}, such as "
             "data:image/png;base64,... for 'png'",
             field=field,
         )
-    return base64_bytes(url[found.end() :], field=field)
+    return found[1]
 
 
 def _refusal(field: str, location: str, reason: str) -> InvalidRequest:

@@ -69,7 +69,7 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def json_response(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(content), status_code=status, headers=headers, media_type="application/json")
+    return Response(orjson.dumps(content), status_code=status, headers=headers, media_type=JSON)
 
 
 def detail(status: int, text: str, *, headers: dict[str, str] | None = None) -> Response:
@@ -400,11 +400,12 @@ def cores(page: str) -> Cores:
 
 async def negotiate(request: requests.Request, answer: Answer, config: GatewayConfig) -> Response:
     """The answer in protobuf if the header Accept names that, else in JSON: SDKs before 0.18.1 read only JSON."""
-    to_json = answer.as_json
+    if (to_json := answer.as_json) is None:
+        return Response(answer.body, media_type=JSON)
     weights = _weights(request.headers.get("accept", ""))
     protobuf = weights.get(PROTOBUF, 0.0)
-    if to_json is None or (protobuf > 0 and protobuf >= weights.get(JSON, 0.0)):
-        return Response(answer.body, media_type=answer.media_type)
+    if protobuf > 0 and protobuf >= weights.get(JSON, 0.0):
+        return Response(answer.body, media_type=PROTOBUF)
     body = await off_loop(lambda: to_json(answer.body), num_bytes=len(answer.body), config=config)
     return Response(body, media_type=JSON)
 

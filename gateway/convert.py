@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
 MIN_TTL_S = 3600
 MAX_TTL_S = 10 * 365 * 86400
 _SEED_MASK = 2**63 - 1
+_DATA_URL = re.compile(r"data:image/(png|jpeg);base64,")
 _INT32 = np.iinfo(np.int32)
 INT64 = np.dtype("<i8")
 _DTYPES = {
@@ -139,6 +141,13 @@ def base64_bytes(value: Any, *, field: str) -> bytes:
         return base64.b64decode(value, validate=True)
     except (binascii.Error, TypeError, ValueError):
         raise InvalidRequest(f"{field}: {shown(value)} is not base64", field=field) from None
+
+
+def picture_of(data_url: str, *, field: str) -> tuple[str, bytes] | None:
+    """The format and the bytes of a data URL of a PNG or JPEG; None for any other text. Raises InvalidRequest for what
+    is not base64, naming the field."""
+    found = _DATA_URL.match(data_url)
+    return None if found is None else (found[1], base64_bytes(data_url[found.end() :], field=field))
 
 
 def implied_type(value: dict[str, Any]) -> str | None:

@@ -47,9 +47,8 @@ class Answer:
     """The answer of a future, as retrieve_future sends it."""
 
     body: bytes
-    media_type: str = JSON
     as_json: Callable[[bytes], bytes] | None = None
-    """Converts a protobuf body to JSON, for clients that do not accept protobuf."""
+    """Converts a protobuf body to JSON, for clients that do not accept protobuf. None: the body is JSON."""
     is_failure: bool = False
 
 
@@ -120,6 +119,10 @@ class Answers:
         self._bytes[owner] += num_bytes
         if not self._ids[owner]:
             del self._ids[owner], self._bytes[owner]
+
+
+def internal_error() -> ServiceError:
+    return ServiceError("internal error of the gateway; its log has the cause")
 
 
 def failed(error: ServiceError) -> Answer:
@@ -300,7 +303,7 @@ class Futures:
             pending.answer, outcome, why = failed(error), error.category, error.message
         except Exception:
             logger.exception("%s failed", pending.kind)
-            pending.answer = failed(ServiceError("internal error of the gateway; its log has the cause"))
+            pending.answer = failed(internal_error())
             outcome = "server"
         finally:
             seconds = time.monotonic() - pending.started_at

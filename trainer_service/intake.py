@@ -34,6 +34,7 @@ from trainer_service.operation import Answer, Operation, Work
 from trainer_service.operations.operations import Request
 from trainer_service.reader import Reader
 from trainer_service.requests import batch_bytes
+from trainer_service.scheduling.compute import internal_error
 from trainer_service.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -213,8 +214,7 @@ class Intake:
             if trainer.scheduler.compute.ends_with(caught, (model_id, seq_id)):
                 raise dead(caught) from caught
             logger.exception("%s of %s, seq_id %d, cannot be read", operation.kind, model_id, seq_id)
-            error = ServiceError("internal error; the trainer's log has the cause")
-            return trainer.operations.refuse(request, error)
+            return trainer.operations.refuse(request, internal_error())
 
     async def answer(self, operation: Operation, context: Context) -> Answer:
         """The operation's answer. Records for the model's next optim_step that the caller is told of it."""

@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from gateway import codec
 from gateway.config import GatewayConfig
 from gateway.database.outages import TRY_AGAIN, DatabaseUnusable
+from gateway.futures import internal_error
 from gateway.gateway import Gateway
 from gateway.http import middleware
 from gateway.http.openapi import document
@@ -113,7 +114,7 @@ async def _gone(request: Request, error: Exception) -> Response:
 async def _internal_error(request: Request, error: Exception) -> Response:
     # This answer bypasses the middleware that adds the request id to all others.
     headers = {logs.REQUEST_ID_METADATA: logs.request_id.get()}
-    return codec.detail(500, "internal error of the gateway; its log has the cause", headers=headers)
+    return codec.detail(500, internal_error().message, headers=headers)
 
 
 def create_app(config: GatewayConfig) -> Starlette:

@@ -28,6 +28,7 @@ from gateway.codec import (
     too_many_bytes,
 )
 from gateway.config import GatewayConfig
+from gateway.futures import JSON, PROTOBUF
 from gateway.ids import batch_fingerprint, fingerprint
 from gateway.load import Share
 from gateway.training.submission import Submission
@@ -50,11 +51,9 @@ async def read_batch(
     HTTPException 400 for another content type or encoding, a broken body, or a JSON body without ids.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type not in ("application/x-protobuf", "application/json"):
-        raise HTTPException(
-            400, f"content-type {content_type!r} is not supported; send application/x-protobuf or application/json"
-        )
-    is_json = content_type == "application/json"
+    if content_type not in (PROTOBUF, JSON):
+        raise HTTPException(400, f"content-type {content_type!r} is not supported; send {PROTOBUF} or {JSON}")
+    is_json = content_type == JSON
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding not in ("identity", "zstd"):
         raise HTTPException(400, f"content-encoding {encoding!r} is not supported; use zstd or none")

@@ -25,8 +25,6 @@ from starlette.types import Receive, Scope, Send
 from gateway import schemas
 from gateway.codec import Request, json_response, parse
 
-JSON = "application/json"
-PROTOBUF = "application/x-protobuf"
 BINARY: dict[str, Any] = {"type": "string", "format": "binary"}
 
 Handler = Callable[..., Awaitable[Any]]

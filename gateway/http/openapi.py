@@ -13,7 +13,8 @@ from starlette.routing import BaseRoute, Mount
 
 from gateway.answers.openai import OpenAIError
 from gateway.answers.service import Detail
-from gateway.http.endpoint import JSON, Endpoint
+from gateway.futures import JSON
+from gateway.http.endpoint import Endpoint
 from tinsmith import __version__
 
 Json = dict[str, Any]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from gateway.assets import Assets
-from gateway.convert import base64_bytes
+from gateway.convert import picture_of
 from gateway.gateway import Gateway
 from gateway.load import Share
 from gateway.openai.schemas import ImagePart, Message
@@ -20,7 +19,6 @@ from tinsmith.pictures.headers import PNG, size_of
 from tinsmith.threads import in_pool
 from tinsmith.v1 import types_pb2
 
-_DATA_URL = re.compile(r"data:image/(png|jpeg);base64,")
 _INT32 = np.dtype("<i4")
 
 
@@ -62,14 +60,14 @@ def _decoded(urls: Sequence[tuple[str, str]]) -> list[types_pb2.Image]:
     """The pictures of data URLs, each given with the name of its part."""
     images = []
     for where, url in urls:
-        found = _DATA_URL.match(url)
+        found = picture_of(url, field=where)
         if found is None:
             raise InvalidRequest(
                 f"{where}: {shown(url[:60])} is no data URL of a PNG or JPEG, such as data:image/png;base64,...; "
                 "this server fetches no such files",
                 field="messages",
             )
-        images.append(types_pb2.Image(data=base64_bytes(url[found.end() :], field=where), format=found[1]))
+        images.append(types_pb2.Image(format=found[0], data=found[1]))
     return images
 
 

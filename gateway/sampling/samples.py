@@ -16,7 +16,7 @@ from gateway.database.outages import until_written
 from gateway.database.store import Store
 from gateway.database.tables.samples import SampleMark
 from gateway.database.tables.sessions import SamplingSession
-from gateway.futures import PROTOBUF, Answer, Futures, Gone, Pending
+from gateway.futures import Answer, Futures, Gone, Pending
 from gateway.ids import LAST_SEQ_ID, Target, first_of, sample_of
 from gateway.load import Pacer, Share
 from gateway.sampling.drawing import Drawings
@@ -175,7 +175,7 @@ class Samples:
         )
         if pending.hold is not None and pending.hold.is_budgeted:
             await until_written(self._drawings.ledger.flush, what="the usage", pausing=pending.progress.paused)
-        return Answer(response.SerializeToString(), PROTOBUF, json_forms.sample_result)
+        return Answer(response.SerializeToString(), json_forms.sample_result)
 
 
 # Which samples are done

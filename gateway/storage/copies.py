@@ -7,7 +7,7 @@ from gateway.convert import checkpoint_row, ttl_of
 from gateway.database.operations import COPY
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
-from gateway.ids import fingerprint, session_of
+from gateway.ids import fingerprint, model_id_of, session_of
 from gateway.placement import Placement
 from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.transfers import Transfers
@@ -61,7 +61,9 @@ class Copies:
             raise InvalidRequest(f"X-Idempotency-Key: {idempotency_key!r} was used for another copy before")
         # No client sends heartbeats for this session, so it ends at once.
         await self._store.sessions.end(session.session_id, reason="success", detail=None)
-        return await self.into_run(source_path, f"{session.session_id}:train:0", ttl_seconds=ttl_seconds, caller=caller)
+        return await self.into_run(
+            source_path, model_id_of(session.session_id, 0), ttl_seconds=ttl_seconds, caller=caller
+        )
 
     async def into_run(self, source_path: str, run_id: str, *, ttl_seconds: int | None, caller: Caller) -> Checkpoint:
         """Copies a checkpoint into a new run of an existing session. A repeat gives the same copy while that exists.

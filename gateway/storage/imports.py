@@ -17,6 +17,7 @@ from gateway.convert import checkpoint_row, ttl_of
 from gateway.database.operations import IMPORT
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
+from gateway.ids import model_id_of
 from gateway.placement import Placement
 from gateway.storage.transfers import Transfers
 from gateway.tenants.access import Caller
@@ -78,7 +79,7 @@ class Imports:
             tags=[],
             user_metadata={},
         )
-        path = TinkerPath(f"{session.session_id}:train:0", "weights", name)
+        path = TinkerPath(model_id_of(session.session_id, 0), "weights", name)
         header = trainer_pb2.ImportCheckpointHeader(
             location=path.location,
             base_model=base_model,

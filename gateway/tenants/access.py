@@ -44,6 +44,11 @@ class Caller:
         return self.admin or owner == self.owner
 
     @property
+    def sees_only(self) -> str | None:
+        """The owner whose data the caller sees; None: all owners."""
+        return None if self.admin else self.owner
+
+    @property
     def cache_salt(self) -> str:
         """Keeps an owner's prompts apart from others' in the samplers' caches; empty when any key is accepted."""
         return hashlib.sha256(self.owner.encode()).hexdigest()[:32] if self.key_id else ""

@@ -12,9 +12,9 @@ import jwt
 
 from gateway.config import GatewayConfig
 from gateway.database.store import Store
+from gateway.views import urn_of
 
 _ALGORITHM = "HS256"
-_SUBJECT = "tml:organization_user:"
 _KEY_ID = "key_id"
 _REQUIRED = ["exp", "iat", "sub", "org_id", "email", _KEY_ID]
 """The claims that the SDK reads, and the id of the key that the JWT was issued for; it is valid only while the key
@@ -44,7 +44,7 @@ class Tokens:
         claims = {
             "iat": now,
             "exp": now + self._lifetime_s,
-            "sub": _SUBJECT + owner,
+            "sub": urn_of(owner),
             "org_id": self._organization,
             "email": email,
             _KEY_ID: key_id,

@@ -24,7 +24,7 @@ from gateway.dashboard.history import History
 from gateway.database.outages import TRY_AGAIN, in_words, until_written
 from gateway.database.store import Store
 from gateway.database.tables.operations import Operation
-from gateway.futures import PROTOBUF, Answer, Futures, Gone, Pending
+from gateway.futures import Answer, Futures, Gone, Pending, internal_error
 from gateway.ids import operation_of
 from gateway.metrics import Metrics
 from gateway.placement import Placement
@@ -179,7 +179,7 @@ class Operations:
                 accepted.set_exception(NotReady(TRY_AGAIN))
             else:
                 logger.exception("%s was not accepted", submission.request_id)
-                accepted.set_exception(ServiceError("internal error of the gateway; its log has the cause"))
+                accepted.set_exception(internal_error())
             raise Gone from error  # the client gets no receipt, so it sends the operation again
 
     async def _submit_and_wait(self, submission: Submission, accepted: asyncio.Future[None]) -> Answer:
@@ -305,7 +305,7 @@ class Operations:
         """The client's answer, once the results of the reply are in the database and the operation is settled."""
         pending.ask = None  # the trainer is done with the operation
         if isinstance(reply, pb.ForwardBackwardResponse):
-            return Answer(reply.SerializeToString(), PROTOBUF, json_forms.forward_backward_result)
+            return Answer(reply.SerializeToString(), json_forms.forward_backward_result)
         if isinstance(reply, pb.OptimStepResponse):
             return Answer(json_forms.optim_step_result(reply))
 

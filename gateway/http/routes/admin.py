@@ -24,12 +24,6 @@ _PAGE_ROWS = 500
 """Entries of the audit log that are read at a time."""
 
 
-def _whose(request: Request) -> str | None:
-    """The owner whose usage the caller may see; None: all owners."""
-    caller = request.caller
-    return None if caller.admin else caller.owner
-
-
 def _entry(event: AuditEvent) -> answers.records.AuditEntry:
     entry: answers.records.AuditEntry = {
         "timestamp": time_text(event.at),
@@ -53,7 +47,7 @@ async def audit(request: Request, query: schemas.AuditQuery) -> Response:
     events = select(AuditEvent).where(AuditEvent.at >= begin, AuditEvent.at < begin + timedelta(days=1).total_seconds())
     if query.event_type != "all":
         events = events.where(AuditEvent.category == query.event_type)
-    if (owner := _whose(request)) is not None:
+    if (owner := request.caller.sees_only) is not None:
         events = events.where(AuditEvent.owner == owner)
     events = events.order_by(AuditEvent.at, AuditEvent.event_id).limit(_PAGE_ROWS)
     await request.gateway.ledger.caught_up()
@@ -101,7 +95,7 @@ async def billing_usage(request: Request, query: schemas.UsageQuery) -> answers.
             field="ending_before",
         )
     billing, by_owner = gateway.tenants.billing, gateway.tenants.callers.by_owner
-    events, sessions = await billing.usage(begin, end, owner=_whose(request))
+    events, sessions = await billing.usage(begin, end, owner=request.caller.sees_only)
     users = {urn: by_owner(owner_of_urn(urn)) for urn in {event["user_id"] for event in events}}
     for event in events:
         caller = users[event["user_id"]]
@@ -119,7 +113,7 @@ async def checkpoint_storage(request: Request, query: schemas.StorageQuery) -> a
     price = gateway.tenants.billing.storage_price
     data: list[answers.records.StorageRow] = []
     for project_id, owner, count, size in await gateway.tenants.billing.stored_now(
-        query.project_id, owner=_whose(request)
+        query.project_id, owner=request.caller.sees_only
     ):
         caller = gateway.tenants.callers.by_owner(owner)
         data.append(

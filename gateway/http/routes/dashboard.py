@@ -60,11 +60,6 @@ async def page(request: Request) -> Response:
     return FileResponse(STATIC / "index.html", headers=_HEADERS)
 
 
-def _scope(request: Request) -> str | None:
-    """The owner whose data the caller may see; None: all owners."""
-    return None if request.caller.admin else request.owner
-
-
 def _number(request: Request, name: str) -> int:
     text = request.query_params.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text) <= _MAX_NUMBER):
@@ -86,7 +81,7 @@ async def overview(request: Request) -> Json:
         "base_models": sorted({name for info in infos for name in info.base_models}),
         "unreached": clients.unreached,
         "samplers": [replica.state for replica in clients.samplers.all],
-        **await gateway.dashboard.lists.runs(owner=_scope(request)),
+        **await gateway.dashboard.lists.runs(owner=request.caller.sees_only),
     }
 
 
@@ -95,21 +90,21 @@ async def services(request: Request) -> Json:
 
 
 async def sessions(request: Request) -> Json:
-    rows = await request.gateway.dashboard.lists.sessions(owner=_scope(request))
+    rows = await request.gateway.dashboard.lists.sessions(owner=request.caller.sees_only)
     return {"now": time.time(), "sessions": rows}
 
 
 async def run(request: Request) -> Json:
     """One run, with its checkpoints."""
     lists = request.gateway.dashboard.lists
-    found = await lists.run(request.path_params["run_id"], owner=_scope(request))
+    found = await lists.run(request.path_params["run_id"], owner=request.caller.sees_only)
     return {"now": time.time(), **found}
 
 
 async def history(request: Request) -> Json:
     """The metrics of a run after the point `after`, up to which the page has counted `steps` steps."""
     gateway, run_id = request.gateway, request.path_params["run_id"]
-    await gateway.dashboard.lists.check_sees(run_id, owner=_scope(request))
+    await gateway.dashboard.lists.check_sees(run_id, owner=request.caller.sees_only)
     after, num_steps = _number(request, "after"), _number(request, "steps")
     return await gateway.dashboard.history.read(run_id, after=after, num_steps=num_steps)
 
@@ -117,9 +112,9 @@ async def history(request: Request) -> Json:
 async def samples(request: Request) -> Json:
     """The caller's samples of a run that are newer than the one with id `after`; newest first."""
     gateway, run_id = request.gateway, request.path_params["run_id"]
-    await gateway.dashboard.lists.check_sees(run_id, owner=_scope(request))
+    await gateway.dashboard.lists.check_sees(run_id, owner=request.caller.sees_only)
     rows = await gateway.dashboard.samples.read(
-        run_id, owner=_scope(request), after=_number(request, "after"), limit=_MAX_SAMPLES
+        run_id, owner=request.caller.sees_only, after=_number(request, "after"), limit=_MAX_SAMPLES
     )
     vocabularies = {
         row.base_model: await _vocabulary(gateway, row) for row in {row.base_model: row for row in rows}.values()

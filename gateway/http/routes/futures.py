@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from gateway import answers, schemas
 from gateway.codec import Request, negotiate
-from gateway.futures import Answer, Gone, Progress, explain, failed
+from gateway.futures import PROTOBUF, Answer, Gone, Progress, explain, failed
 from gateway.gateway import Gateway
-from gateway.http.endpoint import BINARY, POST, PROTOBUF
+from gateway.http.endpoint import BINARY, POST
 from gateway.ids import Target, is_custom_loss, refusal_of, target_of, unloaded_by
 from gateway.sampling import samples
 from tinsmith.errors import InvalidRequest

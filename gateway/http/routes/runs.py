@@ -22,7 +22,7 @@ def visible_kinds(request: Request) -> Sequence[str]:
 def owner_in_scope(request: Request, query: schemas.ScopedQuery) -> str | None:
     """The owner whose data is asked for; None: all owners, which only an admin can see."""
     caller = request.caller
-    return None if caller.admin and query.access_scope == "accessible" else caller.owner
+    return caller.sees_only if query.access_scope == "accessible" else caller.owner
 
 
 def _view(gateway: Gateway, run: RunWithCheckpoints) -> answers.checkpoints.TrainingRun:

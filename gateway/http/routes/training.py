@@ -7,10 +7,11 @@ from functools import partial
 
 from gateway import answers, convert, schemas
 from gateway.codec import Request, off_loop, parse, sends_parts_at_once
+from gateway.futures import PROTOBUF
 from gateway.gateway import Gateway
 from gateway.http import openapi_bodies
 from gateway.http.batches import read_batch
-from gateway.http.endpoint import BINARY, POST, PROTOBUF, SUBMISSION
+from gateway.http.endpoint import BINARY, POST, SUBMISSION
 from gateway.http.receipts import counted_if_refused, no_model, submit, submit_json
 from gateway.ids import fingerprint
 from gateway.tenants.access import Caller
