@@ -25,6 +25,7 @@ from tinsmith.pictures.counting import Counting, counting_of
 from tinsmith.rpc.addresses import Addresses, AddressSource
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.rpc.tls import Certificates
+from tinsmith.tasks import cancel_all
 from tinsmith.v1 import trainer_admin_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 T = TypeVar("T")
@@ -139,9 +140,7 @@ class Clients:
 
     async def close(self) -> None:
         tasks = [*self._watches.values(), *([self._following] if self._following else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
         for trainer in self._known.values():
             await trainer.channel.close()
         await self.samplers.close()

@@ -26,6 +26,7 @@ from tinsmith.formatting import duration_text
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.server import RAN
 from tinsmith.rpc.times import seconds_of
+from tinsmith.tasks import cancel_all
 from tinsmith.v1 import types_pb2
 
 logger = logging.getLogger(__name__)
@@ -402,10 +403,7 @@ class Futures:
             self.listener.closing()
 
     async def close(self) -> None:
-        tasks = [pending.task for pending in self._pending.values() if pending.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(pending.task for pending in self._pending.values() if pending.task is not None)
 
 
 def _counted(pending: Pending) -> list[str | tuple[str, str]]:

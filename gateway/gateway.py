@@ -42,7 +42,6 @@ from gateway.storage.imports import Imports
 from gateway.storage.retention import Retention
 from gateway.storage.retired_checkpoints import RetiredCheckpoints
 from gateway.storage.transfers import Transfers
-from gateway.tasks import to_its_end
 from gateway.tenants.access import Access
 from gateway.tenants.auth import REFRESH_S, Callers
 from gateway.tenants.billing import Billing
@@ -57,6 +56,7 @@ from gateway.training.refusals import Refusals
 from gateway.training.results import Results
 from gateway.training.saves import Saves
 from tinsmith.rpc.auth import named, require_keys
+from tinsmith.tasks import cancel_all, to_its_end
 
 logger = logging.getLogger(__name__)
 
@@ -286,9 +286,7 @@ class Gateway(Core):
 
         Accepted operations go on in the trainer. Samples in work are lost, and the SDK submits them again.
         """
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await cancel_all(self.tasks)
         if self.sampling.forwarding is not None:
             await self.sampling.forwarding.close()
         await self.futures.close()

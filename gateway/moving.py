@@ -32,7 +32,6 @@ from gateway.database.tables.sessions import Model
 from gateway.high_availability.peers import Peers
 from gateway.metrics import Metrics
 from gateway.placement import Placement
-from gateway.tasks import to_its_end
 from tinsmith.errors import (
     DataCorrupted,
     FailedPrecondition,
@@ -43,6 +42,7 @@ from tinsmith.errors import (
     NotReady,
     ServiceError,
 )
+from tinsmith.tasks import set_within, to_its_end
 from tinsmith.v1 import trainer_admin_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -131,11 +131,7 @@ class Moving:
             except Exception as error:
                 log_failure("moving runs failed", error, by=logger)
             soonest = min([_LOOK_S, *(one.again_s - time.monotonic() for one in self._failures.values())])
-            try:
-                async with asyncio.timeout(max(0.1, soonest)):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+            await set_within(self._wake, max(0.1, soonest))
             self._wake.clear()
 
     # Draining

@@ -30,11 +30,11 @@ from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.retention import Retention
 from gateway.storage.retired_checkpoints import RetiredCheckpoints
 from gateway.storage.transfers import Transfers
-from gateway.tasks import to_its_end
 from gateway.tenants.billing import Billing
 from gateway.training.operations import Operations
 from gateway.training.refusals import Refusals
 from tinsmith.errors import FailedPrecondition, InvalidRequest, ModelNotFound, ServiceError
+from tinsmith.tasks import Pause, set_within, to_its_end
 from tinsmith.v1 import trainer_pb2
 
 logger = logging.getLogger(__name__)
@@ -110,12 +110,11 @@ class Reaper:
 
     async def _freed(self, model_id: str) -> Answer:
         """Waits until a gateway has freed the model. Returns the answer of unload_model. Raises Gone."""
-        pause_s = 0.1
+        pause = Pause()
         while (model := await self._store.models.get(model_id, is_newest=True)) is not None:
             if model.released_at is not None:
                 return Answer(orjson.dumps({"type": "unload_model", "model_id": model_id}))
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, 2.0)
+            await pause.wait()
         raise Gone
 
     def _ended(self, session_id: str) -> None:
@@ -137,11 +136,7 @@ class Reaper:
             await self._try(self._operations.take_over)
             await self._try(self._transfers.finish_left)
             await self._try(self.reap)
-            try:
-                async with asyncio.timeout(self._config.reap_interval_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+            await set_within(self._wake, self._config.reap_interval_s)
             self._wake.clear()
 
     async def reap(self) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinsmith import child
+from tinsmith.tasks import Pause, cancel_all
 from tinsmith.threads import in_pool
 from tinsmith_cli import log_files
 
@@ -143,9 +144,7 @@ async def _watch(
                     restarting.append(asyncio.create_task(task))
             waiting.update(restarting)  # type: ignore[arg-type]  # such a task ends only with an error, to be raised here
     finally:
-        for task in (stopping, starting, *restarting):
-            task.cancel()
-        await asyncio.gather(stopping, starting, *restarting, return_exceptions=True)
+        await cancel_all([stopping, starting, *restarting])
 
 
 async def _wait_all_ready(running: Sequence[_Running], *, report: Callable[[str], None], timeout_s: float) -> None:
@@ -170,17 +169,16 @@ async def _keep_running(
 ) -> None:
     """Restarts the service at `place` whenever it ends."""
     service = running[place].service
-    pause_s, ready_at, in_vain = _FIRST_PAUSE_S, time.monotonic(), 0
+    pause, ready_at, in_vain = Pause(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), time.monotonic(), 0
     while True:
         code = await asyncio.shield(running[place].exited)
         _kill_group(running[place])  # processes that it left behind may hold its port and its files
         report(_end_report(running[place], code=code))
         if not in_vain and time.monotonic() - ready_at >= _LASTED_S:
-            pause_s = _FIRST_PAUSE_S
+            pause = Pause(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         so_far = f" (it was not ready after the last {in_vain} starts)" if in_vain >= _FEW_STARTS else ""
-        report(f"{service.name}: starting again in {pause_s:g} s{so_far}; the others go on")
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        report(f"{service.name}: starting again in {pause.next_s:g} s{so_far}; the others go on")
+        await pause.wait()
         started = time.monotonic()
         running[place] = one = _start(service)
         if await _is_ready(one, timeout_s=timeout_s):
@@ -199,8 +197,7 @@ async def _is_ready(one: _Running, *, timeout_s: float) -> bool:
     try:
         done, _ = await asyncio.wait({ready, one.exited}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        ready.cancel()
-        await asyncio.gather(ready, return_exceptions=True)
+        await cancel_all([ready])
     if ready in done:
         ready.result()
     return ready in done and not one.exited.done()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -10,13 +9,14 @@ from typing import TypeVar
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnection
 
+from tinsmith.tasks import Pause
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _PASSING = ("08", "25", "40", "53", "57", "58")
 """Classes of PostgreSQL's error codes that pass: connection, read-only, rolled back, no resources, shutdown, system."""
-_LONGEST_PAUSE_S = 2.0
 
 TRY_AGAIN = "the gateway's database cannot be used at the moment; try again"
 
@@ -52,15 +52,15 @@ async def until_written(write: Callable[[], Awaitable[T]], *, what: str, pausing
 
     `write` must bear a repeat after any part of it was done. `pausing` is called with a reason before each wait.
     """
-    pause_s = 0.1
+    pause, is_logged = Pause(), False
     while True:
         try:
             return await write()
         except Exception as error:
             if not is_outage(error):
                 raise
-            if pause_s == 0.1:
+            if not is_logged:
+                is_logged = True
                 logger.error("%s cannot be written down, and is tried again: %s", what, in_words(error))
         pausing("it is done, and waits for the gateway's database, which cannot be used at the moment")
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        await pause.wait()

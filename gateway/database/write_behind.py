@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.database.outages import log_failure
-from gateway.tasks import to_its_end
+from tinsmith.tasks import to_its_end
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from gateway.database.store import Store
 from gateway.database.tables.gateways import GatewayRow, Lease
 from gateway.futures import Futures
-from gateway.tasks import to_its_end
+from tinsmith.tasks import to_its_end
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from gateway.http import connections
 from gateway.http.app import create_app
 from tinsmith.allocator import exempt_from_collections
 from tinsmith.rpc.tls import warn_of_clear_text
+from tinsmith.tasks import cancel_all
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,7 @@ class GatewayServer(uvicorn.Server):
         try:
             await super().serve(sockets)
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            await cancel_all([watching])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shuts down, and tells all connections to end until they have. uvicorn tells them once, and would wait for a
@@ -69,8 +69,7 @@ class GatewayServer(uvicorn.Server):
         try:
             await super().shutdown(sockets)
         finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+            await cancel_all([telling])
 
     async def _tell_all_to_end(self) -> None:
         while True:

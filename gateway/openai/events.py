@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.openai.draws import Draw, Update
 from gateway.openai.errors import body_of
 from tinsmith.errors import ServiceError
+from tinsmith.tasks import cancel_all
 
 T = TypeVar("T")
 
@@ -39,9 +40,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
             return working.result()
         raise ClientDisconnect
     finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await cancel_all([working, leaving])
 
 
 async def event_stream(
@@ -102,9 +101,7 @@ async def together(works: Sequence[Awaitable[T]]) -> list[T]:
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
 
 async def _merge(sources: list[AsyncIterator[T]]) -> AsyncGenerator[T, None]:
@@ -135,6 +132,4 @@ async def _merge(sources: list[AsyncIterator[T]]) -> AsyncGenerator[T, None]:
             else:
                 yield item
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)

@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -43,23 +42,13 @@ from tinsmith.errors import (
 )
 from tinsmith.rpc.auth import ALONE, PROMPT_ALONE
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
+from tinsmith.tasks import Pause
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Pause:
-    """A pause that doubles with every use, up to 2 s."""
-
-    next_s: float = 0.1
-
-    async def wait(self) -> None:
-        await asyncio.sleep(self.next_s)
-        self.next_s = min(2 * self.next_s, 2.0)
 
 
 class Drawing:

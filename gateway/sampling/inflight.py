@@ -20,6 +20,7 @@ from gateway.sampling.publishing import Publishing
 from gateway.sampling.replicas import Replica
 from tinsmith.errors import ServiceError, VersionNotLoaded
 from tinsmith.rpc.paths import is_newer, run_of
+from tinsmith.tasks import cancel_all
 from tinsmith.v1 import sampler_pb2, types_pb2
 
 logger = logging.getLogger(__name__)
@@ -59,10 +60,7 @@ class Inflight:
 
     async def close(self) -> None:
         self._clients.samplers.on_serving = None
-        tasks = [*self._moving, *self._catching_up.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*self._moving, *self._catching_up.values()])
 
     # Samplers that are behind
 

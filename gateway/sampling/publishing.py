@@ -16,6 +16,7 @@ from gateway.placement import Placement
 from gateway.sampling.replicas import Replica
 from gateway.storage.retired_checkpoints import RetiredCheckpoints
 from tinsmith.errors import CheckpointNotFound, FailedPrecondition, NotReady, OutOfCapacity, ServiceError, VersionGone
+from tinsmith.tasks import cancel_all
 from tinsmith.v1 import trainer_pb2, types_pb2
 
 logger = logging.getLogger(__name__)
@@ -43,10 +44,7 @@ class Publishing:
         self._background: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        tasks = [*self._background, *self._publishing.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*self._background, *self._publishing.values()])
 
     async def provide(self, session: SamplingSession, replica: Replica, *, progress: Progress) -> bool:
         """Handles VERSION_NOT_LOADED from a replica. True once a usable replica holds the session's version.
@@ -68,9 +66,7 @@ class Publishing:
                 await samplers.list_versions(name)
             return bool(samplers.holders(name, version_id))
         finally:
-            published.cancel()
-            held.cancel()
-            await asyncio.gather(published, held, return_exceptions=True)
+            await cancel_all([published, held])
 
     async def describe(self, session: SamplingSession, progress: Progress) -> types_pb2.QueueStatus:
         """The status of a request that waits in `provide`.

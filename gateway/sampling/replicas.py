@@ -27,6 +27,7 @@ from gateway.sampling.lives import Life
 from gateway.sampling.routing import Conversations, choose, ranked
 from tinsmith.errors import InvalidRequest, NotReady, ServiceError
 from tinsmith.rpc.tls import Certificates
+from tinsmith.tasks import cancel_all, set_within
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -193,10 +194,7 @@ class Replicas:
         self._metrics.services.resubmissions.labels(replica.address)
 
     async def close(self) -> None:
-        tasks = [*(task for watches in self._watches.values() for task in watches), *self._listing.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*(task for watches in self._watches.values() for task in watches), *self._listing.values()])
         for replica in self._known.values():
             await replica.channel.close()
 
@@ -206,9 +204,7 @@ class Replicas:
         while True:
             replica.poked.clear()
             await self._set_state(replica, await self._probe(replica))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_INTERVAL_S if replica.state == "serving" else _RETRY_S):
-                    await replica.poked.wait()
+            await set_within(replica.poked, _INTERVAL_S if replica.state == "serving" else _RETRY_S)
 
     async def _watch_connection(self, replica: Replica) -> None:
         """Notices a lost connection at once. `_watch` notices when it is back."""

@@ -25,6 +25,7 @@ from gateway.tenants.limits import Hold
 from tinsmith.errors import InvalidRequest, NotReady, OutOfCapacity, SequenceConflict, ServiceError
 from tinsmith.rpc import logs
 from tinsmith.rpc.paths import run_of
+from tinsmith.tasks import set_within
 from tinsmith.v1 import sampler_pb2
 
 KIND = "asample"
@@ -357,11 +358,7 @@ class Completions:
         position = max(prev_cursor, completions.start)
         if position == completions.end and timeout_s > 0 and not self._closing:
             completions.grown.clear()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await completions.grown.wait()
-            except TimeoutError:
-                pass
+            await set_within(completions.grown, timeout_s)
             if completions.has_ended:
                 raise Gone
             position = max(prev_cursor, completions.start)

@@ -19,6 +19,7 @@ from tinsmith.errors import (
     ServiceError,
 )
 from tinsmith.rpc.server import ACCEPTED, UNREAD
+from tinsmith.tasks import Pause
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 
@@ -120,7 +121,7 @@ class TrainerCalls:
         Raises ResultNotFound when the trainer does not know the operation, and the error of a failed operation.
         """
         request = pb.WaitResultRequest(model_id=pending.group, seq_id=seq_id)
-        pause_s = 0.1
+        pause = Pause()
         while True:
             trainer = await self._placement.of_run(pending.group)
             call = trainer.stub.WaitResult(request, wait_for_ready=not self._placement.are_several)
@@ -133,8 +134,7 @@ class TrainerCalls:
                     continue
                 if isinstance(error, NotReady):
                     pending.progress.paused(_UNREACHABLE)
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, 2.0)
+                    await pause.wait()
                     continue
                 pending.ran = ran_of(await call.trailing_metadata())
                 raise

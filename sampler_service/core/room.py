@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from tinsmith.errors import NotReady, OutOfCapacity, ServiceError
+from tinsmith.tasks import set_within
 
 PATIENCE_S = 30.0
 """Longest time for which a request that has to run alone waits for those in work, in seconds. They are ended then, and
@@ -91,9 +92,7 @@ class Room:
     async def hold(self) -> bool:
         """Begins to read no call until `reopen`. Returns whether none is read either."""
         self._open.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(READ_S):
-                await self._none_read.wait()
+        await set_within(self._none_read, READ_S)
         return self._none_read.is_set() and asyncio.get_running_loop().time() >= self._none_read_at
 
     def reopen(self) -> None:
@@ -118,10 +117,7 @@ class Room:
 
     async def _emptied(self) -> None:
         """Waits until no request is in work. After PATIENCE_S those that are left are taken away."""
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                await self._empty.wait()
-        except TimeoutError:
+        if not await set_within(self._empty, PATIENCE_S):
             self._take_away(NotReady("the sampler has to run another request alone; send this one again"))
         loop = asyncio.get_running_loop()
         while self._num_in_work or loop.time() < self._empty_at:

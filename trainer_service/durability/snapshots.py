@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinsmith.errors import FailedPrecondition, ServiceError
+from tinsmith.tasks import cancel_all
 from tinsmith.threads import in_pool, in_pool_of
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.durability.executing import Executing, Name, other_work
@@ -151,9 +152,7 @@ class Snapshots:
 
     async def close(self) -> None:
         """Ends the tasks and the thread. A snapshot that is being written is never entered into the journal."""
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await cancel_all(self.tasks)
         await in_pool(self._threads.shutdown, wait=True, cancel_futures=True)
 
     def _take(self, model_id: str, progress: _Progress) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 
 from tinsmith.errors import ServiceError
 from tinsmith.rpc import logs
+from tinsmith.tasks import Pause
 from trainer_service.durability.executing import Executing
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_database import Unstorable
@@ -68,7 +68,7 @@ class AnswerStore:
         requests for its answer fail.
         """
         stored: Outcome | None = outcome
-        pause_s = _STORE_AGAIN_S
+        pause = Pause(_STORE_AGAIN_S, _LONGEST_PAUSE_S)
         while model.restoration is None or not model.restoration.has_failed:
             try:
                 async with self._executing.stage(model.model_id, operation.seq_id):
@@ -87,8 +87,7 @@ class AnswerStore:
                 )
             if self._tasks.is_closing:
                 break
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            await pause.wait()
         self.release(model, operation)
         if operation.seq_id == 0 and model.gone and self._models.get(model.model_id) is model:
             self._models.remove(model.model_id)

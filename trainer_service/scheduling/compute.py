@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 from tinsmith.cores import Cores, yield_to_event_loops
 from tinsmith.errors import EngineDead, ServiceError, storable
 from tinsmith.rpc import tracing
+from tinsmith.tasks import set_within
 from trainer_service.durability.executing import Executing, Name
 from trainer_service.engine.batch import Batch, MicroBatch, Output
 from trainer_service.metrics import Metrics
@@ -214,12 +215,7 @@ class ComputeThread:
                 if withdrawn.result is not None:
                     withdrawn.result.cancel()
             self._changed.notify()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._ended.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await set_within(self._ended, timeout_s)
 
     @contextmanager
     def dying_of_errors(self) -> Iterator[None]:

@@ -15,10 +15,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from tinsmith.errors import NotReady, OutOfCapacity, ServiceError
+from tinsmith.tasks import set_within
 from trainer_service.metrics import Metrics
 from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
 from trainer_service.scheduling.tasks import Tasks
@@ -133,9 +134,7 @@ class Parking:
             left = deadline - time.monotonic()
             if left <= 0 or self.shelf is None:
                 return
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await self._models.released.wait()
+            await set_within(self._models.released, left)
 
     async def _park_one(self) -> bool:
         """Parks the idle model that was used longest ago. Returns False when no model could be parked."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from tinsmith.errors import ServiceError
 from tinsmith.faults import is_lasting_fault
+from tinsmith.tasks import cancel_all
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync.calls import ChannelBroken, in_thread
 from trainer_service.weight_sync.group import Former, Group
@@ -43,9 +44,7 @@ class Links:
         """Set when a group was to be formed in the background, and the device can compute no more."""
 
     async def close(self) -> None:
-        for task in self._forming:
-            task.cancel()
-        await asyncio.gather(*self._forming, return_exceptions=True)
+        await cancel_all(self._forming)
         if closing := [in_thread(group.close) for group in self.groups]:
             await asyncio.wait(closing, timeout=_CLOSE_S)
 

@@ -19,6 +19,7 @@ from tinsmith.rpc.channel import connect, is_serving
 from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.tls import Certificates
 from tinsmith.rpc.words import word_of
+from tinsmith.tasks import cancel_all
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, types_pb2, weight_sync_pb2_grpc
 from trainer_service.weight_sync.calls import ChannelBroken
 
@@ -160,10 +161,7 @@ class Samplers:
                 sampler.watching = asyncio.create_task(self._watch(sampler))
 
     async def close(self) -> None:
-        watches = [sampler.watching for sampler in self.all if sampler.watching is not None]
-        for watch in watches:
-            watch.cancel()
-        await asyncio.gather(*watches, return_exceptions=True)
+        await cancel_all(sampler.watching for sampler in self.all if sampler.watching is not None)
         await asyncio.gather(*(sampler.channel.close() for sampler in self.known.values()))
 
     async def check(self, samplers: Sequence[Sampler]) -> None:
@@ -214,9 +212,7 @@ class Samplers:
             names = ", ".join(member.address for member in listening.result())
             raise ChannelBroken(f"{names}: no answer to a health check")
         finally:
-            for future in (working, listening):
-                future.cancel()
-            await asyncio.gather(working, listening, return_exceptions=True)
+            await cancel_all([working, listening])
 
     async def _silent(self, members: Sequence[Sampler], among: Sequence[Sampler]) -> list[Sampler]:
         """Returns, as soon as there are any, the members that leave a health check unanswered for `silence_s`, or for

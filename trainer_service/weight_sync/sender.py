@@ -25,6 +25,7 @@ from tinsmith.quantization import Quantization
 from tinsmith.rpc import tracing
 from tinsmith.rpc.addresses import AddressSource
 from tinsmith.rpc.tls import Certificates
+from tinsmith.tasks import cancel_all
 from tinsmith.threads import in_pool
 from tinsmith.v1 import sampler_pb2, types_pb2
 from tinsmith.v1 import weight_sync_pb2 as pb
@@ -170,9 +171,7 @@ class WeightSender:
 
     async def close(self) -> None:
         for tasks in ([*self._removing, *self.withdrawing.values()], self._background):
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
         await self._links.close()
         self._former.close()
         await self.samplers.close()

@@ -165,7 +165,7 @@ async def test_a_write_whose_answer_was_lost_counts_as_written(store: Store) -> 
 
 
 async def test_a_write_that_is_cut_off_counts_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.tasks.GRACE_S", 0.01)
+    monkeypatch.setattr("tinsmith.tasks.GRACE_S", 0.01)
     ledger = Ledger(store)
     ledger.use("sampling_sample", 5, base_model="b", owner="ada")
     committed = asyncio.Event()

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from gateway.sampling.drawing import Pause
 from tests.support.waiting import until
 from tests.unit.gateway.stack import BASE_MODEL, Backend, Client, FakeSampler, Stack, sample_body
 from tests.unit.gateway.talking import TalkingSampler
@@ -23,6 +22,7 @@ from tests.unit.gateway.test_inflight import save
 from tests.unit.gateway.test_sampling import sampler_of_a_save
 from tinsmith.errors import EngineDead, NotReady, OutOfCapacity, VersionNotLoaded
 from tinsmith.rpc.addresses import Addresses, write_addresses
+from tinsmith.tasks import Pause
 from tinsmith.v1 import sampler_pb2
 
 

@@ -1,4 +1,4 @@
-"""Work that is cancelled goes on for a moment, and no longer."""
+"""Work that is cancelled goes on for a moment, and no longer; tasks that are ended; events that are not set in time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from gateway import tasks
-from gateway.tasks import to_its_end
+from tinsmith import tasks
+from tinsmith.tasks import cancel_all, set_within, to_its_end
 
 LIMIT_S = 60.0
 """A hang ends the test; nothing here is timed."""
@@ -57,3 +57,28 @@ async def test_an_error_of_the_work_is_its_callers() -> None:
 
     with pytest.raises(ValueError, match="why"):
         await to_its_end(work())
+
+
+async def test_tasks_have_ended_once_they_are_all_cancelled_and_their_errors_are_dropped() -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.set()
+            raise RuntimeError("dropped")
+
+    task = asyncio.create_task(work())
+    await begun.wait()
+    await cancel_all([task])
+    assert (ended.is_set(), task.done()) == (True, True)
+
+
+async def test_an_event_is_set_in_time_or_not() -> None:
+    event = asyncio.Event()
+    assert not await set_within(event, 0.0)
+    asyncio.get_running_loop().call_soon(event.set)
+    assert await set_within(event, LIMIT_S)
