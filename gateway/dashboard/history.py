@@ -20,7 +20,7 @@ from sqlalchemy import Table, delete, func, select, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.dashboard.points import Columns, by_steps, columns, point_of, thinned
-from gateway.database.connection import all_of
+from gateway.database.connection import all_of, parts
 from gateway.database.store import Store
 from gateway.database.tables.history import MetricPoint
 from gateway.database.tables.sessions import Model
@@ -32,7 +32,6 @@ _MAX_WAITING = 20_000
 """Most points that wait while the database cannot be written, about 1 kB each. Beyond that the oldest are dropped."""
 _PER_WRITE = 1000
 """Most points that one transaction writes."""
-_PER_QUERY = 500
 _MAX_UNCHECKED = 10_000
 """Most runs in `History._unchecked`. The next write to a forgotten run counts its rows."""
 _TAIL_ROWS = 240
@@ -142,11 +141,10 @@ class History:
             fewer = await in_pool(lambda: list(map(_as_dict, thinned(older, target=self._max_points // 4))))
             stale = [point.seq_id for point in older]
             db.expunge_all()
-            for start in range(0, len(stale), _PER_QUERY):
-                some = MetricPoint.seq_id.in_(stale[start : start + _PER_QUERY])
-                await db.execute(delete(MetricPoint).where(mine, some))
-            for start in range(0, len(fewer), _PER_QUERY):
-                await db.execute(self._store.insert(_TABLE), fewer[start : start + _PER_QUERY])
+            for some in parts(stale):
+                await db.execute(delete(MetricPoint).where(mine, MetricPoint.seq_id.in_(some)))
+            for rows in parts(fewer):
+                await db.execute(self._store.insert(_TABLE), rows)
 
     async def forget(self, *, before: float, keep_newest: int) -> None:
         """Deletes points from before this time, and all but the `keep_newest` newest points of all runs."""
@@ -182,7 +180,7 @@ class History:
             return {run_id: seq_id for run_id, seq_id in found if seq_id is not None}
 
     async def summaries(self, run_ids: Sequence[str]) -> dict[str, Summary]:
-        """run_id -> summary, for the runs that have points; in two queries. At most _PER_QUERY runs."""
+        """run_id -> summary, for the runs that have points; in two queries. At most PER_QUERY runs (connection.py)."""
         tails = [
             select(_TABLE).where(_TABLE.c.run_id == run_id).order_by(_TABLE.c.seq_id.desc()).limit(_TAIL_ROWS)
             for run_id in run_ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from gateway.database.outages import DatabaseUnusable, in_words, is_outage
 from gateway.database.tables.base import Base
 from gateway.metrics import Metrics
 
+T = TypeVar("T")
 Row = TypeVar("Row", bound=Base)
 
 Note = Callable[[AsyncSession], Awaitable[None]]
@@ -34,6 +35,8 @@ _MIGRATION_LOCK = 0x74696E736D697468
 _PER_PASS = 50
 """Most rows of a list that are read in one pass of the event loop: up to 20 ms, with metadata of 64 Ki characters
 each."""
+PER_QUERY = 500
+"""Most items that one query names, because databases limit its parameters."""
 _CONNECT_TIMEOUT_S = 10.0
 _CONNECTIONS = 10
 """Most connections of a gateway to PostgreSQL, half of which stay open. PostgreSQL itself takes 100 by default."""
@@ -42,6 +45,11 @@ _LOCKED_S = 30
 _SILENT_S = 10
 """A PostgreSQL server whose machine does not answer is given up after one to two times this. Its name may lead to
 another machine by then."""
+
+
+def parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """The items, at most PER_QUERY at a time."""
+    return (items[start : start + PER_QUERY] for start in range(0, len(items), PER_QUERY))
 
 
 async def rows_of(db: AsyncSession, query: Executable) -> list[Any]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import ColumnElement, Select, and_, delete, exists, func, literal, or_, select, tuple_
 
 from gateway.config import GatewayConfig
+from gateway.database.connection import parts
 from gateway.database.operations import TRANSFERS
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint, RetentionPolicy
@@ -34,12 +34,8 @@ _CREATION_S = 3600.0
 """A run that the trainer has not made after this time was refused, or its trainer is away."""
 _BATCH_S = 30 * 86400.0
 """How long the row of a ledger's newest batch is kept. No gateway sends a batch again after that long."""
-_PER_QUERY = 500
-"""Most ids in one query, because databases limit its parameters."""
 _PER_TIME = 50_000
 """Most rows of a table with many rows that are deleted in one transaction, so that others can write in between."""
-
-Id = TypeVar("Id", str, tuple[str, int])
 
 
 class Forgetting:
@@ -82,12 +78,11 @@ class Forgetting:
             sampler_ids = list(await db.scalars(old.limit(_PER_TIME)))
             old = losses.where(CustomLoss.created_at < before, Session.ended_at < before)
             loss_ids = list(await db.scalars(old.limit(_PER_TIME)))
-            for start in range(0, len(sampler_ids), _PER_QUERY):
-                some = sampler_ids[start : start + _PER_QUERY]
+            for some in parts(sampler_ids):
                 await db.execute(delete(SampleMark).where(SampleMark.sampling_session_id.in_(some)))
                 await db.execute(delete(SamplingSession).where(SamplingSession.sampling_session_id.in_(some)))
-            for start in range(0, len(loss_ids), _PER_QUERY):
-                await db.execute(delete(CustomLoss).where(CustomLoss.loss_id.in_(loss_ids[start : start + _PER_QUERY])))
+            for some in parts(loss_ids):
+                await db.execute(delete(CustomLoss).where(CustomLoss.loss_id.in_(some)))
 
     async def _forget_counted(self, *, before: float) -> None:
         """Deletes marks of counted operations that a gateway wrote after the release of their model."""
@@ -95,9 +90,8 @@ class Forgetting:
         query = select(Model.model_id).join(counted, counted.c.model_id == Model.model_id)
         async with self._store.begin() as db:
             left = list(await db.scalars(query.where(Model.released_at < before)))
-            for start in range(0, len(left), _PER_QUERY):
-                some = CountedOperation.model_id.in_(left[start : start + _PER_QUERY])
-                await db.execute(delete(CountedOperation).where(some))
+            for some in parts(left):
+                await db.execute(delete(CountedOperation).where(CountedOperation.model_id.in_(some)))
 
     async def _forget_operations(self, *, before: float) -> None:
         """Deletes operations whose copy or import is gone, and those that were written after their model's release."""
@@ -142,7 +136,7 @@ class Forgetting:
         newest = select(Model.model_id).join(Session).where(Session.owner == owner, ended)
         newest = newest.order_by(Model.created_at.desc(), Model.model_id.desc())
         run_ids = await self._store.all(newest.offset(self._config.max_owner_rows).limit(_PER_TIME))
-        for some in _parts(run_ids):
+        for some in parts(run_ids):
             async with self._store.begin() as db:
                 for table in (Operation, CountedOperation, Model):
                     await db.execute(delete(table).where(table.model_id.in_(some)))
@@ -156,7 +150,7 @@ class Forgetting:
         newest = select(Session.session_id).where(Session.owner == owner, ended)
         newest = newest.order_by(Session.ended_at.desc(), Session.session_id.desc())
         found = await self._store.all(newest.offset(self._config.max_owner_rows).limit(_PER_TIME + len(needed)))
-        for some in _parts([session_id for session_id in found if session_id not in needed]):
+        for some in parts([session_id for session_id in found if session_id not in needed]):
             await self._store.run(delete(Session).where(Session.session_id.in_(some), ended))
 
     async def _forget_marks(self, owner: str) -> None:
@@ -168,7 +162,7 @@ class Forgetting:
         async with self._store.begin() as db:
             query = newest.offset(self._config.max_owner_rows).limit(_PER_TIME)
             found = [(sampling_session_id, clone_id) for sampling_session_id, clone_id in await db.execute(query)]
-            for some in _parts(found):
+            for some in parts(found):
                 await db.execute(delete(SampleMark).where(tuple_(*key).in_(some)))
 
     async def _forget_records(self) -> None:
@@ -183,7 +177,7 @@ class Forgetting:
             mine = select(SequenceRecord.sequence_id, func.sum(size).over(order_by=newest).label("total"))
             ranked = mine.join(Session, is_of_session).where(Session.owner == owner).subquery()
             ids = await self._store.all(select(ranked.c.sequence_id).where(ranked.c.total > limit).limit(_PER_TIME))
-            for some in _parts(ids):
+            for some in parts(ids):
                 await self._store.run(delete(SequenceRecord).where(SequenceRecord.sequence_id.in_(some)))
 
     async def _sum_usage(self, owner: str) -> None:
@@ -228,7 +222,3 @@ def _ended_sessions() -> ColumnElement[bool]:
 
 def _is_of_sampler() -> ColumnElement[bool]:
     return SampleMark.sampling_session_id == SamplingSession.sampling_session_id
-
-
-def _parts(ids: Sequence[Id]) -> list[Sequence[Id]]:
-    return [ids[start : start + _PER_QUERY] for start in range(0, len(ids), _PER_QUERY)]

@@ -155,7 +155,9 @@ class SessionRows:
         self._ends_until = time.time()
         """Ends of sessions by other gateways were read up to here, in seconds since 1970."""
 
-    async def create(self, *, owner: str, key_id: str = "", idempotency_key: str | None, **facts: Any) -> Session:
+    async def create(
+        self, *, owner: str, key_id: str = "", idempotency_key: str | None = None, **facts: Any
+    ) -> Session:
         """A new session; when the owner repeats the `idempotency_key`, the session that was made with it."""
         now = time.time()
         session = Session(

@@ -14,12 +14,11 @@ from typing import Any
 
 from sqlalchemy import delete, select, update
 
+from gateway.database.connection import parts
 from gateway.database.store import Store
 from gateway.database.tables.samples import SequenceRecord
 from tinsmith.v1 import sampler_pb2
 
-_PER_QUERY = 500
-"""Most ids in one query, because databases limit its parameters."""
 _TOUCH_AFTER_S = 60.0
 """A use is not written to the database if the previous one was at most this long ago."""
 
@@ -85,8 +84,7 @@ class Records:
         now = time.time()
         found: dict[str, SequenceRecord] = {}
         wanted = sorted({each for each in sequence_ids if "\0" not in each})  # PostgreSQL takes no NUL
-        for start in range(0, len(wanted), _PER_QUERY):
-            named = wanted[start : start + _PER_QUERY]
+        for named in parts(wanted):
             firsts = list({_first_of(sequence_id) for sequence_id in named})
             living = SequenceRecord.session_id == session_id, SequenceRecord.expires_at > now
             rows = select(SequenceRecord).where(SequenceRecord.sequence_id.in_([*named, *firsts]), *living)

@@ -64,12 +64,7 @@ class Unnamed:
         session = await self._store.sessions.create(
             owner=caller.owner,
             key_id=caller.key_id,
-            idempotency_key=None,
-            project_id=None,
             display_name="samples without a session",
-            sdk_version=None,
-            tags=[],
-            user_metadata={},
         )
         self._sessions[caller.key_id] = session.session_id
         return session.session_id

@@ -53,9 +53,6 @@ class Copies:
                 idempotency_key=key,
                 project_id=project_id,
                 display_name=name,
-                sdk_version=None,
-                tags=[],
-                user_metadata={},
             )
         if (session.display_name, session.project_id) != (name, project_id):
             raise InvalidRequest(f"X-Idempotency-Key: {idempotency_key!r} was used for another copy before")

@@ -69,16 +69,7 @@ class Imports:
         trainer's errors.
         """
         trainer = await self._placement.choose(base_model)
-        session = await self._store.sessions.create(
-            owner=caller.owner,
-            key_id=caller.key_id,
-            idempotency_key=None,
-            project_id=None,
-            display_name="import",
-            sdk_version=None,
-            tags=[],
-            user_metadata={},
-        )
+        session = await self._store.sessions.create(owner=caller.owner, key_id=caller.key_id, display_name="import")
         path = TinkerPath(model_id_of(session.session_id, 0), "weights", name)
         header = trainer_pb2.ImportCheckpointHeader(
             location=path.location,

@@ -13,6 +13,7 @@ from sqlalchemy import Text, case, cast, func, literal_column, select
 
 from gateway.config import GatewayConfig, TokenKind
 from gateway.database.catalog import exists_now, in_project
+from gateway.database.connection import parts
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import Model, Session
@@ -33,8 +34,6 @@ MAX_METADATA = 4 * 2**20
 """Most characters of sessions' metadata in one answer."""
 _PER_PASS = 200
 """Most events that are made, or sessions whose metadata is read, in one pass of the event loop."""
-_PER_QUERY = 500
-"""Most ids in one query, because databases limit its parameters."""
 _EVENT = (
     *(Usage.hour, Usage.owner, Usage.session_id, Usage.base_model, Usage.kind, Usage.amount),
     *(Session.session_id.label("known"), Session.project_id),
@@ -146,9 +145,9 @@ class Billing:
         """
         text = cast(Session.user_metadata, Text)
         sizes: list[tuple[int, str]] = []
-        for start in range(0, len(session_ids), _PER_QUERY):
-            some = Session.session_id.in_(session_ids[start : start + _PER_QUERY])
-            sizes += [(size, found) for found, size in await self._store.rows(_SIZES.where(some))]
+        for some in parts(session_ids):
+            rows = await self._store.rows(_SIZES.where(Session.session_id.in_(some)))
+            sizes += [(size, found) for found, size in rows]
         sizes.sort()
         totals = itertools.accumulate(size for size, _ in sizes)
         kept = [found for (_, found), total in zip(sizes, totals, strict=True) if total <= MAX_METADATA]

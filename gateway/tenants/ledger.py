@@ -22,6 +22,7 @@ from uuid import uuid4
 from sqlalchemy import Table, bindparam, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from gateway.database.connection import parts
 from gateway.database.sessions import Whose
 from gateway.database.store import Store
 from gateway.database.tables.history import Span
@@ -46,8 +47,6 @@ _MAX_TRAINED = 50_000
 usage is lost."""
 PER_STATEMENT = 1000
 """Most rows that one statement writes. Other work of the event loop runs between two statements."""
-_PER_QUERY = 500
-"""Most owners in one query, because databases limit its parameters."""
 _USAGE, _COUNTS = cast(Table, Usage.__table__), cast(Table, TokenCount.__table__)
 _COUNTED, _MODELS = cast(Table, CountedOperation.__table__), cast(Table, Model.__table__)
 """Tables, not mapped classes: SQLAlchemy sends an UPDATE or INSERT ... ON CONFLICT with a list of rows to a table in
@@ -326,8 +325,8 @@ async def _counts(db: AsyncSession, whose: Iterable[Whose]) -> dict[Whose, int]:
     """The token counts in the database of these owners."""
     owners = sorted({each.owner for each in whose})
     counted: dict[Whose, int] = {}
-    for start in range(0, len(owners), _PER_QUERY):
-        rows = await db.scalars(select(TokenCount).where(TokenCount.owner.in_(owners[start:][:_PER_QUERY])))
+    for some in parts(owners):
+        rows = await db.scalars(select(TokenCount).where(TokenCount.owner.in_(some)))
         counted |= {Whose(row.owner, row.key_id): row.amount for row in rows}
     return counted
 

@@ -28,8 +28,8 @@ class Session(Base):
     project_id: Mapped[str | None]
     display_name: Mapped[str | None]
     sdk_version: Mapped[str | None]
-    tags: Mapped[list[str]] = mapped_column(JSON)
-    user_metadata: Mapped[dict[str, Any]] = mapped_column(JSON)
+    tags: Mapped[list[str]] = mapped_column(JSON, default=list)
+    user_metadata: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
 
     __table_args__ = (
         UniqueConstraint("owner", "idempotency_key"),

@@ -59,9 +59,7 @@ async def test_ends_at_another_gateway_are_noticed_by_the_index_however_many_ses
     url = f"sqlite+aiosqlite:///{tmp_path / 'gateway.db'}"
     here, there = (Store(url, Metrics()) for _ in range(2))
     await here.migrate()
-    sessions = [
-        await here.sessions.create(owner="o", idempotency_key=None, tags=[], user_metadata={}) for _ in range(9)
-    ]
+    sessions = [await here.sessions.create(owner="o") for _ in range(9)]
     rows = [
         SamplingSession(sampling_session_id=f"{each.session_id}:sample:0", **_SAMPLED, session_id=each.session_id)
         for each in sessions
@@ -91,9 +89,7 @@ async def test_a_search_of_an_owners_sessions_sorts_none(tmp_path: Path) -> None
     store = Store(f"sqlite+aiosqlite:///{tmp_path / 'gateway.db'}", Metrics())
     await store.migrate()
     caller = Caller(owner="o")
-    created = [
-        await store.sessions.create(owner="o", idempotency_key=None, tags=[], user_metadata={}) for _ in range(3)
-    ]
+    created = [await store.sessions.create(owner="o") for _ in range(3)]
     statements = Statements(store)
     asked = SearchSessions.model_validate({"limit": 2})
     found, last = await SessionSearch(store).search(asked, caller=caller)

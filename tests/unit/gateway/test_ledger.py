@@ -137,7 +137,7 @@ async def rows(store: Store, table: type[Base]) -> int:
 
 async def test_a_commit_whose_connection_is_lost_counts_once(store: Store) -> None:
     ledger, other = Ledger(store), Ledger(store)
-    session = await store.sessions.create(owner="eve", idempotency_key=None, tags=[], user_metadata={})
+    session = await store.sessions.create(owner="eve")
     for _ in range(2):
         ledger.use("sampling_sample", 5, base_model="b", owner="ada")
         ledger.train("s:train:0", 1, 10, base_model="b", session_id=session.session_id, is_new=True)
