@@ -24,7 +24,7 @@ from gateway.dashboard.history import History
 from gateway.database.outages import TRY_AGAIN, in_words, until_written
 from gateway.database.store import Store
 from gateway.database.tables.operations import Operation
-from gateway.futures import Answer, Futures, Gone, Pending, internal_error
+from gateway.futures import Answer, Futures, Gone, internal_error
 from gateway.ids import operation_of
 from gateway.metrics import Metrics
 from gateway.placement import Placement
@@ -141,7 +141,7 @@ class Operations:
         if submission.rpc != "ForwardBackward" or submission.is_completed:
             return False
         try:
-            call = await self._call(submission)
+            call = await self._calls.accept(submission)
         except (InvalidRequest, SequenceConflict):
             return False
         try:  # a trainer that has forgotten the operation cannot compare
@@ -205,8 +205,8 @@ class Operations:
             self._metrics.submissions.accept_seconds.observe(time.monotonic() - submission.started_at)
         accepted.set_result(None)
         if call is None:
-            return await self._attached(submission, submission.base_model, submission.seq_id)
-        self._calls.watch(submission, submission.seq_id)
+            return await self._attached(submission)
+        self._calls.watch(submission)
         reply = await self._reply(call, submission)
         await self._count(submission)
         self._history.add(
@@ -241,7 +241,7 @@ class Operations:
                 known = await self._remember(submission)
                 if known is not None and known.error is not None and known.fingerprint != submission.fingerprint:
                     raise SequenceConflict(known.error)  # the gateway refused it, without the trainer
-            call = await self._call(submission)
+            call = await self._calls.accept(submission)
         except TooFarAhead:
             if known is None:
                 await self._store.operations.delete(submission.request_id)
@@ -263,18 +263,10 @@ class Operations:
             await self._store.operations.replace(self._row(submission))  # the trainer never got the stored one
         return call
 
-    async def _call(self, submission: Submission) -> Any:
-        return await self._calls.accept(
-            submission.rpc,
-            submission.request_body,
-            model_id=submission.model_id,
-            request_id=submission.request_id,
-        )
-
     async def _reply(self, call: Any, submission: Submission) -> Any:
         """The trainer's reply. Raises the error of a failed operation; the gateway's own refusal comes first."""
         try:
-            reply = await self._calls.reply(call, seq_id=submission.seq_id, pending=submission)
+            reply = await self._calls.reply(call, submission)
         except ServiceError as error:
             if submission.kind in _WRITTEN_DOWN:
                 await self._settle(submission)
@@ -301,25 +293,25 @@ class Operations:
             if submission.hold.is_budgeted:
                 await until_written(self._ledger.flush, what="the usage", pausing=submission.progress.paused)
 
-    async def _answer(self, pending: Pending, reply: Any) -> Answer:
+    async def _answer(self, submission: Submission, reply: Any) -> Answer:
         """The client's answer, once the results of the reply are in the database and the operation is settled."""
-        pending.ask = None  # the trainer is done with the operation
+        submission.ask = None  # the trainer is done with the operation
         if isinstance(reply, pb.ForwardBackwardResponse):
             return Answer(reply.SerializeToString(), json_forms.forward_backward_result)
         if isinstance(reply, pb.OptimStepResponse):
             return Answer(json_forms.optim_step_result(reply))
 
         async def write() -> Answer:
-            row = self._row(pending) if isinstance(pending, Submission) else None
-            return await self._results.answer(pending.request_id, pending.group, reply, operation=row)
+            row = self._row(submission) if submission.rpc else None
+            return await self._results.answer(submission.request_id, submission.model_id, reply, operation=row)
 
-        return await until_written(write, what=pending.request_id, pausing=pending.progress.paused)
+        return await until_written(write, what=submission.request_id, pausing=submission.progress.paused)
 
-    async def _settle(self, pending: Pending) -> None:
+    async def _settle(self, submission: Submission) -> None:
         async def settle() -> None:
-            await self._store.operations.settle(pending.request_id)
+            await self._store.operations.settle(submission.request_id)
 
-        await until_written(settle, what=pending.request_id, pausing=pending.progress.paused)
+        await until_written(settle, what=submission.request_id, pausing=submission.progress.paused)
 
     async def _remember(self, submission: Submission) -> Operation | None:
         """Stores the operation. Returns the one that was stored under its id before, if any."""
@@ -362,24 +354,27 @@ class Operations:
             raise Gone
         if self._futures.pending(request_id) is not None:
             return  # another poll has attached meanwhile
-        pending = Pending(request_id, "attach", model.model_id, fingerprint=None)
-        self._calls.watch(pending, found[1])
-        self._futures.start(pending, self._attached(pending, model.base_model, found[1]))
+        submission = Submission(
+            request_id, "attach", model.model_id, None, seq_id=found[1], base_model=model.base_model
+        )
+        self._calls.watch(submission)
+        self._futures.start(submission, self._attached(submission))
 
-    async def _attached(self, pending: Pending, base_model: str, seq_id: int) -> Answer:
+    async def _attached(self, submission: Submission) -> Answer:
+        model_id, seq_id = submission.model_id, submission.seq_id
         try:
-            reply = await self._calls.wait_result(seq_id, pending=pending)
+            reply = await self._calls.wait_result(submission)
         except ResultNotFound as error:
             raise Gone from error
         except ServiceError:
-            await self._settle(pending)
+            await self._settle(submission)
             raise
-        self._history.add(pending.group, seq_id, reply, ran=pending.ran)
+        self._history.add(model_id, seq_id, reply, ran=submission.ran)
         if isinstance(reply, pb.ForwardBackwardResponse):
             num_tokens = round(reply.metrics.get("num_tokens:sum", 0.0))
-            where = {"base_model": base_model, "session_id": pending.session_id}
-            self._ledger.train(pending.group, seq_id, num_tokens, is_new=False, **where)
-        return await self._answer(pending, reply)
+            where = {"base_model": submission.base_model, "session_id": submission.session_id}
+            self._ledger.train(model_id, seq_id, num_tokens, is_new=False, **where)
+        return await self._answer(submission, reply)
 
 
 def _is_told(submission: Submission) -> bool:

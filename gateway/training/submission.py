@@ -22,7 +22,7 @@ class Submission(Pending):
     base_model: str = ""
     """Set when the operation is admitted."""
     rpc: str = ""
-    """The trainer's RPC."""
+    """The trainer's RPC; empty for an operation that another process submitted."""
     body: bytes = b""
     """The RPC's request. The body of a batch is emptied once the trainer has it in its journal."""
     path: str | None = None

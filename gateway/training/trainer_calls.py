@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 from gateway.clients import Trainer
-from gateway.futures import Pending, ran_of
+from gateway.futures import ran_of
 from gateway.placement import Placement
+from gateway.training.submission import Submission
 from tinsmith.errors import (
     InvalidRequest,
     ModelMoved,
@@ -44,20 +45,21 @@ class TrainerCalls:
         self._placement = placement
         self._timeout_s = timeout_s
 
-    async def accept(self, rpc: str, body: bytes, *, model_id: str, request_id: str) -> Any:
+    async def accept(self, submission: Submission) -> Any:
         """The call, once the trainer has acknowledged it, or it has failed in a way that a repeat would not change.
 
         Raises NotReady when there is no acknowledgement in time, OutOfCapacity when the trainer's queue is full,
         TooFarAhead, SequenceConflict when the trainer has another body under this number, and InvalidRequest when the
         trainer has refused the message before it took the number.
         """
+        rpc, body, model_id = submission.rpc, submission.request_body, submission.model_id
         lost = NotReady("the trainer did not acknowledge the operation in time; send it again")
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:
                     trainer = await self._placement.of_run(model_id)
                     call = trainer.start(
-                        rpc, body, request_id=request_id, wait_for_ready=not self._placement.are_several
+                        rpc, body, request_id=submission.request_id, wait_for_ready=not self._placement.are_several
                     )
                     try:
                         metadata = await call.initial_metadata()
@@ -95,62 +97,63 @@ class TrainerCalls:
             return True
         return isinstance(error, ModelNotFound | ResultNotFound) and await self._placement.has_moved(model_id, trainer)
 
-    async def reply(self, call: Any, *, seq_id: int, pending: Pending) -> Any:
+    async def reply(self, call: Any, submission: Submission) -> Any:
         """The trainer's reply message; if the call is lost, WaitResult gets it. Raises the operation's error."""
         try:
             async for reply in call:
-                pending.ran = ran_of(await call.trailing_metadata())
+                submission.ran = ran_of(await call.trailing_metadata())
                 return reply
-            raise ServiceError(f"the trainer ended {pending.request_id} without a reply")
+            raise ServiceError(f"the trainer ended {submission.request_id} without a reply")
         except NotReady:
             pass
         except ServiceError:
-            pending.ran = ran_of(await call.trailing_metadata())
+            submission.ran = ran_of(await call.trailing_metadata())
             raise
-        pending.progress.paused(_UNREACHABLE)
+        submission.progress.paused(_UNREACHABLE)
         try:
-            return await self.wait_result(seq_id, pending=pending)
+            return await self.wait_result(submission)
         except ResultNotFound as error:
-            raise ServiceError(f"the trainer has lost {pending.request_id}: {error.message}") from error
+            raise ServiceError(f"the trainer has lost {submission.request_id}: {error.message}") from error
         finally:
             call.cancel()
 
-    async def wait_result(self, seq_id: int, *, pending: Pending) -> Any:
+    async def wait_result(self, submission: Submission) -> Any:
         """The reply of an operation that the trainer accepted before; waits while the trainer is unreachable.
 
         Raises ResultNotFound when the trainer does not know the operation, and the error of a failed operation.
         """
-        request = pb.WaitResultRequest(model_id=pending.group, seq_id=seq_id)
+        model_id = submission.model_id
+        request = pb.WaitResultRequest(model_id=model_id, seq_id=submission.seq_id)
         pause = Pause()
         while True:
-            trainer = await self._placement.of_run(pending.group)
+            trainer = await self._placement.of_run(model_id)
             call = trainer.stub.WaitResult(request, wait_for_ready=not self._placement.are_several)
             try:
                 found = await call
             except ServiceError as error:
-                if await self._has_moved(pending.group, trainer, error):
-                    pending.progress.paused(_MOVING)
+                if await self._has_moved(model_id, trainer, error):
+                    submission.progress.paused(_MOVING)
                     await asyncio.sleep(_MOVING_S)
                     continue
                 if isinstance(error, NotReady):
-                    pending.progress.paused(_UNREACHABLE)
+                    submission.progress.paused(_UNREACHABLE)
                     await pause.wait()
                     continue
-                pending.ran = ran_of(await call.trailing_metadata())
+                submission.ran = ran_of(await call.trailing_metadata())
                 raise
-            pending.ran = ran_of(await call.trailing_metadata())
+            submission.ran = ran_of(await call.trailing_metadata())
             return getattr(found, found.WhichOneof("result"))
 
-    def watch(self, pending: Pending, seq_id: int) -> None:
+    def watch(self, submission: Submission) -> None:
         """From now on polls of the future ask the trainer what the operation waits for."""
-        request = pb.DescribeOperationRequest(model_id=pending.group, seq_id=seq_id)
+        request = pb.DescribeOperationRequest(model_id=submission.model_id, seq_id=submission.seq_id)
 
         async def ask() -> types_pb2.QueueStatus:
-            trainer = await self._placement.of_run(pending.group)
+            trainer = await self._placement.of_run(submission.model_id)
             return (await trainer.stub.DescribeOperation(request)).status
 
-        pending.progress.active("the trainer is working on it")
-        pending.ask = ask
+        submission.progress.active("the trainer is working on it")
+        submission.ask = ask
 
 
 async def _error(call: Any) -> ServiceError | None:
