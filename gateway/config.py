@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -23,25 +22,6 @@ DATABASE = "gateway.db"
 _BODY_BYTES = 64 * 2**20
 
 TokenKind = Literal["training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample"]
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """The bounds; settings of the same names."""
-
-    max_connections: int
-    max_idle_connections: int
-    """Most connections that wait for a next request; those above it are closed."""
-    max_header_bytes: int
-    header_timeout_s: float
-    """Longest time from a request's first byte to the end of its headers."""
-    transfer_grace_s: float
-    min_transfer_bytes_s: int
-    """Slowest rate. A transfer may take its size divided by this rate, plus `transfer_grace_s`."""
-
-    @property
-    def interval_s(self) -> float:
-        return min(1.0, self.header_timeout_s / 4, self.transfer_grace_s / 4)
 
 
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9.-]+(:[0-9]{1,5})?$")]
@@ -316,17 +296,6 @@ class GatewayConfig(GrpcTls, BaseSettings):
     def own_hosts(self) -> list[str]:
         """Host names of the gateway beside the loopback ones."""
         return [*self.allowed_hosts, *filter(None, [urlsplit(self.public_url).hostname])]
-
-    @property
-    def limits(self) -> ConnectionLimits:
-        return ConnectionLimits(
-            max_connections=self.max_connections,
-            max_idle_connections=self.max_idle_connections,
-            max_header_bytes=self.max_header_bytes,
-            header_timeout_s=self.header_timeout_s,
-            transfer_grace_s=self.transfer_grace_s,
-            min_transfer_bytes_s=self.min_transfer_bytes_s,
-        )
 
     @property
     def resolved_database_url(self) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway.config import ConnectionLimits
+from gateway.config import GatewayConfig
 
 if TYPE_CHECKING:
     from starlette.types import Send
@@ -55,7 +55,7 @@ class _Waiting:
         self.seconds = 0.0
         self.num_bytes = 0
 
-    def is_too_long(self, limits: ConnectionLimits) -> bool:
+    def is_too_long(self, limits: GatewayConfig) -> bool:
         return self.seconds > limits.transfer_grace_s + self.num_bytes / limits.min_transfer_bytes_s
 
 
@@ -121,7 +121,7 @@ class _Transport:
 class BoundedProtocol(HttpToolsProtocol):
     """One connection with bounds. `bounded` makes a subclass with `limits` and `by_address` as class attributes."""
 
-    limits: ConnectionLimits
+    limits: GatewayConfig
     by_address: Counter[str]
     """Open connections of each address."""
 
@@ -301,26 +301,27 @@ async def _refuse_headers(scope: object, receive: object, send: Send) -> None:
     await send({"type": "http.response.body"})
 
 
-def bounded(limits: ConnectionLimits) -> type[BoundedProtocol]:
+def bounded(limits: GatewayConfig) -> type[BoundedProtocol]:
     """A protocol class with these limits, for uvicorn.Config(http=...)."""
     return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits, "by_address": Counter()})
 
 
-async def watch(connections: set[Any], limits: ConnectionLimits) -> None:
+async def watch(connections: set[Any], limits: GatewayConfig) -> None:
     """Checks all connections at intervals, until it is cancelled."""
+    interval_s = min(1.0, limits.header_timeout_s / 4, limits.transfer_grace_s / 4)
     checked_at = time.monotonic()
     while True:
-        await asyncio.sleep(limits.interval_s)
+        await asyncio.sleep(interval_s)
         now = time.monotonic()
         # A longer pause means that this process was suspended or busy, for which clients are not to blame.
-        seconds = min(now - checked_at, 2 * limits.interval_s)
+        seconds = min(now - checked_at, 2 * interval_s)
         for connection in list(connections):
             connection.check(seconds)
         close_idle(connections, limits)
         checked_at = now
 
 
-def close_idle(connections: Collection[BoundedProtocol], limits: ConnectionLimits) -> None:
+def close_idle(connections: Collection[BoundedProtocol], limits: GatewayConfig) -> None:
     """Closes the connections that are idle for longest, down to `max_idle_connections`."""
     idle = [(seconds, one) for one in connections if (seconds := one.idle_s()) is not None]
     num_above = len(idle) - limits.max_idle_connections

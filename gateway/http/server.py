@@ -31,14 +31,14 @@ class GatewayServer(uvicorn.Server):
 
     def __init__(self, config: GatewayConfig) -> None:
         self.app = create_app(config)
-        self._limits = config.limits
+        self._config = config
         super().__init__(
             uvicorn.Config(
                 self.app,
                 host=config.host,
                 port=config.port,
                 loop="uvloop",
-                http=connections.bounded(self._limits),
+                http=connections.bounded(config),
                 ssl_certfile=config.tls_cert,
                 ssl_keyfile=config.tls_key,
                 ws="none",
@@ -56,7 +56,7 @@ class GatewayServer(uvicorn.Server):
         yield
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        watching = asyncio.create_task(connections.watch(self.server_state.connections, self._limits))
+        watching = asyncio.create_task(connections.watch(self.server_state.connections, self._config))
         try:
             await super().serve(sockets)
         finally:
