@@ -69,6 +69,7 @@ def request_from_proto(
         cache_salt=message.cache_salt if owner is None else f"{owner} {message.cache_salt}",
         owner=message.cache_salt if owner is None else owner,
         pictures=pictures,
+        num_chunks=len(message.prompt),
         grammar=_grammar(message.grammar) if message.HasField("grammar") else None,
     )
 

@@ -33,7 +33,7 @@ from trainer_service.durability.records import Body
 from trainer_service.operation import Answer, Operation, Work
 from trainer_service.operations.operations import Request
 from trainer_service.reader import Reader
-from trainer_service.requests import batch_bytes
+from trainer_service.requests import batch_bytes, message_bytes
 from trainer_service.scheduling.compute import internal_error
 from trainer_service.trainer import Trainer
 
@@ -157,17 +157,19 @@ class Intake:
                 reason=error.message,
                 gradients_missing=_adds_gradients(request),
             )
-            body, needed = Body.pack("skip", request), None
+            body, needed, decoded = Body.pack("skip", request), None, message_bytes(request)
         else:
             async with executing.stage(*arrival):
-                body, needed = await _run(
-                    trainer, lambda: (pack(), _batch_bytes(trainer, request)), on_thread=on_thread
+                body, (needed, decoded) = await _run(
+                    trainer, lambda: (pack(), _memory(trainer, request)), on_thread=on_thread
                 )
-        held_bytes = needed  # a batch above the limit is refused, and holds only its body
+        held_bytes = needed  # a batch above the limit is refused, and holds only its message
         if needed is not None and needed > scheduler.held.max_operation_bytes:
             held_bytes = None
         try:
-            operation, is_new = await scheduler.accept(request.model_id, seq_id, body, held_bytes=held_bytes)
+            operation, is_new = await scheduler.accept(
+                request.model_id, seq_id, body, message_bytes=decoded, held_bytes=held_bytes
+            )
         except SequenceConflict as error:  # one that was given up is perhaps the repeat of an accepted operation
             raise given_up or error from None
         if is_new:
@@ -231,11 +233,12 @@ class Intake:
         return answer
 
 
-def _batch_bytes(trainer: Trainer, request: Request) -> int | None:
-    """Memory that a batch takes until it is answered, in bytes; None for other requests."""
+def _memory(trainer: Trainer, request: Request) -> tuple[int | None, int]:
+    """Memory that a batch takes until it is answered, None for other requests, and memory of the message, in bytes."""
+    decoded = message_bytes(request)
     if not isinstance(request, pb.ForwardBackwardRequest):
-        return None
-    return batch_bytes(request, trainer.operations.engine.limits.counting)
+        return None, decoded
+    return batch_bytes(request, trainer.operations.engine.limits.counting, decoded), decoded
 
 
 async def _run(trainer: Trainer, call: Callable[[], T], *, on_thread: bool) -> T:

@@ -80,8 +80,8 @@ class Operation:
     accepted: asyncio.Future[ServiceError | None]
     """None once the operation is in the journal, or the error that kept it out."""
     outcome: asyncio.Future[Outcome]
-    num_bytes: int = 0
-    """Size of the serialized request, in bytes; 0 for an operation that was read from the journal."""
+    message_bytes: int = 0
+    """Memory of the request's message, in bytes; 0 for an operation that was read from the journal."""
     work: Work | None = None
     """None until the operation is in the journal, and after a restart until its body has been read."""
     makes_model: bool = False

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import Message
 
 from tinsmith.errors import InvalidRequest, UnknownLossFn
 from tinsmith.model_input import model_input
@@ -31,6 +32,14 @@ _ANSWER_BYTES = MAX_MESSAGE_BYTES - 1024 * 1024
 """Limit on the logprobs of one answer, in bytes. The rest of an answer is far below the 1 MiB left for it."""
 _DATUM_BYTES = 1024
 """Memory of a datum's Python objects, without its arrays, in bytes."""
+_CHUNK_BYTES = 72
+"""Memory of a chunk in a message that is decoded, without its tokens, in bytes. On the wire an empty one has 4."""
+_INPUT_BYTES = 192
+"""Memory of an input, or of a setting of the loss, in a message that is decoded, without its values, in bytes. On the
+wire an empty one has 13."""
+_SMALL_BYTES = 64 * 1024
+_MOST_DECODED = 16
+"""How many times its size on the wire a message takes at most. Messages that are no batch are small, or wrong."""
 _PICTURE_BYTES = 1024
 """Memory of a picture's Python objects, without its pixels, in bytes."""
 _TARGET_BYTES = 28
@@ -64,14 +73,27 @@ _ADAM_DEFAULTS = {
 _DIMUON_DEFAULTS = {"beta1": 0.9, "grad_clip_norm": 0.0}
 
 
+def message_bytes(request: Message) -> int:
+    """Memory of a request as a message, in bytes: its serialized form, which gRPC keeps for as long as the call lasts,
+    and what it takes decoded, however small its parts are on the wire."""
+    num_bytes = request.ByteSize()
+    if not isinstance(request, trainer_pb2.ForwardBackwardRequest):
+        return num_bytes if num_bytes <= _SMALL_BYTES else _MOST_DECODED * num_bytes
+    num_inputs = len(request.loss_fn_config) + len(request.loss_fn_config_v2) + len(request.custom_loss.inputs)
+    num_chunks = 0
+    for datum in request.data:
+        num_chunks += len(datum.model_input)
+        num_inputs += len(datum.loss_fn_inputs)
+    return 2 * num_bytes + _CHUNK_BYTES * num_chunks + _INPUT_BYTES * num_inputs
+
+
 def batch_bytes(
-    request: trainer_pb2.ForwardBackwardRequest, counting: Counting | None = None, message_bytes: int | None = None
+    request: trainer_pb2.ForwardBackwardRequest, counting: Counting | None = None, decoded: int | None = None
 ) -> int:
-    """Upper bound of the memory that the request's batch takes until it is answered, in bytes: the message, its
-    serialized form, which gRPC keeps for as long as the call lasts, the arrays, the scaled pictures and the logprobs.
-    `counting`: how the base model's processor scales pictures; None if it takes none. `message_bytes`: size of the
-    serialized request, if it is known."""
-    num_bytes = 2 * (request.ByteSize() if message_bytes is None else message_bytes)
+    """Upper bound of the memory that the request's batch takes until it is answered, in bytes: the message, the arrays,
+    the scaled pictures and the logprobs. `counting`: how the base model's processor scales pictures; None if it takes
+    none. `decoded`: `message_bytes(request)`, if it has been computed already."""
+    num_bytes = message_bytes(request) if decoded is None else decoded
     for datum in request.data:
         num_bytes += _DATUM_BYTES + sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input)
         if counting is not None:

@@ -92,6 +92,8 @@ class Targets:
 _NUMBER_BYTES = 4
 _CELL_BYTES = 40
 """Bytes of a scored cell: in the message, its row, its token, its score, and the score in the answer."""
+_CHUNK_BYTES = 72
+"""Bytes of a chunk of the prompt in the message, without its tokens. On the wire an empty one has 4."""
 _SEQUENCE_BYTES = 768
 """Bytes of one of num_samples before it has a token."""
 
@@ -121,6 +123,8 @@ class Request:
     """Its prompt is computed while nothing else is, because it may have killed another sampler (trial.py)."""
     pictures: tuple[Placed, ...] = ()
     """Pictures in the prompt, each with the number of its first token, in rising order."""
+    num_chunks: int = 1
+    """Number of parts in which the prompt came. The message is kept until the request ends."""
     grammar: Grammar | None = None
     """Grammar that each sequence has to follow; None means any text. Logprobs are those of the model without it."""
 
@@ -140,6 +144,7 @@ class Request:
             + len(self.prompt) * num_rows * _NUMBER_BYTES
             + num_cells * _CELL_BYTES
             + self.num_samples * _SEQUENCE_BYTES
+            + self.num_chunks * _CHUNK_BYTES
             + sum(one.picture.pixels.nbytes for one in self.pictures)
         )
 

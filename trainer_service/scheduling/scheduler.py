@@ -94,27 +94,29 @@ class Scheduler:
         metrics.operations.queued_tokens.set_function(lambda: queued_tokens(*self._added_up()))
 
     async def accept(
-        self, model_id: str, seq_id: int, body: Body, *, held_bytes: int | None = None
+        self, model_id: str, seq_id: int, body: Body, *, message_bytes: int = 0, held_bytes: int | None = None
     ) -> tuple[Operation, bool]:
         """Accepts an operation, which is then being appended to the journal. Operation 0 makes the model.
 
         Returns the operation, and True when it is new: the caller must then give its work to `begin`. A repeat returns
-        the first operation, once it is in the journal. `held_bytes`: memory that the operation will hold, in bytes;
-        None means that of its body.
+        the first operation, once it is in the journal. `message_bytes`: memory of the request's message, in bytes; 0
+        means the size of its body. `held_bytes`: memory that the operation will hold, in bytes; None means that of its
+        message.
 
         Raises ModelNotFound, ModelLost, SequenceConflict, OutOfCapacity, InvalidRequest for a seq_id that is too far
         ahead, and ResultNotFound for a repeat whose result has expired.
         """
-        held_bytes = min(body.num_bytes, self.held.max_operation_bytes) if held_bytes is None else held_bytes
+        message_bytes = min(message_bytes or body.num_bytes, self.held.max_operation_bytes)
+        held_bytes = message_bytes if held_bytes is None else held_bytes
         with self.models.wanted(model_id):
-            return await self._accept(model_id, seq_id, body, held_bytes=held_bytes)
+            return await self._accept(model_id, seq_id, body, message_bytes=message_bytes, held_bytes=held_bytes)
 
     async def begin(self, operation: Operation, work: Work) -> None:
         """Lets a new operation run, once it is in the journal. `work`: for a refused request, work that fails. Raises
         the error that kept the operation out of the journal."""
         await _accepted(operation)
         if not isinstance(work, Batch) and operation.held_bytes:  # a refused batch has no arrays
-            self.held.hold(operation, operation.num_bytes)
+            self.held.hold(operation, operation.message_bytes)
         if not operation.outcome.done():  # the model may have been deleted meanwhile
             self._metrics.operations.queue_length.labels(operation.kind).inc()
             operation.work = work
@@ -202,7 +204,9 @@ class Scheduler:
         all_ended = await self.tasks.close(until_s=deadline_s, died=self.compute.engine_died)
         return ended and all_ended and not self.compute.engine_died.is_set()
 
-    async def _accept(self, model_id: str, seq_id: int, body: Body, *, held_bytes: int) -> tuple[Operation, bool]:
+    async def _accept(
+        self, model_id: str, seq_id: int, body: Body, *, message_bytes: int, held_bytes: int
+    ) -> tuple[Operation, bool]:
         """Checks a new operation against the limits and earlier ones, and starts to append it to the journal."""
         if self.models.is_away(model_id):
             await self.parking.have(model_id)
@@ -227,7 +231,7 @@ class Scheduler:
                 if model_id not in self.models:
                     model = self.models.open(model_id)
             if model is None:  # a repeat of this creation was accepted meanwhile
-                return await self._accept(model_id, seq_id, body, held_bytes=held_bytes)
+                return await self._accept(model_id, seq_id, body, message_bytes=message_bytes, held_bytes=held_bytes)
         if model.gone is not None:
             raise model.gone
         # An operation that closes a gap is always taken: others wait for it.
@@ -249,7 +253,7 @@ class Scheduler:
             seq_id,
             body.kind,
             body.digest,
-            num_bytes=body.num_bytes,
+            message_bytes=message_bytes,
             accepted=loop.create_future(),
             outcome=loop.create_future(),
             makes_model=seq_id == 0,

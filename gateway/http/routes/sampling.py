@@ -202,7 +202,7 @@ async def asample(request: Request) -> answers.training.SampleReceipt | Response
         hold = None
         held = Share(gateway.bodies)  # outlives this request, because the sample may have to be sent again
         if gateway.futures.fingerprint(request_id) is None:
-            held.take(message.ByteSize())
+            held.take(convert.held_bytes(message))
             try:
                 hold = gateway.tenants.limits.sample(caller, message, base_model=session.base_model)
             except ServiceError:

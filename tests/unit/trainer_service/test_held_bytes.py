@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 import numpy as np
+import psutil
 import pytest
+from google.protobuf.message import Message
 
 from tests.support.batches import datum, request, wide
 from tests.unit.trainer_service.scheduling import Bench, MakeBench, fake_batch
@@ -16,13 +18,55 @@ from tinsmith.v1 import types_pb2
 from trainer_service.durability.records import Body, Entry
 from trainer_service.engine.batch import BatchLimits
 from trainer_service.operation import Answer, Turn, Work
-from trainer_service.requests import batch_bytes, batch_of
+from trainer_service.requests import batch_bytes, batch_of, message_bytes
 
 LIMITS = BatchLimits(vocab_size=100, max_context_length=64)
 
 
 def held(bench: Bench) -> float:
     return bench.registry.get_sample_value("trainer_held_bytes") or 0.0
+
+
+@pytest.mark.parametrize("part", ["chunk", "input", "setting", "note"])
+def test_a_message_counts_for_its_parts_however_small_they_are_on_the_wire(part: str) -> None:
+    """131,072 empty chunks have 0.5 MB on the wire and 8 MB in memory, of which 1 MB counted: queued batches took eight
+    times max_queued_bytes."""
+    one = types_pb2.Datum()
+    batch, save = pb.ForwardBackwardRequest(), pb.SaveCheckpointRequest()
+    for number in range(130_000):
+        match part:
+            case "chunk":
+                one.model_input.add().encoded_text.tokens = b""
+            case "input":
+                one.loss_fn_inputs[str(number)].dtype = types_pb2.DTYPE_INT64
+            case "setting":
+                batch.loss_fn_config_v2[str(number)].number = 1.0
+            case _:
+                save.user_metadata[str(number)] = ""
+    batch.data.append(one)
+    made: Message = save if part == "note" else batch
+    body, process = made.SerializeToString(), psutil.Process()
+    before = process.memory_info().rss
+    kept = [type(made).FromString(body) for _ in range(25)]
+    taken = process.memory_info().rss - before
+    assert taken < sum(map(message_bytes, kept))
+
+
+async def test_a_refused_batch_counts_for_its_message_until_its_turn(make_bench: MakeBench) -> None:
+    """It has no arrays, but its call keeps the message."""
+    bench = await make_bench(max_queued_bytes=10_000)
+    await bench.create("a")
+    body = Body.pack("forward_backward", pb.ForwardBackwardRequest(loss_fn="none"))
+    operation, _ = await bench.scheduler.accept("a", 2, body, message_bytes=800, held_bytes=3000)
+
+    async def refused(turn: Turn) -> Answer:
+        raise InvalidRequest("no")
+
+    await bench.scheduler.begin(operation, refused)
+    assert held(bench) == 800
+    await bench.step("a", 1)
+    with pytest.raises(InvalidRequest):
+        await operation.wait()
 
 
 async def test_a_creation_that_finds_no_memory_leaves_no_model(make_bench: MakeBench) -> None:
