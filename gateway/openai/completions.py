@@ -15,6 +15,7 @@ from starlette.responses import Response
 from gateway.codec import json_response
 from gateway.convert import int32_bytes
 from gateway.gateway import Gateway
+from gateway.load import Share
 from gateway.openai.answers import Json, chunks_of, completion_logprobs, extension, head_of, log_begin, usage_of
 from gateway.openai.draws import Draw, Update, sample_request, text_off_loop
 from gateway.openai.events import event_stream, together, while_connected
@@ -28,6 +29,9 @@ from tinsmith.rpc.tensors import check_tokens
 from tinsmith.v1 import sampler_pb2 as pb
 
 Prompt = str | list[int]
+
+_TOKEN_BYTES = 8
+"""About the bytes of a token in an answer, as a number or as text."""
 
 
 def prompts_of(body: Completion) -> list[Prompt]:
@@ -98,6 +102,7 @@ async def _answer(
                 f"max_body_values is {gateway.config.max_body_values}; send fewer or shorter prompts",
                 field="prompt",
             )
+    _hold_repeats(gateway, request, body, num_tokens)
     draws = await text_off_loop(
         lambda: [
             _draw(gateway, source, tokenizer, body, prompt, prompt_tokens, request_id=request_id, n=n)
@@ -121,6 +126,23 @@ async def _answer(
     num_entries = sum(len(update.entries) for update in updates)
     made = await text_off_loop(lambda: [choices.make(update) for update in updates], num_tokens=num_entries)
     return json_response(head | {"choices": made, "usage": usage_of(draws).to_json()})
+
+
+def _hold_repeats(gateway: Gateway, request: Request, body: Completion, num_tokens: int) -> None:
+    """Counts the memory of prompts that are repeated in each choice of the answer, until it is sent. `num_tokens`: of
+    all prompts.
+
+    Raises InvalidRequest for more than max_body_bytes, and OutOfCapacity when others take the memory.
+    """
+    num_repeats = body.num_choices * (bool(body.echo) + bool(body.return_token_ids))
+    num_bytes, limit = _TOKEN_BYTES * num_tokens * num_repeats, gateway.config.max_body_bytes
+    if num_bytes > limit:
+        raise InvalidRequest(
+            f"n: with echo or return_token_ids the answer would repeat {num_tokens} tokens of prompts {num_repeats} "
+            f"times, about {num_bytes} bytes, and this server's max_body_bytes is {limit}; ask for fewer choices",
+            field="n",
+        )
+    cast(Share, request.state.held).take(num_bytes)
 
 
 def _draw(

@@ -566,6 +566,31 @@ async def test_a_chat_is_made_of_a_large_body_off_the_event_loop(
 
 
 @pytest.mark.usefixtures("talking")
+@pytest.mark.parametrize("repeated", ["echo", "return_token_ids"])
+async def test_an_answer_that_repeats_its_prompt_in_each_choice_is_counted_and_bounded(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch, repeated: str
+) -> None:
+    """A prompt of 32,000 tokens and 1,024 choices: 150 MB of answer for a body of 200 kB, for as long as its client
+    reads slowly."""
+    held: list[int] = []
+    finished = draws.Draw._finished
+
+    def seen(draw: draws.Draw, *args: Any) -> Any:
+        held.append(stack.gateway.bodies.num_bytes)
+        return finished(draw, *args)
+
+    monkeypatch.setattr(draws.Draw, "_finished", seen)
+    body = {"model": BASE_MODEL, "prompt": [1] * 1000, "max_tokens": 4, "n": 16, repeated: True}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    (held_bytes,) = held
+    assert 0 <= held_bytes - 8 * 1000 * 16 < 4000, "and the body"
+    assert stack.gateway.bodies.num_bytes == 0
+    await stack.restart_gateway(max_body_bytes=100_000)
+    reply = await client.post("/v1/completions", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "n")
+
+
+@pytest.mark.usefixtures("talking")
 @pytest.mark.parametrize("depth", [990, 1010])
 async def test_arguments_that_are_nested_deeply_are_refused_by_name(client: Client, depth: int) -> None:
     arguments = '{"a":' + "[" * depth + "]" * depth + "}"
