@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
+from weakref import WeakValueDictionary
 
 import grpc.aio
 
@@ -39,6 +40,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 logger = logging.getLogger(__name__)
 
 DEFAULT_PAGE_SIZE = 1000
+_TEXTS_AT_ONCE = 2
+"""Texts of one key that wait or are converted; further ones wait for these. One text is converted at a time."""
 
 
 class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
@@ -59,6 +62,8 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         self.max_lora_rank = max_lora_rank
         self.max_version_bytes = max_version_bytes
         self.boot_id = uuid4().hex
+        self._texts: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """Name of a caller's key -> places for the caller's texts."""
         self._admins = None if admin_keys is None else KeyRing(admin_keys)
 
     async def GetSamplerInfo(self, request: pb.GetSamplerInfoRequest, context: Context) -> pb.GetSamplerInfoResponse:
@@ -170,8 +175,11 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
     @asynccontextmanager
     async def _turn(self, context: Context) -> AsyncIterator[None]:
         """A context of a call about text, which has the sampler to itself if the caller asks for that."""
-        room = self.slot.get().requests.room
-        if not _is_alone(context):
+        room, owner = self.slot.get().requests.room, self._owner(context)
+        if owner is not None:
+            async with self._texts.setdefault(owner, asyncio.Semaphore(_TEXTS_AT_ONCE)), room.beside_others():
+                yield
+        elif not _is_alone(context):
             async with room.beside_others():
                 yield
         else:

@@ -37,6 +37,9 @@ from tinsmith.v1 import sampler_pb2 as pb
 
 T = TypeVar("T")
 _FORMS: Mapping[int, ToolCallFormat] = {value_of(pb.ToolCallFormat, form): form for form in FORMS}
+_TEXTS_AT_ONCE = 2
+"""Texts of one owner that samplers convert at once. A sampler converts one text at a time, in their order of arrival,
+and a long one takes seconds."""
 _MAX_SAMPLED = 100_000
 """Most entries of `Generator._sampled`. A forgotten entry is written into the audit log once more."""
 
@@ -93,6 +96,8 @@ class Generator:
         self._limits = limits
         self._sampled: LRUCache[tuple[str, str], None] = LRUCache(_MAX_SAMPLED)
         """Pairs of an owner and a version that the owner has sampled here."""
+        self._texts: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """owner -> places for the owner's texts."""
         self._tokenizers: dict[str, asyncio.Task[TokenizerInfo]] = {}
         """boot_id of a known sampler -> its tokenizer."""
         self._vocabularies: WeakValueDictionary[bytes, Vocabulary] = WeakValueDictionary()
@@ -139,7 +144,8 @@ class Generator:
 
         async def call(replica: Replica) -> Any:
             await self.turn(source)
-            return await drawing.ask(replica, rpc, request)
+            async with self._texts.setdefault(source.owner, asyncio.Semaphore(_TEXTS_AT_ONCE)):
+                return await drawing.ask(replica, rpc, request)
 
         return await drawing.run(call)
 

@@ -23,6 +23,7 @@ from gateway.config import GatewayConfig
 from gateway.database.tables.sessions import SamplingSession
 from gateway.openai import answers, chat, completions, draws, responses
 from gateway.openai.generator import Source
+from gateway.sampling.drawing import Drawing
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch
 from tests.unit.gateway.talking import TalkingSampler
 from tinsmith.cores import Cores, make_page
@@ -563,6 +564,28 @@ async def test_a_chat_is_made_of_a_large_body_off_the_event_loop(
     assert reply.status_code == 200, reply.text[:300]
     assert threads.keys() == steps
     assert all(name.startswith("bodies") for name in threads.values()), threads
+
+
+@pytest.mark.usefixtures("talking")
+async def test_an_owner_has_few_texts_at_samplers_at_once(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampler converts one at a time, in the order in which they come, and a long one takes seconds."""
+    num_now = num_most = 0
+    ask = Drawing.ask
+
+    async def noting(*args: Any) -> Any:
+        nonlocal num_now, num_most
+        num_now += 1
+        num_most = max(num_most, num_now)
+        try:
+            return await ask(*args)
+        finally:
+            num_now -= 1
+
+    monkeypatch.setattr(Drawing, "ask", noting)
+    body = {"model": BASE_MODEL, "prompt": ["snow"] * 50, "max_tokens": 1}
+    reply = await client.post("/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text[:300]
+    assert num_most == 2
 
 
 @pytest.mark.usefixtures("talking")

@@ -25,6 +25,7 @@ from sampler_service.core.request import Request, RequestLimits, Targets
 from sampler_service.core.sequence import SequenceGroup
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.service import make_server, serve
+from sampler_service.tokenizer import TokenizerSlot
 from sampler_service.torch_engine.engine import ForgetWarmUp
 from tests.support.models import make_model
 from tests.support.waiting import until
@@ -484,3 +485,32 @@ async def test_a_caller_with_an_ordinary_key_is_one_owner_whatever_its_salts(mod
         assert len(set(owners)) == 4
         assert [owner == owners[3] for owner in owners[3:]] == [True] * 3 + [False] * 3
         await server.stop(0)
+
+
+async def test_a_key_has_few_texts_that_wait_to_be_converted(
+    text_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are converted one at a time, in the order in which they come, and a long one takes seconds."""
+    config = SamplerConfig(base_model=str(text_model_folder), listen="127.0.0.1:0", api_keys=[SecretStr("tml-one")])
+    num_now = num_most = 0
+    run = TokenizerSlot.run
+
+    async def noting(slot: TokenizerSlot, work: Any) -> Any:
+        nonlocal num_now, num_most
+        num_now += 1
+        num_most = max(num_most, num_now)
+        try:
+            return await run(slot, work)
+        finally:
+            num_now -= 1
+
+    monkeypatch.setattr(TokenizerSlot, "run", noting)
+    async with serving(text_model_folder) as engine:
+        server = make_server(config, EngineSlot(engine), engine.metrics)
+        await server.start()
+        async with connect(f"127.0.0.1:{server.port}", api_key="tml-one") as channel:
+            stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+            replies = await asyncio.gather(*(stub.Tokenize(pb.TokenizeRequest(text="the cat")) for _ in range(20)))
+        await server.stop(0)
+    assert all(reply.tokens for reply in replies)
+    assert num_most == 2

@@ -1,6 +1,7 @@
 """Text and chats become the tokens that transformers itself would make, or are refused by name."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,29 @@ def stock(text_model_folder: Path) -> PreTrainedTokenizerBase:
 def chat(messages: Any = MESSAGES, **fields: Any) -> Chat:
     made = {name: value if isinstance(value, bool | str) else json.dumps(value) for name, value in fields.items()}
     return Chat(messages if isinstance(messages, str) else json.dumps(messages), **made)
+
+
+def test_other_threads_go_on_while_a_long_text_is_converted(
+    tokenizer: ChatTokenizer, stock: PreTrainedTokenizerBase
+) -> None:
+    """The interpreter's lock was kept until the end: a chat of 2.6 MB stopped its sampler for 18 s."""
+    text = "1, the \U0001f600 " * 100_000
+    ticks, ended = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not ended.wait(0.001):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    before = ticks
+    tokens = tokenizer.tokens(text, add_special_tokens=False)
+    num_meanwhile = ticks - before
+    ended.set()
+    thread.join()
+    assert num_meanwhile > 20
+    assert tokens[:1000].tolist() == stock.encode(text[:10_000], add_special_tokens=False)[:1000]
 
 
 def test_text_is_encoded_with_its_special_tokens(tokenizer: ChatTokenizer, stock: PreTrainedTokenizerBase) -> None:
