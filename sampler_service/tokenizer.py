@@ -10,6 +10,7 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -124,7 +125,9 @@ class ChatTokenizer:
                 return name
         return None
 
-    def to_json(self) -> str:
+    @cached_property
+    def json(self) -> str:
+        """The tokenizer.json. Made once, because that keeps the interpreter's lock for tenths of a second."""
         return self._backend.to_str()
 
     def tokens(self, text: str, *, add_special_tokens: bool, field: str = "text") -> Ints:

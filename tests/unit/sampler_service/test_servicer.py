@@ -327,6 +327,23 @@ async def test_a_large_table_of_targets_does_not_hold_up_the_event_loop(service:
     assert threads == ["large-messages"] * 3
 
 
+async def test_the_answer_of_many_tokens_is_made_beside_the_event_loop(service: Service) -> None:
+    """1,024 sequences of 8,192 tokens would stop it for half a second."""
+    threads: list[str] = []
+    write = convert.response_to_proto
+
+    def noting(*args: Any) -> Any:
+        threads.append(threading.current_thread().name.split("_")[0])
+        return write(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert, "response_to_proto", noting)
+        patch.setattr("sampler_service.servicer._MANY_TOKENS", 6)
+        for num_samples in (1, 4):
+            await service.stub.Sample(sample(prompt(4, vocab_size=200), max_tokens=2, num_samples=num_samples))
+    assert threads == ["MainThread", "large-messages"]
+
+
 async def test_versions_are_listed_by_page_and_removed(service: Service) -> None:
     for n in range(5):
         await service.engine.install(f"v{n}", make_adapter(service.engine.targets, seed=n, rank=2))

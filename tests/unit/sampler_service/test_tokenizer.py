@@ -179,7 +179,7 @@ def test_settings_that_cut_or_fill_up_are_left_out(tmp_path: Path, stock: PreTra
     file.save(str(tmp_path / "tokenizer.json"))
     whole = ChatTokenizer(str(tmp_path))
     assert whole.tokens("the cat sat", add_special_tokens=False).tolist() == stock.encode("the cat sat")
-    assert Tokenizer.from_str(whole.to_json()).encode("the cat sat").ids == stock.encode("the cat sat")
+    assert Tokenizer.from_str(whole.json).encode("the cat sat").ids == stock.encode("the cat sat")
 
 
 HERMES_TEMPLATE = "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}{{ messages[0].content }}"
