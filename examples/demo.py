@@ -7,9 +7,11 @@ digits, teaches a rule that no example ever showed. `sft.py` and `rl_math.py` ex
 
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -76,11 +78,19 @@ def train(trainer, tokenizer):
     return losses, rewards
 
 
+def end_with(stack):
+    """Interrupts the demo when the stack ends with an error: the SDK would go on trying to reach it."""
+    if stack.wait():
+        print("tinsmith up has ended; its last lines above say why", file=sys.stderr)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
 make = ["make-base-model", "--size", "tiny", "--pretrain-steps", "150", "--out", str(OUT / "model")]
 subprocess.run([*TINSMITH, *make], check=True)
 with tempfile.TemporaryDirectory() as state_dir:
     up = [*TINSMITH, "up", "--base-model", f"{MODEL}={OUT / 'model'}", "--port", "0", "--state-dir", state_dir]
     with subprocess.Popen(up, stdout=subprocess.PIPE, text=True) as stack:
+        threading.Thread(target=end_with, args=[stack], daemon=True).start()
         try:
             lines = iter(stack.stdout.readline, "")
             url = next((found[1] for line in lines if (found := re.search(r"ready at (http://\S+)", line))), None)
