@@ -57,7 +57,8 @@ _READER = Reader()
 class Intake:
     """Takes operations of all models in, and answers their callers. All methods run on one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self._told: dict[str, Told] = {}
         """The batches whose answers callers have, by model_id. It serves callers that send no failure_seen; the gateway
         does."""
@@ -76,17 +77,18 @@ class Intake:
         """Forgets what callers of a model were told, because the model has gone."""
         self._told.pop(model_id, None)
 
-    async def check_custom_loss(self, trainer: Trainer, request: pb.CheckCustomLossRequest) -> None:
+    async def check_custom_loss(self, request: pb.CheckCustomLossRequest) -> None:
         """Checks a custom loss before a model uses it. Raises InvalidRequest, and OutOfCapacity when too many wait."""
         if self._num_checks_of_no_model >= _MAX_CHECKS_OF_NO_MODEL:
             raise OutOfCapacity(f"{self._num_checks_of_no_model} custom losses wait to be checked, the most at once")
         name = other_work("check custom-loss", request.SerializeToString(deterministic=True))
-        trainer.scheduler.executing.check(*name)
+        self._trainer.scheduler.executing.check(*name)
         self._num_checks_of_no_model += 1
         # A call that is cancelled does not end the check on its thread, so it must not end the record of it either.
-        await asyncio.shield(trainer.scheduler.tasks.spawn(self._check_custom_loss(trainer, request, name)))
+        await asyncio.shield(self._trainer.scheduler.tasks.spawn(self._check_custom_loss(request, name)))
 
-    async def _check_custom_loss(self, trainer: Trainer, request: pb.CheckCustomLossRequest, name: Name) -> None:
+    async def _check_custom_loss(self, request: pb.CheckCustomLossRequest, name: Name) -> None:
+        trainer = self._trainer
         try:
             # One at a time, so that models' own checks find threads. No model has the empty id.
             turn = self._check_turns.setdefault("", asyncio.Lock())
@@ -98,22 +100,21 @@ class Intake:
 
     async def submit(
         self,
-        trainer: Trainer,
         kind: str,
         request: pb.ForwardBackwardRequest | pb.SkipOperationRequest | pb.LoadCheckpointRequest,
         context: Context,
     ) -> Answer:
         check_seq_id(request.seq_id)
-        return await self.operate(trainer, kind, request, request.seq_id, lambda: Body.pack(kind, request), context)
+        return await self.operate(kind, request, request.seq_id, lambda: Body.pack(kind, request), context)
 
     async def operate(
-        self, trainer: Trainer, kind: str, request: Request, seq_id: int, pack: Callable[[], Body], context: Context
+        self, kind: str, request: Request, seq_id: int, pack: Callable[[], Body], context: Context
     ) -> Answer:
         """Has an operation accepted, acknowledges it, and waits for its answer. `pack` makes its body."""
         check_model_id(request.model_id, field="model_id")
         if _adds_gradients(request) and (told := self._told.get(request.model_id)) is not None:
             told.sent(seq_id)
-        accepting = trainer.scheduler.tasks.spawn(self._accept_or_forget(trainer, kind, request, seq_id, pack))
+        accepting = self._trainer.scheduler.tasks.spawn(self._accept_or_forget(kind, request, seq_id, pack))
         accepting.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieve its error in any case
         # A call that is cancelled leaves no operation without work.
         operation, is_new = await asyncio.shield(accepting)
@@ -122,11 +123,11 @@ class Intake:
         return await self.answer(operation, context)
 
     async def _accept_or_forget(
-        self, trainer: Trainer, kind: str, request: Request, seq_id: int, pack: Callable[[], Body]
+        self, kind: str, request: Request, seq_id: int, pack: Callable[[], Body]
     ) -> tuple[Operation, bool]:
         """See `_accept`. Forgets a batch that is refused for good: its caller does not send it again."""
         try:
-            return await self._accept(trainer, kind, request, seq_id, pack)
+            return await self._accept(kind, request, seq_id, pack)
         except ServiceError as error:
             told = self._told.get(request.model_id) if _adds_gradients(request) else None
             if told is not None and not isinstance(error, OutOfCapacity | NotReady):
@@ -134,14 +135,14 @@ class Intake:
             raise
 
     async def _accept(
-        self, trainer: Trainer, kind: str, request: Request, seq_id: int, pack: Callable[[], Body]
+        self, kind: str, request: Request, seq_id: int, pack: Callable[[], Body]
     ) -> tuple[Operation, bool]:
         """Has the scheduler accept an operation, and makes its work while the journal writes. Returns the operation,
         and whether it is new.
 
         A request that cannot be packed, because the trainer ends each time, becomes an operation that fails.
         """
-        scheduler, executing = trainer.scheduler, trainer.scheduler.executing
+        scheduler, executing = self._trainer.scheduler, self._trainer.scheduler.executing
         arrival = arriving(kind, request.model_id), seq_id
         on_thread = _is_large(request)
         given_up: ServiceError | None = None
@@ -160,9 +161,7 @@ class Intake:
             body, needed, decoded = Body.pack("skip", request), None, message_bytes(request)
         else:
             async with executing.stage(*arrival):
-                body, (needed, decoded) = await _run(
-                    trainer, lambda: (pack(), _memory(trainer, request)), on_thread=on_thread
-                )
+                body, (needed, decoded) = await self._run(lambda: (pack(), self._memory(request)), on_thread=on_thread)
         held_bytes = needed  # a batch above the limit is refused, and holds only its message
         if needed is not None and needed > scheduler.held.max_operation_bytes:
             held_bytes = None
@@ -173,16 +172,16 @@ class Intake:
         except SequenceConflict as error:  # one that was given up is perhaps the repeat of an accepted operation
             raise given_up or error from None
         if is_new:
-            self._note(trainer, kind, request, seq_id)
-            work = await self._work_of(trainer, operation, request, held_bytes=needed, on_thread=on_thread)
+            self._note(kind, request, seq_id)
+            work = await self._work_of(operation, request, held_bytes=needed, on_thread=on_thread)
             await scheduler.begin(operation, work)
         if not is_new and given_up is None:
             executing.forget(*arrival)  # of a new operation, the scheduler does this once it is in the journal
         return operation, is_new
 
-    def _note(self, trainer: Trainer, kind: str, request: Request, seq_id: int) -> None:
+    def _note(self, kind: str, request: Request, seq_id: int) -> None:
         """Notes that an operation is new in the journal."""
-        model_id, models = request.model_id, trainer.scheduler.models
+        model_id, models = request.model_id, self._trainer.scheduler.models
         if kind == "create_model" or (kind == "optim_step" and model_id not in self._told):
             self._told[model_id] = Told(after=seq_id)
             if len(self._told) > 2 * models.num_known + _MANY_TOLD:
@@ -191,10 +190,10 @@ class Intake:
             self._told[model_id].taken(seq_id)
 
     async def _work_of(
-        self, trainer: Trainer, operation: Operation, request: Request, *, held_bytes: int | None, on_thread: bool
+        self, operation: Operation, request: Request, *, held_bytes: int | None, on_thread: bool
     ) -> Work:
         """The work of a new operation. A request that cannot be read gets work that fails, too."""
-        model_id, seq_id = operation.model_id, operation.seq_id
+        trainer, model_id, seq_id = self._trainer, operation.model_id, operation.seq_id
         custom = isinstance(request, pb.ForwardBackwardRequest) and request.HasField("custom_loss")
         max_bytes = trainer.scheduler.held.max_operation_bytes
         work_of = partial(trainer.operations.work_of, request, held_bytes=held_bytes, max_bytes=max_bytes)
@@ -202,7 +201,7 @@ class Intake:
             trainer.scheduler.executing.check(model_id, seq_id)
             if not custom:
                 async with trainer.scheduler.executing.stage(model_id, seq_id):
-                    return await _run(trainer, work_of, on_thread=on_thread)
+                    return await self._run(work_of, on_thread=on_thread)
             # Checking a custom loss may take long even for a small message. The lock comes before the stage: a suspect
             # within its stage makes all others wait, so it must not wait for a lock that one of them holds.
             turn = self._check_turns.setdefault(model_id, asyncio.Lock())
@@ -232,19 +231,17 @@ class Intake:
             told.told(operation.seq_id, failed=False)
         return answer
 
+    def _memory(self, request: Request) -> tuple[int | None, int]:
+        """Memory that a batch takes until it is answered, None for other requests, and memory of the message, in
+        bytes."""
+        decoded = message_bytes(request)
+        if not isinstance(request, pb.ForwardBackwardRequest):
+            return None, decoded
+        return batch_bytes(request, self._trainer.operations.engine.limits.counting, decoded), decoded
 
-def _memory(trainer: Trainer, request: Request) -> tuple[int | None, int]:
-    """Memory that a batch takes until it is answered, None for other requests, and memory of the message, in bytes."""
-    decoded = message_bytes(request)
-    if not isinstance(request, pb.ForwardBackwardRequest):
-        return None, decoded
-    return batch_bytes(request, trainer.operations.engine.limits.counting, decoded), decoded
-
-
-async def _run(trainer: Trainer, call: Callable[[], T], *, on_thread: bool) -> T:
-    if not on_thread:
-        return call()
-    return await _READER.run(call, cores=trainer.scheduler.cores, compute=trainer.scheduler.compute)
+    async def _run(self, call: Callable[[], T], *, on_thread: bool) -> T:
+        scheduler = self._trainer.scheduler
+        return await _READER.run(call, cores=scheduler.cores, compute=scheduler.compute) if on_thread else call()
 
 
 def _is_large(request: Message) -> bool:

@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -47,9 +48,12 @@ class TrainerServicer(CheckpointServicer):
     """All RPCs of TrainerService."""
 
     def __init__(self) -> None:
-        self._intake = Intake()
         self._deleting: dict[str, asyncio.Task[None]] = {}
         """Deletions in progress, by model_id."""
+
+    @cached_property
+    def _intake(self) -> Intake:
+        return Intake(self._ready)
 
     @property
     def journal(self) -> Journal:
@@ -130,7 +134,7 @@ class TrainerServicer(CheckpointServicer):
             request.base_weights = request.base_weights or operations.models.base_weights
             return replace(body, compressed=Body.pack("create_model", request).compressed)
 
-        answer = await self._intake.operate(self._ready, "create_model", request, 0, pack, context)
+        answer = await self._intake.operate("create_model", request, 0, pack, context)
         return answer.create_model
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
@@ -149,7 +153,7 @@ class TrainerServicer(CheckpointServicer):
         return pb.DeleteModelResponse()
 
     async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
-        answer = await self._intake.submit(self._ready, "forward_backward", request, context)
+        answer = await self._intake.submit("forward_backward", request, context)
         return answer.forward_backward
 
     async def OptimStep(self, request: pb.OptimStepRequest, context: Context) -> pb.OptimStepResponse:
@@ -166,11 +170,11 @@ class TrainerServicer(CheckpointServicer):
                 body = replace(body, compressed=Body.pack("optim_step", request).compressed)
             return body
 
-        answer = await self._intake.operate(self._ready, "optim_step", request, request.seq_id, pack, context)
+        answer = await self._intake.operate("optim_step", request, request.seq_id, pack, context)
         return answer.optim_step
 
     async def SkipOperation(self, request: pb.SkipOperationRequest, context: Context) -> pb.SkipOperationResponse:
-        await self._intake.submit(self._ready, "skip", request, context)
+        await self._intake.submit("skip", request, context)
         return pb.SkipOperationResponse()
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
@@ -183,15 +187,15 @@ class TrainerServicer(CheckpointServicer):
             request.save_id = secrets.token_hex(_NONCE_BYTES)  # stored for a replay, but not in the digest
             return replace(body, compressed=Body.pack("save_checkpoint", request).compressed)
 
-        answer = await self._intake.operate(self._ready, "save_checkpoint", request, request.seq_id, pack, context)
+        answer = await self._intake.operate("save_checkpoint", request, request.seq_id, pack, context)
         return answer.save_checkpoint
 
     async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Context) -> pb.LoadCheckpointResponse:
-        answer = await self._intake.submit(self._ready, "load_checkpoint", request, context)
+        answer = await self._intake.submit("load_checkpoint", request, context)
         return answer.load_checkpoint
 
     async def CheckCustomLoss(self, request: pb.CheckCustomLossRequest, context: Context) -> pb.CheckCustomLossResponse:
-        await self._intake.check_custom_loss(self._ready, request)
+        await self._intake.check_custom_loss(request)
         return pb.CheckCustomLossResponse()
 
     async def WaitResult(self, request: pb.WaitResultRequest, context: Context) -> pb.WaitResultResponse:
