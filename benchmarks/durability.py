@@ -68,19 +68,8 @@ class Trainer:
         rule = GapRule(0.01, 0.01, "refuse", timeout_s=5)
         publisher = Publisher(sender, Canary(sequences, self.engine.score(None, sequences)), rule, metrics)
         checkpoints = CheckpointStore(folder / "checkpoints", metrics)
-        run_alone, make_room = self.scheduler.compute.run_alone, self.scheduler.parking.make_room
         models = LiveModels(["bench"], base.weights_sum)
-        self._operations = Operations(
-            self.engine,
-            checkpoints,
-            publisher,
-            run_alone,
-            self.scheduler.executing,
-            models,
-            256,
-            self.snapshots,
-            make_room,
-        )
+        self._operations = Operations(self.engine, checkpoints, publisher, self.scheduler, models, 256, self.snapshots)
         self._restorer = Restorer(self._journal, self.snapshots, self._operations, self.scheduler, metrics)
 
     async def create(self, rank: int) -> None:

@@ -257,12 +257,10 @@ async def start(
         engine,
         checkpoints,
         publisher,
-        scheduler.compute.run_alone,
-        scheduler.executing,
+        scheduler,
         models,
         config.max_lora_rank,
         snapshots,
-        scheduler.parking.make_room,
     )
     importer = Importer(base, checkpoints, max_rank=config.max_lora_rank, max_bytes=config.max_import_bytes)
     exempt_from_collections()  # before there are models, which may be deleted

@@ -6,7 +6,7 @@ copy.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from tinsmith.errors import InvalidRequest, ServiceError, about
@@ -18,7 +18,6 @@ from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.words import check_known, word_of
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-from trainer_service.durability.executing import Executing
 from trainer_service.durability.snapshots import Snapshots
 from trainer_service.engine.batch import Batch
 from trainer_service.engine.engine import CapturedState, TrainingEngine
@@ -27,18 +26,16 @@ from trainer_service.older_forms import carried_over
 from trainer_service.operation import Turn, Work
 from trainer_service.operations.loads import Loads
 from trainer_service.operations.models import LiveModels, Model
-from trainer_service.operations.publishing import Publishing, RunAlone
+from trainer_service.operations.publishing import Publishing
 from trainer_service.operations.saves import Saves
 from trainer_service.requests import batch_of, loss_of, params_of
+from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.locations import Location
 from trainer_service.weight_sync.certificate import Publisher
 
 _MAX_LOSS_CHECKS = 16
 """Most checks of custom losses that run at once, one of each model. All share the time that checks may take."""
-
-MakeRoom = Callable[[Callable[[], bool]], Awaitable[None]]
-
 
 Request = (
     pb.CreateModelRequest
@@ -74,21 +71,18 @@ class Operations:
         engine: TrainingEngine,
         checkpoints: CheckpointStore,
         publisher: Publisher,
-        run_alone: RunAlone,
-        executing: Executing,
+        scheduler: Scheduler,
         models: LiveModels,
         max_lora_rank: int,
         snapshots: Snapshots,
-        make_room: MakeRoom,
     ) -> None:
-        """`run_alone`, `executing`: those of the Scheduler. `make_room`: Parking.make_room."""
         self.engine = engine
         self.max_lora_rank = max_lora_rank
         self.snapshots = snapshots
-        self._make_room = make_room
+        self._scheduler = scheduler
         self.models = models
         self.loads = Loads(engine, checkpoints, self.models, snapshots)
-        self.publishing = Publishing(engine, checkpoints, publisher, run_alone, executing, self.models, self.loads)
+        self.publishing = Publishing(engine, checkpoints, publisher, scheduler, self.models, self.loads)
         self._saves = Saves(engine, checkpoints, self.models, self.publishing)
         self.loss_checks = ThreadPoolExecutor(_MAX_LOSS_CHECKS, thread_name_prefix="custom-loss")
         """Threads that check custom losses, which may take long."""
@@ -200,7 +194,7 @@ class Operations:
                 self.engine.restore(model.model_id, state, with_optimizer=request.load_optimizer)
                 model.step = state.step
 
-        await self._make_room(lambda: self.engine.has_room_for(model.config))
+        await self._scheduler.parking.make_room(lambda: self.engine.has_room_for(model.config))
         await turn.run(create)
         self.models.add(model)
         self.snapshots.add(model.model_id)

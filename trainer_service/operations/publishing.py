@@ -11,7 +11,6 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
 
 from tinsmith.errors import (
     CheckpointExists,
@@ -25,11 +24,12 @@ from tinsmith.errors import (
 )
 from tinsmith.v1 import types_pb2
 from tinsmith.v1.types_pb2 import PublishCertificate
-from trainer_service.durability.executing import Executing, Name, other_work
+from trainer_service.durability.executing import Name, other_work
 from trainer_service.engine.engine import CapturedState, TrainingEngine
 from trainer_service.operation import Turn
 from trainer_service.operations.loads import Loads
 from trainer_service.operations.models import LiveModels
+from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.locations import KINDS, Location
 from trainer_service.weight_sync import Version
@@ -43,14 +43,6 @@ _SENT_KINDS = {types_pb2.CHECKPOINT_KIND_SAMPLER, types_pb2.CHECKPOINT_KIND_EPHE
 
 _HEAD_START_S = 0.05
 
-T = TypeVar("T")
-
-
-class RunAlone(Protocol):
-    async def __call__(self, call: Callable[[], T], *, canary_tokens: int | None = None, name: Name | None = None) -> T:
-        """Makes the call on the compute thread, before the next micro-batch. For the other arguments see Call."""
-        ...
-
 
 @dataclass(slots=True)
 class Publishing:
@@ -59,9 +51,7 @@ class Publishing:
     engine: TrainingEngine
     checkpoints: CheckpointStore
     publisher: Publisher
-    run_alone: RunAlone
-    """Scheduler.run_alone."""
-    executing: Executing
+    scheduler: Scheduler
     models: LiveModels
     loads: Loads
     _running: dict[tuple[Location, str], asyncio.Task[Certified]] = field(default_factory=dict)
@@ -161,8 +151,8 @@ class Publishing:
     async def _noted(self, location: Location, version_id: str, num_samplers: int) -> Certified:
         """Publishes a stored version, with a record of it in case the process ends meanwhile."""
         name = publication(location, version_id)
-        await self.executing.turn_to_store(*name)
-        with self.executing.other(name):
+        await self.scheduler.executing.turn_to_store(*name)
+        with self.scheduler.executing.other(name):
             return await self._publish(location, version_id, name, num_samplers)
 
     async def _publish(self, location: Location, version_id: str, name: Name, num_samplers: int) -> Certified:
@@ -181,7 +171,7 @@ class Publishing:
         """Scores the canary, for one publish at a time, so that micro-batches wait for at most one score."""
         canary = self.publisher.canary(state.config)
         async with self._scoring:
-            return await self.run_alone(
+            return await self.scheduler.compute.run_alone(
                 lambda: self.engine.score(state.adapter, canary.sequences),
                 canary_tokens=canary.num_tokens,
                 name=name,

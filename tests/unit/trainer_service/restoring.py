@@ -108,9 +108,7 @@ class Process:
         publisher = Publisher(sender, Canary(sequences, engine.score(None, sequences)), rule, metrics)
         checkpoints = CheckpointStore(store, metrics)
         models = LiveModels(base_models, base.weights_sum, allow_other_weights=allow_other_weights)
-        make_room = scheduler.parking.make_room
-        run_alone, executing = scheduler.compute.run_alone, scheduler.executing
-        operations = Operations(engine, checkpoints, publisher, run_alone, executing, models, 16, snapshots, make_room)
+        operations = Operations(engine, checkpoints, publisher, scheduler, models, 16, snapshots)
         restorer = Restorer(journal, snapshots, operations, scheduler, metrics)
         await restorer.run()
         moving = Moving(restorer, lambda: LocalStorage(store / packages.FOLDER, metrics), trainer_id=trainer_id)

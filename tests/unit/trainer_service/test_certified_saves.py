@@ -162,11 +162,7 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
         snapshots = Snapshots(files, journal, Policy(0, 0, 0), metrics, scheduler.executing)
         exits.push_async_callback(snapshots.close)
         models = LiveModels(["tiny"], base.weights_sum)
-        make_room = scheduler.parking.make_room
-        run_alone, executing = scheduler.compute.run_alone, scheduler.executing
-        operations = Operations(
-            training, checkpoints, publisher, run_alone, executing, models, 16, snapshots, make_room
-        )
+        operations = Operations(training, checkpoints, publisher, scheduler, models, 16, snapshots)
         servicer = TrainerServicer()
         importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
         restorer = Restorer(journal, snapshots, operations, scheduler, metrics)
@@ -177,7 +173,7 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
         await server.start()
         exits.push_async_callback(server.stop, 0)
         channel = await exits.enter_async_context(connect(f"127.0.0.1:{server.port}"))
-        stack = Stack(trainer_pb2_grpc.TrainerServiceStub(channel), engines, publisher, executing)
+        stack = Stack(trainer_pb2_grpc.TrainerServiceStub(channel), engines, publisher, scheduler.executing)
         lora = types_pb2.LoraConfig(rank=4, seed=1, train_attn=True, train_mlp=True)
         await stack.stub.CreateModel(pb.CreateModelRequest(model_id=MODEL, base_model="tiny", lora_config=lora))
         await stack.step()

@@ -135,9 +135,7 @@ async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
             SnapshotFiles(tmp_path / "snapshots"), journal, Policy(2, 0, 0), metrics, scheduler.executing
         )
         models = LiveModels(["tiny", "alias"], base.weights_sum)
-        make_room = scheduler.parking.make_room
-        run_alone, executing = scheduler.compute.run_alone, scheduler.executing
-        operations = Operations(engine, checkpoints, publisher, run_alone, executing, models, 16, snapshots, make_room)
+        operations = Operations(engine, checkpoints, publisher, scheduler, models, 16, snapshots)
         importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
         restorer = Restorer(journal, snapshots, operations, scheduler, metrics)
         await restorer.run()
