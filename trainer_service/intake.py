@@ -240,8 +240,10 @@ class Intake:
         return batch_bytes(request, self._trainer.operations.engine.limits.counting, decoded), decoded
 
     async def _run(self, call: Callable[[], T], *, on_thread: bool) -> T:
+        if not on_thread:
+            return call()
         scheduler = self._trainer.scheduler
-        return await _READER.run(call, cores=scheduler.cores, compute=scheduler.compute) if on_thread else call()
+        return await _READER.run(call, cores=scheduler.cores, is_busy=lambda: scheduler.compute.is_busy)
 
 
 def _is_large(request: Message) -> bool:

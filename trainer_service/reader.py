@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from tinsmith.cores import Cores
 from tinsmith.threads import in_pool_of
@@ -13,13 +13,6 @@ from tinsmith.threads import in_pool_of
 T = TypeVar("T")
 
 _LONGEST_PAUSE_S = 1.0
-
-
-class Compute(Protocol):
-    @property
-    def is_busy(self) -> bool:
-        """Whether the compute thread computes now."""
-        ...
 
 
 class Reader:
@@ -34,12 +27,12 @@ class Reader:
         self._pause_ends_s = 0.0
         """By time.monotonic."""
 
-    async def run(self, call: Callable[[], T], *, cores: Cores, compute: Compute) -> T:
-        """The result of `call`, run on the thread in its turn."""
-        return await in_pool_of(self._pool, self._run, call, cores, compute)
+    async def run(self, call: Callable[[], T], *, cores: Cores, is_busy: Callable[[], bool]) -> T:
+        """The result of `call`, run on the thread in its turn. `is_busy`: whether the compute thread computes now."""
+        return await in_pool_of(self._pool, self._run, call, cores, is_busy)
 
-    def _run(self, call: Callable[[], T], cores: Cores, compute: Compute) -> T:
-        if compute.is_busy:
+    def _run(self, call: Callable[[], T], cores: Cores, is_busy: Callable[[], bool]) -> T:
+        if is_busy():
             time.sleep(max(0.0, self._pause_ends_s - time.monotonic()))
         began_s = time.monotonic()
         try:

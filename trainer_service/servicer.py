@@ -8,7 +8,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -126,13 +125,11 @@ class TrainerServicer(CheckpointServicer):
 
         def pack() -> Body:
             body = Body.pack("create_model", request)
-            # The fields below are stored, so that a replay makes the same model. They are not in the digest, because a
-            # repeated request does not have them.
             request.creation_id = secrets.token_hex(_NONCE_BYTES)
             if request.lora_config.rank and not request.lora_config.HasField("seed"):
                 request.lora_config.seed = secrets.randbits(31)
             request.base_weights = request.base_weights or operations.models.base_weights
-            return replace(body, compressed=Body.pack("create_model", request).compressed)
+            return body.storing(request)
 
         answer = await self._intake.operate("create_model", request, 0, pack, context)
         return answer.create_model
@@ -165,9 +162,9 @@ class TrainerServicer(CheckpointServicer):
 
         def pack() -> Body:
             body = Body.pack("optim_step", request)
-            if failure_seen:  # stored for a replay, but not in the digest: a repeat may have another value
+            if failure_seen:
                 request.failure_seen = failure_seen
-                body = replace(body, compressed=Body.pack("optim_step", request).compressed)
+                body = body.storing(request)
             return body
 
         answer = await self._intake.operate("optim_step", request, request.seq_id, pack, context)
@@ -184,8 +181,8 @@ class TrainerServicer(CheckpointServicer):
 
         def pack() -> Body:
             body = Body.pack("save_checkpoint", request)
-            request.save_id = secrets.token_hex(_NONCE_BYTES)  # stored for a replay, but not in the digest
-            return replace(body, compressed=Body.pack("save_checkpoint", request).compressed)
+            request.save_id = secrets.token_hex(_NONCE_BYTES)
+            return body.storing(request)
 
         answer = await self._intake.operate("save_checkpoint", request, request.seq_id, pack, context)
         return answer.save_checkpoint

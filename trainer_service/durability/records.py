@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import chain
 
@@ -36,6 +36,11 @@ class Body:
     def pack(cls, kind: str, request: Message) -> Body:
         data = _serialized(request)
         return cls(kind, _digest(kind, data), zstandard.ZstdCompressor(level=1).compress(data))
+
+    def storing(self, request: Message) -> Body:
+        """The body with the digest of this one that stores another request: the same one, to which the trainer has
+        added what a replay needs and a repeat does not have."""
+        return replace(self, compressed=Body.pack(self.kind, request).compressed)
 
     @property
     def num_bytes(self) -> int:

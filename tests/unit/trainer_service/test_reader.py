@@ -23,11 +23,6 @@ class Clock:
         self.now_s += seconds
 
 
-@dataclass
-class Compute:
-    is_busy: bool
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
@@ -46,7 +41,7 @@ async def readings(clock: Clock, lengths_s: list[float], *, is_busy: bool) -> li
         ended.append(clock.now_s)
 
     for seconds in lengths_s:
-        await reader.run(lambda seconds=seconds: read(seconds), cores=cores, compute=Compute(is_busy))
+        await reader.run(lambda seconds=seconds: read(seconds), cores=cores, is_busy=lambda: is_busy)
     return [round(after - before, 6) for after, before in zip(began[1:], ended, strict=False)]
 
 
@@ -66,5 +61,5 @@ async def test_a_reading_that_fails_is_followed_by_its_pause(clock: Clock) -> No
         raise ValueError("unreadable")
 
     with pytest.raises(ValueError, match="unreadable"):
-        await reader.run(fail, cores=cores, compute=Compute(is_busy=True))
-    assert await reader.run(clock.monotonic, cores=cores, compute=Compute(is_busy=True)) == pytest.approx(101.0)
+        await reader.run(fail, cores=cores, is_busy=lambda: True)
+    assert await reader.run(clock.monotonic, cores=cores, is_busy=lambda: True) == pytest.approx(101.0)
