@@ -226,7 +226,7 @@ class Generator:
 
     def _drawing(self, source: Source, request: pb.SampleRequest | None = None, *, request_id: str = "") -> Drawing:
         wait_s = self._config.openai_wait_s
-        return self._drawings.begin(source.session, request, request_id=request_id, wait_s=wait_s)
+        return Drawing(self._drawings, source.session, request, request_id=request_id, wait_s=wait_s)
 
     @contextlib.contextmanager
     def _holding_budget(self, source: Source, request: pb.SampleRequest) -> Iterator[Hold | None]:

@@ -28,7 +28,7 @@ from gateway.metrics import Metrics
 from gateway.sampling.inflight import Inflight
 from gateway.sampling.lives import Suspicion
 from gateway.sampling.publishing import Publishing
-from gateway.sampling.replicas import Replica, Replicas
+from gateway.sampling.replicas import Replica
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold
 from tinsmith.errors import (
@@ -60,25 +60,24 @@ class Drawing:
 
     def __init__(
         self,
+        drawings: Drawings,
         session: SamplingSession,
-        request: pb.SampleRequest | None,
+        request: pb.SampleRequest | None = None,
         *,
-        replicas: Replicas,
-        publishing: Publishing,
-        inflight: Inflight,
-        request_id: str,
-        progress: Progress | None,
-        wait_s: float | None,
+        request_id: str = "",
+        progress: Progress | None = None,
+        wait_s: float | None = None,
     ) -> None:
-        """As `Drawings.begin`, which makes it."""
+        """`session`: the weights. `request` None: a call about text, which any sampler of the base model can answer.
+        `wait_s`: longest wait for a sampler; None: without end."""
         self.progress = progress or Progress()
         self.ran: tuple[float, float] | None = None
         """Begin and end of the sampler's computation, in seconds since 1970; None while not known."""
         self._session = session
         self._request = request
-        self._replicas = replicas
-        self._publishing = publishing
-        self._inflight = inflight
+        self._replicas = drawings.clients.samplers
+        self._publishing = drawings.publishing
+        self._inflight = drawings.inflight
         self._request_id = request_id
         self._wait_s = wait_s
         self._describe: Callable[[], Awaitable[types_pb2.QueueStatus]] | None = None
@@ -302,7 +301,7 @@ class Drawing:
 
 
 class Drawings:
-    """Begins the drawings of both APIs, and counts their tokens."""
+    """What the drawings of both APIs need. Counts their tokens."""
 
     def __init__(
         self,
@@ -316,32 +315,10 @@ class Drawings:
     ) -> None:
         self.ledger = ledger
         self.recent = recent
-        self._clients = clients
-        self._publishing = publishing
-        self._inflight = inflight
+        self.clients = clients
+        self.publishing = publishing
+        self.inflight = inflight
         self._metrics = metrics
-
-    def begin(
-        self,
-        session: SamplingSession,
-        request: pb.SampleRequest | None = None,
-        *,
-        request_id: str = "",
-        progress: Progress | None = None,
-        wait_s: float | None = None,
-    ) -> Drawing:
-        """`session`: the weights. `request` None: a call about text, which any sampler of the base model can answer.
-        `wait_s`: longest wait for a sampler; None: without end."""
-        return Drawing(
-            session,
-            request,
-            replicas=self._clients.samplers,
-            publishing=self._publishing,
-            inflight=self._inflight,
-            request_id=request_id,
-            progress=progress,
-            wait_s=wait_s,
-        )
 
     def count(
         self,
@@ -357,7 +334,7 @@ class Drawings:
     ) -> int:
         """Counts the tokens of an answer, and releases its reservation. Owner and key as for `Ledger.use`. Returns the
         number of tokens in all."""
-        num_prompt = num_tokens(request.prompt, self._clients.counting(base_model))
+        num_prompt = num_tokens(request.prompt, self.clients.counting(base_model))
         submissions = self._metrics.submissions
         submissions.prompt_tokens.inc(num_prompt)
         submissions.cached_prompt_tokens.inc(num_cached)

@@ -19,7 +19,7 @@ from gateway.database.tables.sessions import SamplingSession
 from gateway.futures import Answer, Futures, Gone, Pending
 from gateway.ids import LAST_SEQ_ID, Target, first_of, sample_of
 from gateway.load import Pacer, Share
-from gateway.sampling.drawing import Drawings
+from gateway.sampling.drawing import Drawing, Drawings
 from gateway.sampling.records import Records
 from gateway.tenants.limits import Hold
 from tinsmith.errors import InvalidRequest, NotReady, OutOfCapacity, SequenceConflict, ServiceError
@@ -141,7 +141,7 @@ class Samples:
         self, pending: Pending, request: sampler_pb2.SampleRequest, session: SamplingSession, *, is_recorded: bool
     ) -> Answer:
         logs.model_id.set(run_of(session.version_id))
-        drawing = self._drawings.begin(session, request, request_id=pending.request_id, progress=pending.progress)
+        drawing = Drawing(self._drawings, session, request, request_id=pending.request_id, progress=pending.progress)
         pending.ask = drawing.describe
         try:
             async with asyncio.timeout(self._config.sample_timeout_s):
