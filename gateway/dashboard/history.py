@@ -146,11 +146,6 @@ class History:
             for rows in parts(fewer):
                 await db.execute(self._store.insert(_TABLE), rows)
 
-    async def forget(self, *, before: float, keep_newest: int) -> None:
-        """Deletes points from before this time, and all but the `keep_newest` newest points of all runs."""
-        await self._store.run(delete(MetricPoint).where(MetricPoint.at < before))
-        await self._store.keep_newest(MetricPoint, MetricPoint.at, number=keep_newest)
-
     # Reading
 
     async def read(self, run_id: str, *, after: int = 0, num_steps: int = 0) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from gateway.dashboard.lists import Lists
 from gateway.dashboard.samples import RecentSamples
 from gateway.dashboard.services import Services
 from gateway.database.store import Store
+from gateway.database.tables.history import MetricPoint
+from gateway.database.tables.samples import RecentSample
 from gateway.database.write_behind import WriteBehind
 from gateway.futures import Futures
 from gateway.metrics import Metrics
@@ -33,6 +35,7 @@ class Dashboard:
         metrics: Metrics,
     ) -> None:
         self._config = config
+        self._store = store
         self.history = History(store, max_points=config.history_points)
         self.samples = RecentSamples(store, keep=config.recent_samples)
         self.services = Services(clients, moving, metrics)
@@ -53,6 +56,11 @@ class Dashboard:
             await self._forget()
 
     async def _forget(self) -> None:
+        """Deletes what is too old or too much of all runs and owners together."""
         now, config = time.time(), self._config
-        await self.history.forget(before=now - config.history_retention_s, keep_newest=config.max_history_points)
-        await self.samples.forget(before=now - config.recent_sample_retention_s, keep_newest=config.max_recent_samples)
+        await self._store.delete_old(
+            MetricPoint.at, before=now - config.history_retention_s, keep_newest=config.max_history_points
+        )
+        await self._store.delete_old(
+            RecentSample.at, before=now - config.recent_sample_retention_s, keep_newest=config.max_recent_samples
+        )

@@ -126,11 +126,6 @@ class RecentSamples:
                 if oldest is not None:
                     await db.execute(delete(RecentSample).where(*mine, RecentSample.sample_id < oldest))
 
-    async def forget(self, *, before: float, keep_newest: int) -> None:
-        """Deletes sequences from before this time, and all but the `keep_newest` newest ones of all runs and owners."""
-        await self._store.run(delete(RecentSample).where(RecentSample.at < before))
-        await self._store.keep_newest(RecentSample, RecentSample.at, number=keep_newest)
-
     async def read(self, run_id: str, *, owner: str | None, after: int = 0, limit: int = 64) -> list[RecentSample]:
         """Sequences of a run whose id is larger than `after`; newest first. `owner` None: of all owners."""
         query = select(RecentSample).where(RecentSample.run_id == run_id, RecentSample.sample_id > after)

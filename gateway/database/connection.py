@@ -18,6 +18,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import InstrumentedAttribute
+from sqlalchemy.sql import ColumnElement
 
 from gateway.database.outages import DatabaseUnusable, in_words, is_outage
 from gateway.database.tables.base import Base
@@ -160,15 +161,20 @@ class Database:
         """An INSERT with the ON CONFLICT of this database."""
         return {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[self.dialect](table)
 
-    async def keep_newest(self, table: type[Base], column: InstrumentedAttribute[Any], *, number: int) -> None:
-        """Keeps the `number` rows with the largest values in this column, and deletes the others.
+    async def delete_old(
+        self, at: InstrumentedAttribute[float], *which: ColumnElement[bool], before: float, keep_newest: int
+    ) -> None:
+        """Deletes, of the rows for which `which` is true, those from before this time and all but the `keep_newest`
+        newest ones.
 
-        Rows with the same value as a deleted one go, too. The column needs an index.
+        `at`: the column with a row's time, which needs an index. Rows with the same time as a deleted one go, too.
         """
+        table: Any = at.class_
         async with self.begin() as db:
-            first = await db.scalar(select(column).order_by(column.desc()).offset(number).limit(1))
+            await db.execute(delete(table).where(*which, at < before))
+            first = await db.scalar(select(at).where(*which).order_by(at.desc()).offset(keep_newest).limit(1))
             if first is not None:
-                await db.execute(delete(table).where(column <= first))
+                await db.execute(delete(table).where(*which, at <= first))
 
     async def add_once(self, row: Base, *, note: Note | None = None) -> bool:
         """Adds the row. Returns False if there is already a row with its key. `note`: called in the same transaction

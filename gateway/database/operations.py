@@ -63,15 +63,6 @@ class OperationRows:
         query = select(Operation).where(or_(and_(*_are_left(gateway_id, kinds)), and_(*mine)))
         return await self._database.all(query)
 
-    async def delete_refused(self, *, before: float, keep_newest: int) -> None:
-        """Deletes refusals from before this time, and all but the `keep_newest` newest ones."""
-        refused = Operation.error.is_not(None)
-        newest = select(Operation.created_at).where(refused).order_by(Operation.created_at.desc())
-        async with self._database.begin() as db:
-            first = await db.scalar(newest.offset(keep_newest).limit(1))
-            last = before if first is None else max(before, first)
-            await db.execute(delete(Operation).where(refused, Operation.created_at <= last))
-
     async def delete(self, request_id: str) -> None:
         await self._database.run(delete(Operation).where(Operation.request_id == request_id))
 

@@ -57,4 +57,7 @@ class Refusals:
 
     async def forget_old(self) -> None:
         """Deletes refusals that are older than a day; the trainer remembers those that have used up a number."""
-        await self._store.operations.delete_refused(before=time.time() - _RETENTION_S, keep_newest=_MAX_KEPT)
+        is_refusal = Operation.error.is_not(None)
+        await self._store.delete_old(
+            Operation.created_at, is_refusal, before=time.time() - _RETENTION_S, keep_newest=_MAX_KEPT
+        )

@@ -196,7 +196,7 @@ async def test_old_points_are_forgotten(stack: Stack) -> None:
     for seq_id in range(1, 9):
         observe(history, seq_id)
     await history.flush()
-    await history.forget(before=BEGAN_AT + 5, keep_newest=100)
+    await gateway.store.delete_old(MetricPoint.at, before=BEGAN_AT + 5, keep_newest=100)
     assert await num_rows(gateway, MetricPoint) == 4
 
 
@@ -325,7 +325,7 @@ async def test_only_the_newest_samples_stay_of_each_owner(stack: Stack) -> None:
     mine = await keep(store, [drawn(n) for n in range(1, 10)], keep=5)
     assert [row.num_tokens for row in mine] == [9, 8, 7, 6, 5]
     assert len(await RecentSamples(store, keep=5).read(RUN, owner="b")) == 3
-    await RecentSamples(store, keep=5).forget(before=mine[0].at + 1, keep_newest=100)
+    await store.delete_old(RecentSample.at, before=mine[0].at + 1, keep_newest=100)
     assert await RecentSamples(store, keep=5).read(RUN, owner=None) == []
 
 
@@ -335,13 +335,13 @@ async def test_only_the_newest_points_and_samples_of_all_runs_together_stay(stac
     for seq_id in range(1, 9):
         observe(history, seq_id)
     await history.flush()
-    await history.forget(before=0, keep_newest=8)
+    await gateway.store.delete_old(MetricPoint.at, before=0, keep_newest=8)
     assert await num_rows(gateway, MetricPoint) == 8
-    await history.forget(before=0, keep_newest=4)
+    await gateway.store.delete_old(MetricPoint.at, before=0, keep_newest=4)
     assert (await history.read(RUN))["seq"] == [6, 8]
     await keep(gateway.store, [drawn(1)] * 3, keep=5, owner="b")
     await keep(gateway.store, [drawn(2)] * 3, keep=5)
-    await RecentSamples(gateway.store, keep=5).forget(before=0, keep_newest=4)
+    await gateway.store.delete_old(RecentSample.at, before=0, keep_newest=4)
     assert [row.owner for row in await RecentSamples(gateway.store, keep=5).read(RUN, owner=None)] == [*"aaab"]
 
 
