@@ -114,7 +114,6 @@ class Tenants:
     def __init__(self, core: Core) -> None:
         self.tokens = Tokens(core.config)
         self.keys = Keys(core.store)
-        self.callers = Callers(named(core.config.api_keys), self.keys)
         self.access = Access(core.store)
         self.billing = Billing(core.config, store=core.store, ledger=core.ledger)
         self.limits = Limits(
@@ -124,7 +123,7 @@ class Tenants:
             counting=core.clients.counting,
             max_checkpoints=core.config.max_owner_rows,
         )
-        self.callers.also_read = self.limits.refresh
+        self.callers = Callers(named(core.config.api_keys), self.keys, also_read=self.limits.refresh)
 
 
 class Storage:

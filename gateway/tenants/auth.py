@@ -59,10 +59,13 @@ def _stored(row: StoredKey) -> Caller:
 class Callers:
     """All callers that have a key, from the configuration and the database. Without any key, everyone is a caller."""
 
-    def __init__(self, keys: Sequence[ApiKey], stored: Keys | None = None) -> None:
+    def __init__(self, keys: Sequence[ApiKey], stored: Keys, *, also_read: Callable[[], Awaitable[None]]) -> None:
+        """`also_read`: reads budgets, whenever keys are read, so that the holder of a new key cannot call before its
+        budget is known."""
         self._ring = KeyRing(key.key.get_secret_value() for key in keys)
         self._configured: list[Caller] = []
         self._keys = stored
+        self._also_read = also_read
         self._rows: dict[str, StoredKey] = {}
         """Hash -> row, of the keys that are not revoked."""
         self._hashes: dict[str, str] = {}
@@ -72,9 +75,6 @@ class Callers:
         self._used: dict[str, float] = {}
         self.uses = WriteBehind(self._write_uses, what="times at which keys were last used", every_s=USED_S)
         self._reading = asyncio.Lock()
-        self.also_read: Callable[[], Awaitable[None]] | None = None
-        """Reads budgets whenever keys are read, so that the holder of a new key cannot call before its budget is
-        known."""
         for position, key in enumerate(keys):
             text = key.key.get_secret_value()
             self._configured.append(
@@ -96,20 +96,23 @@ class Callers:
 
     async def find(self, key: str) -> Caller | None:
         """The caller with this key. Asks the database when the key is not in memory."""
-        return self.by_key(key) or (self.by_key(key) if await self._is_news() else None)
+        if (caller := self.by_key(key)) is not None:
+            return caller
+        await self._read_news()
+        return self.by_key(key)
 
     async def find_id(self, key_id: str) -> Caller | None:
         """The caller whose key has this id. Asks the database when the id is not in memory."""
-        return self.by_id(key_id) or (self.by_id(key_id) if await self._is_news() else None)
+        if (caller := self.by_id(key_id)) is not None:
+            return caller
+        await self._read_news()
+        return self.by_id(key_id)
 
-    async def _is_news(self) -> bool:
-        """Has the keys read again, at most every `_MISS_S`. False when there is no database to read."""
-        if self._keys is None:
-            return False
+    async def _read_news(self) -> None:
+        """Has the keys read again, at most every `_MISS_S`."""
         asked_at = time.monotonic()
         await asyncio.sleep(max(0.0, self._read_at + _MISS_S - asked_at))
         await self.refresh(since=asked_at)
-        return True
 
     def by_key(self, key: str) -> Caller | None:
         if self.anyone:
@@ -143,14 +146,12 @@ class Callers:
 
     async def read(self) -> None:
         """Reads all keys of the database. Raises SQLAlchemyError."""
-        if self._keys is not None:
-            rows = await self._keys.all()
-            if self.also_read is not None:
-                await self.also_read()
-            self._has_rows = self._has_rows or bool(rows)  # an emptied table must not open the server
-            self._rows = {row.key_hash: row for row in rows if row.revoked_at is None}
-            self._hashes = {id_of(key_hash): key_hash for key_hash in self._rows}
-            self._read_at = time.monotonic()
+        rows = await self._keys.all()
+        await self._also_read()
+        self._has_rows = self._has_rows or bool(rows)  # an emptied table must not open the server
+        self._rows = {row.key_hash: row for row in rows if row.revoked_at is None}
+        self._hashes = {id_of(key_hash): key_hash for key_hash in self._rows}
+        self._read_at = time.monotonic()
 
     async def refresh(self, *, since: float | None = None) -> None:
         """Reads the keys again, unless they were read after `since`, a time of the monotonic clock.
@@ -166,7 +167,7 @@ class Callers:
                 logger.warning("the keys cannot be read from the database, so those read before stay valid: %s", error)
 
     async def _write_uses(self) -> None:
-        if not self._used or self._keys is None:
+        if not self._used:
             return
         used, self._used = self._used, {}
         try:

@@ -100,9 +100,12 @@ async def test_without_keys_anyone_is_the_local_caller(stack: Stack, http: httpx
         assert (reply.status_code, reply.json()["key_id"]) == (200, 0)
 
 
-def test_a_key_keeps_its_id_wherever_it_stands_and_does_not_show() -> None:
+def test_a_key_keeps_its_id_wherever_it_stands_and_does_not_show(stack: Stack) -> None:
     one, other = (ApiKey(key=SecretStr(key)) for key in ("tml-one", "tml-other"))
-    first, second = Callers([one, other]), Callers([other, one])
+    tenants = stack.gateway.tenants
+    first, second = (
+        Callers(keys, tenants.keys, also_read=tenants.limits.refresh) for keys in ([one, other], [other, one])
+    )
     found, moved = first.by_key("tml-one"), second.by_key("tml-one")
     assert found is not None
     assert moved is not None
