@@ -116,7 +116,7 @@ class Clients:
         self._known: dict[str, Trainer] = {}
         """All trainers that were ever listed, by address. One that is listed no more keeps its connection, on which
         calls may still be in work, until the gateway stops."""
-        self._trainers: list[Trainer] = []
+        self.trainers: list[Trainer] = []
         self._metrics = metrics
         self._changed = asyncio.Condition()
         self.samplers = Replicas(
@@ -160,7 +160,7 @@ class Clients:
                 self._known[address] = self._connect(address)
             if address not in self._watches:
                 self._watches[address] = asyncio.create_task(self._watch(self._known[address]))
-        self._trainers = [self._known[address] for address in services.trainers]
+        self.trainers = [self._known[address] for address in services.trainers]
         await self.samplers.use(services.samplers)
         async with self._changed:
             self._changed.notify_all()
@@ -199,12 +199,8 @@ class Clients:
 
     # Services and their base models
 
-    @property
-    def trainers(self) -> list[Trainer]:
-        return self._trainers
-
     def trainer_infos(self) -> Iterator[trainer_pb2.GetTrainerInfoResponse]:
-        return (trainer.info for trainer in self._trainers if trainer.info is not None)
+        return (trainer.info for trainer in self.trainers if trainer.info is not None)
 
     @property
     def unreached(self) -> list[str]:
@@ -212,9 +208,9 @@ class Clients:
 
         Empty when all trainers have said so, and each of their base models has a sampler: the others are not needed.
         """
-        trainers = [trainer.address for trainer in self._trainers if trainer.info is None]
+        trainers = [trainer.address for trainer in self.trainers if trainer.info is None]
         if self._services.may_change:
-            trainers += [] if self._trainers else ["a trainer, which has not joined yet"]
+            trainers += [] if self.trainers else ["a trainer, which has not joined yet"]
             trainers += [] if self.samplers.all else ["a sampler, which has not joined yet"]
         samplers = [sampler.address for sampler in self.samplers.all if sampler.info is None]
         sampled = {name for info in self.samplers.infos() for name in info.base_models}
@@ -225,10 +221,10 @@ class Clients:
     def of_each_store(self) -> list[Trainer]:
         """A trainer for each store of checkpoints, a connected one where there is one. Raises NotReady while a trainer
         has not said yet which store it has."""
-        if any(trainer.info is None for trainer in self._trainers):
+        if any(trainer.info is None for trainer in self.trainers):
             raise NotReady("not every trainer has been reached yet")
         stores: dict[str, Trainer] = {}
-        for trainer in self._trainers:
+        for trainer in self.trainers:
             key = trainer.store_id or trainer.address
             if key not in stores or (trainer.is_connected and not stores[key].is_connected):
                 stores[key] = trainer
@@ -258,7 +254,7 @@ class Clients:
 
     def any_trainer(self) -> Trainer:
         """A trainer that has been reached. Raises NotReady when none has."""
-        for trainer in self._trainers:
+        for trainer in self.trainers:
             if trainer.info is not None:
                 return trainer
         raise NotReady("no trainer has been reached yet")
@@ -266,7 +262,7 @@ class Clients:
     @property
     def has_unreached_trainers(self) -> bool:
         """Whether a trainer in the list has not said yet what it serves, or none has joined yet."""
-        return any(trainer.info is None for trainer in self._trainers) or not self._trainers
+        return any(trainer.info is None for trainer in self.trainers) or not self.trainers
 
     def find_trainer(self, base_model: str, trainer_id: str, *, what: str) -> Trainer:
         """The trainer with this id; for an empty id, one that serves the base model. `what`: the run, for the messages.
@@ -276,7 +272,7 @@ class Clients:
         """
         if not trainer_id:
             return self.serving(base_model)[0]
-        found = [trainer for trainer in self._trainers if trainer.trainer_id == trainer_id]
+        found = [trainer for trainer in self.trainers if trainer.trainer_id == trainer_id]
         if found:
             return next((trainer for trainer in found if trainer.is_connected), found[0])
         if self.has_unreached_trainers:
@@ -284,7 +280,7 @@ class Clients:
         serving = self.serving(base_model)
         if len(serving) == 1 and not serving[0].trainer_id:
             return serving[0]  # it went back to an earlier version, without an id
-        addresses = ", ".join(trainer.address for trainer in self._trainers)
+        addresses = ", ".join(trainer.address for trainer in self.trainers)
         raise ModelNotFound(
             f"model_id: {what} is at trainer {trainer_id}, which is none of this gateway's trainers ({addresses}); its "
             "checkpoints can be loaded by a new run",
@@ -296,12 +292,12 @@ class Clients:
 
         Raises NotReady while there is none and one that has not been reached may serve it, else InvalidRequest.
         """
-        serving = [each for each in self._trainers if each.info is not None and base_model in each.info.base_models]
+        serving = [each for each in self.trainers if each.info is not None and base_model in each.info.base_models]
         if serving:
             return serving
-        if not self._trainers and self._services.may_change:
+        if not self.trainers and self._services.may_change:
             raise NotReady("no trainer has joined yet")
-        if any(trainer.info is None for trainer in self._trainers):
+        if any(trainer.info is None for trainer in self.trainers):
             raise NotReady(f"no trainer that serves {base_model!r} has been reached yet")
         served = sorted({name for info in self.trainer_infos() for name in info.base_models})
         raise InvalidRequest(

@@ -425,15 +425,13 @@ def _weights(accept: str) -> dict[str, float]:
 
 def knows_external_checkpoints(request: Request) -> bool:
     """Whether the client can read lists with checkpoints of type external. Other clients than the SDK can."""
-    version = _version(request, "x-stainless-package-version")
-    return version is None or version >= _KNOWS_EXTERNAL
+    return _is_since(_KNOWS_EXTERNAL, request, "x-stainless-package-version")
 
 
 def sends_parts_at_once(request: Request) -> bool:
     """Whether the client sends all parts of a batch before it asks for an answer. Other clients than the SDK have
     to."""
-    version = _version(request, "x-stainless-package-version")
-    return version is None or version >= _SENDS_PARTS_AT_ONCE
+    return _is_since(_SENDS_PARTS_AT_ONCE, request, "x-stainless-package-version")
 
 
 def can_use_pyqwest(request: Request) -> bool:
@@ -441,11 +439,10 @@ def can_use_pyqwest(request: Request) -> bool:
 
     In an older Python a heartbeat could lose its cancellation there, and `ServiceClient.close()` would wait for ever.
     """
-    version = _version(request, "x-stainless-runtime-version")
-    return version is None or version >= _KEEPS_CANCELS
+    return _is_since(_KEEPS_CANCELS, request, "x-stainless-runtime-version")
 
 
-def _version(request: Request, header: str) -> tuple[int, int] | None:
-    """Major and minor version in a header; None when it is absent or holds no version."""
+def _is_since(version: tuple[int, int], request: Request, header: str) -> bool:
+    """Whether the header has this version or a newer one, or none at all."""
     found = re.match(r"(\d+)\.(\d+)", request.headers.get(header, ""))
-    return (int(found[1]), int(found[2])) if found else None
+    return found is None or (int(found[1]), int(found[2])) >= version

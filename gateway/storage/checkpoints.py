@@ -21,7 +21,7 @@ from gateway.database.tables.tenants import AuditEvent
 from gateway.ids import session_of
 from gateway.placement import Placement
 from gateway.storage.retired_checkpoints import RetiredCheckpoints
-from gateway.tenants.access import Access, Caller
+from gateway.tenants.access import Caller
 from gateway.tenants.ledger import Ledger, audit_event
 from tinsmith.errors import CheckpointNotFound, InvalidRequest, NotFound, NotReady, ServiceError
 from tinsmith.rpc.paths import TinkerPath
@@ -55,7 +55,6 @@ class Checkpoints:
         """`timeout_s`: how long to wait for trainers that have not been reached since the start."""
         self._timeout_s = timeout_s
         self._store = store
-        self._access = Access(store)
         self._clients = clients
         self._placement = placement
         self._ledger = ledger
@@ -73,7 +72,7 @@ class Checkpoints:
             known = await self._find_in_trainers(parsed, caller=caller)
         elif known.expires_at != DELETED_AT and await self._store.sessions.whose(session_of(parsed.run_id)) is None:
             known = await self._look_again(known, parsed)
-        is_hidden = known is not None and caller is not None and not self._access.reads(known, caller)
+        is_hidden = known is not None and caller is not None and not caller.reads(known)
         if known is None or is_hidden or known.expires_at == DELETED_AT:
             raise CheckpointNotFound(f"{field}: there is no checkpoint {path}", field=field)
         if known.expires_at is not None and known.expires_at <= time.time() and not known.pinned:
@@ -84,7 +83,7 @@ class Checkpoints:
         """A checkpoint that the caller may change. Raises what `find` raises; CheckpointNotFound also for a checkpoint
         that another owner has published."""
         found = await self.find(path, field=field, caller=caller)
-        if not self._access.changes(found, caller):
+        if not caller.sees(found.owner):
             raise CheckpointNotFound(f"{field}: there is no checkpoint {path}", field=field)
         return found
 
@@ -203,7 +202,7 @@ class Checkpoints:
         known = await self._store.checkpoints.get(str(TinkerPath.parse(path, field="path")))
         if known is None:
             known = await self.find_own(path, field="path", caller=caller)
-        if not self._access.changes(known, caller):
+        if not caller.sees(known.owner):
             raise CheckpointNotFound(f"path: there is no checkpoint {path}", field="path")
         self._clients.serving(known.base_model)
         await self._mark_deleted(known, deletion, owner=owner)

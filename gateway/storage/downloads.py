@@ -114,10 +114,6 @@ class Content:
         return _joined(opened)
 
 
-def one_file(file: types_pb2.CheckpointFile) -> Content:
-    return Content([file])
-
-
 def tar(files: Sequence[types_pb2.CheckpointFile], *, modified_at: float) -> Content:
     """A tar archive of the files. It is put together while it is sent, so no copy of it is stored."""
     parts: list[bytes | types_pb2.CheckpointFile] = []

@@ -43,6 +43,9 @@ class Caller:
         """Whether the caller has access to things of `owner`: the one rule that all access checks use."""
         return self.admin or owner == self.owner
 
+    def reads(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.public or self.sees(checkpoint.owner)
+
     @property
     def sees_only(self) -> str | None:
         """The owner whose data the caller sees; None: all owners."""
@@ -77,14 +80,6 @@ class Access:
     async def sampling_session(self, sampling_session_id: str, caller: Caller) -> SamplingSession | None:
         row = await self._store.samplers.get(sampling_session_id)
         return row if row is not None and await self.owns(row.session_id, caller) else None
-
-    @staticmethod
-    def reads(checkpoint: Checkpoint, caller: Caller) -> bool:
-        return checkpoint.public or caller.sees(checkpoint.owner)
-
-    @staticmethod
-    def changes(checkpoint: Checkpoint, caller: Caller) -> bool:
-        return caller.sees(checkpoint.owner)
 
 
 def refused_id(caller: Caller, error: ServiceError) -> str:

@@ -50,7 +50,8 @@ class Billing:
 
     def __init__(self, config: GatewayConfig, *, store: Store, ledger: Ledger) -> None:
         self._token_prices = config.token_prices_usd
-        self._storage_price = config.storage_price_usd
+        self.storage_price = config.storage_price_usd
+        """USD per gigabyte and month."""
         self._store = store
         self._ledger = ledger
 
@@ -98,11 +99,6 @@ class Billing:
         if owner is not None:
             query = query.where(Checkpoint.owner == owner)
         return [(found, owner, count, int(size)) for found, owner, count, size in await self._store.rows(query)]
-
-    @property
-    def storage_price(self) -> float:
-        """USD per gigabyte and month."""
-        return self._storage_price
 
     # Usage
 
@@ -184,8 +180,8 @@ class Billing:
                 gigabyte_hours = amount / GIGABYTE
                 # The field `free`, which would be false, is left out: SDKs before 0.33 refuse unknown fields.
                 event["event_info"] = {"type": "storage", "gigabyte_hours": gigabyte_hours}
-                event["effective_rate_usd_per_gigabyte_month"] = self._storage_price
-                event["estimated_cost_usd"] = self._storage_price * gigabyte_hours / HOURS_OF_MONTH
+                event["effective_rate_usd_per_gigabyte_month"] = self.storage_price
+                event["estimated_cost_usd"] = self.storage_price * gigabyte_hours / HOURS_OF_MONTH
             case "checkpoint":
                 event["event_info"] = {"type": "checkpoint", "count": amount}
             case "training" | "sampling_prefill" | "sampling_prefill_cached" | "sampling_sample":

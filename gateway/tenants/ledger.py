@@ -16,12 +16,13 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 from uuid import uuid4
 
 from sqlalchemy import Table, bindparam, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from gateway.config import TokenKind
 from gateway.database.connection import parts
 from gateway.database.sessions import Whose
 from gateway.database.store import Store
@@ -31,9 +32,9 @@ from gateway.database.tables.tenants import AuditEvent, CountedOperation, Ledger
 from gateway.database.write_behind import WriteBehind
 from tinsmith.errors import NotReady
 
-UsageKind = Literal["training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample", "storage"]
+UsageKind = TokenKind | Literal["storage"]
 
-TOKEN_KINDS = ("training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample")
+TOKEN_KINDS = get_args(TokenKind)
 
 _Used = tuple[int, Whose, str, str, str]
 """Hour since 1970, owner and key, session_id, base model, kind."""

@@ -65,7 +65,7 @@ async def checkpoint_file(request: Request) -> Response:
     file = next((file for file in files if file.name == parts[-1]), None)
     if file is None:
         raise CheckpointNotFound(f"{checkpoint.path} has no file {parts[-1]!r} any more")
-    content = downloads.one_file(file)
+    content = downloads.Content([file])
     return await _answer(request, checkpoint, content, name=file.name, media_type="application/octet-stream")
 
 
