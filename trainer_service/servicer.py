@@ -100,7 +100,7 @@ class TrainerServicer(CheckpointServicer):
             one_by_one=engine.base.one_by_one,
             picture_counting=_picture_counting(engine.limits.processor),
             trainer_id=trainer.trainer_id,
-            store_id=trainer.checkpoints.store_id,
+            store_id=trainer.checkpoints.storage.store_id,
             fingerprint=trainer.fingerprint,
             reserved_bytes=engine.reserved_bytes,
             reservable_bytes=engine.plan.models_bytes or 0,

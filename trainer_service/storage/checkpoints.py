@@ -51,7 +51,6 @@ from trainer_service.storage.local import LocalStorage
 from trainer_service.storage.locations import KINDS, Location
 from trainer_service.storage.manifest import Manifest
 from trainer_service.storage.protocol import CERTIFICATE, Draft, Storage
-from trainer_service.storage.space import Space
 
 logger = logging.getLogger(__name__)
 
@@ -95,15 +94,6 @@ class CheckpointStore:
         turn = self._turns.setdefault(location, asyncio.Lock())
         async with turn:
             return await self.writes(call, *arguments, **settings)
-
-    @property
-    def store_id(self) -> str:
-        """Id of the store, the same for all trainers that share it."""
-        return self.storage.store_id
-
-    @property
-    def space(self) -> Space:
-        return self.storage.space
 
     def close(self) -> None:
         """Releases the storage for other processes. Nothing may be written afterwards."""
@@ -189,12 +179,6 @@ class CheckpointStore:
             written = Manifest.of(copied, files)
             draft.install(written)
         return written.checkpoint
-
-    @contextlib.contextmanager
-    def scratch(self) -> Iterator[Path]:
-        """A context with an empty temporary folder on this machine. A full disk raises OutOfCapacity."""
-        with self.storage.scratch() as folder:
-            yield folder
 
     @contextlib.contextmanager
     def _new(self, location: Location, *, overwrite: bool, num_bytes: int) -> Iterator[Draft]:

@@ -89,7 +89,7 @@ class Importer:
         self._num_uploads += 1
         try:
             size = header.archive_bytes if header.HasField("archive_bytes") else None
-            with self.checkpoints.scratch() as folder:
+            with self.checkpoints.storage.scratch() as folder:
                 digest = await self._receive(pieces, folder / "archive", size=size)
                 async with self._converting:  # one at a time: the conversion holds an adapter in memory
                     most = last.max_checkpoint_bytes if last.HasField("max_checkpoint_bytes") else None
@@ -102,7 +102,7 @@ class Importer:
     async def _receive(self, pieces: AsyncIterator[bytes], path: Path, *, size: int | None) -> bytes:
         """Writes the pieces to `path`, and returns a digest of all. `size`: the archive's size in bytes, if known; an
         archive that does not fit on the disk is then refused before a byte is stored."""
-        space, num_bytes, digest = self.checkpoints.space, 0, xxhash.xxh3_128()
+        space, num_bytes, digest = self.checkpoints.storage.space, 0, xxhash.xxh3_128()
         if size is not None:
             space.check(2 * size, what=_WHAT)  # the archive and its unpacked files
         with space.reserve(size or 0, what=_WHAT), path.open("wb") as file:
@@ -131,7 +131,7 @@ class Importer:
     def _converted(
         self, header: pb.ImportCheckpointHeader, folder: Path, max_checkpoint_bytes: int | None
     ) -> pb.ImportCheckpointResponse:
-        check_room = partial(self.checkpoints.space.check, what=_WHAT)
+        check_room = partial(self.checkpoints.storage.space.check, what=_WHAT)
         unpack(folder / "archive", folder, max_bytes=self.max_bytes, check_room=check_room)
         embedding = self.base.decoder.get_input_embeddings()  # type: ignore[operator]  # a PreTrainedModel
         names = [name for name, module in self.base.decoder.named_modules() if module is embedding]

@@ -29,7 +29,7 @@ from trainer_service.metrics import Metrics
 from trainer_service.storage import manifest
 from trainer_service.storage.locations import Location
 from trainer_service.storage.manifest import Manifest
-from trainer_service.storage.protocol import CERTIFICATE, STORE_ID, TEMPORARY, StorageUnusable, taken
+from trainer_service.storage.protocol import CERTIFICATE, STORE_ID, TEMPORARY, StorageUnusable, missing, taken
 from trainer_service.storage.space import Space
 from trainer_service.storage.uses import Uses
 
@@ -172,9 +172,8 @@ class LocalStorage:
 
     def delete_all(self, run_id: str, kind: str) -> None:
         """Deletes the checkpoints one after the other."""
-        with contextlib.suppress(FileNotFoundError):
-            for path in list((self._root / run_id / kind).iterdir()):
-                self.delete(Location(run_id, kind, path.name))
+        for name in self.names(run_id, kind):
+            self.delete(Location(run_id, kind, name))
 
     def path(self, location: Location) -> Path:
         return self._root / location.run_id / location.kind / location.name
@@ -241,7 +240,7 @@ class LocalStorage:
             try:
                 return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             except FileNotFoundError:
-                raise _missing(location) from None
+                raise missing(location) from None
 
     def _set_aside(self, path: Path) -> Path:
         """Moves a folder, if it exists, to a temporary name, from which it can be deleted. Returns the new path."""
@@ -274,7 +273,7 @@ class LocalStorage:
         try:
             data = ((folder or self.path(location)) / manifest.NAME).read_bytes()
         except FileNotFoundError:
-            raise _missing(location) from None
+            raise missing(location) from None
         return Manifest.parse(data, location=str(location))
 
 
@@ -303,10 +302,6 @@ class _LocalDraft:
     def install(self, manifest: Manifest) -> None:
         manifest.write(self.folder)
         self._storage.install(self.folder, self._location, overwrite=self._overwrite)
-
-
-def _missing(location: Location) -> CheckpointNotFound:
-    return CheckpointNotFound(f"there is no checkpoint {location}", location=location)
 
 
 def _begin_sync(path: Path) -> None:

@@ -37,7 +37,7 @@ from trainer_service.metrics import Metrics
 from trainer_service.storage import manifest
 from trainer_service.storage.locations import Location
 from trainer_service.storage.manifest import Manifest
-from trainer_service.storage.protocol import CERTIFICATE, STORE_ID, TEMPORARY, StorageUnusable, taken
+from trainer_service.storage.protocol import CERTIFICATE, STORE_ID, TEMPORARY, StorageUnusable, missing, taken
 from trainer_service.storage.space import Space
 from trainer_service.storage.uses import Uses
 
@@ -296,7 +296,7 @@ class ObjectStorage:
         try:
             data = self._call("cat_file", self._manifest_key(location))
         except FileNotFoundError:
-            raise CheckpointNotFound(f"there is no checkpoint {location}", location=location) from None
+            raise missing(location) from None
         return Manifest.parse(data, location=str(location))
 
     def _fetch(self, location: Location, found: Manifest, name: str, folder: Path) -> None:
@@ -307,7 +307,7 @@ class ObjectStorage:
                 return found.verify(folder / name, location=str(location))
             except FileNotFoundError:
                 if not self.exists(location):
-                    raise CheckpointNotFound(f"there is no checkpoint {location}", location=location) from None
+                    raise missing(location) from None
                 raise found.damaged(name, "it is missing", location=str(location)) from None
             except DataCorrupted:
                 if is_last:  # damaged twice: in the store, and not by the transfer

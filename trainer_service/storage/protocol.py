@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from tinsmith.errors import CheckpointExists
+from tinsmith.errors import CheckpointExists, CheckpointNotFound
 from trainer_service.storage.locations import Location
 from trainer_service.storage.manifest import Manifest
 from trainer_service.storage.space import Space
@@ -106,7 +106,7 @@ class Storage(Protocol):
         ...
 
     def scratch(self) -> AbstractContextManager[Path]:
-        """A context with an empty temporary folder on this machine."""
+        """A context with an empty temporary folder on this machine. A full disk raises OutOfCapacity."""
         ...
 
     def new(self, location: Location, *, overwrite: bool, num_bytes: int) -> AbstractContextManager[Draft]:
@@ -125,6 +125,10 @@ class Storage(Protocol):
     def delete_all(self, run_id: str, kind: str) -> None:
         """Deletes all checkpoints of one kind of a run."""
         ...
+
+
+def missing(location: Location) -> CheckpointNotFound:
+    return CheckpointNotFound(f"there is no checkpoint {location}", location=location)
 
 
 def taken(location: Location) -> CheckpointExists:

@@ -476,9 +476,9 @@ def test_all_trainers_with_one_store_read_the_same_id_and_other_stores_have_othe
     place: Place, tmp_path: Path
 ) -> None:
     first, second = place.open(), place.open(state_dir=tmp_path / "other")
-    assert first.store_id == second.store_id
+    assert first.storage.store_id == second.storage.store_id
     other = Place.of(f"{place.root}-other", place.state_dir).open()
-    assert other.store_id != first.store_id
-    assert all(re.fullmatch("[0-9a-f]{32}", store.store_id) for store in (first, other))
+    assert other.storage.store_id != first.storage.store_id
+    assert all(re.fullmatch("[0-9a-f]{32}", store.storage.store_id) for store in (first, other))
     for store in (first, second, other):
         store.close()

@@ -1462,7 +1462,7 @@ async def test_the_journal_and_checkpoints_know_the_base_weights(start: StartSer
 async def test_the_trainer_says_who_it_is_where_it_keeps_checkpoints_and_how_busy_it_is(start: StartService) -> None:
     service = await start()
     before = await service.stub.GetTrainerInfo(pb.GetTrainerInfoRequest())
-    assert (before.trainer_id, before.store_id) == ("t" * 32, service.trainer.checkpoints.store_id)
+    assert (before.trainer_id, before.store_id) == ("t" * 32, service.trainer.checkpoints.storage.store_id)
     assert dict(before.fingerprint) == {"base_weights": before.base_weights}
     assert (before.reserved_bytes, before.num_models, before.queued_time) == (0, 0, duration(0))
     await service.stub.CreateModel(creation())

@@ -207,7 +207,7 @@ def test_a_disk_that_fills_up_refuses_saves_until_there_is_room_again(tiny_disk:
     with pytest.raises(OutOfCapacity, match="must stay free"):
         fill()
     assert saved
-    assert shutil.disk_usage(tiny_disk).free >= store.space.min_free_bytes > 0
+    assert shutil.disk_usage(tiny_disk).free >= store.storage.space.min_free_bytes > 0
     for name in saved:
         assert store.verify(at(name))[1] == {}
     store.delete(at(saved[0]))
