@@ -155,7 +155,8 @@ class Operations:
             except ServiceError:
                 return  # the creation itself fails with this error
         config = config_from_proto(lora_config, max_rank=lora_config.rank)
-        self.publishing.publisher.sender.check_servable(config, num_bytes=self.engine.version_bytes(config))
+        samplers = self.publishing.publisher.sender.samplers
+        samplers.check_servable(config, num_bytes=self.engine.version_bytes(config))
 
     def _config(self, lora_config: types_pb2.LoraConfig, *, optimizer: str) -> AdapterConfig:
         self.engine.check_trainable(lora_config.rank, optimizer)

@@ -61,7 +61,7 @@ class Publishing:
 
     def sends(self, kind: types_pb2.CheckpointKind) -> bool:
         """True when a save of this kind is published, and there are samplers."""
-        return kind in _SENT_KINDS and self.publisher.has_samplers
+        return kind in _SENT_KINDS and self.publisher.sender.has_samplers
 
     async def capture_and_score(self, turn: Turn, model_id: str) -> tuple[CapturedState, asyncio.Future[Scores]]:
         """Copies the model and scores the canary in one call on the compute thread.

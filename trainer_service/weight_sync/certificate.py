@@ -210,10 +210,6 @@ class Publisher:
         """A lock for each version, so that no other publish of it comes between its measurement and its
         confirmation."""
 
-    @property
-    def has_samplers(self) -> bool:
-        return self.sender.has_samplers
-
     def canary(self, config: AdapterConfig) -> Canary:
         """The canary for versions with this configuration."""
         return self._seeing if config.train_vision and self._seeing is not None else self._canary

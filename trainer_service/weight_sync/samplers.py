@@ -139,12 +139,8 @@ class Samplers:
                     field=field,
                 )
 
-    def start(self) -> None:
-        for sampler in self.all:
-            sampler.watching = asyncio.create_task(self._watch(sampler))
-
     def use(self, addresses: Sequence[str]) -> None:
-        """Takes up the samplers that are new in the list, and leaves those that are no longer in it."""
+        """Watches the samplers of the list, and leaves those that are no longer in it."""
         gone = [sampler for sampler in self.all if sampler.address not in addresses]
         for address in addresses:
             if address not in self.known:

@@ -19,7 +19,6 @@ import torch
 
 from tinsmith.errors import AlreadyExists, NotReady, OutOfCapacity, ServiceError, VersionConflict
 from tinsmith.lora_config import config_to_proto
-from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.quantization import Quantization
 from tinsmith.rpc import tracing
@@ -166,7 +165,7 @@ class WeightSender:
 
     def start(self) -> None:
         """Begins to watch the samplers and to form groups, in the background."""
-        self.samplers.start()
+        self.samplers.use([sampler.address for sampler in self.samplers.all])
         self._background.append(asyncio.create_task(self._follow()))
 
     async def close(self) -> None:
@@ -254,11 +253,6 @@ class WeightSender:
     def has_samplers(self) -> bool:
         """True when samplers are configured, whether they serve now or not."""
         return bool(self.samplers.all)
-
-    def check_servable(self, config: AdapterConfig, *, num_bytes: int) -> None:
-        """Raises InvalidRequest for versions that some sampler could never serve, as far as is known. `num_bytes`: of
-        one version."""
-        self.samplers.check_servable(config, num_bytes=num_bytes)
 
     def sampler(self, address: str) -> Sampler:
         """The sampler at an address, one of `Published.members`."""

@@ -89,8 +89,6 @@ class Sampler(sampler_pb2_grpc.SamplerServiceServicer, weight_sync_pb2_grpc.Weig
 class Sender:
     """The part of a WeightSender that Publisher uses."""
 
-    has_samplers = True
-
     def __init__(self, samplers: dict[str, Sampler], stubs: dict[str, Any]) -> None:
         self.samplers = samplers
         self.stubs = stubs
