@@ -60,7 +60,7 @@ class _Call:
 
     __slots__ = ("_call", "_error")
 
-    def __init__(self, call: Any, *, is_written: bool = False) -> None:
+    def __init__(self, call: Any, *, is_written: bool) -> None:
         self._call = call
         self._error: grpc.aio.AioRpcError | None = None
         if is_written:

@@ -55,7 +55,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         model_names: Sequence[str],
         max_lora_rank: int,
         max_version_bytes: int,
-        admin_keys: Sequence[str] | None = None,
+        admin_keys: Sequence[str] | None,
     ) -> None:
         """`admin_keys`: keys of callers who send others' requests, as gateways do; None if nobody needs a key."""
         self.slot = slot

@@ -23,6 +23,7 @@ CA = "ca"
 SERVICES = ("gateway", "trainer", "sampler")
 CLIENT = "client"
 _CA_DAYS = 3650
+_DAYS = 397
 _BACKDATED = timedelta(hours=1)
 """Certificates are valid from this time before they are made, so that machines with a slow clock accept them."""
 
@@ -42,7 +43,7 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="host name or address under which a service is called, repeatable; localhost, this machine's name and the "
         "service's own name, as in the Compose file, are always included",
     )  # fmt: skip
-    parser.add_argument("--days", type=int, default=397, help="validity of the certificates (default %(default)s)")
+    parser.add_argument("--days", type=int, default=_DAYS, help="validity of the certificates (default %(default)s)")
     parser.set_defaults(run=run)
 
 
@@ -69,10 +70,8 @@ class _Authority:
     key: ec.EllipticCurvePrivateKey
 
 
-def make_certificates(
-    folder: Path, *, hosts: list[str], days: int = 397, now: datetime | None = None, samplers: tuple[str, ...] = ()
-) -> list[str]:
-    """Writes the certificates and returns their names. `samplers`: further names of samplers. Raises UsageError."""
+def make_certificates(folder: Path, *, hosts: list[str], days: int = _DAYS, now: datetime | None = None) -> list[str]:
+    """Writes the certificates and returns their names. Raises UsageError."""
     need_cryptography("make-certificates")
     now = now or datetime.now(UTC)
     common = ["localhost", "127.0.0.1", "::1", socket.gethostname(), *hosts]
@@ -81,7 +80,7 @@ def make_certificates(
         is_new = not (folder / f"{CA}.pem").exists()
         authority = _make_authority(folder, now) if is_new else _read_authority(folder)
         for service in SERVICES:
-            names = [service, *(["sampler-2", *samplers] if service == "sampler" else []), *common]
+            names = [service, *(["sampler-2"] if service == "sampler" else []), *common]
             _make(folder, service, authority, hosts=names, now=now, days=days)
         _make(folder, CLIENT, authority, hosts=[], now=now, days=days)
     except OSError as error:
@@ -125,7 +124,7 @@ def make_request(name: str) -> tuple[bytes, bytes]:
     return _key_text(key), request.public_bytes(Encoding.PEM)
 
 
-def sign_request(folder: Path, request: bytes, *, hosts: list[str], days: int = 397) -> bytes:
+def sign_request(folder: Path, request: bytes, *, hosts: list[str]) -> bytes:
     """The certificate of the requested key for these hosts, signed by the authority in `folder`, in PEM. Raises
     UsageError for a request that is none."""
     from cryptography import x509
@@ -141,7 +140,7 @@ def sign_request(folder: Path, request: bytes, *, hosts: list[str], days: int = 
         raise UsageError("signing_request: is not signed by an elliptic-curve key of its own")
     authority = _read_authority(folder)
     common = ["localhost", "127.0.0.1", "::1", *hosts]
-    cert = _issue("machine", authority, key, hosts=common, now=datetime.now(UTC), days=days)
+    cert = _issue("machine", authority, key, hosts=common, now=datetime.now(UTC), days=_DAYS)
     return cert.public_bytes(Encoding.PEM)
 
 

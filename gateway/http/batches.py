@@ -41,7 +41,7 @@ _MAX_WINDOW_BYTES = 2**23
 
 
 async def read_batch(
-    request: Request, config: GatewayConfig, turn: AsyncExitStack, *, forward_only: bool = False
+    request: Request, config: GatewayConfig, turn: AsyncExitStack, *, forward_only: bool
 ) -> Submission:
     """Reads a batch in protobuf or JSON, by its content type. `turn`: gets the turn of a large body, which is not over
     at the return. `forward_only`: the endpoint is `forward`.

@@ -62,9 +62,9 @@ class Drawing:
         self,
         drawings: Drawings,
         session: SamplingSession,
-        request: pb.SampleRequest | None = None,
+        request: pb.SampleRequest | None,
         *,
-        request_id: str = "",
+        request_id: str,
         progress: Progress | None = None,
         wait_s: float | None = None,
     ) -> None:

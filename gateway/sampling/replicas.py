@@ -69,9 +69,7 @@ class _Confirming:
 class Replica:
     """One sampler, as the gateway knows it."""
 
-    def __init__(
-        self, address: str, *, api_key: str, certificates: Certificates | None, is_shared: bool = False
-    ) -> None:
+    def __init__(self, address: str, *, api_key: str, certificates: Certificates | None, is_shared: bool) -> None:
         self.address = address
         self.is_shared = is_shared
         """Whether other gateways use it, too."""
@@ -136,12 +134,12 @@ class Replicas:
         *,
         changed: asyncio.Condition,
         metrics: Metrics,
-        api_key: str = "",
-        certificates: Certificates | None = None,
-        timeout_s: float = 3.0,
-        load_factor: float = 1.25,
-        are_shared: bool = False,
-        may_join: bool = False,
+        api_key: str,
+        certificates: Certificates | None,
+        timeout_s: float,
+        load_factor: float,
+        are_shared: bool,
+        may_join: bool,
     ) -> None:
         """`changed` is notified when a replica comes or goes, or its versions were read. `load_factor`: see
         routing.choose. `are_shared`: other gateways use them, too. `may_join`: there may be samplers later, even if

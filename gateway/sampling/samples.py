@@ -233,7 +233,7 @@ class Completions:
     that is wrongly reported does no harm, because retrieve_future waits for work that exists.
     """
 
-    def __init__(self, store: Store, futures: Futures, *, home: str | None = None) -> None:
+    def __init__(self, store: Store, futures: Futures, *, home: str | None) -> None:
         """`home`: this gateway's id when there are several gateways (high_availability/), else None."""
         self._store = store
         self._futures = futures

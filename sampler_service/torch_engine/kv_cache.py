@@ -220,8 +220,8 @@ class KVCacheManager:
         max_tokens: int,
         bytes_per_token: int,
         prefix_bytes: int,
+        bytes_per_lane: int,
         metrics: SamplerMetrics,
-        bytes_per_lane: int = 0,
     ) -> None:
         """`max_tokens`: lanes x tokens of one, of all caches; `prefix_bytes`: of the prefix cache, 0 for none;
         `bytes_per_lane`: of the states of recurrent layers, 0 without such layers."""

@@ -96,7 +96,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         channel_host: str,
         channel_timeout_s: float,
         metrics: SamplerMetrics,
-        quantize: Quantization | None = None,
+        quantize: Quantization | None,
     ) -> None:
         self.slot = slot
         self.model_names = model_names

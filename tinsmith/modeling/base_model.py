@@ -175,13 +175,13 @@ class BaseModel:
         return checked(base, probe)
 
     @classmethod
-    def of(cls, model: PreTrainedModel, *, path: str, trainable: bool = False, kernels: Setting = "auto") -> BaseModel:
+    def of(cls, model: PreTrainedModel, *, path: str, kernels: Setting = "auto") -> BaseModel:
         """Takes over a causal LM with eager attention, on its device and in its dtype. `path`: name of the model.
 
         Raises UnsupportedModel as `load` does.
         """
         base, probe = cls._prepared(
-            model, path=path, device=model.device, trainable=trainable, kernels=kernels, prepacks=False, division=None
+            model, path=path, device=model.device, trainable=False, kernels=kernels, prepacks=False, division=None
         )
         return checked(base, probe)
 

@@ -146,21 +146,20 @@ def _wire_array(array: Array) -> Array:
     return np.ascontiguousarray(array, dtype=kind)
 
 
-def text_tokens(
-    chunks: Iterable[pb.Chunk], *, field: str, why_not: str = "is not supported here"
-) -> npt.NDArray[np.int32]:
-    """The token ids of a text-only input, joined. Raises InvalidRequest, naming the chunk and the reason `why_not`, for
-    pictures and audio."""
-    parts = [chunk_tokens(chunk, field=f"{field}[{index}]", why_not=why_not) for index, chunk in enumerate(chunks)]
+def text_tokens(chunks: Iterable[pb.Chunk], *, field: str) -> npt.NDArray[np.int32]:
+    """The token ids of a text-only input, joined. Raises InvalidRequest, naming the chunk, for pictures and audio."""
+    parts = [chunk_tokens(chunk, field=f"{field}[{index}]") for index, chunk in enumerate(chunks)]
     tokens = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, "<i4"), *parts])
     return tokens.astype(np.int32, copy=False)
 
 
-def chunk_tokens(chunk: pb.Chunk, *, field: str, why_not: str = "is not supported here") -> Array:
-    """The token ids of a chunk of text. Raises InvalidRequest for another kind, with the reason `why_not`."""
+def chunk_tokens(chunk: pb.Chunk, *, field: str) -> Array:
+    """The token ids of a chunk of text. Raises InvalidRequest for another kind."""
     kind = chunk.WhichOneof("kind")
     if kind != "encoded_text":
-        raise InvalidRequest(f"{field}: chunk kind {kind or 'unset'!r} {why_not}; use encoded_text", field=field)
+        raise InvalidRequest(
+            f"{field}: chunk kind {kind or 'unset'!r} is not supported here; use encoded_text", field=field
+        )
     return _frombuffer(chunk.encoded_text.tokens, np.dtype("<i4"), field=f"{field}.encoded_text.tokens")
 
 

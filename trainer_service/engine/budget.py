@@ -113,7 +113,7 @@ class MemoryBudget:
         *,
         checkpointing: Checkpointing,
         metrics: Metrics,
-        fixed: bool = False,
+        fixed: bool,
     ) -> None:
         """`models`: the engine's live models, by id. `fixed`: the token budget stays even when memory runs out.
 

@@ -79,7 +79,7 @@ class CostLimit(TorchDispatchMode):
     It works below autograd, so it sees the parts of composite functions.
     """
 
-    def __init__(self, before_each: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, before_each: Callable[[], None]) -> None:
         """`before_each`: called before each operation; may raise InvalidRequest."""
         super().__init__()
         self._before_each = before_each

@@ -38,7 +38,7 @@ class Saves:
     publishing: Publishing
     _being_replaced: set[Location] = field(default_factory=set)
 
-    def save_checkpoint(self, request: pb.SaveCheckpointRequest, *, again: bool = False) -> Work:
+    def save_checkpoint(self, request: pb.SaveCheckpointRequest, *, again: bool) -> Work:
         """The work of a save. `again`: the request was accepted before a restart, and its files may exist.
 
         Raises InvalidRequest.
