@@ -303,7 +303,7 @@ def fingerprint(config: TrainerConfig, engine: TrainingEngine) -> dict[str, str]
             "kernels": config.kernels,
             "share_prefixes": str(config.share_prefixes).lower(),
             "token_budget": str(config.fixed_token_budget),
-            "picture_cost": str(engine.plan.picture_cost),
+            "picture_cost": str(engine.memory.plan.picture_cost),
         }
     return found
 

@@ -23,7 +23,7 @@ def bfloat16(bench: Bench) -> Iterator[Figure]:
     engines = [
         TrainingEngine(
             BaseModel.load(path, device=device, dtype=dtype),
-            max_tokens_per_microbatch=bench.engine.plan.token_budget,
+            max_tokens_per_microbatch=bench.engine.memory.plan.token_budget,
         )
         for dtype in (torch.bfloat16, torch.float32)
     ]

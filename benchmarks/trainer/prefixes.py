@@ -19,7 +19,7 @@ def shared_prefixes(bench: Bench) -> Iterator[Figure]:
     in tokens of the datums per second; and the peak of memory that a pass adds to what the process has."""
     base = bench.engine.base
     engines = [
-        TrainingEngine(base, max_tokens_per_microbatch=bench.engine.plan.token_budget, share_prefixes=share)
+        TrainingEngine(base, max_tokens_per_microbatch=bench.engine.memory.plan.token_budget, share_prefixes=share)
         for share in (True, False)
     ]
     for name, (sequences, least) in _kinds(bench).items():

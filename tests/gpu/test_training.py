@@ -176,9 +176,9 @@ def test_models_that_wait_in_host_memory_come_back_bit_for_bit(folder: Path) -> 
     engine = lora_engine(folder, DEVICE)
     train(engine)
     states = {model_id: engine.capture(model_id, with_optimizer=True) for model_id in engine.models}
-    engine.residency.offload_all_but([])
-    assert sorted(engine.residency.on_host) == (sorted(ADAPTERS) if DEVICE.type == "cuda" else [])
-    engine.residency.use(ADAPTERS, max_bytes=None)
+    engine.memory.residency.offload_all_but([])
+    assert sorted(engine.memory.residency.on_host) == (sorted(ADAPTERS) if DEVICE.type == "cuda" else [])
+    engine.memory.residency.use(ADAPTERS, max_bytes=None)
     for model_id, state in states.items():
         assert engine.weights(model_id).flat.device.type == DEVICE.type
         assert_equal(engine.capture(model_id, with_optimizer=True), state)

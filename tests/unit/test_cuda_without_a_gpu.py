@@ -129,13 +129,13 @@ def test_training_waits_for_the_device_only_where_it_must(engine: TrainingEngine
         engine.optim_step("dimuon", DIMUON)
     assert cuda.waits == {"trainer_service/engine/optimizers.py: clip_gradient": 2}
 
-    engine.residency.offload_all_but([])
-    assert engine.residency.on_host == ["adam", "dimuon"]
+    engine.memory.residency.offload_all_but([])
+    assert engine.memory.residency.on_host == ["adam", "dimuon"]
     assert {engine.weights(name).flat.device.type for name in ("adam", "dimuon")} == {"cpu"}
     cuda.waits.clear()
     outputs = engine.forward_backward([("adam", batch(5, 9, forward_only=True)), ("dimuon", batch(3))])
     assert all(isinstance(output, Output) for output in outputs), outputs
-    assert engine.residency.on_host == []
+    assert engine.memory.residency.on_host == []
     assert set(cuda.waits) == PASS  # back from pinned memory, beside the computation
     for name, params in (("adam", ADAM), ("dimuon", DIMUON)):
         engine.optim_step(name, params)

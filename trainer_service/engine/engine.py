@@ -106,7 +106,7 @@ class TrainingEngine:
         """True once a full model has taken the base model's own parameters for training."""
         self._team = Alone() if team is None else team
         self._metrics = Metrics(CollectorRegistry()) if metrics is None else metrics
-        self._memory = MemoryBudget(
+        self.memory = MemoryBudget(
             base,
             self.models,
             Plan(token_budget=max_tokens_per_microbatch),
@@ -120,37 +120,12 @@ class TrainingEngine:
 
     def _passes(self) -> Passes:
         return Passes(
-            self.base, self.models, self._memory, self._team, self._metrics, share_prefixes=self.limits.share_prefixes
+            self.base, self.models, self.memory, self._team, self._metrics, share_prefixes=self.limits.share_prefixes
         )
-
-    @property
-    def plan(self) -> Plan:
-        return self._memory.plan
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Memory that the live models take once each has gradients and moments, in bytes. May be read on any thread."""
-        return self._memory.reserved_bytes
-
-    @property
-    def residency(self) -> Residency:
-        return self._memory.residency
-
-    @property
-    def can_checkpoint(self) -> bool:
-        return self._memory.can_checkpoint
-
-    @property
-    def always_checkpoints(self) -> bool:
-        return self._memory.always_checkpoints
-
-    @property
-    def num_layers(self) -> int:
-        return self._memory.num_layers
 
     def follow(self, plan: Plan) -> None:
         """Adopts a plan. Batches with datums that can never fit, by the plan, are refused from now on."""
-        self._memory.follow(plan)
+        self.memory.follow(plan)
         self.limits = self.limits.bounded(plan.longest_datum)
 
     def create_model(self, model_id: str, config: AdapterConfig, optimizer: str) -> None:
@@ -163,8 +138,8 @@ class TrainingEngine:
         self.check_trainable(config.rank, check_kind(optimizer))
         if config.rank != 0:
             self.base.check_groups(config.groups)
-            self._memory.check_capacity(self._bytes_in_training(config), rank=config.rank)
-        weights = self._memory.with_memory(lambda: self._new_weights(config), what=f"a model of rank {config.rank}")
+            self.memory.check_capacity(self._bytes_in_training(config), rank=config.rank)
+        weights = self.memory.with_memory(lambda: self._new_weights(config), what=f"a model of rank {config.rank}")
         self.add_model(model_id, ModelState(weights, optimizer))
 
     def has_room_for(self, config: AdapterConfig) -> bool:
@@ -174,8 +149,8 @@ class TrainingEngine:
         """
         if config.rank == 0:
             return True
-        needed, most = self._bytes_in_training(config), self.plan.models_bytes
-        return needed <= self._memory.bytes_left or (most is not None and needed > most)
+        needed, most = self._bytes_in_training(config), self.memory.plan.models_bytes
+        return needed <= self.memory.bytes_left or (most is not None and needed > most)
 
     def _bytes_in_training(self, config: AdapterConfig) -> int:
         """Memory of an adapter with its gradient and its moments, in bytes."""
@@ -185,7 +160,7 @@ class TrainingEngine:
     def add_model(self, model_id: str, model: ModelState) -> None:
         self.models[model_id] = model
         if model.movable:
-            self._memory.residency.add(model_id, model)
+            self.memory.residency.add(model_id, model)
 
     def check_trainable(self, rank: int, optimizer: str) -> None:
         """Raises InvalidRequest for a rank that this engine does not train, or an optimizer that the rank excludes."""
@@ -226,7 +201,7 @@ class TrainingEngine:
 
     def delete_model(self, model_id: str) -> None:
         self.models.pop(model_id, None)
-        self._memory.residency.remove(model_id)
+        self.memory.residency.remove(model_id)
 
     def forward_backward(self, works: Sequence[tuple[str, Batch]]) -> list[Output | ServiceError]:
         """Runs copies of whole batches, where no scheduler divides them. `works`: pairs (model_id, batch).
@@ -300,7 +275,7 @@ class TrainingEngine:
             )
         model.tainted, model.tainted_by = "", 0
         gradient = self._team.all_or_none(
-            lambda: self._memory.with_memory(
+            lambda: self.memory.with_memory(
                 lambda: self._prepare_step(model_id), what=f"an optimizer step of {model_id}", keep=[model_id]
             )
         )
@@ -331,7 +306,7 @@ class TrainingEngine:
             model.farthest, model.farthest_moment = foreseen
         else:
             trial = self._team.all_or_none(
-                lambda: self._memory.with_memory(
+                lambda: self.memory.with_memory(
                     lambda: model.tried(gradient, params), what=f"an optimizer step of {model_id}", keep=[model_id]
                 )
             )
@@ -344,7 +319,7 @@ class TrainingEngine:
         The step's temporary memory is allocated once on trial, so that memory does not run out in the middle of a step.
         """
         model = self.models[model_id]
-        self._memory.have_for_a_step(model_id)
+        self.memory.have_for_a_step(model_id)
         gradient = model.need_gradient()
         model.need_optimizer()
         torch.empty_like(model.adapter.flat)
@@ -364,7 +339,7 @@ class TrainingEngine:
 
     def gather_gradient(self, model_id: str) -> None:
         """Sums the accumulated gradients of all ranks into the first rank's gradient, and clears the others'."""
-        self._memory.have_for_a_step(model_id)
+        self.memory.have_for_a_step(model_id)
         gradient = self.models[model_id].need_gradient()
         self._team.sum_(gradient.flat)
         if not self._team.is_first:
@@ -389,9 +364,7 @@ class TrainingEngine:
 
         Raises OutOfCapacity when there is no memory for it.
         """
-        return self._memory.with_memory(
-            lambda: score(self.base, weights, sequences), what="scoring a published version"
-        )
+        return self.memory.with_memory(lambda: score(self.base, weights, sequences), what="scoring a published version")
 
     def score_together(self, weights: Weights | None, sequences: Sequence[Tokens | Pictured]) -> Scores:
         """Scores the sequences in one pass of all ranks, each of which must make this call. Raises MemoryError when one

@@ -67,7 +67,7 @@ def measure(engine: TrainingEngine, bounds: Bounds) -> Plan:
     probe = _Probe(engine, bounds.max_lora_rank)
     try:
         activation_bytes = int(memory_bytes * ACTIVATIONS_SHARE)
-        room = room_for_one(memory_bytes, probe.max_adapter_bytes, moves=engine.residency.moves)
+        room = room_for_one(memory_bytes, probe.max_adapter_bytes, moves=engine.memory.residency.moves)
         plain, checkpointed = probe.footprints(room)
         picture_cost = probe.picture_cost(plain, checkpointed, memory_bytes)
         usual = checkpointed if plain is None else plain
@@ -90,7 +90,7 @@ def measure(engine: TrainingEngine, bounds: Bounds) -> Plan:
         models_bytes=models_bytes(
             memory_bytes,
             host_bytes(),
-            moves=engine.residency.moves,
+            moves=engine.memory.residency.moves,
             ranks_per_machine=bounds.ranks_per_machine,
         ),
         adapter_device_bytes=bounds.adapter_device_bytes or None,
@@ -227,11 +227,11 @@ class _Probe:
 
     def _footprints(self, num_tokens: int, room_bytes: float) -> tuple[Footprint | None, Footprint | None]:
         if self._engine.base.device.type == "cuda":  # first use: CUDA's libraries allocate memory and keep it
-            self.run([num_tokens], checkpointing=self._engine.always_checkpoints)
+            self.run([num_tokens], checkpointing=self._engine.memory.always_checkpoints)
         plain = checkpointed = None
-        if not self._engine.always_checkpoints:
+        if not self._engine.memory.always_checkpoints:
             plain = self._footprint(num_tokens, checkpointing=False, with_pairs=True)
-        if self._engine.can_checkpoint and (plain is None or plain.longest(room_bytes) < self._max_length):
+        if self._engine.memory.can_checkpoint and (plain is None or plain.longest(room_bytes) < self._max_length):
             with_pairs = plain is None or plain.bytes_per_pair > 0
             checkpointed = self._footprint(num_tokens, checkpointing=True, with_pairs=with_pairs)
         return plain, checkpointed
@@ -243,7 +243,7 @@ class _Probe:
             return peak_bytes(device, lambda: self.run(lengths, checkpointing=checkpointing))
 
         measured = Footprint.measured(peak, num_tokens, with_pairs=with_pairs)
-        layers = self._engine.num_layers if checkpointing else 1
+        layers = self._engine.memory.num_layers if checkpointing else 1
         return Footprint(
             measured.fixed_bytes,
             measured.bytes_per_token + self._more_rank * self._bytes_per_rank / layers,

@@ -53,7 +53,7 @@ class LeadingEngine(TrainingEngine):
         return LeadingPasses(
             self.base,
             self.models,
-            self._memory,
+            self.memory,
             self._ranks,
             self._metrics,
             self._group,

@@ -94,7 +94,7 @@ def test_a_model_without_a_list_of_layers_refuses_to_have_it_always(
     monkeypatch.setattr(type(base), "layers", [])
     with pytest.raises(ValueError, match="activation_checkpointing: 'on' is not possible for Qwen3ForCausalLM"):
         engine_of(base, "on")
-    assert not engine_of(base).can_checkpoint
+    assert not engine_of(base).memory.can_checkpoint
 
 
 def test_the_layers_are_as_before_afterwards(base: BaseModel) -> None:

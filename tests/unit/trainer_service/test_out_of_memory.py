@@ -150,8 +150,8 @@ def test_without_moves_a_micro_batch_has_as_many_models_as_their_gradients_have_
     size = engine.models["0"].adapter.num_bytes
     engine.follow(Plan(200, memory_bytes=8 * size + 100, plain=Footprint(0, 0, 0)))
     # Four adapters are there; each in the micro-batch adds its gradient and the buffer for it.
-    assert engine._memory.go_together(["0", "1"], tokens=200)
-    assert not engine._memory.go_together(["0", "1", "2"], tokens=200)
+    assert engine.memory.go_together(["0", "1"], tokens=200)
+    assert not engine.memory.go_together(["0", "1", "2"], tokens=200)
 
 
 def test_a_long_datum_that_fails_alone_says_nothing_of_the_budget(base: BaseModel, memory: Memory) -> None:
@@ -295,7 +295,7 @@ from tinsmith.modeling.base_model import BaseModel
 
 torch.set_num_threads(1)
 engine, registry = make(BaseModel.load(Path(sys.argv[1]), device=torch.device("cpu"), dtype=torch.float32))
-engine.follow(type(engine.plan)(token_budget=100_000))
+engine.follow(type(engine.memory.plan)(token_budget=100_000))
 create(engine, "free")
 create(engine, "starved")
 one = batch(engine, [250] * 72)  # its activations take 230 MB
@@ -310,7 +310,7 @@ resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 assert registry.get_sample_value("trainer_out_of_memory_total") >= 1
 assert engine.passes.token_budget < one.num_tokens
 starved_budget = engine.passes.token_budget
-engine.follow(type(engine.plan)(token_budget=100_000))
+engine.follow(type(engine.memory.plan)(token_budget=100_000))
 roomy = run(engine, "free", one)
 assert engine.passes.token_budget == 100_000
 assert abs(output.metrics["loss:sum"] / roomy.metrics["loss:sum"] - 1) < 1e-5

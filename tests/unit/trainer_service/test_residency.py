@@ -163,11 +163,11 @@ def test_a_move_to_and_fro_changes_no_bit_and_leaves_the_parameters_trainable(ba
     model = engine.models["m"]
     assert model.gradient is not None
     gradient, state = model.gradient.flat.clone(), engine.capture("m", with_optimizer=True)
-    engine.residency.offload_all_but([])
+    engine.memory.residency.offload_all_but([])
     moved = device.num_moves
     away = engine.capture("m", with_optimizer=True)  # needs no trip to the device
     assert device.num_moves == moved == 4
-    engine.residency.use(["m"], max_bytes=None)
+    engine.memory.residency.use(["m"], max_bytes=None)
     back = engine.capture("m", with_optimizer=True)
     for there in (away, back):
         assert torch.equal(there.adapter.flat, state.adapter.flat)
