@@ -64,10 +64,10 @@ class Journal:
         self._name = database.name
         self.shared_id = database.journal_id
         """Random id of the journal's tables in PostgreSQL; empty for a file."""
-        self._bound = Bound(Sizes.of(database), max_bytes=max_bytes, result_retention_s=result_retention_s)
+        self.bound = Bound(Sizes.of(database), max_bytes=max_bytes, result_retention_s=result_retention_s)
         self._appended: Counter[str] = Counter()
-        self.writer = Writer(database, self._bound, metrics)
-        self.moved = MovedModels(self.writer, self._bound)
+        self.writer = Writer(database, self.bound, metrics)
+        self.moved = MovedModels(self.writer, self.bound)
 
     def close(self) -> None:
         self.writer.close()
@@ -81,14 +81,6 @@ class Journal:
         """Bytes of the bodies that this process has appended for a model. May be called on any thread."""
         return self._appended[model_id]
 
-    @property
-    def is_pressed(self) -> bool:
-        """True when the journal is more than half full, so that snapshots should be taken, which let bodies be cut.
-
-        May be called on any thread.
-        """
-        return self._bound.is_pressed
-
     async def append(self, model_id: str, seq_id: int, body: Body, *, within_share: bool = False) -> None:
         """Adds an operation, and returns when it is on disk. Operation 0 also adds the model.
 
@@ -99,7 +91,7 @@ class Journal:
         num_bytes = len(body.compressed)
 
         def run(database: Database) -> None:
-            self._bound.check(database, model_id, num_bytes, within_share=within_share)
+            self.bound.check(database, model_id, num_bytes, within_share=within_share)
             now = time.time()
             if seq_id == 0:
                 new = "INSERT INTO models (model_id, created_at) VALUES (?, ?) ON CONFLICT (model_id) DO NOTHING"
@@ -130,8 +122,8 @@ class Journal:
                     "WHERE model_id = ? AND seq_id = ?",
                     row,
                 )
-            self._bound.sizes.total += num_bytes - replaced_bytes
-            self._bound.sizes.pending += num_bytes - replaced_bytes
+            self.bound.sizes.total += num_bytes - replaced_bytes
+            self.bound.sizes.pending += num_bytes - replaced_bytes
 
         request_sum = sum_of(model_id, seq_id, body.kind, body.compressed)
         with tracing.span("journal"):
@@ -168,10 +160,10 @@ class Journal:
                 "request = CASE WHEN ? THEN request END WHERE model_id = ? AND seq_id = ?",
                 (state, result, checksum, time.time(), keep_body, model_id, seq_id),
             )
-            self._bound.sizes.pending -= row[0]
-            self._bound.sizes.total += len(result or b"")
+            self.bound.sizes.pending -= row[0]
+            self.bound.sizes.total += len(result or b"")
             if not keep_body:
-                self._bound.sizes.total -= row[0]
+                self.bound.sizes.total -= row[0]
             if failed and seq_id == 0:
                 database.execute(
                     "UPDATE models SET state = 'failed', ended_at = ? WHERE model_id = ?", (time.time(), model_id)
@@ -299,8 +291,8 @@ class Journal:
             database.execute(
                 "UPDATE models SET state = 'lost', reason = ?, ended_at = ? WHERE model_id = ?", (reason, now, model_id)
             )
-            self._bound.sizes.pending -= num_bytes
-            self._bound.sizes.total += len(waiting) * len(status)
+            self.bound.sizes.pending -= num_bytes
+            self.bound.sizes.total += len(waiting) * len(status)
 
         await self.writer.submit(run)
 
@@ -340,7 +332,7 @@ class Journal:
             if database.execute(unanswered, (model_id, seq_id)).fetchone():
                 return None
             if before > cut:
-                self._bound.cut_up_to(database, model_id, before)
+                self.bound.cut_up_to(database, model_id, before)
             database.execute(
                 "UPDATE models SET snapshot_seq_id = ?, snapshot_at = ?, snapshot_bytes = ? WHERE model_id = ?",
                 (seq_id, time.time(), num_bytes, model_id),
@@ -361,7 +353,7 @@ class Journal:
     async def delete_model(self, model_id: str) -> None:
         """Removes the model and its operations; an unknown one is no error."""
 
-        await self.writer.submit(lambda database: self._bound.delete_model(database, model_id))
+        await self.writer.submit(lambda database: self.bound.delete_model(database, model_id))
         del self._appended[model_id]
 
     async def summaries(self) -> list[Summary]:
@@ -374,7 +366,7 @@ class Journal:
 
         def run(database: Database) -> Pruned:
             pruned = prune(database, expired_before=time.time() - self._result_retention_s, dry_run=dry_run)
-            self._bound.sizes = Sizes.of(database)
+            self.bound.sizes = Sizes.of(database)
             return pruned
 
         return await self.writer.submit(run)

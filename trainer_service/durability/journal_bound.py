@@ -34,6 +34,8 @@ class Bound:
 
     @property
     def is_pressed(self) -> bool:
+        """True when the journal is so full that snapshots should be taken, which let bodies be cut. May be read on any
+        thread."""
         return self.sizes.total > self.max_bytes * _PRESSED
 
     def check(self, database: Database, model_id: str, num_bytes: int, *, within_share: bool) -> None:

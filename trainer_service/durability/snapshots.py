@@ -106,7 +106,7 @@ class Snapshots:
             0 < policy.steps <= progress.num_steps
             or 0 < policy.seconds <= time.monotonic() - progress.taken_at
             or 0 < policy.journal_bytes <= num_bytes
-            or (self._journal.is_pressed and num_bytes > 0)
+            or (self._journal.bound.is_pressed and num_bytes > 0)
         )
         if is_due:
             self._take(model_id, progress)

@@ -28,7 +28,7 @@ async def filled(folder: Path) -> Journal:
 
 
 async def fill(journal: Journal) -> Journal:
-    journal._bound._next_prune = float("inf")
+    journal.bound._next_prune = float("inf")
     for model_id in (LIVE, LOST):
         await journal.append(model_id, 0, Body.pack("create_model", pb.CreateModelRequest(model_id=model_id)))
         await journal.finish(model_id, 0, done())

@@ -230,7 +230,7 @@ async def test_an_operation_that_left_the_model_as_it_was_needs_no_body_and_keep
 async def test_at_its_bound_the_journal_cuts_what_the_newest_snapshot_covers(journals: Journals) -> None:
     async with journals.opened(max_bytes=40_000) as journal:
         await executed(journal, range(9), length=512)
-        assert journal.is_pressed
+        assert journal.bound.is_pressed
         assert await journal.add_snapshot(MODEL, 8, num_bytes=10) == -1
         await executed(journal, range(9, 17), length=512)
         assert [seq_id for seq_id, _ in await requests(journal)] == list(range(9, 17))

@@ -237,8 +237,8 @@ async def test_a_commit_whose_outcome_is_unknown_takes_place_once(in_postgres: J
         assert found is not None
         assert found.outcome == done(3.0)
         held = sum(model.request_bytes + model.result_bytes for model in await journal.summaries())
-        assert journal._bound.sizes.total == held
-        assert journal._bound.sizes.pending == len(body.compressed) + len(created().compressed)
+        assert journal.bound.sizes.total == held
+        assert journal.bound.sizes.pending == len(body.compressed) + len(created().compressed)
 
 
 async def test_a_request_that_nobody_was_told_of_gives_way_to_the_next_one(
