@@ -18,11 +18,12 @@ import grpc
 import grpc.aio
 
 from gateway.channel import connect
+from gateway.config import GatewayConfig
 from gateway.metrics import Metrics
 from gateway.sampling.replicas import Replicas
 from tinsmith.errors import FailedPrecondition, InvalidRequest, ModelNotFound, NotReady, ServiceError
 from tinsmith.pictures.counting import Counting, counting_of
-from tinsmith.rpc.addresses import Addresses, AddressSource
+from tinsmith.rpc.addresses import Addresses
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.rpc.tls import Certificates
 from tinsmith.tasks import cancel_all
@@ -99,36 +100,18 @@ class Trainer:
 class Clients:
     """Connections to all trainers and samplers."""
 
-    def __init__(
-        self,
-        *,
-        services: AddressSource,
-        metrics: Metrics,
-        api_key: str = "",
-        certificates: Certificates | None = None,
-        sampler_timeout_s: float = 3.0,
-        sampler_load_factor: float = 1.25,
-        has_peers: bool = False,
-    ) -> None:
-        """`api_key`: sent to all services, unless it is empty. `has_peers`: other gateways use the samplers, too."""
-        self._services = services
-        self._connect = partial(Trainer, api_key=api_key, certificates=certificates)
+    def __init__(self, config: GatewayConfig, metrics: Metrics) -> None:
+        self._services = config.services
+        self._connect = partial(
+            Trainer, api_key=config.service_key.get_secret_value(), certificates=config.certificates
+        )
         self._known: dict[str, Trainer] = {}
         """All trainers that were ever listed, by address. One that is listed no more keeps its connection, on which
         calls may still be in work, until the gateway stops."""
         self.trainers: list[Trainer] = []
         self._metrics = metrics
         self._changed = asyncio.Condition()
-        self.samplers = Replicas(
-            changed=self._changed,
-            metrics=metrics,
-            api_key=api_key,
-            certificates=certificates,
-            timeout_s=sampler_timeout_s,
-            load_factor=sampler_load_factor,
-            are_shared=has_peers,
-            may_join=services.may_change,
-        )
+        self.samplers = Replicas(config, changed=self._changed, metrics=metrics, may_join=self._services.may_change)
         self._watches: dict[str, asyncio.Task[None]] = {}
         """By address of the trainer."""
         self._started_s = time.monotonic()

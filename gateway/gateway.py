@@ -78,15 +78,7 @@ class Core:
         self.store = Store(config.resolved_database_url, self.metrics)
         self.store.is_shared = bool(config.peer_url)
         self.ledger = Ledger(self.store)
-        self.clients = Clients(
-            services=config.services,
-            metrics=self.metrics,
-            api_key=config.service_key.get_secret_value(),
-            certificates=config.certificates,
-            sampler_timeout_s=config.sampler_timeout_s,
-            sampler_load_factor=config.sampler_load_factor,
-            has_peers=bool(config.peer_url),
-        )
+        self.clients = Clients(config, self.metrics)
         self.placement = Placement(self.store, self.clients, timeout_s=config.submit_timeout_s)
         self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics, ledger=self.ledger)
         self.peers = Peers(self.store, self.futures, url=config.peer_url)

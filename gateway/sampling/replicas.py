@@ -22,6 +22,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.channel import DeadlineExceeded, connect
+from gateway.config import GatewayConfig
 from gateway.metrics import Metrics
 from gateway.sampling.lives import Life
 from gateway.sampling.routing import Conversations, choose, ranked
@@ -129,32 +130,26 @@ class Replica:
 
 
 class Replicas:
-    def __init__(
-        self,
-        *,
-        changed: asyncio.Condition,
-        metrics: Metrics,
-        api_key: str,
-        certificates: Certificates | None,
-        timeout_s: float,
-        load_factor: float,
-        are_shared: bool,
-        may_join: bool,
-    ) -> None:
-        """`changed` is notified when a replica comes or goes, or its versions were read. `load_factor`: see
-        routing.choose. `are_shared`: other gateways use them, too. `may_join`: there may be samplers later, even if
-        there are none now."""
+    def __init__(self, config: GatewayConfig, *, changed: asyncio.Condition, metrics: Metrics, may_join: bool) -> None:
+        """`changed` is notified when a replica comes or goes, or its versions were read. `may_join`: there may be
+        samplers later, even if there are none now."""
         self.all: list[Replica] = []
         self._known: dict[str, Replica] = {}
         """All samplers that were ever listed, by address. One that is listed no more keeps its connection, on which
         calls may still be ending, until the gateway stops."""
-        self._connect = partial(Replica, api_key=api_key, certificates=certificates, is_shared=are_shared)
-        self.are_shared = are_shared
+        self.are_shared = bool(config.peer_url)
+        """Other gateways use them, too."""
+        self._connect = partial(
+            Replica,
+            api_key=config.service_key.get_secret_value(),
+            certificates=config.certificates,
+            is_shared=self.are_shared,
+        )
         self._may_join = may_join
         self._changed = changed
         self._metrics = metrics
-        self._timeout_s = timeout_s
-        self._load_factor = load_factor
+        self._timeout_s = config.sampler_timeout_s
+        self._load_factor = config.sampler_load_factor
         self._conversations = Conversations()
         self._listing: dict[str, asyncio.Task[None]] = {}
         """Base model -> the `list_versions` in progress."""

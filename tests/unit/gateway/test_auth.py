@@ -22,7 +22,6 @@ from gateway.tenants.auth import LOCAL, Callers, owner_of
 from gateway.tenants.tokens import InvalidToken, Tokens
 from tests.support.waiting import until
 from tests.unit.gateway.stack import BASE_MODEL, FakeTrainer, Stack
-from tinsmith.rpc.addresses import Addresses, AddressSource
 from tinsmith.rpc.auth import ApiKey
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
@@ -124,7 +123,7 @@ async def test_a_service_key_that_a_trainer_does_not_know_is_told_in_the_log(cap
     await server.start()
     address = f"127.0.0.1:{server.port}"
     right, wrong = (
-        Clients(services=AddressSource(Addresses([address])), metrics=Metrics(), api_key=key)
+        Clients(GatewayConfig(trainers=[address], samplers=[], service_key=SecretStr(key)), Metrics())
         for key in ("tml-service", "tml-other")
     )
     with caplog.at_level("INFO"):
