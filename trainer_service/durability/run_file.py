@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,17 +111,11 @@ def check(path: Path) -> None:
         pass
 
 
-class _reading:
+@contextmanager
+def _reading(path: Path) -> Iterator[sqlite3.Connection]:
     """A context that opens the file for reading. An error of SQLite within the context becomes DataCorrupted."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> sqlite3.Connection:
-        self._database = sqlite3.connect(f"{self._path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
-        return self._database
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self._database.close()
-        if isinstance(error, sqlite3.Error):
-            raise DataCorrupted(f"{self._path.name} cannot be read: {error}") from error
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as database:
+        try:
+            yield database
+        except sqlite3.Error as error:
+            raise DataCorrupted(f"{path.name} cannot be read: {error}") from error
