@@ -9,6 +9,8 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -90,6 +92,36 @@ class Vocabulary:
         return self.bytes_of(token).decode(errors="backslashreplace")
 
 
+_SHORT = 8
+"""Most characters of a stop string that is looked up, instead of compared with the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stops:
+    """Stop strings, which a request may have a thousand of: comparing each with the text behind each token would take
+    0.7 ms."""
+
+    short: frozenset[str]
+    long: tuple[str, ...]
+    sizes: Sequence[int]
+    """Lengths of the short ones."""
+    beginnings: frozenset[str]
+    """The beginnings of all, of at most _SHORT characters, that are no whole stop string."""
+    longest: int
+
+
+@lru_cache(16)
+def _stops(strings: tuple[str, ...]) -> _Stops:
+    short = frozenset(string for string in strings if len(string) <= _SHORT)
+    return _Stops(
+        short,
+        tuple(string for string in strings if len(string) > _SHORT),
+        sorted({len(string) for string in short}),
+        frozenset(string[:size] for string in strings for size in range(1, min(len(string), _SHORT + 1))),
+        max(map(len, strings), default=0),
+    )
+
+
 class TextStream:
     """The text of one sequence, without special tokens. A stop string ends the text, and is not part of it."""
 
@@ -107,7 +139,7 @@ class TextStream:
         self.num_chars = 0
         """Characters of all tokens so far, including those that may still turn out to be a stop string."""
         self._vocabulary = vocabulary
-        self._stops = stops
+        self._stops = _stops(tuple(stops))
         self._hidden = frozenset(hidden)
         self._shown = frozenset(shown)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -132,26 +164,45 @@ class TextStream:
             self.num_chars += len(text)
         self._pending += text
         self._is_shown += [shown] * len(text)
-        found = [index for stop in self._stops if (index := self._pending.find(stop)) >= 0]
-        if found:
-            released = self._release(min(found))
+        found = self._find(num_new=len(text))
+        if found is not None:
+            released = self._release(found)
             self.stopped = True
             self.num_chars -= sum(self._is_shown)
             self._pending, self._is_shown = "", []
             return released
         return self._release(len(self._pending) - self._num_held())
 
+    def _find(self, *, num_new: int) -> int | None:
+        """Where the first stop string in the pending text begins. `num_new`: characters at its end that were not looked
+        at before."""
+        pending, stops = self._pending, self._stops
+        if not stops.longest:
+            return None
+        begin = max(0, len(pending) - num_new - _SHORT + 1)
+        found = [
+            next(
+                (
+                    start
+                    for start in range(begin, len(pending))
+                    for size in stops.sizes
+                    if pending[start : start + size] in stops.short
+                ),
+                -1,
+            ),
+            *(pending.find(stop) for stop in stops.long),
+        ]
+        return min((index for index in found if index >= 0), default=None)
+
     def _num_held(self) -> int:
         """Number of characters at the end that may be the beginning of a stop string."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        return next(
-            (
-                size
-                for size in range(min(longest, len(self._pending)), 0, -1)
-                if any(stop.startswith(self._pending[-size:]) for stop in self._stops)
-            ),
-            0,
-        )
+        for size in range(min(self._stops.longest - 1, len(self._pending)), 0, -1):
+            end = self._pending[-size:]
+            if end[:_SHORT] in self._stops.beginnings and (
+                size <= _SHORT or any(stop.startswith(end) for stop in self._stops.long)
+            ):
+                return size
+        return 0
 
     def _release(self, size: int) -> str:
         text = "".join(char for char, shown in zip(self._pending[:size], self._is_shown[:size], strict=True) if shown)
