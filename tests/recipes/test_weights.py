@@ -85,7 +85,7 @@ def deltas(adapter: Adapter) -> dict[str, Tensor]:
 
 def logits_of(model: Any) -> Tensor:
     with torch.no_grad():
-        return model(torch.tensor([[5, 9, 13, 7, 21, 8, 30, 12, 6, 17]])).logits
+        return model(torch.tensor([[15, 9, 13, 27, 21, 18, 30, 12, 16, 17]])).logits
 
 
 def loaded(folder: Path) -> Any:
@@ -148,6 +148,7 @@ def test_logits_of_merged_and_converted_adapters_are_those_that_the_docs_tell(
         assert (converted - trained).abs().max() > 1e-2
 
 
+@pytest.mark.filterwarnings("ignore")  # PEFT warns of patterns that fit no layer
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen3_5Moe", "DeepseekV3", "GptOss", "NemotronH"])
 def test_the_tools_merge_an_adapter_of_fused_experts(family: str, tmp_path: Path) -> None:
     base_folder = make_sparse_family(tmp_path / "base", family)
@@ -175,3 +176,8 @@ def test_the_tools_merge_an_adapter_of_fused_experts(family: str, tmp_path: Path
         names = names_in(tmp_path / "lora/adapter_model.safetensors")
         for projection in ("up_proj", "down_proj") if family == "NemotronH" else ("gate_proj", "up_proj", "down_proj"):
             assert sum(f".experts.3.{projection}.lora_A" in name for name in names) == num_layers
+        # Of fused experts, PEFT knows those of Qwen3-MoE in this form, and leaves out others without a word.
+        kept = {name: change for name, change in changes.items() if change.ndim == 2}
+        expected = loaded(tmp_path / "merged") if family == "Qwen3Moe" else with_changes(base_folder, kept)
+        converted = PeftModel.from_pretrained(loaded(base_folder), tmp_path / "lora")
+        torch.testing.assert_close(logits_of(converted), logits_of(expected), rtol=0, atol=1e-4)
