@@ -267,7 +267,7 @@ def _room(engine: TrainingEngine, plan: Plan) -> Capacity:
     base = engine.base
     config = AdapterConfig(rank=1, **_flags(base))
     bytes_per_rank = 4 * num_elements(config, chosen_targets(config, base.targets))  # float32
-    on_device = plan.bytes_for_adapters([plan.token_budget], checkpointing=engine.always_checkpoints)
+    on_device = plan.bytes_for_adapters([plan.token_budget], checkpointing=engine.memory.always_checkpoints)
     return Capacity(
         token_budget=plan.token_budget,
         longest_sequence=engine.limits.max_context_length,
