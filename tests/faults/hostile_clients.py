@@ -281,7 +281,8 @@ def bodies_that_unpack_to_megabytes(hostile: Hostile) -> list[Request]:
     tokens = [5] * 256
     one = datum(tokens, target_tokens=tokens, weights=np.ones(256, np.float32))
     data = pb.ForwardBackwardRequest(data=[one] * 4096).SerializeToString()
-    return [hostile.train([], more=data) for _ in range(16)]
+    # Where cores are scarce, the trainer does not read all of them within the gateway's submit_timeout_s.
+    return [hostile.train([], more=data, tries_again=True) for _ in range(16)]
 
 
 def token_ids_that_do_not_exist(hostile: Hostile) -> list[Request]:
