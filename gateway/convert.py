@@ -19,6 +19,7 @@ from gateway.shown import shown, shown_given, shown_name
 from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.pictures.counting import Counting
 from tinsmith.pictures.headers import size_of
+from tinsmith.rpc import tensors
 from tinsmith.rpc.paths import SCHEME
 from tinsmith.rpc.times import duration, seconds_of
 from tinsmith.rpc.words import value_of, word_of
@@ -30,8 +31,6 @@ _SEED_MASK = 2**63 - 1
 _DATA_URL = re.compile(r"data:image/(png|jpeg);base64,")
 _INT32 = np.iinfo(np.int32)
 INT64 = np.dtype("<i8")
-_CHUNK_BYTES = 72
-"""Memory of a chunk in a message, without its tokens, in bytes. On the wire an empty one has 4."""
 _DTYPES = {
     "int64": (types_pb2.DTYPE_INT64, INT64),
     "float32": (types_pb2.DTYPE_FLOAT32, np.dtype("<f4")),
@@ -314,7 +313,7 @@ def sampling_params(params: schemas.SamplingParams) -> sampler_pb2.SamplingParam
 
 def held_bytes(request: sampler_pb2.SampleRequest) -> int:
     """Memory of a request, in bytes."""
-    return request.ByteSize() + _CHUNK_BYTES * len(request.prompt)
+    return request.ByteSize() + tensors.CHUNK_BYTES * len(request.prompt)
 
 
 def sample_request(body: schemas.Sample, *, version_id: str) -> sampler_pb2.SampleRequest:

@@ -55,7 +55,8 @@ def _short_together(notes: Any) -> Any:
 
 
 def _few(notes: Any) -> Any:
-    """Before validation: an error for each of a hundred thousand wrong entries would block the event loop."""
+    """Refuses more than MAX_ENTRIES entries before they are validated: an error for each of a hundred thousand wrong
+    ones would block the event loop."""
     if isinstance(notes, dict | list) and len(notes) > MAX_ENTRIES:
         raise ValueError(f"has {len(notes)} entries, and this server keeps at most {MAX_ENTRIES}")
     return notes

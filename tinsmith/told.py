@@ -36,8 +36,8 @@ class Told:
     received. Kept by the service that answers the caller. A batch and a step count as sent when the first bytes of
     their request arrive (`request_begins`).
 
-    A service begins one for a new model, and for a model without one when a new optim_step has come. It takes 0 for the
-    answer of `step` meanwhile: after its start, it does not know which batches came before.
+    A service makes a Told for a new model, and after a restart for each model whose next optim_step has come. Until
+    that step, the service acts as if `step` had answered 0, because it does not know the batches from before its start.
 
     A failed batch makes the next optim_step fail, because a caller that pipelines would step with only some of the
     batches that it sent. A caller starts afresh after a failure if it received the failure, then sent a new batch, and
@@ -46,7 +46,7 @@ class Told:
     """
 
     def __init__(self, *, after: int = 0) -> None:
-        """`after`: seq_id of the optim_step behind which it begins; 0 is the creation."""
+        """`after`: seq_id of the optim_step whose later batches are noted; 0 for a new model."""
         self._waiting: Counter[int] = Counter()
         """Batches that the caller has sent since its last optim_step and whose answers it has not received, with the
         number of times that each was sent. Also those that were refused for now, since the caller sends them again."""

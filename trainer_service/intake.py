@@ -45,8 +45,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _MAX_CHECKS_OF_NO_MODEL = 64
 """Most calls of CheckCustomLoss that run or wait at once, also those whose client has left."""
 _MANY_TOLD = 64
-"""So many more models than twice the known ones may have an entry in `Intake._told`. Those whose creation has failed
-leave one."""
+"""`Intake._told` may have entries for twice the known models, and for this many more. A failed creation leaves an
+entry."""
 _MANY_DATUMS = 64
 """A batch of more datums counts as large, without adding up its bytes."""
 _LARGE_BYTES = 64 * 1024
@@ -180,7 +180,7 @@ class Intake:
         return operation, is_new
 
     def _note(self, kind: str, request: Request, seq_id: int) -> None:
-        """Notes that an operation is new in the journal."""
+        """Notes that a new operation has been accepted."""
         model_id, models = request.model_id, self._trainer.scheduler.models
         if kind == "create_model" or (kind == "optim_step" and model_id not in self._told):
             self._told[model_id] = Told(after=seq_id)

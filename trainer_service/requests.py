@@ -32,14 +32,18 @@ _ANSWER_BYTES = MAX_MESSAGE_BYTES - 1024 * 1024
 """Limit on the logprobs of one answer, in bytes. The rest of an answer is far below the 1 MiB left for it."""
 _DATUM_BYTES = 1024
 """Memory of a datum's Python objects, without its arrays, in bytes."""
-_CHUNK_BYTES = 72
-"""Memory of a chunk in a message that is decoded, without its tokens, in bytes. On the wire an empty one has 4."""
+_DATUM_PART_BYTES = 64
+"""Memory of a datum in a message that is decoded, without its parts, in bytes. On the wire an empty one has 2."""
+_SPAN_BYTES = 48
+"""Memory of a span in a message that is decoded, in bytes. On the wire an empty one has 2."""
 _INPUT_BYTES = 192
 """Memory of an input, or of a setting of the loss, in a message that is decoded, without its values, in bytes. On the
 wire an empty one has 13."""
-_SMALL_BYTES = 64 * 1024
+_DIMENSION_BYTES = 16
+"""Memory of a dimension of a tensor's shape in a message that is decoded, in bytes. On the wire a small one has 1."""
 _MOST_DECODED = 16
-"""How many times its size on the wire a message takes at most. Messages that are no batch are small, or wrong."""
+"""Most memory of a decoded message, as a multiple of its size on the wire. Messages that are no batch are small, or
+wrong."""
 _PICTURE_BYTES = 1024
 """Memory of a picture's Python objects, without its pixels, in bytes."""
 _TARGET_BYTES = 28
@@ -78,13 +82,22 @@ def message_bytes(request: Message) -> int:
     and what it takes decoded, however small its parts are on the wire."""
     num_bytes = request.ByteSize()
     if not isinstance(request, trainer_pb2.ForwardBackwardRequest):
-        return num_bytes if num_bytes <= _SMALL_BYTES else _MOST_DECODED * num_bytes
+        return _MOST_DECODED * num_bytes
     num_inputs = len(request.loss_fn_config) + len(request.loss_fn_config_v2) + len(request.custom_loss.inputs)
-    num_chunks = 0
+    num_chunks = num_spans = num_dimensions = 0
     for datum in request.data:
         num_chunks += len(datum.model_input)
+        num_spans += len(datum.model_input_spans) + len(datum.loss_fn_input_spans)
         num_inputs += len(datum.loss_fn_inputs)
-    return 2 * num_bytes + _CHUNK_BYTES * num_chunks + _INPUT_BYTES * num_inputs
+        num_dimensions += sum(len(tensor.shape) for tensor in datum.loss_fn_inputs.values())
+    return (
+        2 * num_bytes
+        + _DATUM_PART_BYTES * len(request.data)
+        + tensors.CHUNK_BYTES * num_chunks
+        + _SPAN_BYTES * num_spans
+        + _INPUT_BYTES * num_inputs
+        + _DIMENSION_BYTES * num_dimensions
+    )
 
 
 def batch_bytes(

@@ -123,8 +123,8 @@ async def _answer(
         )
     results = await while_connected(request, together([draw.result() for draw in draws]))
     updates = [update for updates in results for update in updates]
-    num_entries = sum(len(update.entries) for update in updates)
-    made = await text_off_loop(lambda: [choices.make(update) for update in updates], num_tokens=num_entries)
+    num_made = sum(max(len(update.entries), len(update.tokens)) for update in updates)
+    made = await text_off_loop(lambda: [choices.make(update) for update in updates], num_tokens=num_made)
     return json_response(head | {"choices": made, "usage": usage_of(draws).to_json()})
 
 
@@ -178,7 +178,7 @@ def _draw(
         scores_only=max_tokens == 0,
         echo=bool(body.echo),
         prompt_text=prompt if isinstance(prompt, str) else "",
-        with_entries=body.logprobs is not None or bool(body.return_token_ids),
+        with_entries=body.logprobs is not None,
     )
 
 
@@ -194,8 +194,7 @@ class _Choices:
 
     def of(self, update: Update) -> list[Json]:
         """None for an update that says nothing."""
-        with_entries = self.body.return_token_ids or self.body.logprobs is not None
-        says = update.text or update.finish_reason or (with_entries and update.entries)
+        says = update.text or update.finish_reason or update.entries or (self.body.return_token_ids and update.tokens)
         return [self.make(update)] if says else []
 
     def make(self, update: Update) -> Json:

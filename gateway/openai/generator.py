@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
@@ -124,7 +124,9 @@ class Generator:
             raise
 
     async def _load_tokenizer(self, source: Source) -> TokenizerInfo:
-        reply = await self._ask_of_text(source, lambda stub: stub.GetTokenizer, pb.GetTokenizerRequest())
+        drawing = self._drawing(source)
+        request = pb.GetTokenizerRequest()
+        reply = await drawing.run(lambda replica: drawing.ask(replica, lambda stub: stub.GetTokenizer, request))
         digest = sha256(reply.tokenizer_json.encode()).digest()
         vocabulary = self._vocabularies.get(digest) or await in_pool(Vocabulary, reply.tokenizer_json)
         vocabulary = self._vocabularies.setdefault(digest, vocabulary)
@@ -134,20 +136,16 @@ class Generator:
         return TokenizerInfo(vocabulary, tuple(reply.eos_token_ids), _FORMS.get(reply.tool_call_format))
 
     async def tokenize(self, source: Source, request: pb.TokenizeRequest) -> bytes:
-        """The tokens of a text or a chat, int32, little endian."""
-        reply = await self._ask_of_text(source, lambda stub: stub.Tokenize, request)
-        return reply.tokens
-
-    async def _ask_of_text(self, source: Source, rpc: Callable[[Any], Any], request: Any) -> Any:
-        """The reply to a call about text. No engine computes it, but it, too, may kill a sampler."""
+        """The tokens of a text or a chat, int32, little endian. No engine computes them, but the text, too, may kill a
+        sampler."""
         drawing = self._drawing(source)
 
-        async def call(replica: Replica) -> Any:
+        async def call(replica: Replica) -> pb.TokenizeResponse:
             await self.turn(source)
             async with self._texts.setdefault(source.owner, asyncio.Semaphore(_TEXTS_AT_ONCE)):
-                return await drawing.ask(replica, rpc, request)
+                return await drawing.ask(replica, lambda stub: stub.Tokenize, request)
 
-        return await drawing.run(call)
+        return (await drawing.run(call)).tokens
 
     # Samples
 

@@ -174,8 +174,8 @@ class TextStream:
         return self._release(len(self._pending) - self._num_held())
 
     def _find(self, *, num_new: int) -> int | None:
-        """Where the first stop string in the pending text begins. `num_new`: characters at its end that were not looked
-        at before."""
+        """The position of the first stop string in the pending text; None without one. `num_new`: characters at the
+        text's end that were not looked at before."""
         pending, stops = self._pending, self._stops
         if not stops.longest:
             return None

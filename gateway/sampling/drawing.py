@@ -301,7 +301,7 @@ class Drawing:
 
 
 class Drawings:
-    """What the drawings of both APIs need. Counts their tokens."""
+    """The parts that the drawings of both APIs share. Counts their tokens."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from sampler_service.core.trial import Trial
 from tinsmith.errors import InvalidRequest, ServiceError
 from tinsmith.modeling.tower import Placed
-from tinsmith.rpc.tensors import check_tokens
+from tinsmith.rpc.tensors import CHUNK_BYTES, check_tokens
 
 Ints = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -92,8 +92,6 @@ class Targets:
 _NUMBER_BYTES = 4
 _CELL_BYTES = 40
 """Bytes of a scored cell: in the message, its row, its token, its score, and the score in the answer."""
-_CHUNK_BYTES = 72
-"""Bytes of a chunk of the prompt in the message, without its tokens. On the wire an empty one has 4."""
 _SEQUENCE_BYTES = 768
 """Bytes of one of num_samples before it has a token."""
 
@@ -144,7 +142,7 @@ class Request:
             + len(self.prompt) * num_rows * _NUMBER_BYTES
             + num_cells * _CELL_BYTES
             + self.num_samples * _SEQUENCE_BYTES
-            + self.num_chunks * _CHUNK_BYTES
+            + self.num_chunks * CHUNK_BYTES
             + sum(one.picture.pixels.nbytes for one in self.pictures)
         )
 

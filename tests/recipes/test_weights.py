@@ -176,7 +176,7 @@ def test_the_tools_merge_an_adapter_of_fused_experts(family: str, tmp_path: Path
         names = names_in(tmp_path / "lora/adapter_model.safetensors")
         for projection in ("up_proj", "down_proj") if family == "NemotronH" else ("gate_proj", "up_proj", "down_proj"):
             assert sum(f".experts.3.{projection}.lora_A" in name for name in names) == num_layers
-        # Of fused experts, PEFT knows those of Qwen3-MoE in this form, and leaves out others without a word.
+        # PEFT knows the fused experts of Qwen3-MoE in this form, and leaves out those of others without a warning.
         kept = {name: change for name, change in changes.items() if change.ndim == 2}
         expected = loaded(tmp_path / "merged") if family == "Qwen3Moe" else with_changes(base_folder, kept)
         converted = PeftModel.from_pretrained(loaded(base_folder), tmp_path / "lora")

@@ -23,6 +23,8 @@ _NUMPY = {
 _PROTO = {dtype: number for number, dtype in _NUMPY.items()}
 _INT64 = np.dtype("<i8")
 
+CHUNK_BYTES = 96
+"""Memory of a chunk in a message that is decoded, without its tokens, in bytes. On the wire an empty one has 4."""
 MAX_DIMENSIONS = 8
 """Most dimensions of a tensor."""
 MAX_ELEMENTS = 64 * 1024 * 1024

@@ -38,8 +38,8 @@ class Body:
         return cls(kind, _digest(kind, data), zstandard.ZstdCompressor(level=1).compress(data))
 
     def storing(self, request: Message) -> Body:
-        """The body with the digest of this one that stores another request: the same one, to which the trainer has
-        added what a replay needs and a repeat does not have."""
+        """A body that stores `request` under the digest of this one. `request` is the request of this body, to which
+        the trainer has added what a replay needs. A repeat lacks that, so the digest does not cover it."""
         return replace(self, compressed=Body.pack(self.kind, request).compressed)
 
     @property

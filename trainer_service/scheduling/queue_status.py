@@ -40,9 +40,9 @@ _BEFORE = {
 _AFTER = {"save_checkpoint": "the checkpoint is being written"}
 
 _FEW = 1000
-"""Sums over no more operations than this are made anew for each question."""
+"""Sums over no more operations than this are added up anew for each question."""
 _KEPT = 20
-"""How many times as long as they took to make sums over more operations are kept."""
+"""Sums over more operations are kept for this many times the time that adding them up took."""
 
 
 @dataclass(slots=True)
@@ -116,10 +116,10 @@ def status_of(
     lane = lanes.get(model.model_id, _NOTHING)
     place = lane.places.get(operation.seq_id)
     coming: list[Operation] = []
+    if operation.is_computed:
+        return QueueStatus(reason=_AFTER.get(operation.kind, "its result is being stored"))
     if place is not None:
         from_lane = place + 1
-    elif operation.is_computed:
-        return QueueStatus(reason=_AFTER.get(operation.kind, "its result is being stored"))
     elif _runs(operation, running):  # its last micro-batch
         from_lane = 0
     else:

@@ -27,6 +27,7 @@ from gateway.sampling.drawing import Drawing
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch
 from tests.unit.gateway.talking import TalkingSampler
 from tinsmith.cores import Cores, make_page
+from tinsmith.v1 import sampler_pb2
 
 LONGEST_GAP_S = 2.0
 """Most was 0.4. Without bounds these bodies gave gaps of up to 20 s."""
@@ -568,7 +569,7 @@ async def test_a_chat_is_made_of_a_large_body_off_the_event_loop(
 
 @pytest.mark.usefixtures("talking")
 async def test_an_owner_has_few_texts_at_samplers_at_once(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sampler converts one at a time, in the order in which they come, and a long one takes seconds."""
+    """A sampler converts texts one at a time, in the order in which they come, and a long text takes seconds."""
     num_now = num_most = 0
     ask = Drawing.ask
 
@@ -589,9 +590,30 @@ async def test_an_owner_has_few_texts_at_samplers_at_once(client: Client, monkey
 
 
 @pytest.mark.usefixtures("talking")
-@pytest.mark.parametrize("repeated", ["echo", "return_token_ids"])
+async def test_a_tokenizer_waits_for_no_text(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All owners wait for the tokenizer of a new sampler, whoever has asked for it first."""
+    goes_on, ask = asyncio.Event(), Drawing.ask
+
+    async def gated(drawing: Drawing, replica: Any, rpc: Any, request: Any) -> Any:
+        if isinstance(request, sampler_pb2.TokenizeRequest):
+            await goes_on.wait()
+        return await ask(drawing, replica, rpc, request)
+
+    monkeypatch.setattr(Drawing, "ask", gated)
+    generator, source = stack.gateway.sampling.generator, Source("m", "", SamplingSession(base_model=BASE_MODEL))
+    text = sampler_pb2.TokenizeRequest(text="snow")
+    texts = [asyncio.create_task(generator.tokenize(source, text)) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert (await asyncio.wait_for(generator.tokenizer(source), 20)).vocabulary
+    assert not any(task.done() for task in texts)
+    goes_on.set()
+    await asyncio.gather(*texts)
+
+
+@pytest.mark.usefixtures("talking")
+@pytest.mark.parametrize("repeated", [["echo"], ["return_token_ids"], ["echo", "return_token_ids"]])
 async def test_an_answer_that_repeats_its_prompt_in_each_choice_is_counted_and_bounded(
-    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch, repeated: str
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch, repeated: list[str]
 ) -> None:
     """A prompt of 32,000 tokens and 1,024 choices: 150 MB of answer for a body of 200 kB, for as long as its client
     reads slowly."""
@@ -603,10 +625,11 @@ async def test_an_answer_that_repeats_its_prompt_in_each_choice_is_counted_and_b
         return finished(draw, *args)
 
     monkeypatch.setattr(draws.Draw, "_finished", seen)
-    body = {"model": BASE_MODEL, "prompt": [1] * 1000, "max_tokens": 4, "n": 16, repeated: True}
+    monkeypatch.setattr(draws, "Entry", None)  # an entry takes ten times what is counted, and serves logprobs only
+    body = {"model": BASE_MODEL, "prompt": [1] * 1000, "max_tokens": 4, "n": 16} | dict.fromkeys(repeated, True)
     assert (await client.post("/v1/completions", json=body)).status_code == 200
     (held_bytes,) = held
-    assert 0 <= held_bytes - 8 * 1000 * 16 < 4000, "and the body"
+    assert 0 <= held_bytes - 8 * 1000 * 16 * len(repeated) < 4000, "and the body"
     assert stack.gateway.bodies.num_bytes == 0
     await stack.restart_gateway(max_body_bytes=100_000)
     reply = await client.post("/v1/completions", json=body)

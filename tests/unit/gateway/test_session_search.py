@@ -251,7 +251,8 @@ async def test_a_search_loads_the_metadata_of_few_sessions(stack: Stack, client:
 async def test_metadata_that_the_database_cannot_tell_apart_is_loaded_a_few_sessions_at_a_time(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It compares one entry. Sessions that differ in another one were loaded by 500: 32 MB of JSON in one go."""
+    """The database compares one entry. Sessions that differ in another entry were loaded by 500: 32 MB of JSON at
+    once."""
     monkeypatch.setattr("gateway.session_search._LOADED_ROWS", 2)
     made = [await make(client, user_metadata={"k": "the longest", "n": str(n)}) for n in range(7)]
     statements = Statements(stack.gateway.store)

@@ -1,6 +1,7 @@
 """The service over real gRPC."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -43,6 +44,7 @@ from tests.unit.sampler_service.serving import (
     serving,
     slow_down,
 )
+from tinsmith.allocator import give_back_freed_memory
 from tinsmith.errors import InvalidRequest, NotReady, OutOfCapacity, ServiceError, VersionNotLoaded
 from tinsmith.rpc import logs
 from tinsmith.rpc.channel import connect, is_serving, wait_serving
@@ -281,6 +283,8 @@ def test_a_prompt_counts_for_its_chunks_however_small_they_are_on_the_wire() -> 
     for _ in range(130_000):
         asked.prompt.add().encoded_text.tokens = b""
     body, process = asked.SerializeToString(), psutil.Process()
+    gc.collect()
+    give_back_freed_memory()  # which earlier tests have left, and the messages would take
     before = process.memory_info().rss
     kept = [pb.SampleRequest.FromString(body) for _ in range(25)]
     taken = process.memory_info().rss - before
@@ -507,7 +511,7 @@ async def test_a_caller_with_an_ordinary_key_is_one_owner_whatever_its_salts(mod
 async def test_a_key_has_few_texts_that_wait_to_be_converted(
     text_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are converted one at a time, in the order in which they come, and a long one takes seconds."""
+    """A sampler converts texts one at a time, in the order in which they come, and a long text takes seconds."""
     config = SamplerConfig(base_model=str(text_model_folder), listen="127.0.0.1:0", api_keys=[SecretStr("tml-one")])
     num_now = num_most = 0
     run = TokenizerSlot.run

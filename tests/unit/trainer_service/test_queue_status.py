@@ -186,6 +186,11 @@ async def test_sums_over_many_operations_serve_for_many_questions(monkeypatch: p
     lanes["a"].append(late)
     model.next_to_enter = 601
     assert status_of(late, model, lanes=queue.lanes(), running=None, speed=speed).position == 1200
+    lanes["a"][0].is_computed = True
+    computed = status_of(lanes["a"][0], model, lanes=queue.lanes(), running=None, speed=speed)
+    assert (computed.running, computed.reason) == (False, "its result is being stored"), (
+        "also while older sums are kept"
+    )
     lanes["b"].clear()
     del lanes["a"][300:]
     clock[0] += 1
