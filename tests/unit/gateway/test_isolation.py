@@ -215,7 +215,7 @@ def test_every_route_is_asked_with_a_foreign_key_or_exempt_for_a_reason() -> Non
 
 @dataclass
 class People:
-    olga: Client
+    zoe: Client
     bob: Client
     eve: Client
     """An admin."""
@@ -225,7 +225,7 @@ class People:
 async def people(stack: Stack) -> AsyncIterator[People]:
     assert stack.server is not None
     keys: Keys = stack.server.app.state.gateway.tenants.keys
-    made = {name: (await keys.create(name, admin=name == "eve"))[0] for name in ("olga", "bob", "eve")}
+    made = {name: (await keys.create(name, admin=name == "eve"))[0] for name in ("zoe", "bob", "eve")}
     clients = [
         Client(base_url=stack.url, timeout=20, headers={"x-api-key": key}, follow_redirects=False)
         for key in made.values()
@@ -273,7 +273,7 @@ async def answer(client: Client, case: Case, session_id: str) -> tuple[int, str]
 
 
 async def test_a_foreign_id_is_answered_as_one_that_does_not_exist(stack: Stack, people: People) -> None:
-    session_id = await things_of(people.olga)
+    session_id = await things_of(people.zoe)
     answers = []
     for case in CASES:
         foreign = await answer(people.bob, case, session_id)
@@ -281,27 +281,27 @@ async def test_a_foreign_id_is_answered_as_one_that_does_not_exist(stack: Stack,
         if case.lists:
             assert foreign[0] == 200, (case, foreign)
             assert "SESSION" not in foreign[1], (case, foreign)
-            assert "olga" not in foreign[1], (case, foreign)
+            assert "zoe" not in foreign[1], (case, foreign)
         else:
             assert foreign == await answer(people.bob, case, GHOST), case
     # All of it is there as before, and nothing took the place of what its owner does next.
     same = []
     for seq_id, (case, foreign) in enumerate(zip(CASES, answers, strict=True), start=5):
-        mine = await ask(people.olga, case, session_id, seq_id=seq_id)
+        mine = await ask(people.zoe, case, session_id, seq_id=seq_id)
         assert mine.status_code < 500, (case, mine.text)
         if (mine.status_code, mine.text.replace(session_id, "SESSION")) == foreign:
             same.append(case.route)
         elif case.lists and "services" not in case.route:
-            assert session_id in mine.text or "olga" in mine.text, (case, mine.text)
+            assert session_id in mine.text or "zoe" in mine.text, (case, mine.text)
     assert set(same) - {"GET /dashboard/api/services"} == {f"POST {API}/cancel_future"}  # they say the same to all
 
 
 async def test_a_published_checkpoint_is_read_by_everyone_and_changed_by_its_owner(people: People) -> None:
-    session_id = await things_of(people.olga)
+    session_id = await things_of(people.zoe)
     run_id, mine = f"{session_id}:train:0", await people.bob.session()
     base = f"{API}/training_runs/{run_id}/checkpoints"
     for kind, name in (("weights", "one"), ("sampler_weights", "two"), ("external_weights", "three")):
-        assert (await people.olga.post(f"{base}/{kind}/{name}/publish")).status_code == 200
+        assert (await people.zoe.post(f"{base}/{kind}/{name}/publish")).status_code == 200
     saved, sampled = f"tinker://{run_id}/weights/one", f"tinker://{run_id}/sampler_weights/two"
     bob = people.bob
     await bob.call("weights_info", {"tinker_path": saved})
@@ -326,17 +326,17 @@ async def test_a_published_checkpoint_is_read_by_everyone_and_changed_by_its_own
         assert refused.status_code == 404, (method, path)
         assert refused.json()["detail"] == f"path: there is no checkpoint {saved}"
     assert (await bob.get(base)).status_code == 404  # which others there are
-    assert (await people.olga.delete(f"{base}/weights/one/publish")).status_code == 200
+    assert (await people.zoe.delete(f"{base}/weights/one/publish")).status_code == 200
     await bob.call("weights_info", {"tinker_path": saved}, status=404)
 
 
 async def test_an_admin_sees_and_changes_everything(people: People) -> None:
-    session_id = await things_of(people.olga)
+    session_id = await things_of(people.zoe)
     for seq_id, case in enumerate(CASES, start=5):
         reply = await ask(people.eve, case, session_id, seq_id=seq_id)
         is_own = case.route in (f"GET {API}/sessions", f"GET {API}/training_runs") and not case.query
         if case.lists and not is_own and case.route not in (f"GET {API}/checkpoints", "GET /v1/models"):
-            assert session_id in reply.text or "olga" in reply.text or "services" in case.route, case
+            assert session_id in reply.text or "zoe" in reply.text or "services" in case.route, case
         if not case.lists and not case.route.startswith(("GET", "POST")):
             assert reply.status_code == 200, (case, reply.text)
 
@@ -344,10 +344,10 @@ async def test_an_admin_sees_and_changes_everything(people: People) -> None:
 async def test_each_owner_has_a_salt_of_its_own_in_the_samplers_prefix_caches(stack: Stack, people: People) -> None:
     """Or `prompt_cache_hit_tokens` would tell what others have sent."""
     assert stack.server is not None
-    key, _ = await stack.server.app.state.gateway.tenants.keys.create("olga", name="second")
+    key, _ = await stack.server.app.state.gateway.tenants.keys.create("zoe", name="second")
     async with Client(base_url=stack.url, timeout=20, headers={"x-api-key": key}) as second:
         salts = []
-        for client in (people.olga, people.bob, second):
+        for client in (people.zoe, people.bob, second):
             begin = len(stack.sampler.requests)
             sampler_id = await client.sampling_session(await client.session())
             await client.result(await client.call("asample", sample_body(sampler_id, 0)))
@@ -362,15 +362,15 @@ async def test_each_owner_has_a_salt_of_its_own_in_the_samplers_prefix_caches(st
             assert len(sent) == 5
             assert len(set(sent)) == 1
             salts.append(sent[0])
-    olga, bob, again = salts
-    assert olga == again != bob
+    zoe, bob, again = salts
+    assert zoe == again != bob
     assert all(len(salt) == 32 for salt in salts)
 
 
 async def test_keys_of_one_owner_share_everything(stack: Stack, people: People) -> None:
-    session_id = await things_of(people.olga)
+    session_id = await things_of(people.zoe)
     assert stack.server is not None
-    key, _ = await stack.server.app.state.gateway.tenants.keys.create("olga", name="second")  # found when it first comes
+    key, _ = await stack.server.app.state.gateway.tenants.keys.create("zoe", name="second")  # found when it first comes
     async with Client(base_url=stack.url, timeout=20, headers={"x-api-key": key}) as other:
         assert (await other.call("get_info", {"model_id": f"{session_id}:train:0"}))["model_name"] == BASE_MODEL
         await other.result((await other.forward_backward(f"{session_id}:train:0", 5)).json())
