@@ -14,7 +14,7 @@ from sqlalchemy.orm import defer
 
 from gateway import schemas
 from gateway.database.catalog import exists_now, in_project
-from gateway.database.connection import all_of
+from gateway.database.connection import all_of, parts
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import Model, SamplingSession, Session
@@ -135,9 +135,9 @@ class SessionSearch:
         if not wanted or not session_ids:
             return session_ids
         having: set[str] = set()
-        for start in range(0, len(session_ids), _LOADED_ROWS):
-            some = Session.session_id.in_(session_ids[start : start + _LOADED_ROWS])
-            rows: Any = await db.execute(select(Session.session_id, Session.user_metadata).where(some))
+        for some in parts(session_ids, _LOADED_ROWS):
+            query = select(Session.session_id, Session.user_metadata).where(Session.session_id.in_(some))
+            rows: Any = await db.execute(query)
             having |= {row_id for row_id, has in rows if all(has.get(key) == value for key, value in wanted.items())}
         return [session_id for session_id in session_ids if session_id in having]
 

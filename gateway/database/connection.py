@@ -48,9 +48,9 @@ _SILENT_S = 10
 another machine by then."""
 
 
-def parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """The items, at most PER_QUERY at a time."""
-    return (items[start : start + PER_QUERY] for start in range(0, len(items), PER_QUERY))
+def parts(items: Sequence[T], size: int = PER_QUERY) -> Iterator[Sequence[T]]:
+    """The items, at most `size` at a time."""
+    return (items[start : start + size] for start in range(0, len(items), size))
 
 
 async def rows_of(db: AsyncSession, query: Executable) -> list[Any]:

@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from gateway import codec
 from gateway.config import GatewayConfig
 from gateway.database.outages import TRY_AGAIN, DatabaseUnusable
-from gateway.futures import internal_error
+from gateway.futures import JSON, internal_error
 from gateway.gateway import Gateway
 from gateway.http import middleware
 from gateway.http.openapi import document
@@ -75,7 +75,7 @@ def _document() -> bytes:
 
 async def openapi(request: Request) -> Response:
     """The OpenAPI document of all routes; needs no key."""
-    return Response(_document(), media_type="application/json")
+    return Response(_document(), media_type=JSON)
 
 
 ROUTES: list[BaseRoute] = [

@@ -106,7 +106,7 @@ class _Stops:
     sizes: Sequence[int]
     """Lengths of the short ones."""
     beginnings: frozenset[str]
-    """The beginnings of all, of at most _SHORT characters, that are no whole stop string."""
+    """Proper beginnings of all stop strings, of at most _SHORT characters."""
     longest: int
 
 

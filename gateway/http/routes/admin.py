@@ -14,6 +14,7 @@ from gateway import answers, schemas
 from gateway.codec import Request
 from gateway.database.store import Store
 from gateway.database.tables.tenants import AuditEvent
+from gateway.futures import JSON
 from gateway.http.endpoint import GET
 from gateway.tenants.billing import GIGABYTE, HOUR_S
 from gateway.views import owner_of_urn, time_text, urn_of
@@ -52,7 +53,7 @@ async def audit(request: Request, query: schemas.AuditQuery) -> Response:
     events = events.order_by(AuditEvent.at, AuditEvent.event_id).limit(_PAGE_ROWS)
     await request.gateway.ledger.caught_up()
     first = await request.gateway.store.all(events)
-    return StreamingResponse(_entries(request.gateway.store, events, first), media_type="application/json")
+    return StreamingResponse(_entries(request.gateway.store, events, first), media_type=JSON)
 
 
 async def _entries(store: Store, events: Select[AuditEvent], page: list[AuditEvent]) -> AsyncIterator[bytes]:

@@ -12,6 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from gateway import traces
 from gateway.codec import Request
 from gateway.database.tables.checkpoints import Checkpoint
+from gateway.futures import JSON
 from gateway.http import openapi_bodies
 from gateway.http.endpoint import BINARY, GET
 from gateway.storage import downloads
@@ -93,7 +94,7 @@ async def trace(request: Request) -> Response:
     await gateway.ledger.caught_up()
     content = traces.trace(gateway.store, session)
     headers = {"Content-Disposition": f'attachment; filename="{session_id}.json"'}
-    return StreamingResponse(content, media_type="application/json", headers=headers)
+    return StreamingResponse(content, media_type=JSON, headers=headers)
 
 
 _SIGNED = partial(GET, asks=openapi_bodies.SignedQuery, needs_key=False)
