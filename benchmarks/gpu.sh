@@ -6,6 +6,7 @@
 #            16 tenants; tokens/s and the part of the measured bfloat16 peak
 #   plain    16 tenants without any kernel of our choice
 #   stack    `tinsmith up` through the SDK with the shape of Qwen3-0.6B: training, decoding, publishing
+#   large    the main figures of `stack` with the shape of Qwen3-8B
 #
 #   benchmarks/gpu.sh                                  all of it on the first CUDA device
 #   benchmarks/gpu.sh --only "tests stack"             some of it
@@ -19,7 +20,7 @@ device=cuda
 quick=
 out=gpu-results
 python=python
-only="tests engine plain stack"
+only="tests engine plain stack large"
 while (($#)); do
     case $1 in
         --device) device=${2:?--device needs a value}; shift ;;
@@ -37,8 +38,8 @@ if [[ $device != cpu && $device != cuda ]]; then
     exit 2
 fi
 for part in $only; do
-    if [[ " tests engine plain stack " != *" $part "* ]]; then
-        echo "gpu.sh: --only: $part is none of tests, engine, plain, stack" >&2
+    if [[ " tests engine plain stack large " != *" $part "* ]]; then
+        echo "gpu.sh: --only: $part is none of tests, engine, plain, stack, large" >&2
         exit 2
     fi
 done
@@ -82,10 +83,17 @@ measure_plain() {
     engine plain 120 --only co_batching --kernels plain
 }
 
+stack() { # PART SECONDS MODEL FIGURES
+    limited "$1" "$2" "$python" -m benchmarks service --size "$3" --no-baseline --repeats 5 --budget-s "$budget_s" \
+        --only $4 --json "$out/$1.json"
+}
+
 measure_stack() {
-    limited stack 200 "$python" -m benchmarks service --size "$stack_model" --no-baseline --repeats 5 \
-        --budget-s "$budget_s" --only request_overhead training_throughput pipelined_step sampling publishing \
-        rl_iteration four_adapters --json "$out/stack.json"
+    stack stack 200 "$stack_model" "request_overhead training_throughput pipelined_step sampling publishing rl_iteration four_adapters"
+}
+
+measure_large() {
+    stack large 280 "$engine_model" "training_throughput sampling publishing rl_iteration"
 }
 
 failed=0
