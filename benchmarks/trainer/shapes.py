@@ -93,7 +93,8 @@ def store_shape(name: str, folder: Path) -> Path:
     if not (folder / "config.json").exists():
         torch.manual_seed(0)
         if name in MODEL_SHAPES:
-            with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a CPU draws 8 billion numbers in minutes
+            # A CPU takes minutes for 8 billion random numbers.
+            with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
                 model = AutoModelForCausalLM.from_config(qwen3_config(name), dtype=torch.bfloat16)
         else:
             kind, settings = HYBRID_SHAPES[name]

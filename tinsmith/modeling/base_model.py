@@ -204,6 +204,8 @@ class BaseModel:
 
         `from_files`: `path` is where the model was loaded from, with the processor of its pictures.
         """
+        # torch's default rounds the inputs of a convolution, which cuts a picture into patches, to 10 bits in float32.
+        torch.backends.cudnn.allow_tf32 = False
         model = model.eval().requires_grad_(trainable)
         weights_sum = preparation.weights_sum(model, quantization, division)
         call_packages_where_they_work(model)

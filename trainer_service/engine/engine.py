@@ -20,6 +20,7 @@ from tinsmith.errors import FailedPrecondition, InvalidRequest, ServiceError
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import TrainedWeights, Weights, reload
+from tinsmith.modeling.kernels.transfer import in_host_memory
 from tinsmith.sizing import full_bytes
 from trainer_service.engine.batch import MAX_TARGETS_PER_TOKEN, Batch, BatchLimits, Datum, Example, Output, charges_of
 from trainer_service.engine.budget import Checkpointing, Lengths, MemoryBudget, Plan
@@ -331,7 +332,7 @@ class TrainingEngine:
         with self._metrics.compute.phases["capture"].time():
             return CapturedState(
                 config=model.adapter.config,
-                adapter=model.adapter.like(model.adapter.flat.detach().to("cpu", copy=True)),
+                adapter=model.adapter.like(in_host_memory(model.adapter.flat)),
                 step=model.step,
                 optimizer=self._optimizer_state(model) if with_optimizer else None,
                 accumulation=_accumulation(model) if with_accumulation else None,
@@ -449,7 +450,7 @@ def _accumulation(model: ModelState) -> Accumulation | None:
     """A copy of the accumulated gradients; None when they are zero and no batch has failed."""
     gradient = None
     if model.gradient is not None and bool(model.gradient.flat.any()):
-        gradient = model.gradient.flat.to("cpu", copy=True)
+        gradient = in_host_memory(model.gradient.flat)
     if gradient is None and not model.tainted:
         return None
     return Accumulation(gradient, model.tainted, model.tainted_by)

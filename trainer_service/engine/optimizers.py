@@ -14,6 +14,7 @@ from torch.optim.adamw import adamw
 
 from tinsmith.errors import InvalidRequest, NotFinite
 from tinsmith.modeling.full_weights import Weights
+from tinsmith.modeling.kernels.transfer import in_host_memory
 from trainer_service.engine.newton_schulz import frobenius, orthogonalize
 
 LARGEST = 3.4e38
@@ -143,8 +144,8 @@ class AdamW:
     def state(self) -> dict[str, Tensor]:
         """A copy in host memory: float32 [numel] moments, and the number of steps as float32 [1]."""
         return {
-            "exp_avg": self.exp_avg.detach().to("cpu", copy=True),
-            "exp_avg_sq": self.exp_avg_sq.detach().to("cpu", copy=True),
+            "exp_avg": in_host_memory(self.exp_avg),
+            "exp_avg_sq": in_host_memory(self.exp_avg_sq),
             "num_steps": self.num_steps.reshape(1).clone(),
         }
 
@@ -206,7 +207,7 @@ class Dimuon:
 
     def state(self) -> dict[str, Tensor]:
         """A copy in host memory: float32 [numel] momentum."""
-        return {"momentum": self.momentum.detach().to("cpu", copy=True)}
+        return {"momentum": in_host_memory(self.momentum)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         self.momentum.copy_(state["momentum"])

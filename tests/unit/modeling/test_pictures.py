@@ -37,6 +37,7 @@ def load(folder: Path, family: str = "Qwen3VL") -> BaseModel:
     base = BaseModel.load(make_vision_model(folder, family), device=CPU, dtype=torch.float32)
     assert base.tower is not None, base.why_no_pictures
     assert not base.one_by_one
+    assert not torch.backends.cudnn.allow_tf32, "on CUDA a convolution cuts pictures into patches"
     return base
 
 

@@ -1,6 +1,8 @@
-"""Copies small tables from the host to the device without waiting for the device.
+"""Copies between host and device through pinned memory.
 
-A copy from pageable memory makes the host wait until the device has caught up. A copy from pinned memory does not.
+A copy to the device from pageable memory makes the host wait until the device has caught up, and a copy from pinned
+memory does not. A copy to the host into pageable memory is slow, because its pages are new: 349 MB, an adapter of
+rank 32 for 8 billion parameters, took 0.2 s on an H200.
 """
 
 from __future__ import annotations
@@ -9,6 +11,16 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+_MOST_PINNED_BYTES = 1 << 30
+"""Larger copies, those of full weights, go into pageable memory: torch keeps pinned memory, and rounds it up to a power
+of two."""
+
+
+def in_host_memory(tensor: Tensor) -> Tensor:
+    """A copy in host memory, without a gradient and complete on return. From a GPU it is pinned, up to 1 GiB."""
+    pin = tensor.device.type == "cuda" and tensor.nbytes <= _MOST_PINNED_BYTES
+    return torch.empty_like(tensor, device="cpu", pin_memory=pin, requires_grad=False).copy_(tensor.detach())
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
