@@ -158,10 +158,12 @@ class Intake:
                 reason=error.message,
                 gradients_missing=_adds_gradients(request),
             )
-            body, needed, decoded = Body.pack("skip", request), None, message_bytes(request)
+            body, needed = Body.pack("skip", request), None
+            decoded = message_bytes(request, body.num_bytes)
         else:
             async with executing.stage(*arrival):
-                body, (needed, decoded) = await self._run(lambda: (pack(), self._memory(request)), on_thread=on_thread)
+                packing = partial(self._packed, request, pack)
+                body, needed, decoded = await self._run(packing, on_thread=on_thread)
         held_bytes = needed  # a batch above the limit is refused, and holds only its message
         if needed is not None and needed > scheduler.held.max_operation_bytes:
             held_bytes = None
@@ -231,13 +233,14 @@ class Intake:
             told.told(operation.seq_id, failed=False)
         return answer
 
-    def _memory(self, request: Request) -> tuple[int | None, int]:
-        """Memory that a batch takes until it is answered, None for other requests, and memory of the message, in
-        bytes."""
-        decoded = message_bytes(request)
+    def _packed(self, request: Request, pack: Callable[[], Body]) -> tuple[Body, int | None, int]:
+        """The body of a request, the memory that a batch takes until it is answered, None for other requests, and the
+        memory of the message, in bytes."""
+        body = pack()
+        decoded = message_bytes(request, body.num_bytes)
         if not isinstance(request, pb.ForwardBackwardRequest):
-            return None, decoded
-        return batch_bytes(request, self._trainer.operations.engine.limits.counting, decoded), decoded
+            return body, None, decoded
+        return body, batch_bytes(request, self._trainer.operations.engine.limits.counting, decoded), decoded
 
     async def _run(self, call: Callable[[], T], *, on_thread: bool) -> T:
         if not on_thread:

@@ -77,10 +77,13 @@ _ADAM_DEFAULTS = {
 _DIMUON_DEFAULTS = {"beta1": 0.9, "grad_clip_norm": 0.0}
 
 
-def message_bytes(request: Message) -> int:
+def message_bytes(request: Message, num_bytes: int) -> int:
     """Memory of a request as a message, in bytes: its serialized form, which gRPC keeps for as long as the call lasts,
-    and what it takes decoded, however small its parts are on the wire."""
-    num_bytes = request.ByteSize()
+    and what it takes decoded, however small its parts are on the wire.
+
+    `num_bytes`: size of the serialized form. ByteSize takes a millisecond for each megabyte, and holds the
+    interpreter's lock meanwhile.
+    """
     if not isinstance(request, trainer_pb2.ForwardBackwardRequest):
         return _MOST_DECODED * num_bytes
     num_inputs = len(request.loss_fn_config) + len(request.loss_fn_config_v2) + len(request.custom_loss.inputs)
@@ -105,8 +108,8 @@ def batch_bytes(
 ) -> int:
     """Upper bound of the memory that the request's batch takes until it is answered, in bytes: the message, the arrays,
     the scaled pictures and the logprobs. `counting`: how the base model's processor scales pictures; None if it takes
-    none. `decoded`: `message_bytes(request)`, if it has been computed already."""
-    num_bytes = message_bytes(request) if decoded is None else decoded
+    none. `decoded`: the request's `message_bytes`, if they have been computed already."""
+    num_bytes = message_bytes(request, request.ByteSize()) if decoded is None else decoded
     for datum in request.data:
         num_bytes += _DATUM_BYTES + sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input)
         if counting is not None:

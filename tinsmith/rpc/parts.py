@@ -22,56 +22,71 @@ _SHAPE, _MOST_SHAPE_BYTES = "shape", 80
 _VARINT, _FIXED64, _SIZED, _GROUP, _FIXED32 = 0, 1, 2, 3, 5
 _WIRES = {_VARINT, _FIXED64, _SIZED, _GROUP, _FIXED32}
 """Wire types that a field may begin with."""
+_Path = tuple["_Path", str, int | None] | None
+"""Where a message lies in another one: the other one's own path, the field, and the number of the entry in a list."""
 
 
 def check_parts(body: bytes, kind: Descriptor) -> None:
     """Raises InvalidRequest for a message of more than MOST_PARTS parts (messages and texts in lists, entries of maps),
     of many more fields, or with a field that its type does not have. Packed numbers are one field.
 
-    The part of a broken message before the break is checked. The decoder will report the break.
+    The parts of a broken message are checked, each up to its break. The decoder will report the break.
     """
     num_parts = num_fields = 0
-    messages = [(kind, 0, len(body), "")]
-    try:
-        while messages:
-            kind, at, end, path = messages.pop()
-            known, wires = _sized_fields(kind), _wires(kind)
-            entries: dict[int, int] = {}
+    messages: list[tuple[Descriptor, int, int, _Path]] = [(kind, 0, len(body), None)]
+    while messages:
+        kind, at, end, path = messages.pop()
+        fields = _fields(kind)
+        entries: dict[int, int] = {}
+        try:
             while at < end:
                 num_fields += 1
                 if num_fields > _MOST_FIELDS:
-                    where = path.removesuffix(".") or kind.name
+                    where = _in_words(path) or kind.name
                     raise InvalidRequest(f"{where}: the message has more than {_MOST_FIELDS} fields", field=where)
-                tag, at = varint(body, at)
+                tag = body[at]
+                at += 1
+                if tag >= 0x80:
+                    tag, at = varint(body, at - 1)
                 wire = tag & 7
-                if tag >> 3 and wire in _WIRES and wire not in wires.get(tag >> 3, ()):
-                    where = f"{path}field number {tag >> 3}"
+                if tag not in fields:
+                    if not tag >> 3 or wire not in _WIRES:
+                        break
+                    where = _in_words((path, f"field number {tag >> 3}", None))
                     raise InvalidRequest(
                         f"{where}: this server knows no such field and cannot apply it; leave it out", field=where
                     )
-                if wire != _SIZED:
-                    at = varint(body, at)[1] if wire == _VARINT else at + {_FIXED64: 8, _FIXED32: 4}.get(wire, 0)
+                if wire == _VARINT:
+                    at = varint(body, at)[1] if body[at] >= 0x80 else at + 1
                     continue
-                size, at = varint(body, at)
-                if (field := known.get(tag >> 3)) is not None:
-                    where = f"{path}{field.name}"
-                    if field.name == _SHAPE:
+                if wire != _SIZED:
+                    at += 8 if wire == _FIXED64 else 4
+                    continue
+                size = body[at]
+                at += 1
+                if size >= 0x80:
+                    size, at = varint(body, at - 1)
+                if (counted := fields[tag]) is not None:
+                    name, is_repeated, inner = counted
+                    entry = None
+                    if name == _SHAPE:
                         if size > _MOST_SHAPE_BYTES:
+                            where = _in_words((path, name, None))
                             raise InvalidRequest(f"{where}: the tensor has too many dimensions", field=where)
-                    elif field.is_repeated:
-                        entry = entries[field.number] = entries.get(field.number, 0) + 1
+                    elif is_repeated:
+                        entry = entries.get(tag, 0)
+                        entries[tag] = entry + 1
                         num_parts += 1
                         if num_parts > MOST_PARTS:
+                            where = _in_words((path, name, None))
                             raise InvalidRequest(
-                                f"{where}: the message has more than {MOST_PARTS} parts by entry {entry - 1}",
-                                field=where,
+                                f"{where}: the message has more than {MOST_PARTS} parts by entry {entry}", field=where
                             )
-                        where = f"{where}[{entry - 1}]"
-                    if field.message_type is not None:
-                        messages.append((field.message_type, at, min(at + size, end), f"{where}."))
+                    if inner is not None:
+                        messages.append((inner, at, min(at + size, end), (path, name, entry)))
                 at += size
-    except IndexError:
-        pass
+        except IndexError:  # the message is cut off
+            continue
 
 
 def refuse_unknown(message: Message, body: bytes) -> None:
@@ -88,31 +103,32 @@ def refuse_unknown(message: Message, body: bytes) -> None:
 
 
 @functools.cache
-def _wires(kind: Descriptor) -> dict[int, tuple[int, ...]]:
-    """By number, the wire types that a field of this message may have."""
+def _fields(kind: Descriptor) -> dict[int, tuple[str, bool, Descriptor | None] | None]:
+    """The fields of a message by tag, which is a field's number and its wire type. Fields that hold messages, lists of
+    texts, and the shape of a tensor have their name, whether they are repeated, and the type of their messages. All
+    others have None."""
     types = FieldDescriptor
     fixed = {types.TYPE_DOUBLE: _FIXED64, types.TYPE_FIXED64: _FIXED64, types.TYPE_SFIXED64: _FIXED64}
     fixed |= {types.TYPE_FLOAT: _FIXED32, types.TYPE_FIXED32: _FIXED32, types.TYPE_SFIXED32: _FIXED32}
-    sized = (types.TYPE_BYTES, types.TYPE_STRING, types.TYPE_MESSAGE)
+    found: dict[int, tuple[str, bool, Descriptor | None] | None] = {}
+    for field in kind.fields:
+        is_sized = field.type in (types.TYPE_BYTES, types.TYPE_STRING, types.TYPE_MESSAGE)
+        wires = [_SIZED] if is_sized else [fixed.get(field.type, _VARINT)]
+        if field.is_repeated and not is_sized:
+            wires.append(_SIZED)  # packed
+        is_counted = field.message_type is not None or (field.is_repeated and is_sized) or field.name == _SHAPE
+        counted = (field.name, field.is_repeated, field.message_type) if is_counted else None
+        found |= {field.number << 3 | wire: counted for wire in wires}
+    return found
 
-    def of(field: FieldDescriptor) -> tuple[int, ...]:
-        if field.type in sized:
-            return (_SIZED,)
-        wire = fixed.get(field.type, _VARINT)
-        return (wire, _SIZED) if field.is_repeated else (wire,)  # packed or not
 
-    return {field.number: of(field) for field in kind.fields}
-
-
-@functools.cache
-def _sized_fields(kind: Descriptor) -> dict[int, FieldDescriptor]:
-    """By number, the fields that hold messages, the lists of texts, and the shape of a tensor."""
-    texts = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
-    return {
-        field.number: field
-        for field in kind.fields
-        if field.message_type is not None or (field.is_repeated and field.type in texts) or field.name == _SHAPE
-    }
+def _in_words(path: _Path) -> str:
+    """The path as in an error: its names joined by dots, with the number of an entry in brackets."""
+    words: list[str] = []
+    while path is not None:
+        path, name, entry = path
+        words.append(name if entry is None else f"{name}[{entry}]")
+    return ".".join(reversed(words))
 
 
 def varint(body: bytes, at: int) -> tuple[int, int]:

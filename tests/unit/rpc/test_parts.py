@@ -172,6 +172,15 @@ def test_a_broken_message_is_left_to_the_decoder(end: bytes) -> None:
     check_parts(field(DATA, field(1, b"")) * 8 + end, BATCH)
 
 
+def test_the_parts_before_a_break_are_counted() -> None:
+    """The decoder would make them all before it comes to the break."""
+    datum = types_pb2.Datum(model_input=[types_pb2.Chunk()] * 131_071)
+    many = trainer_pb2.ForwardBackwardRequest(data=[datum]).SerializeToString()
+    check_parts(many, BATCH)
+    with pytest.raises(InvalidRequest, match=r"data\[0\]\.model_input: the message has more than 131072 parts"):
+        check_parts(many + field(DATA, b"\x0a\xff"), BATCH)  # the second datum ends within a length
+
+
 def test_parts_are_counted_on_the_wire_as_in_the_decoded_message() -> None:
     """At the limit it passes, and one part more is refused, wherever the parts are."""
     chunks = [types_pb2.Datum(model_input=[types_pb2.Chunk()] * 31) for _ in range(4096)]
