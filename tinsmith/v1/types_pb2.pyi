@@ -380,14 +380,16 @@ class CheckpointInfo(_message.Message):
     def __init__(self, location: _Optional[str] = ..., kind: _Optional[_Union[CheckpointKind, str]] = ..., model_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[LoraConfig, _Mapping]] = ..., version_id: _Optional[str] = ..., size_bytes: _Optional[int] = ..., created_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., step: _Optional[int] = ..., has_optimizer: _Optional[bool] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., optimizer: _Optional[_Union[Optimizer, str]] = ..., encrypted: _Optional[bool] = ..., base_weights: _Optional[str] = ...) -> None: ...
 
 class CheckpointFile(_message.Message):
-    __slots__ = ("name", "size_bytes", "sha256")
+    __slots__ = ("name", "size_bytes", "sha256", "xxh3_128")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
+    XXH3_128_FIELD_NUMBER: _ClassVar[int]
     name: str
     size_bytes: int
     sha256: str
-    def __init__(self, name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
+    xxh3_128: str
+    def __init__(self, name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., xxh3_128: _Optional[str] = ...) -> None: ...
 
 class QueueStatus(_message.Message):
     __slots__ = ("running", "position", "tokens_ahead", "expected_time", "reason")

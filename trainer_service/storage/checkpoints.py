@@ -131,7 +131,9 @@ class CheckpointStore:
             if recipients:
                 encrypt_folder(draft.folder, recipients)
             draft.begin_sync()
-            written = Manifest.of(stored, [manifest.describe(path) for path in sorted(draft.folder.iterdir())])
+            is_public = info.kind != pb.CHECKPOINT_KIND_EPHEMERAL
+            files = [manifest.describe(path, is_public=is_public) for path in sorted(draft.folder.iterdir())]
+            written = Manifest.of(stored, files)
             if max_bytes is not None and (size := written.checkpoint.size_bytes) > max_bytes:
                 raise BudgetExceeded(
                     f"checkpoint {location} was not saved: it has {size} bytes, and {max_bytes} are left of the "

@@ -1,4 +1,8 @@
-"""A checkpoint's manifest.json: its CheckpointInfo, size and SHA-256 of its files, and the manifest's own SHA-256."""
+"""A checkpoint's manifest.json: its CheckpointInfo, size and digest of its files, and the manifest's own SHA-256.
+
+Files that clients may ask for have a SHA-256. Those of snapshots and of checkpoints of kind EPHEMERAL have an XXH3-128,
+because a publish waits for it.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,20 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from google.protobuf import json_format
 
 from tinsmith.errors import DataCorrupted, NotFound, Unsupported
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.older_forms import checkpoint_of_format_1
 
-FORMAT = 2
+FORMAT = 3
 NAME = "manifest.json"
+_DIGESTS: dict[str, tuple[str, Any]] = {
+    "sha256": ("SHA-256", hashlib.sha256),
+    "xxh3_128": ("XXH3-128", xxhash.xxh3_128),
+}
+"""By field of CheckpointFile: the name for messages, and the function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +59,9 @@ class Manifest:
             content = json.loads(data)
             if content.pop("sha256") != _digest_of(content):
                 raise ValueError("its SHA-256 does not match")
-            if content["format"] not in (1, FORMAT):
+            if content["format"] not in range(1, FORMAT + 1):
                 raise Unsupported(
-                    f"{location}: format {content['format']} of the manifest; this trainer reads 1 and {FORMAT}"
+                    f"{location}: format {content['format']} of the manifest; this trainer reads 1 to {FORMAT}"
                 )
             info = content["checkpoint"]
             if content["format"] == 1:
@@ -70,7 +80,8 @@ class Manifest:
             "format": FORMAT,
             "checkpoint": json_format.MessageToDict(self.checkpoint, preserving_proto_field_name=True),
             "files": {
-                name: {"size_bytes": file.size_bytes, "sha256": file.sha256} for name, file in self.files.items()
+                name: {"size_bytes": file.size_bytes, (digest := _digest_field(file)): getattr(file, digest)}
+                for name, file in self.files.items()
             },
             "folder": self.folder,
         }
@@ -86,7 +97,7 @@ class Manifest:
         return DataCorrupted(f"{location}/{name} is damaged: {how}", file=f"{location}/{name}")
 
     def verify(self, path: Path, *, location: str) -> None:
-        """Raises DataCorrupted unless the file has the size and SHA-256 that the manifest has for its name."""
+        """Raises DataCorrupted unless the file has the size and digest that the manifest has for its name."""
         try:
             with path.open("rb") as file:
                 self.verify_open(path.name, file, location=location)
@@ -101,13 +112,20 @@ class Manifest:
         if (size := file.seek(0, os.SEEK_END)) != known.size_bytes:
             raise self.damaged(name, f"it has {size} bytes, the manifest says {known.size_bytes}", location=location)
         file.seek(0)
-        if (actual := hashlib.file_digest(file, "sha256").hexdigest()) != known.sha256:
-            raise self.damaged(name, f"its SHA-256 is {actual}, the manifest says {known.sha256}", location=location)
+        digest = _digest_field(known)
+        called, function = _DIGESTS[digest]
+        actual, expected = hashlib.file_digest(file, function).hexdigest(), getattr(known, digest)
+        if actual != expected:
+            raise self.damaged(name, f"its {called} is {actual}, the manifest says {expected}", location=location)
         file.seek(0)
 
 
-def describe(path: Path) -> pb.CheckpointFile:
-    return pb.CheckpointFile(name=path.name, size_bytes=path.stat().st_size, sha256=_sha256(path))
+def describe(path: Path, *, is_public: bool = False) -> pb.CheckpointFile:
+    """`is_public`: clients may ask for the file."""
+    digest = "sha256" if is_public else "xxh3_128"
+    with path.open("rb") as file:
+        content = hashlib.file_digest(file, _DIGESTS[digest][1]).hexdigest()
+    return pb.CheckpointFile(name=path.name, size_bytes=path.stat().st_size, **{digest: content})
 
 
 def _digest_of(content: dict[str, Any]) -> str:
@@ -115,6 +133,5 @@ def _digest_of(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _digest_field(file: pb.CheckpointFile) -> str:
+    return "xxh3_128" if file.xxh3_128 else "sha256"

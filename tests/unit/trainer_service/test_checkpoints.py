@@ -197,6 +197,21 @@ def test_external_weights_name_layers_beside_a_tower_as_the_hosted_service_does(
         peft.PeftModel.from_pretrained(plain, folder)
 
 
+def test_a_damaged_ephemeral_checkpoint_is_found_by_a_faster_digest(
+    store: CheckpointStore, place: Place, base: BaseModel
+) -> None:
+    state, location = make_state(base, optimizer=False), at("one", "ephemeral")
+    info = make_info(state)
+    info.location, info.kind = str(location), pb.CHECKPOINT_KIND_EPHEMERAL
+    store.save(info, state, overwrite=False)
+    file = store.manifest(location).files["adapter_model.safetensors"]
+    assert (file.sha256, len(file.xxh3_128)) == ("", 32)
+    assert torch.equal(store.load(location, base, with_optimizer=False)[1].adapter.flat, state.adapter.flat)
+    place.flip(store, location, file.name)
+    with pytest.raises(DataCorrupted, match=rf"{file.name} is damaged: its XXH3-128 is \w+, the manifest says \w+"):
+        store.load(location, base, with_optimizer=False)
+
+
 def test_encrypted_weights_can_be_read_by_each_recipient_and_not_by_the_trainer(
     store: CheckpointStore, base: BaseModel, model_folder: Path, tmp_path: Path
 ) -> None:
