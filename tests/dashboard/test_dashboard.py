@@ -419,10 +419,12 @@ def test_a_tab_that_comes_back_while_an_answer_is_on_its_way_does_not_ask_twice_
     held = HeldPoints(page)
     known = num_points(page, "loss/token")
     train(trainer, batch(3), steps=2)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
     for _ in range(3):  # the tab goes and comes back
         page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
     page.wait_for_timeout(300)
-    assert len(held.asked) == 1
+    assert (len(held.asked), asked) == (1, [])
     held.release()
     wait_for_points(page, known + 2)
     page.wait_for_timeout(2500)

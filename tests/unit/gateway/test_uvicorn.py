@@ -5,6 +5,7 @@ A release that moves any of it fails here, by name, instead of in a server that 
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import inspect
 import re
@@ -17,11 +18,13 @@ from uvicorn.protocols.http import httptools_impl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import Server
 
+from gateway.http.connections import BoundedProtocol
 from tests.unit.gateway.stack import Stack
 
 ROOT = Path(__file__).parents[3]
 PROTOCOL = {
     "app",
+    "client",
     "config",
     "connections",
     "cycle",
@@ -29,11 +32,22 @@ PROTOCOL = {
     "headers",
     "loop",
     "pipeline",
+    "scope",
     "timeout_keep_alive",
     "timeout_keep_alive_task",
     "transport",
+    "url",
 }
 """Attributes of a connection."""
+METHODS = {
+    "on_message_begin",
+    "on_headers_complete",
+    "on_message_complete",
+    "_unset_keepalive_if_required",
+    "timeout_keep_alive_handler",
+    "shutdown",
+}
+"""Methods of a connection that take nothing."""
 CYCLE = {"disconnected", "message_event", "response_complete", "response_started"}
 
 
@@ -55,14 +69,7 @@ def test_the_methods_that_are_replaced_are_there_and_take_the_same() -> None:
     assert "connection_lost" in vars(HttpToolsProtocol)
     assert parameters(HttpToolsProtocol.connection_lost) == ["self", "exc"]
     assert parameters(HttpToolsProtocol.data_received) == ["self", "data"]
-    for name in (
-        "on_message_begin",
-        "on_headers_complete",
-        "on_message_complete",
-        "_unset_keepalive_if_required",
-        "timeout_keep_alive_handler",
-        "shutdown",
-    ):
+    for name in METHODS:
         assert parameters(getattr(HttpToolsProtocol, name)) == ["self"], name
     assert parameters(Server.serve) == ["self", "sockets"]
     assert parameters(Server.shutdown) == ["self", "sockets"]
@@ -73,6 +80,18 @@ def test_the_methods_that_are_replaced_are_there_and_take_the_same() -> None:
     called = set(re.findall(r"transport\.(\w+)\(", inspect.getsource(httptools_impl)))
     assert called == {"close", "is_closing", "set_protocol", "write"}
     assert "app=self.app" in re.sub(r"\s", "", inspect.getsource(HttpToolsProtocol.on_headers_complete))
+
+
+def test_every_inherited_name_that_is_used_is_looked_at_here() -> None:
+    tree = ast.parse(inspect.getsource(BoundedProtocol))
+    on_self = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    ]
+    own = {node.attr for node in on_self if isinstance(node.ctx, ast.Store) and node.attr.startswith("_")}
+    own |= vars(BoundedProtocol).keys() | BoundedProtocol.__annotations__.keys()
+    assert {node.attr for node in on_self} - own - METHODS - PROTOCOL == set()
 
 
 async def test_a_connection_has_what_is_read_and_set(stack: Stack) -> None:
