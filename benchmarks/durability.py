@@ -24,9 +24,9 @@ from benchmarks.processes import model_folder
 from benchmarks.ranks import ADAM, MAX_TOKENS, request, step
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.addresses import Addresses, AddressSource
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
+from trainer_service.config import TrainerConfig
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.records import Body
 from trainer_service.durability.snapshot_files import SnapshotFiles
@@ -61,9 +61,7 @@ class Trainer:
         )
         self.files = SnapshotFiles(folder / "snapshots")
         self.snapshots = Snapshots(self.files, self._journal, policy, metrics, self.scheduler.executing)
-        sender = WeightSender(
-            AddressSource(Addresses()), trainer_id="bench", host="127.0.0.1", timeout_s=5, metrics=metrics
-        )
+        sender = WeightSender(TrainerConfig(base_model="bench"), metrics, trainer_id="bench")
         sequences = canary_of(base)
         rule = GapRule(0.01, 0.01, "refuse", timeout_s=5)
         publisher = Publisher(sender, Canary(sequences, self.engine.score(None, sequences)), rule, metrics)

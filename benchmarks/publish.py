@@ -35,12 +35,12 @@ from benchmarks.processes import model_folder
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import TrainedWeights
-from tinsmith.rpc.addresses import Addresses, AddressSource
 from tinsmith.rpc.channel import connect, wait_serving
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2
 from tinsmith.v1.sampler_pb2_grpc import SamplerServiceStub
 from tinsmith.weight_channel.group import WeightGroup, join_store, open_store
+from trainer_service.config import TrainerConfig
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Version, WeightSender
 from trainer_service.weight_sync.choice import Channel
@@ -90,13 +90,15 @@ class Bench:
         self.stub = stub
         self.senders = {
             channel: WeightSender(
-                AddressSource(Addresses(samplers=(address,))),
+                TrainerConfig(
+                    base_model="bench",
+                    samplers=[address],
+                    channel=channel,
+                    channel_timeout_s=TIMEOUT_S,
+                    channel_bucket_bytes=bucket_bytes,
+                ),
+                Metrics(CollectorRegistry()),
                 trainer_id=channel,
-                host="127.0.0.1",
-                channel=channel,
-                timeout_s=TIMEOUT_S,
-                bucket_bytes=bucket_bytes,
-                metrics=Metrics(CollectorRegistry()),
             )
             for channel in CHANNELS
         }

@@ -235,7 +235,7 @@ async def start(
         min_free_bytes=config.min_free_bytes,
     )
     own_id = await in_pool(trainer_id, config.state_dir)
-    sender = new_sender(config, metrics, trainer_id=own_id)
+    sender = WeightSender(config, metrics, trainer_id=own_id, device=device_of(config))
     sender.start()
     base = await in_pool(load, config, group)
     cores.tokens_per_thread = base.tokens_per_thread
@@ -306,25 +306,6 @@ def fingerprint(config: TrainerConfig, engine: TrainingEngine) -> dict[str, str]
             "picture_cost": str(engine.memory.plan.picture_cost),
         }
     return found
-
-
-def new_sender(config: TrainerConfig, metrics: Metrics, *, trainer_id: str) -> WeightSender:
-    """The sender of weights to the samplers, not started yet."""
-    return WeightSender(
-        config.services,
-        api_key=config.service_key.get_secret_value(),
-        certificates=config.certificates,
-        trainer_id=trainer_id,
-        host=config.channel_host,
-        channel=config.channel,
-        device=device_of(config),
-        timeout_s=config.channel_timeout_s,
-        silence_s=config.channel_silence_s,
-        bucket_bytes=config.channel_bucket_bytes,
-        version_homes=config.version_homes,
-        metrics=metrics,
-        quantize=config.quantize,
-    )
 
 
 def new_engine(config: TrainerConfig, base: BaseModel, group: RankGroup | None, metrics: Metrics) -> TrainingEngine:

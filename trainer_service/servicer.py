@@ -106,7 +106,7 @@ class TrainerServicer(CheckpointServicer):
             reservable_bytes=engine.memory.plan.models_bytes or 0,
             num_models=trainer.scheduler.models.num_known,
             queued_time=duration(trainer.scheduler.queued_s()),
-            version_homes=0 if full else trainer.operations.publishing.publisher.sender.version_homes,
+            version_homes=0 if full else trainer.operations.publishing.publisher.sender.config.version_homes,
         )
 
     async def CreateModel(self, request: pb.CreateModelRequest, context: Context) -> pb.CreateModelResponse:

@@ -16,8 +16,8 @@ from tests.vllm.cases import publish_adapters
 from tests.vllm.client import Service
 from tests.vllm.service import VllmService
 from tinsmith.modeling.adapter import Adapter
-from tinsmith.rpc.addresses import Addresses, AddressSource
 from tinsmith.rpc.channel import connect
+from trainer_service.config import TrainerConfig
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync.sender import WeightSender
 
@@ -40,14 +40,8 @@ async def torch_engine(model: Path) -> AsyncIterator[TorchEngine]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def service(server: VllmService) -> AsyncIterator[Service]:
     """A client of `server`, which each file starts with flags of its own."""
-    metrics = Metrics(CollectorRegistry())
-    sender = WeightSender(
-        AddressSource(Addresses(samplers=[server.address])),
-        trainer_id="t",
-        host="127.0.0.1",
-        timeout_s=60,
-        metrics=metrics,
-    )
+    config = TrainerConfig(base_model="tiny", samplers=[server.address], channel_timeout_s=60)
+    sender = WeightSender(config, Metrics(CollectorRegistry()), trainer_id="t")
     async with connect(server.address) as channel:
         yield Service(channel, sender)
     await sender.close()

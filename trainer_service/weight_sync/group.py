@@ -20,6 +20,7 @@ from tinsmith.weight_channel.group import Backend, WeightGroup, join_store, open
 from tinsmith.weight_channel.ring import RingListener, RingOutlet
 from tinsmith.weight_channel.ring_memory import cuda_handle, gpu_uuid, make_cuda_ring, make_host_ring
 from tinsmith.weight_channel.transport import COLLECTIVE, ON_CUDA, Outlet, Transport
+from trainer_service.config import TrainerConfig
 from trainer_service.weight_sync.calls import ChannelBroken, all_of, in_thread
 from trainer_service.weight_sync.choice import Channel, SamplerPlace, choose
 from trainer_service.weight_sync.samplers import Sampler
@@ -72,24 +73,13 @@ class _Rendezvous:
 class Former:
     """Forms groups. Two at a time have no sampler in common."""
 
-    def __init__(
-        self,
-        *,
-        trainer_id: str,
-        channel: Channel,
-        host: str,
-        device: torch.device,
-        bucket_bytes: int,
-        timeout_s: float,
-    ) -> None:
-        """`host`: an address of this machine that the samplers can reach. `device`: the trainer's device.
-        `timeout_s`: limit on each call and on forming a process group, in seconds."""
+    def __init__(self, config: TrainerConfig, *, trainer_id: str, device: torch.device) -> None:
         self._trainer_id = trainer_id
-        self._channel: Channel = channel
-        self._host = host
         self._device = device
-        self._bucket_bytes = bucket_bytes
-        self._timeout_s = timeout_s
+        self._channel: Channel = config.channel
+        self._host = config.channel_host
+        self._bucket_bytes = config.channel_bucket_bytes
+        self._timeout_s = config.channel_timeout_s
         self._epoch = time.time_ns() // 1_000_000  # grows over restarts of this trainer, too
         self._rendezvous: dict[frozenset[str], _Rendezvous] = {}
         """By the addresses of the samplers that meet there."""

@@ -20,19 +20,16 @@ import torch
 from tinsmith.errors import AlreadyExists, NotReady, OutOfCapacity, ServiceError, VersionConflict
 from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.full_weights import Weights
-from tinsmith.quantization import Quantization
 from tinsmith.rpc import tracing
-from tinsmith.rpc.addresses import AddressSource
-from tinsmith.rpc.tls import Certificates
 from tinsmith.tasks import cancel_all
 from tinsmith.threads import in_pool
 from tinsmith.v1 import sampler_pb2, types_pb2
 from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.weight_channel.buckets import bucket_slices, checksum, send
 from tinsmith.weight_channel.transport import bucket_timeout_s
+from trainer_service.config import TrainerConfig
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync.calls import ChannelBroken, all_of, in_thread
-from trainer_service.weight_sync.choice import Channel
 from trainer_service.weight_sync.group import Former, Group
 from trainer_service.weight_sync.links import Links
 from trainer_service.weight_sync.samplers import Sampler, Samplers
@@ -115,49 +112,27 @@ class WeightSender:
 
     def __init__(
         self,
-        services: AddressSource,
+        config: TrainerConfig,
+        metrics: Metrics,
         *,
         trainer_id: str,
-        host: str,
-        timeout_s: float,
-        metrics: Metrics,
-        channel: Channel = "auto",
         device: torch.device = torch.device("cpu"),  # noqa: B008 - it is immutable
-        silence_s: float = 3.0,
-        bucket_bytes: int = 16 * 1024**2,
-        version_homes: int = 4,
-        api_key: str = "",
-        certificates: Certificates | None = None,
-        quantize: Quantization | None = None,
     ) -> None:
-        """`timeout_s`: limit on each call and on forming a group, in seconds. `silence_s`: while weights are sent, a
-        sampler that leaves a health check unanswered for this long is left out, in seconds. `api_key`: sent to the
-        samplers, unless empty. `version_homes`: number of samplers to which an adapter is sent. `quantize`: how the
-        trainer's base weights are quantised, for the samplers to compare."""
+        self.config = config
         self._trainer_id = trainer_id
-        self._quantize = quantize
-        self._timeout_s = timeout_s
         self._metrics = metrics
-        self._services = services
+        self._services = config.services
         self.samplers = Samplers(
-            services.known.samplers,
-            api_key=api_key,
-            certificates=certificates,
-            silence_s=silence_s,
+            self._services.known.samplers,
+            api_key=config.service_key.get_secret_value(),
+            certificates=config.certificates,
+            silence_s=config.channel_silence_s,
             on_change=self._on_change,
         )
-        self._former = Former(
-            trainer_id=trainer_id,
-            channel=channel,
-            host=host,
-            device=device,
-            bucket_bytes=bucket_bytes,
-            timeout_s=timeout_s,
-        )
+        self._former = Former(config, trainer_id=trainer_id, device=device)
         self._links = Links(self._former, self.samplers, metrics)
         self.device_failed = self._links.device_failed
         """Set when a group was to be formed in the background, and the device can compute no more. A publish raises."""
-        self.version_homes = version_homes
         self._background: list[asyncio.Task[None]] = []
         self._removing: set[asyncio.Future[None]] = set()
         self.withdrawing: dict[tuple[str, str], asyncio.Task[None]] = {}
@@ -198,7 +173,7 @@ class WeightSender:
         await self._links.formed()
         ranked = self.samplers.ranked(version.run_id)
         ranked = [sampler for sampler in ranked if sampler in self._links] or ranked
-        num_homes = len(ranked) if version.is_full else max(self.version_homes, num_samplers)
+        num_homes = len(ranked) if version.is_full else max(self.config.version_homes, num_samplers)
         error: ServiceError | None = None
         sent, holders = "", list[Sampler]()
         while ranked and not holders:
@@ -331,14 +306,14 @@ class WeightSender:
         request = sampler_pb2.ListVersionsRequest()
         found: list[str] = []
         while True:
-            page = await sampler.versions.ListVersions(request, timeout=self._timeout_s)
+            page = await sampler.versions.ListVersions(request, timeout=self.config.channel_timeout_s)
             found += [version.version_id for version in page.versions if version.version_id.startswith(prefix)]
             if not page.next_page_token:
                 break
             request.page_token = page.next_page_token
         for version_id in found:
             await sampler.versions.RemoveVersion(
-                sampler_pb2.RemoveVersionRequest(version_id=version_id), timeout=self._timeout_s
+                sampler_pb2.RemoveVersionRequest(version_id=version_id), timeout=self.config.channel_timeout_s
             )
 
     async def _try(self, sampler: Sampler, call: Awaitable[object]) -> None:
@@ -408,13 +383,13 @@ class WeightSender:
             tensors=[pb.TensorSpec(name=name, shape=shape) for name, shape in adapter.specs()],
             dtype=_DTYPES[adapter.sent_dtype],
             bucket_bytes=group.bucket_bytes,
-            quantize=self._quantize or "",
+            quantize=self.config.quantize or "",
         )
         lacking: list[Sampler] = []
 
         async def announce(member: Sampler) -> None:
             try:
-                await member.call(member.weights.StartWeightUpdate(request, timeout=self._timeout_s))
+                await member.call(member.weights.StartWeightUpdate(request, timeout=self.config.channel_timeout_s))
             except AlreadyExists as error:
                 offer.held[member] = error.metadata.get("checksum", "")
             except OutOfCapacity as error:
@@ -439,7 +414,7 @@ class WeightSender:
         finish = pb.FinishWeightUpdateRequest(**named, checksum=sending.result())
         await all_of(
             *(
-                member.call(member.weights.FinishWeightUpdate(finish, timeout=self._timeout_s))
+                member.call(member.weights.FinishWeightUpdate(finish, timeout=self.config.channel_timeout_s))
                 for member in group.members
             )
         )

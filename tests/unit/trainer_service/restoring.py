@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tinsmith.errors import ServiceError
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.addresses import Addresses, AddressSource
+from trainer_service.config import TrainerConfig
 from trainer_service.durability import packages, stored_snapshots
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_database import Database
@@ -87,9 +87,7 @@ class Process:
         options = {"max_bytes": max_bytes, "result_retention_s": result_retention_s, "metrics": metrics}
         journal = await asyncio.to_thread(lambda: Journal(path, **options))
         engine = TrainingEngine(base, max_tokens_per_microbatch=24, deterministic=deterministic, metrics=metrics)
-        sender = WeightSender(
-            AddressSource(Addresses()), trainer_id="t", host="127.0.0.1", timeout_s=5, metrics=metrics
-        )
+        sender = WeightSender(TrainerConfig(base_model="tiny"), metrics, trainer_id="t")
         scheduler = Scheduler(
             engine.passes,
             journal,

@@ -31,12 +31,12 @@ from tinsmith.errors import (
 )
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import Weights
-from tinsmith.rpc.addresses import Addresses, AddressSource
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc, types_pb2
+from trainer_service.config import TrainerConfig
 from trainer_service.durability.executing import (
     MOST_DEATHS,
     NAME,
@@ -143,13 +143,7 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
         journal = Journal(tmp_path / "journal", max_bytes=1 << 24, result_retention_s=60, metrics=metrics)
         exits.push_async_callback(asyncio.to_thread, journal.close)
         training = TrainingEngine(base, max_tokens_per_microbatch=64)
-        sender = WeightSender(
-            AddressSource(Addresses(samplers=addresses)),
-            trainer_id="t",
-            host="127.0.0.1",
-            timeout_s=20,
-            metrics=metrics,
-        )
+        sender = WeightSender(TrainerConfig(base_model="tiny", samplers=addresses), metrics, trainer_id="t")
         sender.start()
         exits.push_async_callback(sender.close)
         checkpoints = CheckpointStore(tmp_path / "checkpoints", metrics)

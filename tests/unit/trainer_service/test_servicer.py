@@ -36,7 +36,6 @@ from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FULL, FullWeights
 from tinsmith.modeling.peft_import import import_peft
-from tinsmith.rpc.addresses import Addresses, AddressSource
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.paths import creation_of
@@ -123,9 +122,7 @@ async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
         metrics = Metrics(CollectorRegistry())
         journal = Journal(tmp_path / "journal", max_bytes=1 << 24, result_retention_s=60, metrics=metrics)
         engine = TrainingEngine(base, max_tokens_per_microbatch=64)
-        sender = WeightSender(
-            AddressSource(Addresses()), trainer_id="t", host="127.0.0.1", timeout_s=5, metrics=metrics
-        )
+        sender = WeightSender(TrainerConfig(base_model="tiny"), metrics, trainer_id="t")
         checkpoints = CheckpointStore(tmp_path / "checkpoints", metrics)
         scheduler = Scheduler(engine.passes, journal, max_queued_operations=20, max_models=4, metrics=metrics)
         sequences = canary_of(base)

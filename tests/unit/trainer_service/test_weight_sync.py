@@ -29,7 +29,7 @@ from tinsmith.errors import (
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights
-from tinsmith.rpc.addresses import Addresses, AddressSource, write_addresses
+from tinsmith.rpc.addresses import Addresses, write_addresses
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc
 from tinsmith.v1 import weight_sync_pb2 as pb
@@ -38,6 +38,7 @@ from tinsmith.weight_channel.group import WeightGroup, join_store
 from tinsmith.weight_channel.ring import RingInlet, connect_ring
 from tinsmith.weight_channel.ring_memory import RingMemory, map_host_ring
 from tinsmith.weight_channel.transport import Inlet
+from trainer_service.config import TrainerConfig
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Version, WeightSender, group, samplers
 from trainer_service.weight_sync import sender as sender_module
@@ -262,17 +263,16 @@ async def connect(serve: Serve, channel: Channel) -> AsyncIterator[Connect]:
         version_homes: int = 4,
     ) -> WeightSender:
         addresses = [each if isinstance(each, str) else f"127.0.0.1:{each.port}" for each in samplers]
-        sender = WeightSender(
-            AddressSource(Addresses(samplers=addresses), services_file),
-            trainer_id="test",
-            host="127.0.0.1",
+        config = TrainerConfig(
+            base_model="tiny",
+            samplers=addresses,
+            services_file=services_file,
             channel=channel,
-            timeout_s=TIMEOUT_S,
-            metrics=Metrics(CollectorRegistry()),
-            bucket_bytes=BUCKET_BYTES,
-            silence_s=silence_s,
+            channel_timeout_s=TIMEOUT_S,
+            channel_silence_s=silence_s,
             version_homes=version_homes,
-        )
+        ).model_copy(update={"channel_bucket_bytes": BUCKET_BYTES})  # fewer than the setting allows
+        sender = WeightSender(config, Metrics(CollectorRegistry()), trainer_id="test")
         senders.append(sender)
         if started:
             sender.start()
