@@ -13,10 +13,10 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, PaliGemmaConfig
 
+from tests.support.adapters import random_adapter
 from tests.support.models import VISION, kinds_of, make_model, make_vision_model
 from tests.support.oracle import Oracle
 from tinsmith.errors import InvalidRequest
-from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel
@@ -92,15 +92,6 @@ def packed(base: BaseModel, sequences: list[Sequence], runs: list[Run]) -> Tenso
     return target_logprobs(base.head, hidden, torch.arange(len(tokens)), tokens, runs)
 
 
-def adapter_of(base: BaseModel, *, train_vision: bool = False) -> Adapter:
-    adapter = Adapter.create(AdapterConfig(rank=3, seed=1, train_vision=train_vision), base.targets, CPU)
-    for weights in adapter.weights.values():
-        weights.b_O_R.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
-    for tensor in adapter.tensors():
-        tensor.requires_grad_(True)
-    return adapter
-
-
 @pytest.mark.parametrize(
     ("family", "train_vision"),
     [
@@ -112,7 +103,7 @@ def test_pictures_packed_with_text_equal_transformers_and_peft_gradients_include
     family: str, train_vision: bool, tmp_path: Path
 ) -> None:
     base = load(tmp_path / "model", family)
-    adapter = adapter_of(base, train_vision=train_vision)
+    adapter = random_adapter(base.targets, seed=2, rank=3, train_vision=train_vision)
     assert any("language_model" not in one.name and one.group != "unembed" for one in adapter.targets) == train_vision
     pieces = [[3, WIDE, 4, HIGH, 2], [7], [WIDE, 1], [2, HIGH, 6], [9]]
     sequences = [Sequence(base, one, seed) for seed, one in enumerate(pieces)]
