@@ -56,6 +56,9 @@ RAN = "x-tinsmith-ran"
 """Key of the trailing metadata "<start>:<end>", the time in which the service computed the call, in seconds since
 1970."""
 
+_UNLIMITED = Arrivals(0, message_bytes=0)
+"""For calls that need no room: those of clients that bound their memory themselves, and those of health."""
+
 _FEW_BYTES = 64 * 1024
 """Messages up to this size are decoded without a walk along the wire, which counts parts and finds unknown fields."""
 
@@ -79,78 +82,28 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Any],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
+        """A handler that reads messages only when there is room for them. On the wire, one message is a stream of one.
+
+        gRPC gets no deserializer, because a message that it cannot parse would raise outside of the handler.
+        """
         handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
+        # The library's handlers raise no ServiceError: reflection, and Health.Watch, a coroutine that writes to its
+        # context.
+        if handler is None or handler.stream_stream is not None or inspect.iscoroutinefunction(handler.unary_stream):
+            return handler
         method = handler_call_details.method
-        metadata = handler_call_details.invocation_metadata
-        request_id = str(dict(metadata or ()).get(logs.REQUEST_ID_METADATA, ""))
-        if method.startswith("/tinsmith.") and not self._is_bounded(metadata or ()):
-            return self._arriving(handler, method, metadata, request_id)
+        metadata = handler_call_details.invocation_metadata or ()
+        named = dict(metadata)
+        is_bounded = not method.startswith("/tinsmith.") or self._is_bounded(metadata)
+        arrivals = _UNLIMITED if is_bounded else self._arrivals
 
-        if handler.unary_unary is not None:
-
-            async def call(body: bytes, context: _Context) -> Any:
-                logs.request_id.set(request_id)
-                with _Reporting(method, metadata) as reporting:
-                    return await handler.unary_unary(await _parse(handler, body, method), context)
-                del body
-                await reporting.abort(context)
-
-            # Without a deserializer: a body that it cannot parse would raise outside of this handler.
-            return grpc.unary_unary_rpc_method_handler(call, None, handler.response_serializer)
-
-        # A stream that is a coroutine, which writes to its context, is the library's Health.Watch. It raises no
-        # ServiceError.
-        if handler.unary_stream is not None and not inspect.iscoroutinefunction(handler.unary_stream):
-
-            async def stream(body: bytes, context: _Context) -> AsyncIterator[Any]:
-                logs.request_id.set(request_id)
-                with _Reporting(method, metadata) as reporting:
-                    async for response in handler.unary_stream(await _parse(handler, body, method), context):
-                        yield response
-                    return
-                del body
-                await reporting.abort(context)
-
-            return grpc.unary_stream_rpc_method_handler(stream, None, handler.response_serializer)
-
-        if handler.stream_unary is not None:
-
-            async def collect(bodies: AsyncIterator[bytes], context: _Context) -> Any:
-                logs.request_id.set(request_id)
-                with _Reporting(method, metadata) as reporting:
-                    return await handler.stream_unary(_parse_all(handler, bodies, method), context)
-                await reporting.abort(context)
-
-            return grpc.stream_unary_rpc_method_handler(collect, None, handler.response_serializer)
-        return handler
-
-    def _is_bounded(self, metadata: Any) -> bool:
-        if BOUNDED not in tuple(metadata):
-            return False
-        return self._admins is None or self._admins.find(given_key(dict(metadata))) is not None
-
-    def _arriving(self, handler: Any, method: str, metadata: Any, request_id: str) -> Any:
-        """A handler that reads messages only when there is room for them. On the wire, one message is a stream of
-        one."""
-        arrivals = self._arrivals
+        def begin() -> _Reporting:
+            request_begins(is_retry=_RETRIES in named)
+            logs.request_id.set(str(named.get(logs.REQUEST_ID_METADATA, "")))
+            return _Reporting(method, metadata)
 
         async def parsed(room: Room, context: _Context) -> Any:
             return await _parse(handler, await room.message(context), method)
-
-        if handler.unary_stream is not None:
-
-            async def stream(_: object, context: _Context) -> AsyncIterator[Any]:
-                logs.request_id.set(request_id)
-                with _Reporting(method, metadata) as reporting:
-                    with await arrivals.room() as room:
-                        async for response in handler.unary_stream(await parsed(room, context), context):
-                            yield response
-                    return
-                await reporting.abort(context)
-
-            return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
 
         async def all_parsed(context: _Context) -> AsyncGenerator[Any, None]:
             while True:
@@ -162,9 +115,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                     yield message
 
         async def answer(_: object, context: _Context) -> Any:
-            request_begins(is_retry=_RETRIES in dict(metadata))
-            logs.request_id.set(request_id)
-            with _Reporting(method, metadata) as reporting:
+            with begin() as reporting:
                 if handler.stream_unary is not None:
                     async with aclosing(all_parsed(context)) as messages:
                         return await handler.stream_unary(messages, context)
@@ -172,7 +123,22 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                     return await handler.unary_unary(await parsed(room, context), context)
             await reporting.abort(context)
 
+        async def stream(_: object, context: _Context) -> AsyncIterator[Any]:
+            with begin() as reporting:
+                with await arrivals.room() as room:
+                    async for response in handler.unary_stream(await parsed(room, context), context):
+                        yield response
+                return
+            await reporting.abort(context)
+
+        if handler.unary_stream is not None:
+            return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
         return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)
+
+    def _is_bounded(self, metadata: Any) -> bool:
+        if BOUNDED not in tuple(metadata):
+            return False
+        return self._admins is None or self._admins.find(given_key(dict(metadata))) is not None
 
 
 class _Reporting:
@@ -209,11 +175,6 @@ class _Reporting:
         status = to_status(self._error)
         metadata = (*(context.trailing_metadata() or ()), *(status.trailing_metadata or ()))
         await context.abort(status.code, status.details, metadata)
-
-
-async def _parse_all(handler: Any, bodies: AsyncIterator[bytes], method: str) -> AsyncIterator[Any]:
-    async for body in bodies:
-        yield await _parse(handler, body, method)
 
 
 async def _parse(handler: Any, body: bytes, method: str) -> Any:
