@@ -211,6 +211,7 @@ class Completion(Generate):
 
 
 class TextPart(Body):
+    HARMLESS = frozenset({"annotations"})
     type: Literal["text"]
     text: str
 
@@ -227,11 +228,13 @@ class ImagePart(Body):
 
 
 class ToolCallFunction(Body):
+    HARMLESS = frozenset({"parsed_arguments"})
     name: str
     arguments: str | dict[str, Any]
 
 
 class ToolCall(Body):
+    HARMLESS = frozenset({"index"})
     type: Literal["function"] = "function"
     id: str | None = None
     function: ToolCallFunction
@@ -240,6 +243,8 @@ class ToolCall(Body):
 class Message(Body):
     """A message of a chat. The model's chat template decides how its fields are used."""
 
+    HARMLESS = frozenset({"annotations", "parsed", "provider_specific_fields"})
+    """What clients put beside the content of an answer, and send back with it."""
     role: str = Field(min_length=1)
     content: str | Listed[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
     """Text; parts of text are put together. Pictures by their URLs, for models that see."""

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from openai.types.chat import ChatCompletionMessage
 from tokenizers import AddedToken
 
 from gateway.openai import schemas as openai_schemas
@@ -576,6 +577,26 @@ async def test_null_is_absent_everywhere(client: Client, sampler: TalkingSampler
     await ask(client, "chat/completions", CHAT, tools=[{"type": "function", "function": function, "unknown": None}])
     (sent,) = json.loads(sampler.chat.tools)
     assert sent == {"type": "function", "function": {"name": "f"}}, "a template would show a null"
+
+
+async def test_an_answer_is_sent_back_as_the_clients_hold_it(client: Client, sampler: TalkingSampler) -> None:
+    """As model_dump() gives messages of the openai package, parsed and streamed ones too, and of litellm."""
+    plain = {"role": "assistant", "content": "7", "refusal": None, "annotations": [], "audio": None, "tool_calls": None}
+    function = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
+    for message in (
+        ChatCompletionMessage(role="assistant", content="7", annotations=[]).model_dump(),
+        {**plain, "parsed": {"a": 7}},
+        {"role": "assistant", "content": "7", "provider_specific_fields": {"refusal": None}},
+        {"role": "assistant", "content": [{"type": "text", "text": "7", "annotations": []}]},
+    ):
+        await ask(client, "chat/completions", CHAT, messages=[message])
+        assert json.loads(sampler.chat.messages) == [{"role": "assistant", "content": "7"}]
+    calls = [{"id": "c", "index": 0, "type": "function", "function": function}]
+    await ask(client, "chat/completions", CHAT, messages=[{**plain, "content": None, "tool_calls": calls}])
+    (sent,) = json.loads(sampler.chat.messages)
+    assert sent["tool_calls"] == [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}]
+    for field in ("refusal", "audio"):
+        assert (await refusal(client, "chat/completions", CHAT, messages=[{**plain, field: "no"}]))["param"]
 
 
 async def test_fields_that_do_not_concern_the_model_are_accepted_and_ignored(
