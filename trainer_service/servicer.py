@@ -17,6 +17,7 @@ from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.adapter import ALL_GROUPS, GROUPS
 from tinsmith.pictures.counting import settings_of
 from tinsmith.pictures.processing import Processor
+from tinsmith.rpc.errors import shortened
 from tinsmith.rpc.notes import check_notes
 from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.times import duration
@@ -171,6 +172,8 @@ class TrainerServicer(CheckpointServicer):
         return answer.optim_step
 
     async def SkipOperation(self, request: pb.SkipOperationRequest, context: Context) -> pb.SkipOperationResponse:
+        # The journal keeps no more of it than callers are told.
+        request.reason = shortened(request.reason)
         await self._intake.submit("skip", request, context)
         return pb.SkipOperationResponse()
 

@@ -32,7 +32,7 @@ _MAX_METADATA_BYTES = 200
 _MAX_DESCRIPTION_BYTES = 400
 
 
-def _shortened(text: str, *, limit: int) -> str:
+def shortened(text: str, *, limit: int = _MAX_MESSAGE_BYTES) -> str:
     """At most `limit` bytes of the text, cut in the middle: the beginning says what is wrong, and the end often what
     would be right."""
     data = text.encode(errors="replace")
@@ -49,16 +49,16 @@ def to_proto(error: ServiceError) -> status_pb2.Status:
 
     Long messages are cut in the middle.
     """
-    metadata = {key: _shortened(value, limit=_MAX_METADATA_BYTES) for key, value in error.metadata.items()}
+    metadata = {key: shortened(value, limit=_MAX_METADATA_BYTES) for key, value in error.metadata.items()}
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)]
     if "field" in metadata and error.code in ("INVALID_ARGUMENT", "UNIMPLEMENTED"):
-        text = _shortened(error.message, limit=_MAX_DESCRIPTION_BYTES)
+        text = shortened(error.message, limit=_MAX_DESCRIPTION_BYTES)
         violation = error_details_pb2.BadRequest.FieldViolation(field=metadata["field"], description=text)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.code in ("RESOURCE_EXHAUSTED", "UNAVAILABLE"):
         delay = Duration(seconds=int(metadata.get("retry_after_s", _RETRY_S)))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    message = _shortened(error.message, limit=_MAX_MESSAGE_BYTES)
+    message = shortened(error.message)
     return status_pb2.Status(
         code=code_pb2.Code.Value(error.code), message=message, details=[_packed(one) for one in details]
     )

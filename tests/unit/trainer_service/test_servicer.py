@@ -6,6 +6,7 @@ import gc
 import hashlib
 import io
 import json
+import os
 import re
 import shutil
 import tarfile
@@ -723,6 +724,18 @@ async def test_a_skipped_operation_uses_up_its_number_and_spoils_the_step_if_gra
     await fails(skip(3, gradients_missing=True), errors.InvalidRequest, "99 bytes")
     await fails(stub.OptimStep(step(4)), errors.FailedPrecondition, "99 bytes")
     await stub.OptimStep(step(5))
+
+
+async def test_the_journal_keeps_no_more_of_a_skipped_operation_than_its_caller_is_told(
+    service: Service, stub: Any
+) -> None:
+    reason = "begins" + os.urandom(2**20).hex() + "ends"
+    for _ in range(2):
+        call = stub.SkipOperation(pb.SkipOperationRequest(model_id=MODEL, seq_id=1, reason=reason))
+        error = await fails(call, errors.InvalidRequest, "begins")
+        assert len(error.message) < 2000
+        assert error.message.endswith("ends")
+    assert service.trainer.journal.bound.sizes.total < 10_000
 
 
 async def test_an_invalid_forward_does_not_spoil_the_step(stub: Any) -> None:
