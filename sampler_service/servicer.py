@@ -163,10 +163,6 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
             next_page_token=page[-1].version_id if more else "",
         )
 
-    async def RemoveVersion(self, request: pb.RemoveVersionRequest, context: Context) -> pb.RemoveVersionResponse:
-        self.slot.get().store.remove(request.version_id)
-        return pb.RemoveVersionResponse()
-
     async def MoveGenerations(self, request: pb.MoveGenerationsRequest, context: Context) -> pb.MoveGenerationsResponse:
         for field in ("run_id", "version_id"):
             if not getattr(request, field):

@@ -288,6 +288,10 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         logger.info("version %s is visible", request.version_id)
         return pb.ConfirmVersionResponse()
 
+    async def RemoveVersion(self, request: pb.RemoveVersionRequest, context: Context) -> pb.RemoveVersionResponse:
+        self.slot.get().store.remove(request.version_id)
+        return pb.RemoveVersionResponse()
+
     @contextmanager
     def _ending_with_device(self) -> Iterator[None]:
         """Lets the engine die, as in a step, when the device fails in the block and can compute no more."""

@@ -17,7 +17,15 @@ from grpc_status import rpc_status
 from tests.support.batches import datum, random_datum, request
 from tests.support.examples import BASE_MODEL
 from tests.support.stack import Stack
-from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
+from tinsmith.v1 import (
+    sampler_pb2,
+    sampler_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+    types_pb2,
+    weight_sync_pb2,
+    weight_sync_pb2_grpc,
+)
 
 PROMPT = np.array([5, 6, 7], "<i4").tobytes()
 SERVICES = {"trainer": "tinsmith.v1.TrainerService", "sampler": "tinsmith.v1.SamplerService"}
@@ -91,7 +99,9 @@ def test_reflection_describes_the_service_to_a_client_without_its_protos(
 
 
 def test_a_model_is_trained_saved_published_and_sampled(
-    trainer: trainer_pb2_grpc.TrainerServiceStub, sampler: sampler_pb2_grpc.SamplerServiceStub
+    trainer: trainer_pb2_grpc.TrainerServiceStub,
+    sampler: sampler_pb2_grpc.SamplerServiceStub,
+    channels: dict[str, grpc.Channel],
 ) -> None:
     model_id = "grpc:train:0"
     assert create(trainer, model_id).lora_config.rank == 4
@@ -123,7 +133,8 @@ def test_a_model_is_trained_saved_published_and_sampled(
     assert [len(sequence.tokens) for sequence in sampled.sequences] == [24, 24]  # 6 tokens of 4 bytes
     assert sampled != sampler.Sample(sample_request())  # the base model is another one
 
-    sampler.RemoveVersion(sampler_pb2.RemoveVersionRequest(version_id=version_id))
+    weights = weight_sync_pb2_grpc.WeightSyncServiceStub(channels["sampler"])
+    weights.RemoveVersion(weight_sync_pb2.RemoveVersionRequest(version_id=version_id))
     with pytest.raises(grpc.RpcError) as refused:
         sampler.Sample(sample_request(version_id))
     assert reason_of(refused.value) == "VERSION_NOT_LOADED"

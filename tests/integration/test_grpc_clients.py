@@ -145,7 +145,9 @@ def test_the_key_of_a_client_reaches_no_admin_service(second_stack: Stack) -> No
     """Neither the journal of all runs, nor weights on probation, nor the weights themselves."""
     trainer, sampler = second_stack.trainers[0], second_stack.samplers[0]
     calls = [(trainer, "TrainerAdminService/ListJournal"), (trainer, "TrainerAdminService/PruneJournal")]
-    calls += [(sampler, f"WeightSyncService/{name}") for name in ("SampleOnProbation", "ConfirmVersion")]
+    calls += [
+        (sampler, f"WeightSyncService/{name}") for name in ("SampleOnProbation", "ConfirmVersion", "RemoveVersion")
+    ]
     for address, method in calls:
         status, output = curl(address, method=f"tinsmith.v1.{method}", key=KEY)
         assert status == grpc.StatusCode.PERMISSION_DENIED.value[0] * 8, output

@@ -123,7 +123,6 @@ REQUESTS: list[tuple[ServiceDescriptor, str, Message]] = [
     (SAMPLER, "Tokenize", sampler_pb2.TokenizeRequest(text="x")),
     (SAMPLER, "Tokenize", sampler_pb2.TokenizeRequest(chat=CHAT)),
     (SAMPLER, "ListVersions", sampler_pb2.ListVersionsRequest()),
-    (SAMPLER, "RemoveVersion", sampler_pb2.RemoveVersionRequest(version_id="none")),
     (SAMPLER, "MoveGenerations", sampler_pb2.MoveGenerationsRequest(run_id=MODEL, version_id="none")),
     (WEIGHT_SYNC, "ProbeWeightTransfer", weight_sync_pb2.ProbeWeightTransferRequest(trainer_id="x", epoch=1)),
     (
@@ -136,6 +135,7 @@ REQUESTS: list[tuple[ServiceDescriptor, str, Message]] = [
     (WEIGHT_SYNC, "FinishWeightUpdate", weight_sync_pb2.FinishWeightUpdateRequest(trainer_id="x", epoch=1)),
     (WEIGHT_SYNC, "SampleOnProbation", weight_sync_pb2.SampleOnProbationRequest(request=SAMPLE)),
     (WEIGHT_SYNC, "ConfirmVersion", weight_sync_pb2.ConfirmVersionRequest(version_id="none")),
+    (WEIGHT_SYNC, "RemoveVersion", weight_sync_pb2.RemoveVersionRequest(version_id="none")),
 ]
 NUMBERS = itertools.count(1)
 

@@ -25,7 +25,7 @@ from tests.support.examples import BASE_MODEL, PROMPT, batch, forward, new_model
 from tests.support.stack import Stack
 from tests.support.waiting import wait_until
 from tests.support.wire import Wire
-from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc
 
 age: Any = pyrage  # it comes without types
 
@@ -63,8 +63,9 @@ def fetch(url: str) -> bytes:
 def evict(stack: Stack, version_id: str) -> None:
     """As a sampler does by itself when its memory is full."""
     with grpc.insecure_channel(stack.samplers[0]) as channel:
+        weights = weight_sync_pb2_grpc.WeightSyncServiceStub(channel)
+        weights.RemoveVersion(weight_sync_pb2.RemoveVersionRequest(version_id=version_id))
         stub = sampler_pb2_grpc.SamplerServiceStub(channel)
-        stub.RemoveVersion(sampler_pb2.RemoveVersionRequest(version_id=version_id))
         assert version_id not in str(stub.ListVersions(sampler_pb2.ListVersionsRequest()))
 
 

@@ -52,7 +52,7 @@ class Service:
         assert await self._sender.confirm(version_id, published.members) == published.members
 
     async def remove(self, version_id: str) -> None:
-        await self.call("RemoveVersion", pb.RemoveVersionRequest(version_id=version_id))
+        await self._weights.RemoveVersion(weight_sync_pb2.RemoveVersionRequest(version_id=version_id))
 
 
 def tokens_of(length: int, seed: int = 0) -> np.ndarray:

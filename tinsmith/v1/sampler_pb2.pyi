@@ -256,16 +256,6 @@ class ListVersionsResponse(_message.Message):
     next_page_token: str
     def __init__(self, versions: _Optional[_Iterable[_Union[VersionInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
-class RemoveVersionRequest(_message.Message):
-    __slots__ = ("version_id",)
-    VERSION_ID_FIELD_NUMBER: _ClassVar[int]
-    version_id: str
-    def __init__(self, version_id: _Optional[str] = ...) -> None: ...
-
-class RemoveVersionResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class VersionInfo(_message.Message):
     __slots__ = ("version_id", "lora_config", "size_bytes", "num_running")
     VERSION_ID_FIELD_NUMBER: _ClassVar[int]

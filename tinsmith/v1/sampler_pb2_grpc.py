@@ -70,11 +70,6 @@ class SamplerServiceStub:
                 request_serializer=tinsmith_dot_v1_dot_sampler__pb2.ListVersionsRequest.SerializeToString,
                 response_deserializer=tinsmith_dot_v1_dot_sampler__pb2.ListVersionsResponse.FromString,
                 _registered_method=True)
-        self.RemoveVersion = channel.unary_unary(
-                '/tinsmith.v1.SamplerService/RemoveVersion',
-                request_serializer=tinsmith_dot_v1_dot_sampler__pb2.RemoveVersionRequest.SerializeToString,
-                response_deserializer=tinsmith_dot_v1_dot_sampler__pb2.RemoveVersionResponse.FromString,
-                _registered_method=True)
         self.MoveGenerations = channel.unary_unary(
                 '/tinsmith.v1.SamplerService/MoveGenerations',
                 request_serializer=tinsmith_dot_v1_dot_sampler__pb2.MoveGenerationsRequest.SerializeToString,
@@ -135,13 +130,6 @@ class SamplerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RemoveVersion(self, request, context):
-        """RemoveVersion frees a version once no generation uses it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def MoveGenerations(self, request, context):
         """MoveGenerations lets generations that follow a run continue with a newer version, from their next token.
         """
@@ -186,11 +174,6 @@ def add_SamplerServiceServicer_to_server(servicer, server):
                     servicer.ListVersions,
                     request_deserializer=tinsmith_dot_v1_dot_sampler__pb2.ListVersionsRequest.FromString,
                     response_serializer=tinsmith_dot_v1_dot_sampler__pb2.ListVersionsResponse.SerializeToString,
-            ),
-            'RemoveVersion': grpc.unary_unary_rpc_method_handler(
-                    servicer.RemoveVersion,
-                    request_deserializer=tinsmith_dot_v1_dot_sampler__pb2.RemoveVersionRequest.FromString,
-                    response_serializer=tinsmith_dot_v1_dot_sampler__pb2.RemoveVersionResponse.SerializeToString,
             ),
             'MoveGenerations': grpc.unary_unary_rpc_method_handler(
                     servicer.MoveGenerations,
@@ -388,33 +371,6 @@ class SamplerService:
             '/tinsmith.v1.SamplerService/ListVersions',
             tinsmith_dot_v1_dot_sampler__pb2.ListVersionsRequest.SerializeToString,
             tinsmith_dot_v1_dot_sampler__pb2.ListVersionsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RemoveVersion(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tinsmith.v1.SamplerService/RemoveVersion',
-            tinsmith_dot_v1_dot_sampler__pb2.RemoveVersionRequest.SerializeToString,
-            tinsmith_dot_v1_dot_sampler__pb2.RemoveVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -169,3 +169,13 @@ class ConfirmVersionRequest(_message.Message):
 class ConfirmVersionResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class RemoveVersionRequest(_message.Message):
+    __slots__ = ("version_id",)
+    VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    version_id: str
+    def __init__(self, version_id: _Optional[str] = ...) -> None: ...
+
+class RemoveVersionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -72,6 +72,11 @@ class WeightSyncServiceStub:
                 request_serializer=tinsmith_dot_v1_dot_weight__sync__pb2.ConfirmVersionRequest.SerializeToString,
                 response_deserializer=tinsmith_dot_v1_dot_weight__sync__pb2.ConfirmVersionResponse.FromString,
                 _registered_method=True)
+        self.RemoveVersion = channel.unary_unary(
+                '/tinsmith.v1.WeightSyncService/RemoveVersion',
+                request_serializer=tinsmith_dot_v1_dot_weight__sync__pb2.RemoveVersionRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_weight__sync__pb2.RemoveVersionResponse.FromString,
+                _registered_method=True)
 
 
 class WeightSyncServiceServicer:
@@ -131,6 +136,13 @@ class WeightSyncServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RemoveVersion(self, request, context):
+        """RemoveVersion frees a version once no generation uses it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightSyncServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -168,6 +180,11 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
                     servicer.ConfirmVersion,
                     request_deserializer=tinsmith_dot_v1_dot_weight__sync__pb2.ConfirmVersionRequest.FromString,
                     response_serializer=tinsmith_dot_v1_dot_weight__sync__pb2.ConfirmVersionResponse.SerializeToString,
+            ),
+            'RemoveVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveVersion,
+                    request_deserializer=tinsmith_dot_v1_dot_weight__sync__pb2.RemoveVersionRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_weight__sync__pb2.RemoveVersionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -362,6 +379,33 @@ class WeightSyncService:
             '/tinsmith.v1.WeightSyncService/ConfirmVersion',
             tinsmith_dot_v1_dot_weight__sync__pb2.ConfirmVersionRequest.SerializeToString,
             tinsmith_dot_v1_dot_weight__sync__pb2.ConfirmVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinsmith.v1.WeightSyncService/RemoveVersion',
+            tinsmith_dot_v1_dot_weight__sync__pb2.RemoveVersionRequest.SerializeToString,
+            tinsmith_dot_v1_dot_weight__sync__pb2.RemoveVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -272,12 +272,12 @@ class WeightSender:
             await asyncio.wait(awaited, timeout=_REMOVE_S)
 
     async def _withdraw(self, sampler: Sampler, version_id: str) -> None:
-        request = sampler_pb2.RemoveVersionRequest(version_id=version_id)
+        request = pb.RemoveVersionRequest(version_id=version_id)
         again_s = _WITHDRAW_AGAIN_S
         while True:
             try:
                 # The call has no timeout: a stopped process answers it when it continues.
-                await sampler.versions.RemoveVersion(request, wait_for_ready=True)
+                await sampler.weights.RemoveVersion(request, wait_for_ready=True)
             except grpc.aio.AioRpcError as error:
                 level = logging.WARNING if again_s == _WITHDRAW_AGAIN_S else logging.DEBUG
                 logger.log(level, "%s has not removed %s yet: %s", sampler.address, version_id, error.details())
@@ -312,8 +312,8 @@ class WeightSender:
                 break
             request.page_token = page.next_page_token
         for version_id in found:
-            await sampler.versions.RemoveVersion(
-                sampler_pb2.RemoveVersionRequest(version_id=version_id), timeout=self.config.channel_timeout_s
+            await sampler.weights.RemoveVersion(
+                pb.RemoveVersionRequest(version_id=version_id), timeout=self.config.channel_timeout_s
             )
 
     async def _try(self, sampler: Sampler, call: Awaitable[object]) -> None:

@@ -15,7 +15,7 @@ from sampler_service.torch_engine.engine import TorchEngine
 from tests.support.models import make_model
 from tests.unit.sampler_service.serving import serving
 from tinsmith.rpc.channel import connect
-from tinsmith.v1 import sampler_pb2_grpc
+from tinsmith.v1 import sampler_pb2_grpc, weight_sync_pb2_grpc
 
 CORPUS = [
     "the cat sat on the mat and the dog sat on the log",
@@ -57,6 +57,7 @@ class Service:
         self.engine = engine
         self.port = port
         self.stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+        self.weights = weight_sync_pb2_grpc.WeightSyncServiceStub(channel)
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.server import RAN
 from tinsmith.rpc.tensors import from_numpy, to_numpy
 from tinsmith.v1 import sampler_pb2 as pb
-from tinsmith.v1 import sampler_pb2_grpc
+from tinsmith.v1 import sampler_pb2_grpc, weight_sync_pb2
 from tinsmith.v1 import types_pb2 as types
 
 
@@ -362,7 +362,7 @@ async def test_versions_are_listed_by_page_and_removed(service: Service) -> None
     assert page.versions[0].lora_config.rank == 2
     assert page.versions[0].size_bytes == make_adapter(service.engine.targets, seed=0, rank=2).num_bytes
     for name in ("v3", "v3", "unknown"):
-        await service.stub.RemoveVersion(pb.RemoveVersionRequest(version_id=name))
+        await service.weights.RemoveVersion(weight_sync_pb2.RemoveVersionRequest(version_id=name))
     left = (await service.stub.ListVersions(pb.ListVersionsRequest())).versions
     assert [version.version_id for version in left] == ["v0", "v1", "v2", "v4"]
 

@@ -208,13 +208,11 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
             next_page_token=names[1] if len(names) > 2 else "",
         )
 
-    async def RemoveVersion(
-        self, request: sampler_pb2.RemoveVersionRequest, context: Context
-    ) -> sampler_pb2.RemoveVersionResponse:
+    async def RemoveVersion(self, request: pb.RemoveVersionRequest, context: Context) -> pb.RemoveVersionResponse:
         self._fault("remove")
         await self.awake.wait()
         self.versions.pop(request.version_id, None)
-        return sampler_pb2.RemoveVersionResponse()
+        return pb.RemoveVersionResponse()
 
 
 Serve = Callable[..., Awaitable[Server]]
