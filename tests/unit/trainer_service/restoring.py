@@ -1,10 +1,13 @@
-"""A trainer without gRPC: real engine, journal, files. A crash leaves a copy of its folder, as kill -9 would."""
+"""A trainer without gRPC: real engine, journal, files. A crash leaves a copy of its folder, as kill -9 would.
+
+`serving` adds its gRPC server."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,11 @@ from torch import Tensor
 
 from tinsmith.errors import ServiceError
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.server import Server
+from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1.trainer_admin_pb2_grpc import add_TrainerAdminServiceServicer_to_server
+from tinsmith.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
+from trainer_service.admin_servicer import TrainerAdminServicer
 from trainer_service.config import TrainerConfig
 from trainer_service.durability import packages, stored_snapshots
 from trainer_service.durability.journal import Journal
@@ -30,8 +38,11 @@ from trainer_service.operations.moving import Moving
 from trainer_service.operations.operations import Operations
 from trainer_service.operations.restore import Restorer
 from trainer_service.scheduling.scheduler import Scheduler
+from trainer_service.servicer import TrainerServicer
 from trainer_service.storage.checkpoints import CheckpointStore
+from trainer_service.storage.imports import Importer
 from trainer_service.storage.local import LocalStorage
+from trainer_service.trainer import Trainer
 from trainer_service.weight_sync import WeightSender
 from trainer_service.weight_sync.canary import Canary, canary_of
 from trainer_service.weight_sync.certificate import GapRule, Publisher
@@ -51,13 +62,16 @@ KINDS = {
 class Process:
     folder: Path
     registry: CollectorRegistry
-    engine: TrainingEngine
-    journal: Journal
-    snapshots: Snapshots
-    operations: Operations
-    scheduler: Scheduler
-    moving: Moving
+    trainer: Trainer
     has_stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self.journal = self.trainer.journal
+        self.operations = self.trainer.operations
+        self.scheduler = self.trainer.scheduler
+        self.moving = self.trainer.moving
+        self.engine = self.operations.engine
+        self.snapshots = self.operations.snapshots
 
     @classmethod
     async def start(
@@ -73,25 +87,36 @@ class Process:
         min_free_bytes: int | None = None,
         max_models: int = 4,
         max_known_models: int = 1000,
+        max_queued_operations: int = 99,
+        max_tokens_per_microbatch: int = 24,
         deterministic: bool = True,
         store: Path | None = None,
         trainer_id: str = "t",
         database: Database | None = None,
+        samplers: Sequence[str] = (),
     ) -> Process:
         """Everything that can be is restored, or goes on being so. `deterministic`: packs every batch alone. `store`:
-        the checkpoints' folder, which several trainers may share. `database`: the journal's, instead of a file."""
+        the checkpoints' folder, which several trainers may share. `database`: the journal's, instead of a file.
+        `samplers`: addresses."""
         registry = CollectorRegistry()
         metrics = Metrics(registry)
         store = store or folder / "checkpoints"
         path = folder / "journal.sqlite" if database is None else (database, folder)
         options = {"max_bytes": max_bytes, "result_retention_s": result_retention_s, "metrics": metrics}
         journal = await asyncio.to_thread(lambda: Journal(path, **options))
-        engine = TrainingEngine(base, max_tokens_per_microbatch=24, deterministic=deterministic, metrics=metrics)
-        sender = WeightSender(TrainerConfig(base_model="tiny"), metrics, trainer_id="t")
+        engine = TrainingEngine(
+            base,
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+            deterministic=deterministic,
+            metrics=metrics,
+        )
+        sender = WeightSender(TrainerConfig(base_model="tiny", samplers=list(samplers)), metrics, trainer_id="t")
+        if samplers:
+            sender.start()
         scheduler = Scheduler(
             engine.passes,
             journal,
-            max_queued_operations=99,
+            max_queued_operations=max_queued_operations,
             max_models=max_models,
             max_known_models=max_known_models,
             metrics=metrics,
@@ -102,15 +127,38 @@ class Process:
             files = StoredSnapshots(LocalStorage(store / stored_snapshots.FOLDER / journal.shared_id, metrics))
         snapshots = Snapshots(files, journal, policy, metrics, scheduler.executing)
         sequences = canary_of(base)
-        rule = GapRule(0.01, 0.01, "refuse", timeout_s=5)
+        rule = GapRule(0.01, 0.01, "refuse", timeout_s=20)
         publisher = Publisher(sender, Canary(sequences, engine.score(None, sequences)), rule, metrics)
         checkpoints = CheckpointStore(store, metrics)
         models = LiveModels(base_models, base.weights_sum, allow_other_weights=allow_other_weights)
         operations = Operations(engine, checkpoints, publisher, scheduler, models, 16, snapshots)
         restorer = Restorer(journal, snapshots, operations, scheduler, metrics)
         await restorer.run()
-        moving = Moving(restorer, lambda: LocalStorage(store / packages.FOLDER, metrics), trainer_id=trainer_id)
-        return cls(folder, registry, engine, journal, snapshots, operations, scheduler, moving)
+        trainer = Trainer(
+            "boot",
+            operations,
+            scheduler,
+            journal,
+            checkpoints,
+            Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22),
+            Moving(restorer, lambda: LocalStorage(store / packages.FOLDER, metrics), trainer_id=trainer_id),
+            trainer_id,
+            {"base_weights": base.weights_sum},
+        )
+        return cls(folder, registry, trainer)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[Server]:
+        """The trainer's gRPC server. The trainer stops with it."""
+        servicer = TrainerServicer()
+        servicer.trainer = self.trainer
+        server = Server("127.0.0.1:0", [pb.DESCRIPTOR])
+        add_TrainerServiceServicer_to_server(servicer, server.grpc)
+        add_TrainerAdminServiceServicer_to_server(TrainerAdminServicer(servicer), server.grpc)
+        await server.start()
+        yield server
+        await server.stop(0)
+        await self.stop()
 
     async def send(self, request: Any) -> Operation:
         """Returns once it is in the journal."""
@@ -158,6 +206,7 @@ class Process:
         await self.scheduler.compute.close(timeout_s=10)
         await self.scheduler.close(timeout_s=3)  # a save that waits for operations which will not run does not end
         await self.snapshots.close()
+        await self.operations.publishing.publisher.sender.close()
         await asyncio.to_thread(self.journal.close)
         self.operations.publishing.checkpoints.close()
 

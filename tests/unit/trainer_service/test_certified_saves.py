@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from prometheus_client import CollectorRegistry
 
 from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import EngineSlot
@@ -20,6 +19,7 @@ from sampler_service.torch_engine.engine import TorchEngine
 from tests.support.batches import random_datum, request
 from tests.support.models import VOCAB_SIZE
 from tests.unit.sampler_service.serving import generate, prompt, serving
+from tests.unit.trainer_service.restoring import Process
 from tinsmith.errors import (
     CheckpointNotFound,
     InvalidRequest,
@@ -33,10 +33,8 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import from_rpc_error
-from tinsmith.rpc.server import Server
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc, types_pb2
-from trainer_service.config import TrainerConfig
 from trainer_service.durability.executing import (
     MOST_DEATHS,
     NAME,
@@ -44,24 +42,9 @@ from trainer_service.durability.executing import (
     Executing,
     other_work,
 )
-from trainer_service.durability.journal import Journal
-from trainer_service.durability.snapshot_files import SnapshotFiles
-from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import TrainingEngine
-from trainer_service.metrics import Metrics
-from trainer_service.operations.models import LiveModels
-from trainer_service.operations.moving import Moving
-from trainer_service.operations.operations import Operations
-from trainer_service.operations.restore import Restorer
-from trainer_service.scheduling.scheduler import Scheduler
-from trainer_service.servicer import TrainerServicer
 from trainer_service.storage.checkpoints import CheckpointStore
-from trainer_service.storage.imports import Importer
-from trainer_service.storage.local import LocalStorage
-from trainer_service.trainer import Trainer
-from trainer_service.weight_sync import WeightSender
-from trainer_service.weight_sync.canary import Canary, canary_of
-from trainer_service.weight_sync.certificate import GapRule, Publisher
+from trainer_service.weight_sync.certificate import Publisher
 
 MODEL = "s:train:0"
 SAMPLER = types_pb2.CHECKPOINT_KIND_SAMPLER
@@ -139,35 +122,18 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
             exits.push_async_callback(server.stop, 0)
             engines.append(engine)
             addresses.append(f"127.0.0.1:{server.port}")
-        metrics = Metrics(CollectorRegistry())
-        journal = Journal(tmp_path / "journal", max_bytes=1 << 24, result_retention_s=60, metrics=metrics)
-        exits.push_async_callback(asyncio.to_thread, journal.close)
-        training = TrainingEngine(base, max_tokens_per_microbatch=64)
-        sender = WeightSender(TrainerConfig(base_model="tiny", samplers=addresses), metrics, trainer_id="t")
-        sender.start()
-        exits.push_async_callback(sender.close)
-        checkpoints = CheckpointStore(tmp_path / "checkpoints", metrics)
-        scheduler = Scheduler(training.passes, journal, max_queued_operations=20, max_models=4, metrics=metrics)
-        exits.push_async_callback(scheduler.close, timeout_s=10)
-        sequences = canary_of(base)
-        rule = GapRule(0.01, 0.01, "refuse", timeout_s=20)
-        publisher = Publisher(sender, Canary(sequences, training.score(None, sequences)), rule, metrics)
-        files = SnapshotFiles(tmp_path / "snapshots")
-        snapshots = Snapshots(files, journal, Policy(0, 0, 0), metrics, scheduler.executing)
-        exits.push_async_callback(snapshots.close)
-        models = LiveModels(["tiny"], base.weights_sum)
-        operations = Operations(training, checkpoints, publisher, scheduler, models, 16, snapshots)
-        servicer = TrainerServicer()
-        importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
-        restorer = Restorer(journal, snapshots, operations, scheduler, metrics)
-        moving = Moving(restorer, lambda: LocalStorage(tmp_path / "checkpoints/~moving", metrics), trainer_id="t")
-        servicer.trainer = Trainer("boot", operations, scheduler, journal, checkpoints, importer, moving, "t", {})
-        server = Server("127.0.0.1:0", [pb.DESCRIPTOR])
-        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
-        await server.start()
-        exits.push_async_callback(server.stop, 0)
+        trainer = await Process.start(
+            tmp_path,
+            base,
+            max_queued_operations=20,
+            max_tokens_per_microbatch=64,
+            deterministic=False,
+            samplers=addresses,
+        )
+        server = await exits.enter_async_context(trainer.serving())
         channel = await exits.enter_async_context(connect(f"127.0.0.1:{server.port}"))
-        stack = Stack(trainer_pb2_grpc.TrainerServiceStub(channel), engines, publisher, scheduler.executing)
+        publisher, executing = trainer.operations.publishing.publisher, trainer.scheduler.executing
+        stack = Stack(trainer_pb2_grpc.TrainerServiceStub(channel), engines, publisher, executing)
         lora = types_pb2.LoraConfig(rank=4, seed=1, train_attn=True, train_mlp=True)
         await stack.stub.CreateModel(pb.CreateModelRequest(model_id=MODEL, base_model="tiny", lora_config=lora))
         await stack.step()

@@ -13,6 +13,7 @@ import tarfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,12 +25,12 @@ import pyrage
 import pytest
 import torch
 import xxhash
-from prometheus_client import CollectorRegistry
 
 from tests.support.batches import datum, random_datum, request, wide
 from tests.support.models import VOCAB_SIZE, make_model
 from tests.support.waiting import until
 from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
+from tests.unit.trainer_service.restoring import Process
 from tinsmith import errors
 from tinsmith.cores import Cores
 from tinsmith.lora_config import config_to_proto
@@ -48,7 +49,6 @@ from tinsmith.v1 import trainer_admin_pb2 as admin_pb
 from tinsmith.v1 import trainer_admin_pb2_grpc, trainer_pb2_grpc, types_pb2
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith_cli import main
-from trainer_service.admin_servicer import TrainerAdminServicer
 from trainer_service.config import TrainerConfig
 from trainer_service.durability.executing import (
     MOST_DEATHS,
@@ -62,25 +62,17 @@ from trainer_service.durability.executing import (
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.records import EntryState
 from trainer_service.durability.snapshot_files import SnapshotFiles
-from trainer_service.durability.snapshots import Policy, Snapshots
+from trainer_service.durability.snapshots import Policy
 from trainer_service.engine.engine import CapturedState, TrainingEngine
 from trainer_service.intake import _is_large
-from trainer_service.metrics import Metrics
-from trainer_service.operations.models import LiveModels
-from trainer_service.operations.moving import Moving
 from trainer_service.operations.operations import Operations
-from trainer_service.operations.restore import Restorer
-from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.service import serve
 from trainer_service.servicer import TrainerServicer
 from trainer_service.storage.checkpoints import CheckpointStore
-from trainer_service.storage.imports import Importer
-from trainer_service.storage.local import LocalStorage
 from trainer_service.storage.locations import Location
 from trainer_service.trainer import Trainer
 from trainer_service.weight_sync import Version, WeightSender
-from trainer_service.weight_sync.canary import Canary, canary_of
-from trainer_service.weight_sync.certificate import Certified, GapRule, Publisher
+from trainer_service.weight_sync.certificate import Certified
 
 MODEL = "s:train:0"
 EXTERNAL = types_pb2.CHECKPOINT_KIND_EXTERNAL
@@ -98,14 +90,6 @@ class Service:
     stub: Any
     channel: grpc.aio.Channel
 
-    async def stop(self) -> None:
-        await self.channel.close()
-        await self.server.stop(0)
-        await self.trainer.scheduler.close(timeout_s=10)
-        await self.trainer.operations.snapshots.close()
-        await self.trainer.operations.publishing.publisher.sender.close()
-        await asyncio.to_thread(self.trainer.journal.close)
-
 
 StartService = Callable[..., Awaitable[Service]]
 
@@ -113,55 +97,27 @@ StartService = Callable[..., Awaitable[Service]]
 @pytest.fixture
 async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
     """Starts a trainer on one folder; called again, it starts the next process's. `before`: called when none runs."""
-    running: list[Service] = []
+    async with AsyncExitStack() as running:
 
-    async def make(*, before: Callable[[], object] = lambda: None) -> Service:
-        for service in running:
-            await service.stop()
-        running.clear()
-        before()
-        metrics = Metrics(CollectorRegistry())
-        journal = Journal(tmp_path / "journal", max_bytes=1 << 24, result_retention_s=60, metrics=metrics)
-        engine = TrainingEngine(base, max_tokens_per_microbatch=64)
-        sender = WeightSender(TrainerConfig(base_model="tiny"), metrics, trainer_id="t")
-        checkpoints = CheckpointStore(tmp_path / "checkpoints", metrics)
-        scheduler = Scheduler(engine.passes, journal, max_queued_operations=20, max_models=4, metrics=metrics)
-        sequences = canary_of(base)
-        rule = GapRule(0.01, 0.01, "refuse", timeout_s=5)
-        publisher = Publisher(sender, Canary(sequences, engine.score(None, sequences)), rule, metrics)
-        snapshots = Snapshots(
-            SnapshotFiles(tmp_path / "snapshots"), journal, Policy(2, 0, 0), metrics, scheduler.executing
-        )
-        models = LiveModels(["tiny", "alias"], base.weights_sum)
-        operations = Operations(engine, checkpoints, publisher, scheduler, models, 16, snapshots)
-        importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
-        restorer = Restorer(journal, snapshots, operations, scheduler, metrics)
-        await restorer.run()
-        moving = Moving(restorer, lambda: LocalStorage(tmp_path / "checkpoints/~moving", metrics), trainer_id="t" * 32)
-        servicer = TrainerServicer()
-        servicer.trainer = Trainer(
-            "boot",
-            operations,
-            scheduler,
-            journal,
-            checkpoints,
-            importer,
-            moving,
-            "t" * 32,
-            {"base_weights": base.weights_sum},
-        )
-        server = Server("127.0.0.1:0", [pb.DESCRIPTOR])
-        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
-        trainer_admin_pb2_grpc.add_TrainerAdminServiceServicer_to_server(TrainerAdminServicer(servicer), server.grpc)
-        await server.start()
-        channel = connect(f"127.0.0.1:{server.port}")
-        service = Service(server, servicer.trainer, trainer_pb2_grpc.TrainerServiceStub(channel), channel)
-        running.append(service)
-        return service
+        async def make(*, before: Callable[[], object] = lambda: None) -> Service:
+            await running.aclose()
+            before()
+            process = await Process.start(
+                tmp_path,
+                base,
+                policy=Policy(2, 0, 0),
+                base_models=["tiny", "alias"],
+                result_retention_s=60,
+                max_queued_operations=20,
+                max_tokens_per_microbatch=64,
+                deterministic=False,
+                trainer_id="t" * 32,
+            )
+            server = await running.enter_async_context(process.serving())
+            channel = await running.enter_async_context(connect(f"127.0.0.1:{server.port}"))
+            return Service(server, process.trainer, trainer_pb2_grpc.TrainerServiceStub(channel), channel)
 
-    yield make
-    for service in running:
-        await service.stop()
+        yield make
 
 
 @pytest.fixture
@@ -886,7 +842,7 @@ async def test_no_version_id_is_made_twice_when_the_journal_is_put_back_from_a_b
     backup = tmp_path / "backup"
 
     def copy(source: Path, target: Path) -> None:
-        for name in ("journal", "journal-wal"):
+        for name in ("journal.sqlite", "journal.sqlite-wal"):
             (target / name).unlink(missing_ok=True)
             if (source / name).exists():
                 shutil.copy(source / name, target / name)
