@@ -9,6 +9,7 @@ import pytest
 import uvloop
 
 from tests.support.hasty_uvicorn import hasty_uvicorn  # noqa: F401 - a fixture
+from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.support.warm_database import warm_database  # noqa: F401 - a fixture
 from tests.unit.gateway.stack import Client, FakeSampler, Stack
 
@@ -44,3 +45,11 @@ async def stack(
 async def client(stack: Stack) -> AsyncIterator[Client]:
     async with Client(base_url=stack.url, timeout=20, headers={"x-api-key": "tml-test"}) as client:
         yield client
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+async def either_database(request: pytest.FixtureRequest, stack: Stack) -> None:
+    """Lets the stack's gateway use the database of this name."""
+    if request.param == "postgresql":
+        cluster: Postgres = request.getfixturevalue("postgres")
+        await stack.restart_gateway(database_url=await asyncio.to_thread(cluster.new_database))

@@ -28,7 +28,6 @@ from gateway.database.tables.samples import RecentSample
 from gateway.database.tables.sessions import Model, Session
 from gateway.gateway import Gateway
 from gateway.http.routes.dashboard import STATIC
-from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.support.waiting import until
 from tests.unit.gateway.commits import Statements, commits, lost
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
@@ -488,13 +487,6 @@ async def test_sessions_count_what_they_have(client: Client) -> None:
     await client.sampling_session(session_id)
     (session,) = (await get(client, "sessions"))["sessions"]
     assert (session["session_id"], session["num_runs"], session["num_samplers"]) == (session_id, 1, 1)
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
-async def either_database(request: pytest.FixtureRequest, stack: Stack) -> None:
-    if request.param == "postgresql":
-        cluster: Postgres = request.getfixturevalue("postgres")
-        await stack.restart_gateway(database_url=await asyncio.to_thread(cluster.new_database))
 
 
 @pytest.mark.usefixtures("either_database")

@@ -20,7 +20,7 @@ from gateway.metrics import Metrics
 from gateway.schemas import SearchCursor, SearchSessions
 from gateway.session_search import SessionSearch
 from gateway.tenants.access import Caller
-from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
+from tests.support.postgres import Postgres
 from tests.support.waiting import until
 from tests.unit.gateway.commits import Statements
 
@@ -109,7 +109,7 @@ async def test_a_search_of_an_owners_sessions_sorts_none(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-async def test_a_gateway_opens_ten_connections_at_most(postgres: Postgres) -> None:  # noqa: F811
+async def test_a_gateway_opens_ten_connections_at_most(postgres: Postgres) -> None:
     store = Store(postgres.new_database(), Metrics())
 
     async def look() -> int:

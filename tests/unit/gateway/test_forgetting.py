@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -18,7 +17,6 @@ from gateway.database.tables.samples import SampleMark, SequenceRecord
 from gateway.database.tables.sessions import Model, SamplingSession, Session
 from gateway.database.tables.tenants import AuditEvent, CountedOperation, LedgerBatch, Usage
 from gateway.gateway import Gateway
-from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.unit.gateway.commits import Statements
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tests.unit.gateway.test_custom_losses import loss
@@ -167,14 +165,6 @@ async def test_refusals_have_a_bound_and_are_deleted_without_reading_other_opera
 # Bounds of each owner
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
-async def database(request: pytest.FixtureRequest, stack: Stack) -> None:
-    """The statements differ."""
-    if request.param == "postgresql":
-        cluster: Postgres = request.getfixturevalue("postgres")
-        await stack.restart_gateway(database_url=await asyncio.to_thread(cluster.new_database))
-
-
 async def bounded(stack: Stack, *rows: Base, most: int = 2, most_record_bytes: int = 2**30) -> Gateway:
     """The gateway with these rows, once it has left each owner the newest ones."""
     bounds = {"max_owner_rows": most, "max_owner_record_bytes": most_record_bytes}
@@ -224,7 +214,7 @@ def kept(run_id: str, *, owner: str = "a") -> Checkpoint:
     )
 
 
-@pytest.mark.usefixtures("database")
+@pytest.mark.usefixtures("either_database")
 async def test_each_owner_keeps_the_newest_ended_sessions_and_runs_and_all_with_checkpoints(stack: Stack) -> None:
     sessions = [past_session(f"s{n}", float(n)) for n in range(1, 7)]
     runs = [past_run(f"s{n}", float(n)) for n in range(1, 7)]
@@ -237,7 +227,7 @@ async def test_each_owner_keeps_the_newest_ended_sessions_and_runs_and_all_with_
     assert await keys(gateway, Session.session_id) == ["other", "s3", "s4", "s5", "s6"]
 
 
-@pytest.mark.usefixtures("database")
+@pytest.mark.usefixtures("either_database")
 async def test_an_owner_who_starts_runs_without_end_loses_nothing_that_lives(stack: Stack) -> None:
     """Runs that were freed or refused go first; those that live, those that samplers follow and new ones stay."""
     now, live = time.time(), past_session("s", 1.0, is_live=True)
@@ -259,7 +249,7 @@ async def test_an_owner_who_starts_runs_without_end_loses_nothing_that_lives(sta
     assert await keys(gateway, Session.session_id) == ["s"]
 
 
-@pytest.mark.usefixtures("database")
+@pytest.mark.usefixtures("either_database")
 async def test_refused_creations_of_a_live_session_are_bounded_an_hour_later(stack: Stack) -> None:
     """Within the hour they may be in work."""
     refused: dict[str, Any] = {"released_at": None, "lora_rank": None}
@@ -271,7 +261,7 @@ async def test_refused_creations_of_a_live_session_are_bounded_an_hour_later(sta
     assert set(await keys(gateway, Model.model_id)) == left
 
 
-@pytest.mark.usefixtures("database")
+@pytest.mark.usefixtures("either_database")
 async def test_a_session_stays_as_long_as_there_is_a_copy_in_it_or_a_sampler(stack: Stack) -> None:
     """The copy has no row of a run: that of a run which was made without a gateway has none, either."""
     sampler = SamplingSession(
@@ -292,7 +282,7 @@ def sampler(session_id: str, at: float) -> SamplingSession:
     return SamplingSession(sampling_session_id=f"{session_id}:sample:0", session_id=session_id, **facts)
 
 
-@pytest.mark.usefixtures("database")
+@pytest.mark.usefixtures("either_database")
 async def test_each_owner_keeps_the_progress_of_the_newest_clients_that_sample(stack: Stack) -> None:
     def client(session_id: str, number: int) -> SampleMark:
         low = number * 10**9
@@ -308,7 +298,7 @@ async def test_each_owner_keeps_the_progress_of_the_newest_clients_that_sample(s
     assert await gateway.store.all(select(SampleMark.clone_id).order_by(SampleMark.clone_id)) == [0, 2, 3]
 
 
-@pytest.mark.usefixtures("database")
+@pytest.mark.usefixtures("either_database")
 async def test_each_owner_keeps_the_recorded_sequences_that_were_used_last_up_to_a_number_of_bytes(
     stack: Stack,
 ) -> None:
@@ -325,7 +315,7 @@ async def test_each_owner_keeps_the_recorded_sequences_that_were_used_last_up_to
     assert await keys(gateway, SequenceRecord.sequence_id) == ["a1:4", "a2:3", "b1:0"]
 
 
-@pytest.mark.usefixtures("database")
+@pytest.mark.usefixtures("either_database")
 async def test_each_owner_keeps_the_newest_entries_of_the_audit_log(stack: Stack) -> None:
     now = time.time()
 
@@ -337,7 +327,7 @@ async def test_each_owner_keeps_the_newest_entries_of_the_audit_log(stack: Stack
     assert await keys(gateway, AuditEvent.event) == ["a3", "a4", "b0", "b1"]
 
 
-@pytest.mark.usefixtures("database")
+@pytest.mark.usefixtures("either_database")
 async def test_usage_of_many_sessions_is_summed_up_from_the_oldest_hours_on_and_no_amount_changes(stack: Stack) -> None:
     def used(hour: int, session_id: str, kind: str = "training", amount: int = 1, owner: str = "a") -> Usage:
         return Usage(hour=hour, owner=owner, session_id=session_id, base_model="m", kind=kind, amount=amount)

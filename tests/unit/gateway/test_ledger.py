@@ -17,7 +17,7 @@ from gateway.database.tables.sessions import Model, Session
 from gateway.database.tables.tenants import AuditEvent, LedgerBatch, Usage
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import PER_STATEMENT, Ledger
-from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
+from tests.support.postgres import Postgres
 from tests.unit.gateway.commits import Statements, commits, lost
 
 LIMIT_S = 60.0

@@ -22,7 +22,6 @@ from gateway.database.tables.history import MetricPoint
 from gateway.database.tables.sessions import Model, Session
 from gateway.database.tables.tenants import AuditEvent, Usage
 from gateway.tenants import billing
-from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.support.waiting import until
 from tests.unit.gateway.commits import Statements
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
@@ -37,12 +36,7 @@ MIDNIGHT = datetime(YESTERDAY.year, YESTERDAY.month, YESTERDAY.day, tzinfo=UTC).
 NOTES = {"k": "x" * 1000}
 
 
-@pytest.fixture(autouse=True, params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
-async def database(request: pytest.FixtureRequest, stack: Stack) -> None:
-    """The statements differ."""
-    if request.param == "postgresql":
-        cluster: Postgres = request.getfixturevalue("postgres")
-        await stack.restart_gateway(database_url=await asyncio.to_thread(cluster.new_database))
+pytestmark = pytest.mark.usefixtures("either_database")
 
 
 async def add(stack: Stack, *rows: Base) -> None:

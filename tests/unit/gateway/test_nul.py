@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,8 +10,7 @@ import pytest
 from starlette.routing import BaseRoute, Mount, Route
 
 from gateway.http.app import ROUTES
-from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
-from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch
+from tests.unit.gateway.stack import BASE_MODEL, Client, batch
 
 NUL = "a\0b"
 RANK = {"lora_config": {"rank": 8}}
@@ -44,11 +42,7 @@ BODIES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture(autouse=True, params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
-async def database(request: pytest.FixtureRequest, stack: Stack) -> None:
-    if request.param == "postgresql":
-        cluster: Postgres = request.getfixturevalue("postgres")
-        await stack.restart_gateway(database_url=await asyncio.to_thread(cluster.new_database))
+pytestmark = pytest.mark.usefixtures("either_database")
 
 
 async def test_an_id_in_a_body_is_refused_by_field(client: Client) -> None:

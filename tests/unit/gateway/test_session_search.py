@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from typing import Any
 
 import pytest
 from tinker import types
 
-from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.unit.gateway.commits import Statements
 from tests.unit.gateway.stack import Client, Stack
 from tests.unit.gateway.test_runs import get
 from tests.unit.gateway.test_weights import save
 
-
-@pytest.fixture(autouse=True, params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
-async def database(request: pytest.FixtureRequest, stack: Stack) -> None:
-    """Both compare the text of JSON."""
-    if request.param == "postgresql":
-        cluster: Postgres = request.getfixturevalue("postgres")
-        await stack.restart_gateway(database_url=await asyncio.to_thread(cluster.new_database))
+pytestmark = pytest.mark.usefixtures("either_database")
 
 
 async def make(client: Client, **fields: Any) -> str:

@@ -16,7 +16,7 @@ from gateway.config import GatewayConfig
 from gateway.database.outages import DatabaseUnusable
 from gateway.database.tables.gateways import GatewayRow
 from gateway.gateway import Gateway, StartError
-from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
+from tests.support.postgres import Postgres
 from tests.support.waiting import until
 from tests.unit.gateway.several import Several, client_of
 from tests.unit.gateway.stack import Client, Stack, sample_body
