@@ -49,29 +49,10 @@ def make_server(config: SamplerConfig, slot: EngineSlot, metrics: SamplerMetrics
         admin_keys=config.admin_keys,
         certificates=config.certificates,
     )
-    sampler_pb2_grpc.add_SamplerServiceServicer_to_server(
-        SamplerServicer(
-            slot,
-            TokenizerSlot(config.base_model),
-            model_names=config.model_names,
-            max_lora_rank=config.max_lora_rank,
-            max_version_bytes=config.adapter_memory_bytes,
-            admin_keys=config.admin_keys if config.accepted_keys else None,
-        ),
-        server.grpc,
-    )
-    weight_sync_pb2_grpc.add_WeightSyncServiceServicer_to_server(
-        WeightSyncServicer(
-            slot,
-            model_names=config.model_names,
-            max_lora_rank=config.max_lora_rank,
-            channel_host=config.channel_host,
-            channel_timeout_s=config.channel_timeout_s,
-            quantize=config.quantize,
-            metrics=metrics,
-        ),
-        server.grpc,
-    )
+    sampler = SamplerServicer(config, slot, TokenizerSlot(config.base_model))
+    sampler_pb2_grpc.add_SamplerServiceServicer_to_server(sampler, server.grpc)
+    weights = WeightSyncServicer(config, slot, metrics)
+    weight_sync_pb2_grpc.add_WeightSyncServiceServicer_to_server(weights, server.grpc)
     metrics_pb2_grpc.add_MetricsServiceServicer_to_server(MetricsServicer(metrics.registry), server.grpc)
     return server
 

@@ -7,7 +7,7 @@ import bisect
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 import grpc.aio
 
 from sampler_service import convert, large
+from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import EngineSlot
 from sampler_service.core.request import Generation, Result
 from sampler_service.core.trial import Trial
@@ -47,34 +48,23 @@ _TEXTS_AT_ONCE = 2
 
 
 class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
-    def __init__(
-        self,
-        slot: EngineSlot,
-        tokenizer: TokenizerSlot,
-        *,
-        model_names: Sequence[str],
-        max_lora_rank: int,
-        max_version_bytes: int,
-        admin_keys: Sequence[str] | None,
-    ) -> None:
-        """`admin_keys`: keys of callers who send others' requests, as gateways do; None if nobody needs a key."""
+    def __init__(self, config: SamplerConfig, slot: EngineSlot, tokenizer: TokenizerSlot) -> None:
         self.slot = slot
         self.tokenizer = tokenizer
-        self.model_names = model_names
-        self.max_lora_rank = max_lora_rank
-        self.max_version_bytes = max_version_bytes
+        self._config = config
         self.boot_id = uuid4().hex
         self._texts: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """Name of a caller's key -> places for the caller's texts."""
-        self._admins = None if admin_keys is None else KeyRing(admin_keys)
+        self._admins = KeyRing(config.admin_keys) if config.accepted_keys else None
+        """Keys of callers who send others' requests, as gateways do; None if nobody needs a key."""
 
     async def GetSamplerInfo(self, request: pb.GetSamplerInfoRequest, context: Context) -> pb.GetSamplerInfoResponse:
         engine = self.slot.get()
         return pb.GetSamplerInfoResponse(
-            base_models=self.model_names,
+            base_models=self._config.model_names,
             max_context_length=engine.limits.max_length,
-            max_lora_rank=self.max_lora_rank,
-            max_version_bytes=self.max_version_bytes,
+            max_lora_rank=self._config.max_lora_rank,
+            max_version_bytes=self._config.adapter_memory_bytes,
             vocab_size=engine.limits.vocab_size,
             max_running=engine.max_running,
             engine=engine.name,

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sampler_service import convert
+from sampler_service.config import SamplerConfig
 from sampler_service.core.engine import EngineSlot, SamplingEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
@@ -40,7 +41,7 @@ from tinsmith.faults import is_lasting_fault
 from tinsmith.lora_config import config_from_proto
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.full_weights import Weights
-from tinsmith.quantization import Quantization, described
+from tinsmith.quantization import described
 from tinsmith.rpc import logs
 from tinsmith.v1 import types_pb2 as types
 from tinsmith.v1 import weight_sync_pb2 as pb
@@ -87,24 +88,10 @@ class _Link:
 
 
 class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
-    def __init__(
-        self,
-        slot: EngineSlot,
-        *,
-        model_names: Sequence[str],
-        max_lora_rank: int,
-        channel_host: str,
-        channel_timeout_s: float,
-        metrics: SamplerMetrics,
-        quantize: Quantization | None,
-    ) -> None:
+    def __init__(self, config: SamplerConfig, slot: EngineSlot, metrics: SamplerMetrics) -> None:
         self.slot = slot
-        self.model_names = model_names
-        self.max_lora_rank = max_lora_rank
-        self.channel_host = channel_host
-        self.channel_timeout_s = channel_timeout_s
-        self.metrics = metrics
-        self.quantize = quantize
+        self._config = config
+        self._metrics = metrics
         self._probed = ProbedConnections()
         self._links: dict[str, _Link] = {}
         """By trainer id."""
@@ -129,7 +116,9 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
                 )
             self._drop(trainer_id, link)
         with self._ending_with_device():
-            inlet = await join(request, self._probed, host=self.channel_host, timeout_s=self.channel_timeout_s)
+            inlet = await join(
+                request, self._probed, host=self._config.channel_host, timeout_s=self._config.channel_timeout_s
+            )
         link = self._links.get(trainer_id)
         if link is not None and link.epoch > inlet.epoch:  # formed meanwhile
             inlet.close()
@@ -151,12 +140,13 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
     def _begin(self, request: pb.StartWeightUpdateRequest, engine: SamplingEngine, *, device: str) -> _Update:
         if not request.version_id:
             raise InvalidRequest("version_id: is empty", field="version_id")
-        if request.base_model not in self.model_names:
+        if request.base_model not in self._config.model_names:
             raise InvalidRequest(
-                f"base_model: {request.base_model!r} is not served here; this sampler has {list(self.model_names)}",
+                f"base_model: {request.base_model!r} is not served here; this sampler has "
+                f"{list(self._config.model_names)}",
                 field="base_model",
             )
-        config = config_from_proto(request.lora_config, max_rank=self.max_lora_rank)
+        config = config_from_proto(request.lora_config, max_rank=self._config.max_lora_rank)
         self._check_quantize(request.quantize)
         sent_dtype = _sent_dtype(request, config)
         layout = _layout(config, engine)
@@ -180,7 +170,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
 
     def _check_quantize(self, theirs: str) -> None:
         """Raises InvalidRequest for a version that belongs to other numbers than those of this sampler's base model."""
-        ours = self.quantize or ""
+        ours = self._config.quantize or ""
         if theirs != ours:
             raise InvalidRequest(
                 f"quantize: the trainer's base weights are {described(theirs)}, this sampler's are {described(ours)}; "
@@ -216,7 +206,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
             link.update = None
             del update, flat
             if isinstance(error, RuntimeError):
-                self.metrics.versions.publishes.labels("GROUP_LOST").inc()
+                self._metrics.versions.publishes.labels("GROUP_LOST").inc()
                 raise FailedPrecondition(
                     f"group {link.epoch} of trainer {request.trainer_id!r} broke while version "
                     f"{request.version_id!r} was received; form the next epoch ({error})"
@@ -225,7 +215,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         update.receiving = False
         update.received = received
         num_bytes = flat.numel() * update.sent_dtype.itemsize
-        self.metrics.versions.publish_bytes.inc(num_bytes)
+        self._metrics.versions.publish_bytes.inc(num_bytes)
         return pb.UpdateWeightsResponse(num_bytes=num_bytes)
 
     async def FinishWeightUpdate(
@@ -240,7 +230,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
                 await in_thread(link.inlet.check)
         except RuntimeError as error:
             self._drop(request.trainer_id, link)
-            self.metrics.versions.publishes.labels("GROUP_LOST").inc()
+            self._metrics.versions.publishes.labels("GROUP_LOST").inc()
             raise FailedPrecondition(f"version {update.version_id!r} is not wanted any more: {error}") from error
         self._link(request)  # a newer group may have been formed meanwhile
         try:
@@ -253,13 +243,13 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
                 update.version_id, update.weights, on_probation=True, checksum=update.received
             )
         except ServiceError as error:
-            self.metrics.versions.publishes.labels(error.reason).inc()
+            self._metrics.versions.publishes.labels(error.reason).inc()
             raise
         is_idle = self._preparing is None or self._preparing.done()
         if is_idle and update.in_new_memory and update.weights.config.rank and update.weights.flat.device.type == "cpu":
             self._preparing = asyncio.create_task(self._prepare(update.weights.flat))
-        self.metrics.versions.publishes.labels("ok").inc()
-        self.metrics.versions.publish_time.observe(time.perf_counter() - update.started)
+        self._metrics.versions.publishes.labels("ok").inc()
+        self._metrics.versions.publish_time.observe(time.perf_counter() - update.started)
         logger.info("version %s is here, on probation (%d bytes)", update.version_id, update.weights.num_bytes)
         return pb.FinishWeightUpdateResponse(version_id=update.version_id)
 
