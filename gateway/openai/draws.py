@@ -100,8 +100,9 @@ def sample_request(
     The sampler adds the client's stop strings and tokens to the model's end-of-sequence tokens.
     """
     stop = None
-    if body.stop_strings or body.stop_token_ids:
-        token_ids = [check_int32(token, field="stop_token_ids") for token in body.stop_token_ids or ()]
+    if body.stop_strings or body.stop_tokens or body.stop_token_ids:
+        token_ids = [check_int32(token, field="stop") for token in body.stop_tokens]
+        token_ids += [check_int32(token, field="stop_token_ids") for token in body.stop_token_ids or ()]
         stop = pb.StopCondition(strings=body.stop_strings, token_ids=token_ids)
     topk = check_int32(topk, field="logprobs")
     return pb.SampleRequest(

@@ -129,8 +129,9 @@ class Generate(Body):
     """Extension: draw from the k most probable tokens; 0 or -1 means all."""
     seed: int | None = None
     """Makes the draws reproducible."""
-    stop: Annotated[str | Stops[str], ShortStops] | None = None
-    """Texts before which the output ends; it also ends at the model's own end."""
+    stop: Annotated[str | Stops[str] | Stops[int], ShortStops] | None = None
+    """Texts before which the output ends; it also ends at the model's own end. Extension: token ids, as
+    stop_token_ids."""
     stop_token_ids: Stops[int] | None = None
     """Extension: tokens at which the output also ends; their text is not shown."""
     stream: bool | None = None
@@ -171,7 +172,14 @@ class Generate(Body):
 
     @property
     def stop_strings(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if isinstance(self.stop, str):
+            return [self.stop]
+        return [item for item in self.stop or () if isinstance(item, str)]
+
+    @property
+    def stop_tokens(self) -> list[int]:
+        """Token ids in `stop`."""
+        return [item for item in self.stop or () if isinstance(item, int)]
 
 
 class Completion(Generate):
@@ -334,6 +342,9 @@ def compiled_text(schema: dict[str, Any], *, strict: bool) -> str:
     return json.dumps({**schema, "x-guidance": {"lenient": not strict, **_SPACES}})
 
 
+WHOLE_ANSWER = "this server does not split an answer into thoughts and text: the thoughts are in content; send false"
+
+
 class Chat(Generate):
     messages: Listed[Message]
     """Rendered by the model's chat template."""
@@ -362,6 +373,7 @@ class Chat(Generate):
     """Extension: leave the last message open, so that the model continues it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Extension: further variables of the chat template."""
+    separate_reasoning: Annotated[Any, _Only(False, why=WHOLE_ANSWER)] = None
 
     @model_validator(mode="after")
     def _one_maximum(self) -> Chat:

@@ -211,6 +211,18 @@ async def test_every_sampling_field_reaches_the_sampler(client: Client, sampler:
     assert sampler.requests[-1].sampling_params.max_tokens == 16
 
 
+async def test_stop_takes_token_ids_as_the_tinker_api_does(client: Client, sampler: TalkingSampler) -> None:
+    """Renderers give the end of a turn as a token id, and clients send it as the `stop` of both APIs."""
+    for endpoint, body in (("completions", COMPLETION), ("chat/completions", CHAT)):
+        await ask(client, endpoint, body, stop=[639, 7], stop_token_ids=[3])
+        stop = sampler.requests[-1].sampling_params.stop
+        assert (list(stop.strings), list(stop.token_ids)) == ([], [639, 7, 3])
+        await ask(client, endpoint, body, stop=[])
+        assert not sampler.requests[-1].sampling_params.HasField("stop")
+        for wrong in ([2**40], [True], [5, "a"], [None], 5):
+            assert (await refusal(client, endpoint, body, stop=wrong))["param"].startswith("stop"), wrong
+
+
 async def test_the_chat_goes_to_the_template_as_it_came(client: Client, sampler: TalkingSampler) -> None:
     bounds = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 2**200}}}
     tool = {"type": "function", "function": {"name": "add", "parameters": bounds}}
@@ -503,6 +515,7 @@ REFUSED_IN_A_CHAT: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt_token_ids": [], "messages": []}, "prompt", "empty"),
     ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "together"),
     ({"stop_token_ids": [2**40]}, "stop_token_ids", "1099511627776"),
+    ({"separate_reasoning": True}, "separate_reasoning", "send false"),
 ]
 
 
@@ -551,7 +564,7 @@ async def test_fields_that_change_nothing_are_accepted(client: Client) -> None:
     }
     await ask(client, "completions", COMPLETION, **nothing, best_of=1, suffix=None)
     chat = {"response_format": {"type": "text"}, "tool_choice": "auto", "store": False, "modalities": ["text"]}
-    await ask(client, "chat/completions", CHAT, **nothing, **chat)
+    await ask(client, "chat/completions", CHAT, **nothing, **chat, separate_reasoning=False)
 
 
 async def test_null_is_absent_everywhere(client: Client, sampler: TalkingSampler) -> None:
