@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import fcntl
 import gc
 import os
@@ -5,22 +7,19 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from xdist.scheduler.loadfile import LoadFileScheduling
 
-from tests.support.models import make_model
-from tinsmith.modeling.base_model import BaseModel
-from tinsmith.toy.model import Recipe, make
+if TYPE_CHECKING:
+    from tinsmith.modeling.base_model import BaseModel
 
 # Without bytecode on disk, each process of a run rewrites the assertions of all test files, which takes 10 s of a core,
 # and each service that a test starts compiles its own modules.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 gc.disable()  # until the tests run: little of what imports make becomes garbage
-torch.set_num_threads(1)  # the models are tiny, and several processes of one test share the cores
 # A new client of httpx reads 140 authorities, which takes 14 to 26 ms of a core, and no test calls a server whose
 # certificate needs them. httpx ignores SSL_CERT_DIR where SSL_CERT_FILE is set. From Python 3.12 on the SDK uses
 # pyqwest, which refuses to start without authorities.
@@ -43,6 +42,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
     if config.getoption("dist") != "loadfile" or config.getoption("markexpr") == "slow":
         return None  # most slow tests of tests/integration start a stack of their own
     return _OneIntegrationStack(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """torch is not imported above, because xdist starts its processes once this file is read."""
+    import torch
+
+    torch.set_num_threads(1)  # the models are tiny, and several processes of one test share the cores
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -69,11 +75,17 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.models import make_model
+
     return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def base(model_folder: Path) -> BaseModel:
+    import torch
+
+    from tinsmith.modeling.base_model import BaseModel
+
     return BaseModel.load(model_folder, device=torch.device("cpu"), dtype=torch.float32)
 
 
@@ -83,6 +95,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     All processes of a run share it, because making it takes eight seconds of a core. Nobody may write in it.
     """
+    from tinsmith.toy.model import Recipe, make
+
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
