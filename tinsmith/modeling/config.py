@@ -23,3 +23,10 @@ def load_config(path: str | Path, *, local_files_only: bool = False) -> Pretrain
             f"{path}: the model needs Python code of its own (auto_map in config.json), which is not run here; take a "
             "model whose architecture transformers itself contains"
         ) from None
+    except OSError as error:
+        if Path(path).is_dir():
+            raise
+        raise OSError(
+            f"{path}: config.json cannot be had from the hub or its cache; check the name and the network, or name a "
+            f"folder that holds it ({' '.join(str(error).split())})"
+        ) from error

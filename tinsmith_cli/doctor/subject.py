@@ -129,13 +129,17 @@ def read_config(path: str) -> PretrainedConfig:
     try:
         config = load_config(path)
     except (OSError, HfHubHTTPError) as error:
-        raise NoSuchModel(f"{path}: {first_line(error)}") from None
+        raise NoSuchModel(_of(path, error)) from None
     except ValueError as error:
-        line = first_line(error)
-        raise Unloadable(line if line.startswith(path) else f"{path}: {line}") from None
+        raise Unloadable(_of(path, error)) from None
     if auto_class(config) is None:
         raise Unloadable(f"{path}: {type(config).__name__} is no causal language model that transformers knows")
     return config
+
+
+def _of(path: str, error: Exception) -> str:
+    line = first_line(error)
+    return line if line.startswith(path) else f"{path}: {line}"
 
 
 def check_weights(path: str, config: PretrainedConfig) -> None:

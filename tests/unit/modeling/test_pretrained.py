@@ -13,6 +13,7 @@ from tests.support.models import make_model
 from tests.unit.modeling.test_families import SPARSE, make
 from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.config import load_config
 from tinsmith.modeling.full_weights import FullWeights, TrainedWeights
 from tinsmith.modeling.pretrained import UnsupportedModel
 
@@ -81,3 +82,14 @@ def test_full_weights_are_stored_with_the_buffers_that_the_files_of_their_base_m
     change(tmp_path / "saved", **{BIAS: torch.zeros(4)})
     with pytest.raises(InvalidRequest, match=f"do not fit this base model: '{BIAS}' has other values there"):
         FullWeights.load_model(tmp_path / "saved", base)
+
+
+def test_a_model_that_the_hub_does_not_give_is_refused_with_the_ways_out() -> None:
+    with pytest.raises(OSError, match=r"^nobody/nothing: config\.json cannot be had .*name a folder that holds it"):
+        load_config("nobody/nothing", local_files_only=True)
+
+
+def test_a_broken_config_of_a_folder_is_not_taken_for_one_of_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(OSError, match="not a valid JSON"):
+        load_config(tmp_path)
