@@ -154,7 +154,7 @@ async def submit(gateway: Gateway, caller: Caller, submission: Submission) -> an
     Raises what `Operations.submit` raises, and RateLimited.
     """
     model_id, request_id = submission.model_id, submission.request_id
-    model = await gateway.tenants.access.model(model_id, caller)
+    model = await gateway.tenants.access.model(model_id, caller, is_newest=True)  # another gateway may have ended it
     is_over = model is None or model.ended_at is not None or model.released_at is not None
     if model is None or is_over or not await gateway.store.sessions.lives(model.session_id):
         return no_model(gateway, caller, model_id, model)

@@ -73,8 +73,8 @@ class Access:
         session = await self._store.sessions.get(session_id)
         return session if session is not None and caller.sees(session.owner) else None
 
-    async def model(self, model_id: str, caller: Caller) -> Model | None:
-        model = await self._store.models.get(model_id)
+    async def model(self, model_id: str, caller: Caller, *, is_newest: bool = False) -> Model | None:
+        model = await self._store.models.get(model_id, is_newest=is_newest)
         return model if model is not None and await self.owns(model.session_id, caller) else None
 
     async def sampling_session(self, sampling_session_id: str, caller: Caller) -> SamplingSession | None:

@@ -240,6 +240,20 @@ async def test_a_session_that_ends_at_one_ends_at_both(quick_beats: None, severa
     assert several.backends.trainer.deleted_models == [model_id]
 
 
+async def test_a_run_that_is_ended_at_one_takes_nothing_more_at_either(several: Several, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    for seq_id in (1, 2):  # each gateway has the run in memory
+        await client.result((await client.forward_backward(model_id, seq_id)).json())
+    several.backends.trainer.go.clear()
+    save = await client.call("save_weights", {"model_id": model_id, "seq_id": 3, "path": "last"})
+    await client.call("unload_model", {"model_id": model_id})
+    for seq_id in (4, 5):
+        reply = await client.forward_backward(model_id, seq_id)
+        assert "the run has ended" in (await client.result(reply.json()))["error"]
+    several.backends.trainer.go.set()
+    assert (await client.result(save))["path"] == f"tinker://{model_id}/weights/last"
+
+
 async def test_an_inflight_save_at_one_moves_new_samples_of_both(several: Several, client: Client) -> None:
     session_id = await client.session()
     model_id = await client.model(session_id)
