@@ -110,6 +110,13 @@ class Room:
     async def next_message(self, context: _Context) -> bytes | None:
         """The call's next message, for which the room is; None after the last one. Raises OutOfCapacity for one that
         is slow while others wait."""
+        body = await (self._read(context) if self._arrivals.max_bytes else context.read())
+        if body is grpc.aio.EOF:
+            return None
+        self.shrink(len(body) if len(body) > _SMALL_BYTES else 0)
+        return body
+
+    async def _read(self, context: _Context) -> Any:
         arrivals = self._arrivals
         reading: asyncio.Future[Any] = asyncio.ensure_future(context.read())
         try:
@@ -119,11 +126,7 @@ class Room:
         finally:
             if not reading.done():
                 reading.cancel()
-        body = reading.result()
-        if body is grpc.aio.EOF:
-            return None
-        self.shrink(len(body) if len(body) > _SMALL_BYTES else 0)
-        return body
+        return reading.result()
 
     async def message(self, context: _Context) -> bytes:
         """The only message of a call. Raises what `next_message` raises, and InvalidRequest if there is none."""
