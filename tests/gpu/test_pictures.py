@@ -6,7 +6,6 @@ python -m pytest -m gpu tests/gpu/test_pictures.py -rs
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,11 @@ from tests.gpu.device import CPU, DEVICE, MARKS
 from tests.gpu.test_families import GRADIENT, LOGPROB, cosine, error, load, moved
 from tests.support.adapters import random_adapter
 from tests.support.models import VISION, make_vision_model
-from tests.unit.modeling.test_pictures import HIGH, WIDE, Sequence
+from tests.unit.modeling.test_pictures import HIGH, WIDE, Sequence, packed
 from tests.unit.sampler_service.serving import serving
 from tests.unit.sampler_service.test_pictures import Oracle, answer, asked, chunk, text
 from tinsmith.modeling.adapter_runs import Run
-from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.modeling.logprobs import target_logprobs
-from tinsmith.modeling.tower import positions_with_pictures
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")]
 
@@ -38,20 +34,8 @@ def logprobs_and_gradients(base: BaseModel, *, train_vision: bool) -> tuple[Tens
     assert base.tower is not None, base.why_no_pictures
     adapter = moved(random_adapter(base.targets, seed=1, rank=3, train_vision=train_vision), base)
     sequences = [Sequence(base, list(pieces), seed) for seed, pieces in enumerate(PIECES)]
-    lengths = [len(one.tokens) for one in sequences]
-    starts = [sum(lengths[:n]) for n in range(len(lengths))]
-    placed = [
-        replace(one, start=one.start + start)
-        for start, sequence in zip(starts, sequences, strict=True)
-        for one in sequence.placed
-    ]
-    runs = [Run(adapter, slice(0, sum(lengths)))]
-    tokens = torch.cat([one.tokens for one in sequences])
-    positions = positions_with_pictures(lengths, placed, base.device)
-    sights = base.tower.look(placed, runs)
-    hidden = base.hidden_states(tokens.to(base.device), positions, Packed(lengths), runs, sights)
-    logprobs = target_logprobs(base.head, hidden, torch.arange(len(tokens)), tokens, runs)
     factors = torch.cat([one.factors for one in sequences])
+    logprobs = packed(base, sequences, [Run(adapter, slice(0, len(factors)))])
     grads = torch.autograd.grad((logprobs * factors.to(logprobs)).sum(), adapter.tensors())
     named = zip(adapter.specs(), grads, strict=True)
     return logprobs.detach().cpu(), {name: grad.cpu() for (name, _), grad in named}

@@ -88,7 +88,8 @@ def packed(base: BaseModel, sequences: list[Sequence], runs: list[Run]) -> Tenso
     tokens = torch.cat([one.tokens for one in sequences])
     assert base.tower is not None
     sights = base.tower.look(placed, runs) if placed else None
-    hidden = base.hidden_states(tokens, positions_with_pictures(lengths, placed, CPU), Packed(lengths), runs, sights)
+    positions = positions_with_pictures(lengths, placed, base.device)
+    hidden = base.hidden_states(tokens.to(base.device), positions, Packed(lengths), runs, sights)
     return target_logprobs(base.head, hidden, torch.arange(len(tokens)), tokens, runs)
 
 
