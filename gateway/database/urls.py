@@ -13,11 +13,15 @@ def parse(url: str) -> URL:
     password."""
     try:
         parsed = make_url(url)
-        parsed.get_dialect().import_dbapi()
+        dialect = parsed.get_dialect()
+        if dialect.is_async:
+            dialect.import_dbapi()
     except ModuleNotFoundError as error:
         raise ValueError(f"needs the Python package {error.name}, which is not installed") from None
     except (ArgumentError, NoSuchModuleError, ValueError):
         raise ValueError("is no SQLAlchemy URL, such as postgresql+asyncpg://USER:PASSWORD@HOST/NAME") from None
+    if not dialect.is_async:
+        raise ValueError("names no driver for asyncio, such as postgresql+asyncpg://... or sqlite+aiosqlite:///...")
     return parsed
 
 

@@ -111,6 +111,8 @@ def test_budgets_are_set_with_a_key_or_later(keys: Any) -> None:
         (("budget", "nobody"), "'nobody' has no key"),
         (("list", "--database-url", "nonsense"), "--database-url: is no SQLAlchemy URL"),
         (("list", "--database-url", "mssql+aioodbc://h/x"), "--database-url: needs the Python package aioodbc"),
+        (("list", "--database-url", "sqlite:///x"), "--database-url: names no driver for asyncio"),
+        (("list", "--database-url", "postgresql://h/x"), "--database-url: names no driver for asyncio"),
         (("list", "--database-url", "postgresql+asyncpg://ada:x/none"), "--database-url: is no SQLAlchemy URL"),
         (("create", "--owner", "x", "--database-url", "sqlite+aiosqlite:////proc/none/x.db"), "cannot be used"),
     ],
