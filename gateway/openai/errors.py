@@ -17,6 +17,8 @@ _TYPES = {401: "invalid_request_error", 429: "rate_limit_error"}
 
 _PARAMS = {
     "num_samples": "n",
+    "sampling_params.stop.strings": "stop",
+    "sampling_params.stop.token_ids": "stop_token_ids",
     "text": "prompt",
     "template_kwargs": "chat_template_kwargs",
     "topk_sample_logprobs": "top_logprobs",

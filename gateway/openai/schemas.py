@@ -252,7 +252,7 @@ class Message(Body):
     """A message of a chat. The model's chat template decides how its fields are used."""
 
     HARMLESS = frozenset({"annotations", "parsed", "provider_specific_fields"})
-    """What clients put beside the content of an answer, and send back with it."""
+    """Fields that clients put beside the content of an answer, and send back with it."""
     role: str = Field(min_length=1)
     content: str | Listed[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
     """Text; parts of text are put together. Pictures by their URLs, for models that see."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
+from gateway.database.outages import is_outage
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import Model, SamplingSession, Session
@@ -74,7 +75,14 @@ class Access:
         return session if session is not None and caller.sees(session.owner) else None
 
     async def model(self, model_id: str, caller: Caller, *, is_newest: bool = False) -> Model | None:
-        model = await self._store.models.get(model_id, is_newest=is_newest)
+        """The model; None for an unknown id, and for another owner's. `is_newest`: as `ModelRows.get` has it, but the
+        row in memory while the database cannot be used."""
+        try:
+            model = await self._store.models.get(model_id, is_newest=is_newest)
+        except Exception as error:
+            if not (is_newest and is_outage(error)):
+                raise
+            model = await self._store.models.get(model_id)
         return model if model is not None and await self.owns(model.session_id, caller) else None
 
     async def sampling_session(self, sampling_session_id: str, caller: Caller) -> SamplingSession | None:

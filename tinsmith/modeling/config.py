@@ -26,6 +26,8 @@ def load_config(path: str | Path, *, local_files_only: bool = False) -> Pretrain
     except OSError as error:
         if Path(path).is_dir():
             raise
+        if Path(path).is_absolute():
+            raise FileNotFoundError(f"{path}: there is no such folder") from None
         raise OSError(
             f"{path}: config.json cannot be had from the hub or its cache; check the name and the network, or name a "
             f"folder that holds it ({' '.join(str(error).split())})"

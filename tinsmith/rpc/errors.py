@@ -27,12 +27,12 @@ _BY_REASON = {cls.reason: cls for cls in _subclasses(ServiceError)}
 
 # A status travels in the trailing metadata, its message twice. gRPC drops trailing metadata above 8 KiB, and the status
 # with it.
-_MAX_MESSAGE_BYTES = 1200
+MAX_MESSAGE_BYTES = 1200
 _MAX_METADATA_BYTES = 200
 _MAX_DESCRIPTION_BYTES = 400
 
 
-def shortened(text: str, *, limit: int = _MAX_MESSAGE_BYTES) -> str:
+def shortened(text: str, *, limit: int = MAX_MESSAGE_BYTES) -> str:
     """At most `limit` bytes of the text, cut in the middle: the beginning says what is wrong, and the end often what
     would be right."""
     data = text.encode(errors="replace")

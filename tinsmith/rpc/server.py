@@ -57,7 +57,7 @@ RAN = "x-tinsmith-ran"
 1970."""
 
 _UNLIMITED = Arrivals(0, message_bytes=0)
-"""For calls that need no room: those of clients that bound their memory themselves, and those of health."""
+"""For calls that need no room: calls of clients that bound their memory themselves, and calls of health."""
 
 _FEW_BYTES = 64 * 1024
 """Messages up to this size are decoded without a walk along the wire, which counts parts and finds unknown fields."""

@@ -83,7 +83,8 @@ def write_tokenizer(folder: Path, *, vocab_size: int, seed: int) -> PreTrainedTo
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in _KEPT_WHEN_DECODING])
 
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # Not tokenizer.save, whose error on a full disk is no OSError.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True))
     (folder / "tokenizer_config.json").write_text(json.dumps(_config(tokenizer), indent=2))
     return AutoTokenizer.from_pretrained(folder)
 

@@ -129,15 +129,15 @@ def read_config(path: str) -> PretrainedConfig:
     try:
         config = load_config(path)
     except (OSError, HfHubHTTPError) as error:
-        raise NoSuchModel(_of(path, error)) from None
+        raise NoSuchModel(_in_one_line(path, error)) from None
     except ValueError as error:
-        raise Unloadable(_of(path, error)) from None
+        raise Unloadable(_in_one_line(path, error)) from None
     if auto_class(config) is None:
         raise Unloadable(f"{path}: {type(config).__name__} is no causal language model that transformers knows")
     return config
 
 
-def _of(path: str, error: Exception) -> str:
+def _in_one_line(path: str, error: Exception) -> str:
     line = first_line(error)
     return line if line.startswith(path) else f"{path}: {line}"
 

@@ -6,7 +6,7 @@ operation. A SnapshotStore of stored_snapshots.py.
     gradient.npy           gradients accumulated for the next step, if there are any
     accumulation.json      the batch that has failed since the last step; exists if one has, or if there is a gradient
     layout.json            name and shape of each tensor in the flat buffer
-    manifest.json          as for a checkpoint: CheckpointInfo, and size and SHA-256 of every file above
+    manifest.json          as for a checkpoint: CheckpointInfo, and size and XXH3-128 of every file above
 
 Files are plain arrays: they are written often, read only by this trainer, and writing them does not hold the
 interpreter's lock. As with checkpoints, a folder exists whole or not at all, even after a power cut. The methods block.

@@ -6,11 +6,15 @@ A model has two copies only while it moves. On a CPU nothing moves: device and h
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from tinsmith.modeling.kernels.transfer import in_host_memory
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +45,10 @@ class Residency:
     def on(cls, device: torch.device) -> Residency:
         if device.type == "cpu":
             return cls(to_device=None, to_host=None)
-        return cls(to_device=lambda tensor: tensor.to(device, non_blocking=True), to_host=pinned)
+        return cls(
+            to_device=lambda tensor: tensor.to(device, non_blocking=True),
+            to_host=partial(in_host_memory, max_pinned_bytes=math.inf),
+        )
 
     @property
     def on_host(self) -> list[str]:
@@ -100,9 +107,3 @@ class Residency:
             model.move(self._to_host)
             self._on_host[model_id] = self._on_device.pop(model_id)
             logger.debug("%s waits in host memory", model_id)
-
-
-def pinned(tensor: Tensor) -> Tensor:
-    """A copy in page-locked host memory, from which a GPU reads at full speed. The copy is complete on return."""
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return host.copy_(tensor)

@@ -3,7 +3,7 @@
     adapter_config.json, adapter_model.safetensors   an adapter: a plain PEFT folder
     config.json, model*.safetensors, ...             a model trained in full: a plain Hugging Face folder with tokenizer
     optimizer.safetensors                            the optimizer's state, in checkpoints of kind TRAINING only
-    manifest.json                                    facts about the checkpoint, size and SHA-256 of the files above
+    manifest.json                                    facts about the checkpoint, size and digest of the files above
     certificate.json                                 certificate of the version's last publish; may be replaced later
 
 Files of kind EXTERNAL may be encrypted; then ".age" is appended to their names.
@@ -131,8 +131,8 @@ class CheckpointStore:
             if recipients:
                 encrypt_folder(draft.folder, recipients)
             draft.begin_sync()
-            is_public = info.kind != pb.CHECKPOINT_KIND_EPHEMERAL
-            files = [manifest.describe(path, is_public=is_public) for path in sorted(draft.folder.iterdir())]
+            has_name = info.kind != pb.CHECKPOINT_KIND_EPHEMERAL
+            files = [manifest.describe(path, has_name=has_name) for path in sorted(draft.folder.iterdir())]
             written = Manifest.of(stored, files)
             if max_bytes is not None and (size := written.checkpoint.size_bytes) > max_bytes:
                 raise BudgetExceeded(

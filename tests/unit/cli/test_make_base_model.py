@@ -89,11 +89,13 @@ def test_a_folder_with_something_else_is_refused(
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("num_bytes", [10_000, 1_000_000], ids=["the tokenizer", "the weights"])
 def test_a_full_disk_is_said_in_one_line_and_leaves_nothing_behind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    num_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The tokenizer, which is written first, has some 100 kB, and the weights have 4 MB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))  # the weights have 4 MB
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
         assert make(tmp_path / "tiny") == 1
     finally:

@@ -11,7 +11,7 @@ from sampler_service import grammars, tokenizer
 from sampler_service.config import SamplerConfig
 from sampler_service.core import request
 from tinsmith.pictures import counting, headers
-from tinsmith.rpc import notes, tensors
+from tinsmith.rpc import errors, notes, tensors
 from trainer_service import checkpoint_servicer, servicer
 from trainer_service.config import TrainerConfig
 from trainer_service.engine.batch import BatchLimits
@@ -28,6 +28,7 @@ def default(config: type[TrainerConfig | SamplerConfig], name: str) -> int:
 LIMITS = [
     ("trainer", "ForwardBackwardRequest", "data", "1 to {:,} datums", BatchLimits(1, 1).max_datums),
     ("trainer", "OptimStepRequest", "seq_id", "({:,} unless set)", default(TrainerConfig, "max_queued_operations")),
+    ("trainer", "SkipOperationRequest", "reason", "{:,} bytes", errors.MAX_MESSAGE_BYTES),
     ("trainer", "CustomLoss", "inputs", "1 to {}", custom_loss.MAX_INPUTS),
     ("trainer", "CustomLoss", "graph", "1 to {:,} nodes", custom_loss_graph.MAX_NODES),
     ("trainer", "CustomLoss", "graph", "at most {} KiB", custom_loss_graph.MAX_JSON_BYTES // 2**10),

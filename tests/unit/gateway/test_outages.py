@@ -353,9 +353,15 @@ async def test_a_transaction_that_is_cut_off_at_any_moment_locks_nothing(
     caplog.clear()  # SQLAlchemy says which it could not roll back in good order
 
 
+@pytest.mark.parametrize("is_shared", [False, True], ids=["one gateway", "several"])
 async def test_an_outage_under_load_takes_bounded_memory_and_loses_nothing_billed(
-    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    is_shared: bool,
+    stack: Stack,
+    client: Client,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(stack.gateway.store, "is_shared", is_shared)
     model_id = await client.model(await client.session())
     gateway = stack.gateway
     assert isinstance(await client.result((await client.forward_backward(model_id, 1)).json()), bytes)

@@ -156,9 +156,11 @@ class Process:
         add_TrainerServiceServicer_to_server(servicer, server.grpc)
         add_TrainerAdminServiceServicer_to_server(TrainerAdminServicer(servicer), server.grpc)
         await server.start()
-        yield server
-        await server.stop(0)
-        await self.stop()
+        try:
+            yield server
+        finally:
+            await server.stop(0)
+            await self.stop()
 
     async def send(self, request: Any) -> Operation:
         """Returns once it is in the journal."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tinsmith.errors import Unsupported
 from tinsmith.rpc.times import duration, timestamp
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
@@ -75,18 +76,33 @@ def test_files_of_this_version_are_carried_over_as_they_are() -> None:
     assert carried_over(pb.WaitResultResponse.FromString(written.SerializeToString())) == written
 
 
+def signed(content: dict[str, Any]) -> bytes:
+    """A manifest with its own SHA-256."""
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps(content | {"sha256": digest}).encode()
+
+
 def test_a_manifest_of_format_1_is_read_and_one_of_a_later_format_is_refused() -> None:
     content: dict[str, Any] = {
         "format": 1,
         "checkpoint": {"location": "m/weights/one", "created_at": AT, "ttl_seconds": "3600", "optimizer": "adamw"},
         "files": {},
     }
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    info = Manifest.parse(json.dumps(content | {"sha256": digest}).encode(), location="l").checkpoint
+    info = Manifest.parse(signed(content), location="l").checkpoint
     assert (info.created_at, info.ttl) == (timestamp(AT), duration(3600))
     assert info.optimizer == types_pb2.OPTIMIZER_ADAMW
     again = Manifest.parse(Manifest.of(info, []).to_bytes(), location="l").checkpoint
     assert again == info
+    with pytest.raises(Unsupported, match=r"^l: format 4 of the manifest; this trainer reads 1 to 3$"):
+        Manifest.parse(signed(content | {"format": 4}), location="l")
+
+
+@pytest.mark.parametrize(("digest", "written"), [("sha256", 2), ("xxh3_128", 3)])
+def test_a_manifest_has_the_first_format_that_knows_its_digests(digest: str, written: int) -> None:
+    """So trainers of the version before read checkpoints with a name, which are those that others load."""
+    manifest = Manifest.of(types_pb2.CheckpointInfo(), [types_pb2.CheckpointFile(name="f", **{digest: "ab"})])
+    assert json.loads(manifest.to_bytes())["format"] == written
+    assert Manifest.parse(manifest.to_bytes(), location="l").files == manifest.files
 
 
 def test_a_certificate_with_numbers_of_seconds_is_read() -> None:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 _MOST_PINNED_BYTES = 1 << 30
-"""Larger copies, those of full weights, go into pageable memory: torch keeps pinned memory, and rounds it up to a power
-of two."""
+"""Size above which a copy for files goes into pageable memory, such as one of full weights. torch keeps pinned memory,
+and rounds it up to a power of two."""
 
 
-def in_host_memory(tensor: Tensor) -> Tensor:
-    """A copy in host memory, without a gradient and complete on return. From a GPU it is pinned, up to 1 GiB."""
-    pin = tensor.device.type == "cuda" and tensor.nbytes <= _MOST_PINNED_BYTES
+def in_host_memory(tensor: Tensor, *, max_pinned_bytes: float = _MOST_PINNED_BYTES) -> Tensor:
+    """A copy in host memory, without a gradient and complete on return. From a GPU it is pinned up to this size."""
+    pin = tensor.device.type == "cuda" and tensor.nbytes <= max_pinned_bytes
     return torch.empty_like(tensor, device="cpu", pin_memory=pin, requires_grad=False).copy_(tensor.detach())
 
 
