@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import gc
 import os
 import signal
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -71,6 +73,17 @@ def pytest_runtest_setup() -> None:
     its result: for a fixture that gives a trainer, a third of the test's processor time goes into the text of tensors.
     """
     signal.signal(signal.SIGINT, _interrupt)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, None, None]:
+    """Ends the process of a teardown that takes 5 minutes. The signal of pytest-timeout reaches no teardown that hangs
+    in C, as uvloop's close has done once, and the whole run would then never end."""
+    faulthandler.dump_traceback_later(300, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")
