@@ -138,6 +138,7 @@ def read_config(path: str) -> PretrainedConfig:
 
 
 def _in_one_line(path: str, error: Exception) -> str:
+    """The first line of the error, with the model's path before it unless it begins with that."""
     line = first_line(error)
     return line if line.startswith(path) else f"{path}: {line}"
 
