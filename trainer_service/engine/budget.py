@@ -44,7 +44,8 @@ class Plan:
     """How the engine may use memory, as measured or set. It is the same on every rank of a trainer."""
 
     token_budget: int
-    """Most tokens of a micro-batch. A datum longer than this is a micro-batch by itself."""
+    """Most tokens of a micro-batch, which may need activation checkpointing. A datum longer than this is a micro-batch
+    by itself."""
     memory_bytes: int | None = None
     """Memory for adapters, their optimizers and activations together; None when it was not measured."""
     activation_bytes: int | None = None
@@ -181,7 +182,7 @@ class MemoryBudget:
         most `MAX_COMING` of them have to be moved there first."""
         if self.residency.num_on_host(ids) > MAX_COMING:
             return False
-        left = self.plan.bytes_for_adapters([tokens], checkpointing=self.always_checkpoints)
+        left = self.plan.bytes_for_adapters([tokens], checkpointing=self.needs_checkpointing([[tokens]]))
         if left is None:
             return True
         # Where models cannot be moved to the host, models outside this micro-batch take memory, too.

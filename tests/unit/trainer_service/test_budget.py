@@ -20,7 +20,7 @@ from tinsmith.sizing import Footprint
 from trainer_service.config import TrainerConfig
 from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import TrainingEngine
-from trainer_service.engine.measure import Bounds, measure, probe_tokens
+from trainer_service.engine.measure import _TOKENS_WITHOUT_CHECKPOINTING, Bounds, measure, probe_tokens
 from trainer_service.engine.memory import peak_bytes
 from trainer_service.requests import batch_of
 
@@ -79,6 +79,26 @@ def test_measuring_finds_a_budget_within_its_bounds_and_leaves_nothing_behind(en
 def test_a_budget_that_is_set_is_not_measured_but_bounded_by_memory(engine: TrainingEngine) -> None:
     assert measure(engine, BOUNDS).token_budget == 200
     assert measure(engine, Bounds(512, max_lora_rank=16, token_budget=200, memory_bytes=_SMALL)).token_budget < 200
+
+
+def test_where_few_tokens_fit_micro_batches_are_larger_with_checkpointing(
+    engine: TrainingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds = Bounds(4096, max_lora_rank=16, memory_bytes=_SMALL)
+    few = measure(engine, bounds).token_budget
+    monkeypatch.setitem(_TOKENS_WITHOUT_CHECKPOINTING, "cpu", few + 1)
+    plan = measure(engine, bounds)
+    assert plan.activation_bytes is not None
+    assert plan.checkpointed is not None
+    assert plan.checkpointed.of([plan.token_budget]) < plan.activation_bytes
+    assert plan.token_budget > few
+    engine.follow(replace(plan, models_bytes=None))
+    assert engine.memory.needs_checkpointing([[plan.token_budget]])
+    for model_id in ("a", "b"):  # both fit beside the activations with checkpointing, and not beside those without
+        create(engine, model_id, rank=22)
+    assert engine.passes.go_together(["a", "b"])
+    monkeypatch.setitem(_TOKENS_WITHOUT_CHECKPOINTING, "cpu", few)
+    assert measure(engine, bounds).token_budget == few
 
 
 def test_a_datum_that_can_never_fit_is_refused_with_the_largest_size_that_would(engine: TrainingEngine) -> None:
