@@ -64,7 +64,7 @@ class Oracle:
     """transformers' own model and processor."""
 
     def __init__(self, folder: Path) -> None:
-        self.processor = AutoImageProcessor.from_pretrained(folder)
+        self.processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
         self.model = AutoModelForImageTextToText.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         )
