@@ -100,6 +100,8 @@ def store_shape(name: str, folder: Path) -> Path:
             kind, settings = HYBRID_SHAPES[name]
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
         model.save_pretrained(folder)
+        del model
+        torch.cuda.empty_cache()  # the services that are measured count the free memory of the device
     return folder
 
 
