@@ -33,6 +33,7 @@ from gateway.sampling.inflight import Inflight
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.records import Records
 from gateway.sampling.samples import Completions, Places, Samples
+from gateway.sampling.suspects import Suspects
 from gateway.sampling.unnamed import Unnamed
 from gateway.session_search import SessionSearch
 from gateway.storage.checkpoints import Checkpoints
@@ -143,7 +144,8 @@ class Sampling:
     def __init__(self, core: Core, tenants: Tenants, storage: Storage) -> None:
         config, store, clients, peers = core.config, core.store, core.clients, core.peers
         self.completions = Completions(store, core.futures, home=peers.gateway_id if peers.are_several else None)
-        self.forwarding = Forwarding(store, peers, self.completions) if peers.are_several else None
+        self.suspects = Suspects(store)
+        self.forwarding = Forwarding(store, peers, self.completions, self.suspects) if peers.are_several else None
         """None: this gateway has all samples."""
         self.unnamed = Unnamed(store)
         self.records = Records(store, retention_s=config.record_retention_s)
@@ -155,6 +157,7 @@ class Sampling:
             clients=clients,
             publishing=self.publishing,
             inflight=self.inflight,
+            suspects=self.suspects,
             ledger=core.ledger,
             recent=core.dashboard.samples,
             metrics=core.metrics,
@@ -221,6 +224,7 @@ class Gateway(Core):
             self.ledger.behind,
             self.dashboard.behind,
             self.tenants.callers.uses,
+            self.sampling.suspects.behind,
         )
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -243,6 +247,7 @@ class Gateway(Core):
             if self.sampling.forwarding is not None:
                 await self.sampling.forwarding.start()
             await self.tenants.callers.read()
+            await self.sampling.suspects.read()
         except OtherGateways as error:
             raise StartError(str(error)) from None
         except (OSError, SQLAlchemyError) as error:

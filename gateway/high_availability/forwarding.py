@@ -28,6 +28,7 @@ from gateway.database.tables.samples import SampleMark
 from gateway.high_availability.peers import BEAT_S, SILENT_S, Peers, living
 from gateway.ids import Target, first_of, target_of
 from gateway.sampling.samples import Completions
+from gateway.sampling.suspects import Suspects
 from tinsmith.errors import NotReady
 
 logger = logging.getLogger(__name__)
@@ -57,10 +58,11 @@ _SMALL_BYTES = 2**20
 class Forwarding:
     """Finds the homes of samples, and passes requests on to them. Only one of several gateways has this."""
 
-    def __init__(self, store: Store, peers: Peers, completions: Completions) -> None:
+    def __init__(self, store: Store, peers: Peers, completions: Completions, suspects: Suspects) -> None:
         self._store = store
         self._peers = peers
         self._completions = completions
+        self._suspects = suspects
         self._known: LRUCache[Target, str] = LRUCache(_MAX_KNOWN)
         self._secret = ""
         self._http: httpx.AsyncClient | None = None
@@ -170,6 +172,7 @@ class Forwarding:
             ).one_or_none()
         if is_taken:
             self._completions.forget(target)
+            await self._suspects.read()  # the gateway before this one may have written some
         return (None, None) if row is None else (row[0], row[1])
 
     def _forget(self) -> None:

@@ -24,11 +24,13 @@ from gateway.convert import num_tokens
 from gateway.dashboard.samples import RecentSamples
 from gateway.database.tables.sessions import SamplingSession
 from gateway.futures import Progress, ran_of
+from gateway.ids import fingerprint
 from gateway.metrics import Metrics
 from gateway.sampling.inflight import Inflight
 from gateway.sampling.lives import Suspicion
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.replicas import Replica
+from gateway.sampling.suspects import Suspects
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold
 from tinsmith.errors import (
@@ -43,6 +45,7 @@ from tinsmith.errors import (
 from tinsmith.rpc.auth import ALONE, PROMPT_ALONE
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.tasks import Pause
+from tinsmith.threads import in_pool
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2
 
@@ -84,7 +87,9 @@ class Drawing:
         """Asks the service that the request waits for."""
         self._replica: Replica | None = None
         self._in_vain: set[Replica] = set()
+        self._suspects = drawings.suspects
         self._suspicion = Suspicion()
+        self._content: str | None = None
         self._was_provided = False
         self._pause = Pause()
 
@@ -108,6 +113,10 @@ class Drawing:
         Raises the last NotReady or OutOfCapacity when no replica has answered within `wait_s`.
         """
         give_up_at = math.inf if self._wait_s is None else time.monotonic() + self._wait_s
+        if not self._suspects.are_none and not self.is_suspect and self._request is not None:
+            self._suspicion = self._suspects.find(await self._content_of(self._request))
+            if self._suspicion.is_condemned:
+                raise _killer(self._suspicion)
         while True:
             drawn_from = await self._resolve()
             if not self._replicas.usable(drawn_from.base_model):
@@ -138,6 +147,21 @@ class Drawing:
             if time.monotonic() >= give_up_at:
                 raise cause
             await self.next()
+
+    async def _content_of(self, request: pb.SampleRequest) -> str:
+        """A hash of what the request asks for, and of its owner (`cache_salt`). A repeat has the same."""
+        if self._content is None:
+
+            def hashed() -> str:
+                bare = pb.SampleRequest()
+                bare.CopyFrom(request)
+                bare.sampling_params.ClearField("seed")  # chosen by the gateway if the client gave none
+                bare.ClearField("follow_run")
+                bare.version_id = self._session.version_id
+                return fingerprint(self._session.base_model, bare.SerializeToString(deterministic=True))
+
+            self._content = await in_pool(hashed)  # it may have pictures
+        return self._content
 
     async def _resolve(self) -> SamplingSession:
         """The weights that the request is drawn from now."""
@@ -295,9 +319,17 @@ class Drawing:
                 yield begun
             except NotReady as error:
                 self._replicas.lost(replica)
-                if _is_death(error) and life.ends(mine):
+                if not _is_death(error):
+                    raise
+                deaths = mine.deaths
+                is_condemned = life.ends(mine)
+                if mine.deaths > deaths and self._request is not None:
+                    await self._suspects.note(await self._content_of(self._request), mine)
+                if is_condemned:
                     raise _killer(mine, error) from error
                 raise
+            if self.is_suspect and self._request is not None:
+                self._suspects.acquit(await self._content_of(self._request))
 
 
 class Drawings:
@@ -309,6 +341,7 @@ class Drawings:
         clients: Clients,
         publishing: Publishing,
         inflight: Inflight,
+        suspects: Suspects,
         ledger: Ledger,
         recent: RecentSamples,
         metrics: Metrics,
@@ -318,6 +351,7 @@ class Drawings:
         self.clients = clients
         self.publishing = publishing
         self.inflight = inflight
+        self.suspects = suspects
         self._metrics = metrics
 
     def count(
@@ -356,10 +390,11 @@ def _is_death(error: NotReady) -> bool:
     return isinstance(error, ConnectionLost)
 
 
-def _killer(mine: Suspicion, error: NotReady) -> ServiceError:
-    num_ended = len(mine.ended)
-    logger.error("a request is not given to another sampler, because %d samplers died while they had it", num_ended)
+def _killer(mine: Suspicion, error: NotReady | None = None) -> ServiceError:
+    """`error`: the last sampler's, unless the request is a repeat."""
+    logger.error("a request is not given to another sampler, because %d samplers died while they had it", mine.deaths)
+    last = "" if error is None else f" (the last one's error: {error.message})"
     return ServiceError(
-        f"{num_ended} samplers ended while they computed this request, so it is not given to another; the samplers' "
-        f"logs have the cause (the last one's error: {error.message})"
+        f"{mine.deaths} samplers ended while they computed this request, so it is not given to another; the samplers' "
+        f"logs have the cause{last}"
     )

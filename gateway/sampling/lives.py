@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tinsmith.errors import NotReady, ServiceError
 
@@ -37,18 +37,15 @@ the step that it has begun. A step has a bounded number of tokens, and takes les
 class Suspicion:
     """The deaths of samplers that one request may have caused."""
 
-    ended: list[Life] = field(default_factory=list)
-    """The lives of samplers that ended while the request was in work, unless another request was on trial then."""
+    deaths: int = 0
+    """Number of samplers that ended while the request was in work, unless another request was on trial then."""
+    is_condemned: bool = False
+    """True when the request has ended at least two samplers, so it is given to no other one."""
     came_alone_as: int | None = None
     """The request's number among all requests that its sampler has been given. None if the sampler had others in work
     when the request was sent."""
     is_alone_for_sure: bool = False
     """True when the sampler has confirmed that it runs no other request, of this gateway or another one."""
-
-    @property
-    def deaths(self) -> int:
-        """Number of samplers that the request may have killed."""
-        return len(self.ended)
 
     @property
     def is_on_trial(self) -> bool:
@@ -140,9 +137,10 @@ class Life:
         self._let_in()
         if self._tried is not None and self._tried is not mine:
             return False
-        mine.ended.append(self)
+        mine.deaths += 1
         was_alone = mine.came_alone_as == self._num_let_in and (mine.is_alone_for_sure or not self.is_shared)
-        return mine.deaths >= 2 and (was_alone or self._tried is mine)
+        mine.is_condemned = mine.deaths >= 2 and (was_alone or self._tried is mine)
+        return mine.is_condemned
 
     def tries(self, mine: Suspicion) -> None:
         """Notes that from now on until the first token the sampler computes nothing but the prompt of `mine`."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import httpx
+import numpy as np
 import pytest
 import tinker
 from tinker import ModelInput, SamplingParams
@@ -14,6 +18,8 @@ from tinker import ModelInput, SamplingParams
 from tests.faults.cluster import Cluster
 from tests.faults.poisoned_sampler import MARK
 from tests.support.examples import BASE_MODEL, new_model, random_tokens
+from tests.support.waiting import wait_until
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, types_pb2
 
 pytestmark = pytest.mark.slow
 
@@ -98,6 +104,48 @@ def test_so_does_one_of_the_openai_api(
     assert KILLED in reply.text
     others.check()
     assert deaths() == 2
+
+
+def test_one_whose_gateway_is_killed_between_two_deaths_is_counted_on(
+    cluster: Cluster, service: tinker.ServiceClient, deaths: Callable[[], int]
+) -> None:
+    client = service.create_sampling_client(base_model=BASE_MODEL).result()
+    others = Others(service)
+    guilty = client.sample(ModelInput.from_ints([MARK, 40, 77]), 1, SamplingParams(max_tokens=100, stop=[]))
+    wait_until(lambda: deaths() == 1, what="the request kills a sampler")
+    time.sleep(0.2)  # the gateway has heard of it
+    cluster.gateway.kill()
+    cluster.gateway.start()
+    with pytest.raises(tinker.RequestFailedError, match=KILLED):
+        guilty.result()
+    others.check()
+    num_deaths = deaths()
+    assert 2 <= num_deaths <= 3
+    cluster.gateway.kill()
+    cluster.gateway.start()
+    with pytest.raises(tinker.RequestFailedError, match=KILLED):
+        client.sample(ModelInput.from_ints([MARK, 40, 77]), 1, SamplingParams(max_tokens=100, stop=[])).result()
+    assert deaths() == num_deaths
+
+
+def test_a_call_over_grpc_kills_the_sampler_that_its_client_has_called_and_no_other(
+    cluster: Cluster, deaths: Callable[[], int]
+) -> None:
+    tokens = np.array([MARK, 0, 3], "<i4").tobytes()
+    request = sampler_pb2.SampleRequest(
+        prompt=[types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=tokens))],
+        num_samples=1,
+        sampling_params=sampler_pb2.SamplingParams(max_tokens=100),
+    )
+    other = cluster.samplers[1].pid
+    with grpc.insecure_channel(cluster.samplers[0].address) as channel:
+        stub: Any = sampler_pb2_grpc.SamplerServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as raised:
+            stub.Sample(request)
+    assert raised.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+    wait_until(lambda: deaths() == 1 and cluster.samplers[0].is_serving(), what="the sampler is back")
+    assert cluster.samplers[1].pid == other
+    assert deaths() == 1
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Tables of sampling: progress of clients, records for losses, and the newest sequences for the dashboard."""
+"""Tables of sampling: progress of clients, requests that may have killed samplers, records for losses, and the newest
+sequences for the dashboard."""
 
 from __future__ import annotations
 
@@ -24,6 +25,18 @@ class SampleMark(Base):
     home: Mapped[str | None]
     """Id of the gateway that has these samples, when there are several. Absent: the next one that is asked takes
     them."""
+
+
+class SuspectRow(Base):
+    """A request that may have killed samplers, and was not answered since."""
+
+    __tablename__ = "suspects"
+
+    content: Mapped[str] = mapped_column(primary_key=True)
+    """Hash of what the request asks for, and of its owner."""
+    deaths: Mapped[int]
+    is_condemned: Mapped[bool]
+    died_at: Mapped[float] = mapped_column(index=True)
 
 
 class SequenceRecord(Base):

@@ -16,7 +16,7 @@ from tinsmith.errors import InvalidRequest, OutOfCapacity, ServiceError
 
 def suspect(deaths: int) -> Suspicion:
     """A request that was in work when as many samplers died."""
-    return Suspicion(ended=[Life() for _ in range(deaths)])
+    return Suspicion(deaths)
 
 
 class Work:
@@ -243,7 +243,7 @@ async def test_a_death_while_a_prompt_is_computed_alone_condemns_it_and_counts_a
             assert not life.ends(new)
             assert life.ends(mine)
             assert not life.ends(running)
-            assert [len(one.ended) for one in (mine, waiting, running, new)] == [2, 1, 1, 0]
+            assert [one.deaths for one in (mine, waiting, running, new)] == [2, 1, 1, 0]
 
 
 async def test_a_death_after_the_first_token_of_a_prompt_that_was_computed_alone_counts_against_all() -> None:

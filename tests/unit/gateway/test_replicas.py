@@ -470,6 +470,7 @@ class Late(TalkingSampler):
         super().__init__()
         self.given: Counter[int] = Counter()
         """How often each guilty prompt came."""
+        self.num_deaths = 0
         self.in_work: set[asyncio.Future[None]] = set()
         self.is_back_at = 0.0
 
@@ -503,6 +504,7 @@ class Late(TalkingSampler):
             self.given[mark] += 1
             yield
             await self._live(death, 0.2)
+            self.num_deaths += 1
             self.is_back_at = time.monotonic() + 0.1
             for one in self.in_work:
                 if not one.done():
@@ -543,6 +545,41 @@ async def test_requests_that_kill_after_their_first_token_fail_alone_beside_slow
     given: Counter[int] = sum((sampler.given for sampler in pair.samplers), Counter())
     assert set(given) == set(marks[:num_guilty])
     assert max(given.values()) <= 3
+
+
+async def test_deaths_are_counted_across_restarts_of_the_gateway(tmp_path: Path) -> None:
+    """Each restart comes after a death; the clients then send their samples again, as new ones."""
+    pair = Pair(Stack(tmp_path), [Late(), Late()])
+    await pair.start()
+
+    def num_deaths() -> int:
+        return sum(sampler.num_deaths for sampler in pair.samplers)
+
+    async def send(client: Client) -> list[Any]:
+        sampler_id = await client.sampling_session(await client.session())
+        calls = [client.call("asample", body(sampler_id, n, [mark] * 40)) for n, mark in enumerate((200, 1, 2, 3))]
+        return await asyncio.gather(*calls)
+
+    try:
+        async with Client(base_url=pair.stack.url, timeout=60) as client:
+            await send(client)
+            await until(lambda: num_deaths() == 1)
+            await asyncio.sleep(0.1)  # the gateway has heard of it
+            await pair.stack.restart_gateway()
+            failed, *others = await send(client)
+            failure = await client.result(failed)
+            for request_id in others:
+                await answered(client, request_id)
+            num_killed = num_deaths()
+            await pair.stack.restart_gateway()
+            again, *others = await send(client)
+            assert (await client.result(again))["error"].startswith(f"{num_killed} samplers ended while they computed")
+            for request_id in others:
+                await answered(client, request_id)
+    finally:
+        await pair.stop()
+    assert "samplers ended while they computed this request" in failure["error"]
+    assert num_deaths() == num_killed <= 3
 
 
 @pytest.mark.parametrize("error", [NotReady("the sampler is shutting down"), EngineDead("gone", computing="no")])
