@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,14 @@ KILLED = "samplers ended while they computed this request, so it is not given to
 NUM_OTHERS = 24
 NUM_TOKENS = 300
 """Length of the innocent samples, which are therefore in work long before and after a death."""
+
+
+_words = count(3)
+
+
+def guilty_prompt(after: int) -> list[int]:
+    """A prompt that kills its sampler. Each is another one, because the gateway refuses what was condemned before."""
+    return [MARK, after, next(_words)]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +93,7 @@ def test_requests_that_kill_samplers_fail_alone(
     client = service.create_sampling_client(base_model=BASE_MODEL).result()
     others = Others(service)
     params = SamplingParams(max_tokens=100, stop=[])
-    prompts = [ModelInput.from_ints([MARK, after, 3 + n]) for n in range(num_guilty)]
+    prompts = [ModelInput.from_ints(guilty_prompt(after)) for _ in range(num_guilty)]
     guilty = [client.sample(prompt, 1, params) for prompt in prompts]
     for future in guilty:
         with pytest.raises(tinker.RequestFailedError, match=KILLED):
@@ -99,7 +108,7 @@ def test_so_does_one_of_the_openai_api(
     cluster: Cluster, service: tinker.ServiceClient, deaths: Callable[[], int], stream: bool
 ) -> None:
     others = Others(service)
-    body = {"model": BASE_MODEL, "prompt": [MARK, 0, 3], "max_tokens": 100, "stream": stream}
+    body = {"model": BASE_MODEL, "prompt": guilty_prompt(0), "max_tokens": 100, "stream": stream}
     reply = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=240, trust_env=False)
     assert KILLED in reply.text
     others.check()
@@ -111,7 +120,8 @@ def test_one_whose_gateway_is_killed_between_two_deaths_is_counted_on(
 ) -> None:
     client = service.create_sampling_client(base_model=BASE_MODEL).result()
     others = Others(service)
-    guilty = client.sample(ModelInput.from_ints([MARK, 40, 77]), 1, SamplingParams(max_tokens=100, stop=[]))
+    prompt, params = ModelInput.from_ints(guilty_prompt(40)), SamplingParams(max_tokens=100, stop=[])
+    guilty = client.sample(prompt, 1, params)
     wait_until(lambda: deaths() == 1, what="the request kills a sampler")
     time.sleep(0.2)  # the gateway has heard of it
     cluster.gateway.kill()
@@ -124,7 +134,7 @@ def test_one_whose_gateway_is_killed_between_two_deaths_is_counted_on(
     cluster.gateway.kill()
     cluster.gateway.start()
     with pytest.raises(tinker.RequestFailedError, match=KILLED):
-        client.sample(ModelInput.from_ints([MARK, 40, 77]), 1, SamplingParams(max_tokens=100, stop=[])).result()
+        client.sample(prompt, 1, params).result()
     assert deaths() == num_deaths
 
 
