@@ -115,7 +115,7 @@ def chat_of(body: Respond) -> Chat:
     if body.text is not None and body.text.format is not None:
         form = dict(body.text.format)
         kind = form.pop("type", None)
-        asked["response_format"] = {"type": kind, "json_schema": form} if kind == "json_schema" else {"type": kind}
+        asked["response_format"] = {"type": kind, **({"json_schema": form} if kind == "json_schema" else form)}
     if body.stream:
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
     try:

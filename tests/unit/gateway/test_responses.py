@@ -171,6 +171,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "web_search"}]}, "", "web_search"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "text.format.type"),
+    ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema", "text.format.schema"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0]", "a b"),
     ({"frequency_penalty": 1}, "frequency_penalty", "not supported"),
     ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "input", "not JSON"),
