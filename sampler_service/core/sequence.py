@@ -124,7 +124,8 @@ def load_decode(path: str) -> Decode:
         backend = cast(Any, load_tokenizer(path)).backend_tokenizer
     except Unsupported as error:
         raise Unsupported(
-            f"sampling_params.stop: stop strings need a tokenizer, and {error}; use stop token ids"
+            f"sampling_params.stop.strings: need a tokenizer, and {error}; use stop token ids",
+            field="sampling_params.stop.strings",
         ) from error
 
     def decode(tokens: Iterable[int]) -> str:

@@ -400,11 +400,14 @@ class Passes:
                 if example.batch is first
             ]
             gap, index = max(own)
-            suspects = "numbers that are too large" if gap == -math.inf else "`logprobs` far from the model's own"
+            suspects, field = "`logprobs` far from the model's own", f"data[{index}].loss_fn_inputs.logprobs"
+            if gap == -math.inf:
+                suspects, field = "numbers that are too large", "data"
             raise InvalidRequest(
                 f"{first.loss_fn}: the loss ({loss}) or its gradient is not finite; the next optim_step will be "
                 f"refused. Look for {suspects} in loss_fn_inputs"
-                + describe_ratio(gap, index=index, seq_id=first.seq_id)
+                + describe_ratio(gap, index=index, seq_id=first.seq_id),
+                field=field,
             )
 
     def _run_of(self, model_id: str, rows: slice) -> Run:

@@ -326,8 +326,9 @@ async def test_a_stop_string_ends_at_the_token_that_completes_it(text_model_fold
 
 async def test_stop_strings_without_a_tokenizer_are_refused_by_name(model_folder: Path) -> None:
     async with serving(model_folder) as engine:
-        with pytest.raises(ServiceError, match=r"sampling_params\.stop: stop strings need a tokenizer"):
+        with pytest.raises(ServiceError, match=r"sampling_params\.stop\.strings: need a tokenizer") as caught:
             await engine.submit(request(prompt(4), max_tokens=2, stop=StopCondition(strings=("x",))))
+    assert caught.value.metadata["field"] == "sampling_params.stop.strings"
 
 
 async def test_absent_max_tokens_goes_to_the_end_of_the_context(model_folder: Path) -> None:

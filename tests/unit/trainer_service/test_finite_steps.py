@@ -200,6 +200,7 @@ def test_finite_parameters_that_have_grown_too_large_are_not_blamed_on_the_reque
     result = engine.forward_backward([("m", batch(engine, scale=1e38))])[0]
     assert isinstance(result, errors.InvalidRequest)
     assert "Look for numbers that are too large in loss_fn_inputs" in result.message
+    assert result.metadata["field"] == "data"
 
 
 def test_second_moments_that_have_overflowed_are_seen_at_the_first_step_after_a_restart(base: BaseModel) -> None:
@@ -306,6 +307,7 @@ def test_the_datum_with_the_largest_ratio_is_named(base: BaseModel) -> None:
     failed = engine.forward_backward([("m", sampled(7, -5.0, -5.0, -2e3))])[0]
     assert isinstance(failed, errors.InvalidRequest)
     assert "data[2] of seq_id 7: e^1" in failed.message
+    assert failed.metadata["field"] == "data[2].loss_fn_inputs.logprobs"
     with pytest.raises(errors.FailedPrecondition, match="failed, seq_id 7"):
         engine.optim_step("m", ADAM)
     weighted = [datum([1, 2, 3, 4], target_tokens=[2, 3, 4, 5], weights=np.full(4, 1e30, np.float32))]
