@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Mapping
 from datetime import date
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -108,14 +108,19 @@ class Known(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _only_what_is_set(cls, content: Any) -> Any:
-        """Leaves out unknown fields that are null or harmless. One of the others stays, and pydantic refuses it.
+        """Leaves out unknown fields that are null or harmless, and known ones that are null, except where null has a
+        meaning. One of the other unknown fields stays, and pydantic refuses it.
 
         An error for each of a hundred thousand unknown fields would block the event loop.
         """
-        fields = _names(cls)
-        if not isinstance(content, dict) or all(name in fields for name in content):
+        fields = _null_means_something(cls)
+        if not isinstance(content, dict) or (None not in content.values() and all(name in fields for name in content)):
             return content
-        known = {name: content[name] for name in fields if name in content}
+        known = {
+            name: content[name]
+            for name, is_kept in fields.items()
+            if name in content and (is_kept or content[name] is not None)
+        }
         for name, value in content.items():
             if value is not None and name not in fields and name not in cls.HARMLESS:
                 return {**known, name: value}
@@ -123,9 +128,13 @@ class Known(BaseModel):
 
 
 @cache
-def _names(schema: type[Known]) -> Collection[str]:
-    """Names of the schema's fields as clients write them, in the schema's order."""
-    return {field.alias or name: None for name, field in schema.model_fields.items()}
+def _null_means_something(schema: type[Known]) -> Mapping[str, bool]:
+    """Fields of the schema by their names as clients write them, in the schema's order: whether null differs from an
+    absent field, as where it is one of the values of a field that must be sent."""
+    return {
+        field.alias or name: field.is_required() and type(None) in get_args(field.annotation)
+        for name, field in schema.model_fields.items()
+    }
 
 
 class Body(Known):

@@ -66,13 +66,6 @@ class _Only:
 class Body(Known):
     model_config = ConfigDict(strict=True, protected_namespaces=(), use_attribute_docstrings=True)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, content: Any) -> Any:
-        if not isinstance(content, dict) or None not in content.values():
-            return content
-        return {name: value for name, value in content.items() if value is not None}
-
 
 MAX_BIASES = 1024
 """Most tokens in one logit_bias."""
@@ -102,6 +95,8 @@ HARMLESS = frozenset(
     {
         "metadata",
         "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
         "reasoning_effort",
         "safety_identifier",
         "service_tier",
@@ -501,7 +496,7 @@ _NOTHING_KEPT = "this server keeps nothing of earlier requests; leave it out, an
 
 
 class Respond(Body):
-    HARMLESS = (HARMLESS - {"metadata"}) | {"prompt_cache_retention", "prompt_cache_options"}
+    HARMLESS = HARMLESS - {"metadata"}
 
     model: str = Field(min_length=1, max_length=1000)
     """Public name of a base model, or tinker:// path of a checkpoint."""

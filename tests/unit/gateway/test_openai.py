@@ -618,6 +618,8 @@ async def test_fields_that_do_not_concern_the_model_are_accepted_and_ignored(
     harmless = {
         "metadata": {"a": "b"},
         "prompt_cache_key": "k",
+        "prompt_cache_options": {"mode": "implicit"},
+        "prompt_cache_retention": "24h",
         "reasoning_effort": "low",
         "safety_identifier": "s",
         "service_tier": "flex",

@@ -47,6 +47,23 @@ def test_every_schema_refuses_what_it_does_not_know_but_not_null(schema: type[Ba
     assert refused({"colour": None}) == []
 
 
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.__name__)
+def test_null_counts_as_absent_in_every_field_that_may_be_absent(schema: type[BaseModel]) -> None:
+    for name, field in schema.model_fields.items():
+        content = {field.alias or name: None}
+        try:
+            schema.model_validate(content)
+        except ValidationError as error:
+            wrong = {each["loc"][0]: each["type"] for each in error.errors() if each["loc"]}
+            assert field.is_required() or (field.alias or name) not in wrong, wrong
+
+
+def test_null_is_a_value_of_a_field_that_must_be_sent() -> None:
+    assert schemas.SetTtl.model_validate({"ttl_seconds": None}).ttl_seconds is None
+    with pytest.raises(ValidationError, match="Field required"):
+        schemas.SetTtl.model_validate({})
+
+
 async def test_a_body_is_refused_with_the_fields_name_and_value(client: Client) -> None:
     session = {"tags": [], "sdk_version": "9", "type": "create_session", "shade": None}
     await client.call("create_session", session)
