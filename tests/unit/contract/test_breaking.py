@@ -89,6 +89,25 @@ def test_a_service_method_or_field_that_is_deleted_breaks_the_newest_release(
     assert said in output
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("  optional double eps = 4;", "  double eps = 4;"),
+        ("  int64 reserved_bytes = 23;", "  uint64 reserved_bytes = 23;"),
+    ],
+)
+def test_a_field_whose_values_get_another_meaning_breaks_the_newest_release(
+    before: str, after: str, repository: Path
+) -> None:
+    git(repository, "tag", "v1")
+    path = repository / "proto/tinsmith/v1/trainer.proto"
+    assert before in path.read_text()
+    path.write_text(path.read_text().replace(before, after))
+    status, output = check(repository)
+    assert status != 0
+    assert "changed" in output
+
+
 def test_a_shallow_clone_fetches_the_tags_and_one_without_an_origin_says_so(repository: Path, tmp_path: Path) -> None:
     git(repository, "tag", "v1")
     retype(repository)
