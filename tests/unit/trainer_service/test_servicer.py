@@ -471,8 +471,7 @@ async def die_while_arriving(start: StartService, kind: str, model_id: str, seq_
     """The service after its process has died so often while it packed this request."""
     service = await start()
     for _ in range(times):
-        executing = service.trainer.scheduler.executing
-        await asyncio.to_thread(executing.begin, [(arriving(kind, model_id), seq_id)])  # it waits for the restoration
+        service.trainer.scheduler.executing.blame((arriving(kind, model_id), seq_id))
         service = await start()
     return service
 
@@ -529,7 +528,7 @@ async def test_a_deletion_is_noted_in_each_part_and_refused_after_it_has_ended_t
 
     await stub.CreateModel(creation())
     for _ in range(2):
-        await asyncio.to_thread(service.trainer.scheduler.executing.begin, [name])
+        service.trainer.scheduler.executing.blame(name)
         service = await start()
     await fails(
         service.stub.DeleteModel(pb.DeleteModelRequest(model_id=MODEL)),
