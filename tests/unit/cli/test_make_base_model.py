@@ -124,7 +124,8 @@ def test_bad_flags_are_refused(flags: list[str], tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_it_without_a_traceback_and_leaves_nothing(tmp_path: Path) -> None:
     settings = ["--size", "tiny", "--pretrain-steps", "1000000", "--out", str(tmp_path / "model")]
-    command = [sys.executable, "-m", "tinsmith_cli", "make-base-model", *settings]
+    program = "from tinsmith.toy import model; model._REPORT_INTERVAL_S = 0.0; import tinsmith_cli.__main__"
+    command = [sys.executable, "-c", program, "make-base-model", *settings]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert any("pre-training" in line for line in process.stdout)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from gateway.database import write_behind
 from tests.support.hasty_uvicorn import hasty_uvicorn  # noqa: F401 - a fixture
 from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.support.warm_database import warm_database  # noqa: F401 - a fixture
@@ -21,6 +22,12 @@ _OF_AN_EARLIER_LOOP = "PollerCompletionQueue._handle_events"
 def pytest_asyncio_loop_factories(item: pytest.Function) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """The event loop that `python -m gateway` runs, unless the module of a test has another one as NEW_LOOP."""
     return {"loop": getattr(item.module, "NEW_LOOP", uvloop.new_event_loop)}
+
+
+@pytest.fixture
+def short_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that read usage, audit events or spans: a reader waits for the next flush, which comes every second."""
+    monkeypatch.setattr(write_behind, "FLUSH_S", 0.1)
 
 
 @pytest.fixture

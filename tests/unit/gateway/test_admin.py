@@ -14,6 +14,8 @@ from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.test_runs import get
 from tests.unit.gateway.test_weights import save
 
+pytestmark = pytest.mark.usefixtures("short_flushes")
+
 PRICES = {"*": {"training": 2.0, "sampling_prefill": 1.0}, BASE_MODEL: {"training": 4.0, "sampling_sample": 3.0}}
 
 

@@ -11,6 +11,8 @@ from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.test_runs import get
 from tests.unit.gateway.test_weights import save
 
+pytestmark = pytest.mark.usefixtures("short_flushes")
+
 
 async def ask(client: Client, method: str, checkpoint: str, action: str = "", *, status: int = 200, **body: Any) -> Any:
     """`checkpoint`: a tinker path."""

@@ -29,7 +29,7 @@ _SAMPLED = {"base_model": "tiny", "version_id": "", "location": "", "created_at"
 
 async def test_gateways_that_start_at_the_same_time_on_a_new_file(tmp_path: Path) -> None:
     """SQLite does not wait when two want the write-ahead log of the same file: 1 pair in 5 failed."""
-    for round_ in range(20):
+    for round_ in range(8):
         url = f"sqlite+aiosqlite:///{tmp_path / str(round_)}.db"
         stores = [Store(url, Metrics()) for _ in range(3)]
         await asyncio.gather(*(store.migrate() for store in stores))

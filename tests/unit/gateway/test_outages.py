@@ -28,6 +28,8 @@ from tests.unit.gateway.commits import Statements, commits, lost
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith_cli.ports import free_ports
 
+pytestmark = pytest.mark.usefixtures("short_flushes")
+
 Full = Callable[[str], AbstractContextManager[list[str]]]
 
 

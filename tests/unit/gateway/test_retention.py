@@ -18,6 +18,8 @@ from tests.unit.gateway.test_checkpoints import ask, events, expire, save_for_sa
 from tests.unit.gateway.test_runs import get
 from tests.unit.gateway.test_weights import save
 
+pytestmark = pytest.mark.usefixtures("short_flushes")
+
 NOW = 1_000_000.0
 
 

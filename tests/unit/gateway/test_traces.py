@@ -3,9 +3,13 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import pytest
+
 from tests.unit.gateway.stack import Client, Stack
 from tests.unit.gateway.test_downloads import fetch
 from tests.unit.gateway.test_runs import get
+
+pytestmark = pytest.mark.usefixtures("short_flushes")
 
 BEGIN = 1_800_000_000.0
 

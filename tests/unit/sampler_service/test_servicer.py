@@ -278,9 +278,9 @@ async def test_names_and_stop_tokens_above_their_bounds_are_refused_by_name(serv
 
 
 def test_a_prompt_counts_for_its_chunks_however_small_they_are_on_the_wire() -> None:
-    """131,072 empty chunks have 0.5 MB on the wire and 8 MB in memory, for as long as the request waits."""
+    """32,500 empty chunks have 0.13 MB on the wire and 2 MB in memory, for as long as the request waits."""
     asked = sample(prompt(4, vocab_size=200), max_tokens=1)
-    for _ in range(130_000):
+    for _ in range(32_500):
         asked.prompt.add().encoded_text.tokens = b""
     body, process = asked.SerializeToString(), psutil.Process()
     gc.collect()
@@ -292,9 +292,11 @@ def test_a_prompt_counts_for_its_chunks_however_small_they_are_on_the_wire() -> 
 
 
 def test_no_less_memory_is_counted_than_a_waiting_request_takes(text_model_folder: Path) -> None:
+    may_compute = threading.Event()
+
     async def measured() -> tuple[int, int]:
         async with serving(text_model_folder, max_running=1) as engine:
-            engine.scheduler.forget_warm_up = lambda: time.sleep(2)  # type: ignore[method-assign]
+            engine.scheduler.forget_warm_up = lambda: may_compute.wait(60)  # type: ignore[method-assign]
             engine.commands.put(ForgetWarmUp())
             asked = [request(prompt(4, vocab_size=200), max_tokens=250, num_samples=1000) for _ in range(20)]
             tracemalloc.start()
@@ -302,6 +304,7 @@ def test_no_less_memory_is_counted_than_a_waiting_request_takes(text_model_folde
                 await engine.submit(one)
             taken, _ = tracemalloc.get_traced_memory()
             tracemalloc.stop()
+            may_compute.set()
             return taken, sum(one.num_bytes for one in asked)
 
     taken, counted = asyncio.run(measured())
@@ -441,6 +444,7 @@ async def test_an_engine_that_dies_in_its_first_pass_is_one_line_below_the_cause
     assert last.exc_info is None
 
 
+@pytest.mark.slow
 async def test_the_process_serves_and_stops_on_sigterm_with_a_generation_running(
     text_model_folder: Path, unused_tcp_port: int
 ) -> None:
