@@ -520,7 +520,7 @@ class Late(TalkingSampler):
             death.result()
 
 
-@pytest.mark.parametrize("num_guilty", [1, 3])
+@pytest.mark.parametrize("num_guilty", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_samplers", [1, 2])
 async def test_requests_that_kill_after_their_first_token_fail_alone_beside_slow_ones(
     tmp_path: Path, num_samplers: int, num_guilty: int

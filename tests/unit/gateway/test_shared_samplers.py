@@ -97,7 +97,7 @@ async def several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     await backends.sampler_backend.stop()
 
 
-@pytest.mark.parametrize("what", ["sample", "text"])
+@pytest.mark.parametrize("what", ["sample", pytest.param("text", marks=pytest.mark.slow)])
 async def test_a_request_that_is_alone_at_its_gateway_is_not_condemned_for_another_gateways(
     several: Several, what: str
 ) -> None:

@@ -61,6 +61,7 @@ async def test_a_client_that_trusts_the_authority_is_served(stack: Stack, made: 
     assert BASE_MODEL in [model["model_name"] for model in reply.json()["supported_models"]]
 
 
+@pytest.mark.slow
 async def test_the_sdk_trains_and_samples_over_https(stack: Stack, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(made.good / "ca.pem"))
     await run_program(sdk_programs.train_save_load_and_sample, f"https://127.0.0.1:{stack.port}")

@@ -16,6 +16,7 @@ _LARGEST_KB = 14 * MAX_PIXELS // 1024 + 250_000
 numpy and the hostile files themselves."""
 
 
+@pytest.mark.slow
 def test_two_hundred_hostile_files_give_the_right_picture_or_an_error_and_memory_stays_bounded() -> None:
     script = Path(__file__).with_name("hostile.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250)

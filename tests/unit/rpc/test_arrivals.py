@@ -72,6 +72,7 @@ async def growth(*, bounded: bool) -> tuple[int, int]:
     return most - before, len(answers)
 
 
+@pytest.mark.slow
 async def test_memory_is_bounded_while_many_large_messages_arrive() -> None:
     grown, num_answers = await growth(bounded=False)
     unbounded, _ = await growth(bounded=True)

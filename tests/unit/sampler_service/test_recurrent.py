@@ -42,8 +42,12 @@ SETTINGS = {**RECURRENT, **{family: settings for family, (settings, _) in ONE_BY
 # With two heads, or an adapter of rank 1, many scores of its indexer are 0, and which of equal scores are the highest
 # depends on their number. So more heads, and sequences that are dense in the warm-up and sparse in the tests.
 SETTINGS["GlmMoeDsa"] = {**SETTINGS["GlmMoeDsa"], "index_n_heads": 16, "index_topk": 32}
-RARE = ("FalconMamba", "Lfm2Moe")
-FAMILIES = [*RECURRENT, *ONE_BY_ONE, *(pytest.param(family, marks=pytest.mark.slow) for family in RARE)]
+OF_EACH_KIND = ("Mamba", "Mamba2", "NemotronH", "MiniMax", "KimiLinear", "Lfm2", "Qwen3_5Text", "Bloom", "GlmMoeDsa")
+"""Every kind of layer that carries a state; the slow tests have families that put the same kinds together otherwise."""
+FAMILIES = [
+    family if family in OF_EACH_KIND else pytest.param(family, marks=pytest.mark.slow)
+    for family in (*RECURRENT, *ONE_BY_ONE, "FalconMamba", "Lfm2Moe")
+]
 
 
 def family_folder(folder: Path, family: str) -> Path:

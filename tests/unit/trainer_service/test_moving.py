@@ -89,6 +89,7 @@ class Trainers:
 
 
 IN_BOTH = pytest.mark.parametrize("form", ["sqlite", "postgres"])
+IN_BOTH_OF_THE_SLOW = pytest.mark.parametrize("form", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
 
 
 @pytest.fixture
@@ -340,7 +341,7 @@ STEPS = [
 ]
 
 
-@IN_BOTH
+@IN_BOTH_OF_THE_SLOW
 @pytest.mark.parametrize(("dies", "owner", "method"), STEPS)
 async def test_at_every_step_of_a_move_a_trainer_may_die_and_exactly_one_has_the_model_in_the_end(
     trainers: Trainers, undisturbed: Undisturbed, dies: str, owner: Any, method: str

@@ -238,6 +238,7 @@ def test_reading_one_checkpoint_holds_up_no_other(place: Place, base: BaseModel,
     loading.join()
 
 
+@pytest.mark.slow
 def test_a_read_during_many_replacements_gives_one_of_the_versions(place: Place, base: BaseModel) -> None:
     store = place.open()
     states = [make_state(base, value=value) for value in (0.1, 0.2)]

@@ -242,8 +242,12 @@ async def serve() -> AsyncIterator[Serve]:
         receiver.leave()
 
 
-@pytest.fixture(params=["gloo", "shm"])
+BOTH_CHANNELS = pytest.mark.parametrize("channel", ["gloo", "shm"])
+
+
+@pytest.fixture(params=["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 def channel(request: pytest.FixtureRequest) -> Channel:
+    """The fast tests have gloo only where bytes or groups differ: BOTH_CHANNELS."""
     return request.param
 
 
@@ -301,6 +305,7 @@ def make_full_version(base: BaseModel) -> MakeVersion:
     return make
 
 
+@BOTH_CHANNELS
 @pytest.mark.parametrize("kind", ["adapter", "full"])
 async def test_a_version_arrives_bit_for_bit_at_every_sampler(
     connect: Connect, serve: Serve, make_version: MakeVersion, make_full_version: MakeVersion, kind: str
@@ -402,12 +407,14 @@ async def test_a_sampler_more_or_less_changes_neither_the_homes_nor_the_groups_o
         assert n == gone or receiver.epochs == epochs[n]
 
 
+@BOTH_CHANNELS
 async def test_the_first_group_is_formed_ahead_of_need(connect: Connect, serve: Serve) -> None:
     receiver = Receiver()
     await connect(await serve(receiver))
     await asyncio.wait_for(receiver.joined.wait(), 30)
 
 
+@BOTH_CHANNELS
 async def test_publishes_at_the_same_time_go_one_after_the_other(
     connect: Connect, serve: Serve, make_version: MakeVersion
 ) -> None:
@@ -489,6 +496,7 @@ async def test_a_version_that_some_hold_goes_to_the_others(
     assert all("m@2" in receiver.versions for receiver in receivers)
 
 
+@BOTH_CHANNELS
 @pytest.mark.parametrize("verb", ["probe", "init", "start", "update", "middle", "finish"])
 async def test_a_failure_of_any_verb_is_retried_on_a_new_group(
     connect: Connect, serve: Serve, make_version: MakeVersion, verb: str, channel: Channel
@@ -506,6 +514,7 @@ async def test_a_failure_of_any_verb_is_retried_on_a_new_group(
     assert version.adapter.num_bytes > 2 * BUCKET_BYTES
 
 
+@BOTH_CHANNELS
 async def test_a_channel_that_never_works_ends_in_a_clear_error(
     connect: Connect, serve: Serve, make_version: MakeVersion
 ) -> None:
@@ -593,6 +602,7 @@ async def test_shared_memory_that_was_asked_for_and_cannot_be_had_is_a_clear_err
         await sender.publish(make_version("m@1"))
 
 
+@BOTH_CHANNELS
 async def test_a_sampler_that_has_a_later_epoch_in_mind_is_outbid(
     connect: Connect, serve: Serve, make_version: MakeVersion
 ) -> None:
@@ -614,6 +624,7 @@ async def test_a_refusal_is_handed_on_as_it_is(
     assert len((await sender.publish(make_version("m@2"))).members) == 1
 
 
+@BOTH_CHANNELS
 async def test_a_sampler_that_dies_between_publishes_is_left_out(
     connect: Connect, serve: Serve, make_version: MakeVersion
 ) -> None:
