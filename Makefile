@@ -13,7 +13,8 @@ HUB := .cache/offline-hub
 SDKS := .cache/conformance
 CODE := tinsmith tinsmith_cli trainer_service sampler_service gateway tests examples benchmarks docker
 # Tests that read files of the repository and start no service.
-FILES := tests/unit/contract tests/unit/deploy tests/unit/docker tests/unit/docs
+FILES := tests/unit/contract tests/unit/deploy tests/unit/docker tests/unit/docs tests/unit/test_no_pickle.py \
+	tests/unit/test_security_matrix.py tests/unit/cli/planning/test_plans_page.py tests/unit/rpc/test_imports.py
 INSTALL_TORCH = install --quiet --no-compile $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto proto/tinsmith/v1/*.proto
 
