@@ -88,6 +88,7 @@ def pytest_runtest_setup() -> None:
 def pytest_runtest_teardown() -> Generator[None, None, None]:
     """Ends the process of a teardown that takes 5 minutes. The signal of pytest-timeout reaches no teardown that hangs
     in C, as uvloop's close has done once, and the whole run would then never end."""
+    assert sys.__stderr__ is not None
     faulthandler.dump_traceback_later(300, exit=True, file=sys.__stderr__)
     try:
         yield
