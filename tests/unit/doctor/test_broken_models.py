@@ -44,6 +44,7 @@ def failed(report: dict[str, Any]) -> set[str]:
     return {check["section"] for check in report["checks"] if check["status"] == "FAILED"}
 
 
+@pytest.mark.slow
 def test_a_packed_forward_that_is_wrong_is_trained_and_sampled_one_by_one(
     model_folder: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,6 +85,7 @@ def test_decoding_that_is_wrong_is_found_and_the_model_stays_trainable(
     assert report["sampling_engines"] == []
 
 
+@pytest.mark.slow
 def test_a_model_with_less_than_it_should_have_says_what_is_missing(model_folder: Path, doctor: Doctor) -> None:
     status, report = doctor(model_folder)
     assert status == 0

@@ -69,6 +69,7 @@ def test_a_good_model_is_trainable_and_sampleable_and_everything_was_compared(go
             assert check.numbers.get("max", check.numbers.get("relative", 1)) < check.numbers["limit"] / 4
 
 
+@pytest.mark.slow
 def test_a_quantised_model_is_compared_with_itself_and_its_gap_to_the_unquantised_one_is_shown(
     subject: Subject, good: Findings, tmp_path: Path
 ) -> None:

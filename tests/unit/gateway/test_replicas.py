@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.parameters import fast_ones
 from tests.support.waiting import until
 from tests.unit.gateway.stack import BASE_MODEL, Backend, Client, FakeSampler, Stack, sample_body
 from tests.unit.gateway.talking import TalkingSampler
@@ -520,8 +521,8 @@ class Late(TalkingSampler):
             death.result()
 
 
-@pytest.mark.parametrize("num_guilty", [1, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("num_samplers", [1, 2])
+@pytest.mark.parametrize("num_guilty", fast_ones([1, 3], [1]))
+@pytest.mark.parametrize("num_samplers", fast_ones([1, 2], [2]))
 async def test_requests_that_kill_after_their_first_token_fail_alone_beside_slow_ones(
     tmp_path: Path, num_samplers: int, num_guilty: int
 ) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tinsmith_cli.ports import free_ports
 
 HANGS = """
@@ -56,6 +58,7 @@ def test_it_says_that_it_has_stopped(tmp_path: Path) -> None:
     assert '"message": "stopped"' in output
 
 
+@pytest.mark.slow
 def test_a_stop_that_hangs_is_cut_short_and_the_log_says_what_it_waited_for(tmp_path: Path) -> None:
     status, output = stopped(tmp_path, "-c", HANGS)
     assert status == 1, output

@@ -99,6 +99,7 @@ print((mallinfo2().uordblks - before) / 2**20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's count of what is in use")
 def test_memory_does_not_grow_with_each_number_of_rows() -> None:
     done = subprocess.run([sys.executable, "-c", _MEMORY], capture_output=True, text=True, check=True)

@@ -117,8 +117,15 @@ def losses(base: BaseModel, adapters: list[Adapter], tokens: Tensor, *, length: 
 
 @both
 @families
-@pytest.mark.parametrize("length", [6, 70])  # 70: adapters are merged
-@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(
+    ("grouped", "length"),  # 70: adapters are merged
+    [
+        pytest.param(False, 6, marks=pytest.mark.slow),
+        (False, 70),
+        (True, 6),
+        pytest.param(True, 70, marks=pytest.mark.slow),
+    ],
+)
 def test_logprobs_and_gradients_are_those_of_the_dequantised_weights_in_full_precision(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

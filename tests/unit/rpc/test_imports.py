@@ -1,4 +1,5 @@
-"""The gateway and the shared rpc package stay light: no torch, no transformers, no vllm."""
+"""The gateway and the shared rpc package stay light: no torch, no transformers, no vllm, and no OpenTelemetry unless it
+is on."""
 
 import subprocess
 import sys
@@ -39,3 +40,14 @@ def test_a_service_tells_a_mistake_in_its_settings_before_it_loads_a_heavy_libra
     done = subprocess.run([sys.executable, "-c", code, "--listen", "1"], capture_output=True, text=True, check=True)
     assert "--base-model" in done.stdout
     assert HEAVY & set(done.stdout.split()) == set()
+
+
+def test_the_services_import_nothing_of_opentelemetry_while_tracing_is_off() -> None:
+    modules = "gateway.http.app, tinsmith.rpc.server, tinsmith.rpc.channel, trainer_service.operation"
+    checks = "tracing.current() is tracing.call('/x') is tracing.serve('/x', None) is None"
+    uses = "tracing.span('a', b=1).__enter__(); tracing.record('a', None, start=0, end=1); tracing.shutdown()"
+    code = (
+        f"import sys; sys.modules['opentelemetry'] = None; import {modules}; from tinsmith.rpc import tracing; "
+        f"assert {checks}; {uses}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -21,6 +21,7 @@ def test_names_come_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliApp.run(SamplerConfig, []).model_names == ("x",)
 
 
+@pytest.mark.slow
 async def test_the_first_line_of_the_log_names_the_engine_and_why(tmp_path: Path) -> None:
     """This sampler has no model and cannot go on, so the line is written before anything is loaded."""
     argv = ["--base-model", str(tmp_path), "--listen", "127.0.0.1:0", "--engine", "torch"]

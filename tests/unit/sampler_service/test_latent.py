@@ -11,6 +11,7 @@ import torch
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from sampler_service.core.sizing import kv_bytes_per_token, measured_cache
+from tests.support.parameters import fast_ones
 from tests.unit.modeling.test_families import DELTA, ROUTED, make
 from tests.unit.sampler_service.full_versions import make_full
 from tests.unit.sampler_service.serving import alone_and_interrupted, generate, make_adapter, serving
@@ -47,7 +48,7 @@ def test_the_cache_holds_the_latent_vector_and_the_rotated_features_of_a_token(f
     assert kv_bytes_per_token(cache) == num_layers * 4 * (LATENT + ROTATED)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", fast_ones(FAMILIES, ["DeepseekV3", "KimiLinear"]))
 async def test_the_sampler_is_the_trainer(family: str, tmp_path: Path) -> None:
     """Prompts of several lengths in pieces, of two adapters and of the base model, several samples of each, and again
     from the prefix cache."""

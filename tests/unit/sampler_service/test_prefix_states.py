@@ -13,6 +13,7 @@ from sampler_service.core.request import Request, Result, Targets
 from sampler_service.core.sizing import Sizes
 from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.torch_engine.kv_cache import BLOCK_TOKENS
+from tests.support.parameters import fast_ones
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, serving
 from tests.unit.sampler_service.serving import request as ask
 from tests.unit.sampler_service.test_recurrent import family_folder
@@ -61,7 +62,7 @@ def folder(tmp_path: Path) -> Path:
     return family_folder(tmp_path, "Qwen3_5Text")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", fast_ones(FAMILIES, ["Qwen3_5Text", "KimiLinear", "NemotronH", "Lfm2"]))
 async def test_a_prompt_again_its_next_turn_and_its_beginning_give_what_they_give_without_a_cache(
     family: str, tmp_path: Path
 ) -> None:
@@ -150,7 +151,7 @@ async def test_another_version_another_salt_and_a_name_that_comes_back_find_noth
         agree(other, await generate(engine, tokens, version_id="c", **how))
 
 
-@pytest.mark.parametrize("family", ["Qwen3_5Text", "NemotronH", "Jamba", "Lfm2"])
+@pytest.mark.parametrize("family", fast_ones(["Qwen3_5Text", "NemotronH", "Jamba", "Lfm2"], ["NemotronH"]))
 async def test_requests_at_once_in_pieces_do_not_disturb_each_other(family: str, tmp_path: Path) -> None:
     folder = family_folder(tmp_path, family)
     shared = tokens_of(2 * B)

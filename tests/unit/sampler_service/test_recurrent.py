@@ -20,6 +20,7 @@ from sampler_service.core.sequence import PASSING
 from sampler_service.core.sizing import Sizes
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.scheduler import Scheduler
+from tests.support.parameters import fast_ones
 from tests.unit.modeling.test_families import MORE, ONE_BY_ONE, RECURRENT, make
 from tests.unit.sampler_service.full_versions import make_full
 from tests.unit.sampler_service.serving import (
@@ -44,10 +45,7 @@ SETTINGS = {**RECURRENT, **{family: settings for family, (settings, _) in ONE_BY
 SETTINGS["GlmMoeDsa"] = {**SETTINGS["GlmMoeDsa"], "index_n_heads": 16, "index_topk": 32}
 OF_EACH_KIND = ("Mamba", "Mamba2", "NemotronH", "MiniMax", "KimiLinear", "Lfm2", "Qwen3_5Text", "Bloom", "GlmMoeDsa")
 """Every kind of layer that carries a state; the slow tests have families that put the same kinds together otherwise."""
-FAMILIES = [
-    family if family in OF_EACH_KIND else pytest.param(family, marks=pytest.mark.slow)
-    for family in (*RECURRENT, *ONE_BY_ONE, "FalconMamba", "Lfm2Moe")
-]
+FAMILIES = fast_ones((*RECURRENT, *ONE_BY_ONE, "FalconMamba", "Lfm2Moe"), OF_EACH_KIND)
 
 
 def family_folder(folder: Path, family: str) -> Path:

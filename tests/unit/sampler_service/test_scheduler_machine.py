@@ -312,7 +312,7 @@ class BatchMachine(RuleBasedStateMachine):
 BatchMachine.TestCase.settings = settings(
     max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
-test_every_request_ends_and_no_lane_or_block_leaks = BatchMachine.TestCase
+test_every_request_ends_and_no_lane_or_block_leaks = pytest.mark.slow(BatchMachine.TestCase)
 
 
 @pytest.mark.parametrize("num_steps", range(24, 34))

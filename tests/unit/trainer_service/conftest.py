@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tests.support.parameters import fast_ones
 from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.support.stores import BUCKET, Place, gs, s3
 from tests.unit.trainer_service.journals import Journals
@@ -74,9 +75,9 @@ def gs_env() -> Iterator[dict[str, str]]:
         yield env
 
 
-@pytest.fixture(params=["local", "s3", pytest.param("gs", marks=pytest.mark.slow)])
+@pytest.fixture(params=fast_ones(["local", "s3", "gs"], ["local"]))
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """One of each kind."""
+    """One of each kind. test_object_storage.py has an s3 among the fast tests."""
     if request.param == "s3":
         return request.getfixturevalue("objects")
     if request.param == "gs":

@@ -11,6 +11,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from tests.support.parameters import fast_ones
 from tests.unit.trainer_service.journals import batch as body
 from tests.unit.trainer_service.restoring import Process
 from tests.unit.trainer_service.test_moving import (
@@ -98,7 +99,7 @@ async def fenced(target: Process, trainer_id: str) -> None:
 
 
 @pytest.mark.parametrize("policy", [Policy(0, 0, 0), Policy(2, 0, 0)], ids=["no-snapshots", "snapshots"])
-@pytest.mark.parametrize("num_done", [0, 8, 20])
+@pytest.mark.parametrize("num_done", fast_ones([0, 8, 20], [8]))
 async def test_the_runs_of_a_trainer_that_stands_still_go_on_elsewhere_without_a_difference(
     trainers: Trainers, undisturbed: Undisturbed, num_done: int, policy: Policy
 ) -> None:

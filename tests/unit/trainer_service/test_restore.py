@@ -199,7 +199,13 @@ async def test_a_save_that_a_crash_has_interrupted_does_not_finish_with_files_of
     assert found.version_id == f"{MODEL}@1.aa"
 
 
-@pytest.mark.parametrize(("policy", "first"), [(NEVER, 0), (EVERY_OTHER, 1)], ids=["no snapshots", "snapshots"])
+@pytest.mark.parametrize(
+    ("policy", "first"),
+    [
+        pytest.param(NEVER, 0, id="no snapshots", marks=pytest.mark.slow),
+        pytest.param(EVERY_OTHER, 1, id="snapshots"),
+    ],
+)
 async def test_a_crash_after_any_operation_changes_no_bit_and_no_answer(
     start: Start, tmp_path: Path, policy: Policy, first: int
 ) -> None:

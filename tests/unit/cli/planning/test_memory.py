@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import VISION, make_model, make_sparse_model, make_vision_model
+from tests.support.parameters import fast_ones
 from tests.unit.trainer_service.engines import batch, create, run
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
@@ -90,7 +91,7 @@ def test_base_weights_and_adapters_of_a_model_with_a_vision_tower(family: str, t
         assert engine.models[f"{vision}"].adapter.num_bytes == memory.adapter_bytes(shape, 8, vision=vision)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", fast_ones(DTYPES, ["bfloat16"]))
 @pytest.mark.parametrize("family", ["Qwen3VL", "Qwen3_5", "Gemma3"])
 def test_activations_of_models_that_see_pictures_are_foreseen(family: str, dtype: str, tmp_path: Path) -> None:
     text = {**VISION[family]["text_config"], **{name: USUAL[name] for name in USUAL if name != "num_hidden_layers"}}
@@ -116,7 +117,7 @@ def test_the_trainer_finds_the_longest_sequence_beside_an_adapter_of_the_tower(t
     assert found.longest < blind.longest
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", fast_ones(DTYPES, ["bfloat16"]))
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
 def test_no_fewer_activations_are_foreseen_than_measured_and_at_most_a_third_more(
     changes: dict[str, Any], dtype: str, tmp_path: Path
