@@ -30,9 +30,10 @@ LEARNS = {
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """The model has learnt enough to answer in whole sentences."""
+    """The model answers in whole sentences, nearly always. After 150 steps it answered so seldom on some machines that
+    reinforcement learning found no reward."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    make(Recipe("tiny", pretrain_steps=150), folder, report=print)
+    make(Recipe("tiny", pretrain_steps=300), folder, report=print)
     state_dir = tmp_path_factory.mktemp("state")
     with Stack(state_dir, base_models=[f"tinsmith/small-qwen3={folder}"], threads=None) as stack:
         yield stack
@@ -54,7 +55,7 @@ def test_an_example_learns(stack: Stack, name: str) -> None:
     assert found[1] == LEARNS[name]
     before, after = float(found[2]), float(found[3])
     falls = "loss" in last or "KL" in last
-    assert after < before if falls else after > before
+    assert after < before if falls else after > before, last
 
 
 def test_openai_chat_answers(stack: Stack) -> None:
