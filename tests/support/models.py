@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProce
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tinsmith.modeling.pretrained import auto_class
+from tinsmith.pictures.kimi import Kimi_K25ImageProcessorPil
 
 VOCAB_SIZE = 512
 CONTEXT = 256
@@ -158,6 +160,19 @@ VISION: dict[str, dict[str, Any]] = {
         "vision_config": {**_TOWER, "fullatt_block_indexes": [1], "window_size": 16, "num_key_value_heads": 2},
         "tie_word_embeddings": False, "image_token_id": 5, "video_token_id": 6,
     },
+    "Kimi_K25": {
+        "text_config": {
+            **TINY_CONFIG, "model_type": "deepseek_v3", "num_key_value_heads": 4, "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+            "moe_intermediate_size": 48, "q_lora_rank": 24,
+            "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+        },
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8,
+        },
+        "projection_hidden_size": 32, "tie_word_embeddings": False, "image_token_id": 5, "video_token_id": 6,
+    },
 }  # fmt: skip
 """Families that see pictures, with the settings that make them tiny. A token of a picture has 8 x 8 pixels."""
 
@@ -179,10 +194,20 @@ def make_vision_model(
     elif family == "Glm4v":
         settings: dict[str, Any] = {"patch_size": 4, "size": {"shortest_edge": 4 * 64, "longest_edge": 64 * 64}}
         Glm4vImageProcessorPil(**settings).save_pretrained(folder)
+    elif family == "Kimi_K25":
+        Kimi_K25ImageProcessorPil(patch_size=4, max_patches=64).save_pretrained(folder)
     else:
         size = {"shortest_edge": 2 * 64, "longest_edge": 32 * 64}
         Qwen2VLImageProcessorPil(patch_size=4, size=size).save_pretrained(folder)
     return folder
+
+
+def image_processor(folder: Path) -> Any:
+    """The processor in a model's files that scales with Pillow."""
+    name = json.loads((folder / "preprocessor_config.json").read_text())["image_processor_type"]
+    if name == "Kimi_K25ImageProcessor":
+        return Kimi_K25ImageProcessorPil.from_pretrained(folder)
+    return transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
 
 
 def kinds_of(model: Any, is_picture_T: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -203,7 +228,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "DeepseekV3": {
         **TINY_CONFIG, **_EXPERTS, "head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1,
         "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16,
-        "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "tie_word_embeddings": False,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "tie_word_embeddings": False,
     },
     "GptOss": {
         **TINY_CONFIG, "num_experts_per_tok": 2, "num_local_experts": 4, "intermediate_size": 48, "sliding_window": 8,

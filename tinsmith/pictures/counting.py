@@ -187,7 +187,59 @@ class Filling:
         return side, side
 
 
-_RULES: Mapping[str, Callable[..., Counting]] = {one.rule: one for one in (ByArea, OneSize, Filling)}
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """Kimi K2.5: a picture is scaled down, never up, until the number of its patches and its sides are within limits,
+    and is filled up on the right and below to whole merged patches, each of which becomes one token."""
+
+    rule: ClassVar[str] = "bounded"
+    patch_size: int
+    """Side of a patch, in pixels."""
+    merge_size: int
+    """Side of the square of patches that becomes one token, in patches."""
+    max_patches: int
+    """Most patches, counted without those that a picture has in part."""
+    max_side: int
+    """Most patches on one side."""
+
+    @property
+    def side(self) -> int:
+        """Side of the square that becomes one token, in pixels."""
+        return self.patch_size * self.merge_size
+
+    def scaled(self, width: int, height: int, *, field: str) -> Size:
+        # As `navit_resize` of transformers' kimi_k25 image processor.
+        longest = self.max_side * self.patch_size
+        patches = max(1, width // self.patch_size) * max(1, height // self.patch_size)
+        factor = min(1.0, math.sqrt(self.max_patches / patches), longest / height, longest / width)
+        across, down = (min(max(1, int(one * factor)), longest) for one in (width, height))
+        return across, down
+
+    def tokens(self, width: int, height: int, *, field: str) -> int:
+        rows, columns = self.grid(self.scaled(width, height, field=field))
+        return rows * columns
+
+    def grid(self, scaled: Size) -> tuple[int, int]:
+        return -(-scaled[1] // self.side), -(-scaled[0] // self.side)
+
+    @property
+    def most_tokens(self) -> int:
+        # A side of p whole patches has less than p + 1. So a picture of r rows has more than (r - 1) * merge_size - 1
+        # whole patches on this side, and the other side has what the limit on patches leaves.
+        most = -(-self.max_side // self.merge_size)
+        other = (self.max_patches / max(1, rows * self.merge_size - 1) for rows in range(most))
+        return max(
+            rows * min(most, math.ceil((patches + 1) / self.merge_size)) for rows, patches in enumerate(other, start=1)
+        )
+
+    def examples(self) -> Sequence[Size]:
+        return (3 * self.side - 1, 2 * self.side), (2 * self.side, self.side)
+
+    def typical(self) -> Size:
+        return 8 * self.side, 8 * self.side
+
+
+_RULES: Mapping[str, Callable[..., Counting]] = {one.rule: one for one in (ByArea, OneSize, Filling, Bounded)}
 
 
 def settings_of(counting: Counting) -> dict[str, int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tinsmith.pictures.counting import ByArea, Counting, Filling, OneSize
+from tinsmith.pictures.counting import Bounded, ByArea, Counting, Filling, OneSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,14 @@ def _gemma4_ahead(config: Any) -> Literal["", "in windows"]:
     return "in windows" if config.get_text_config().use_bidirectional_attention == "vision" else ""
 
 
+def _kimi(processor: Any, _: Any) -> Bounded:
+    if processor.fixed_output_tokens is not None:
+        raise ValueError(
+            "its image processor gives every picture as many tokens (fixed_output_tokens), which is not supported"
+        )
+    return Bounded(processor.patch_size, processor.merge_size, processor.max_patches, processor.size["max_height"])
+
+
 _BY_AREA = "by its area, in rows and columns"
 _QWEN = Family("Qwen2-VL to Qwen3.5", _BY_AREA, "Qwen2VLImageProcessorPil", _by_area, grid=True)
 _GLM = Family("GLM-4.1V to 4.5V", _BY_AREA, "Glm4vImageProcessorPil", _glm, grid=True)
@@ -96,6 +104,7 @@ FAMILIES: Mapping[str, Family] = {
         in_chats=lambda config: ([config.boi_token_id], [config.eoi_token_id]),
         two_way='in layers with a window, where `use_bidirectional_attention` is "vision"',
     ),
+    "kimi_k25": Family("Kimi K2.5 and K2.6", _BY_AREA, "Kimi_K25ImageProcessorPil", _kimi),
 }
 """By the `model_type` of a model's configuration."""
 

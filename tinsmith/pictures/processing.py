@@ -16,8 +16,12 @@ from transformers import AutoImageProcessor
 from tinsmith.errors import InvalidRequest
 from tinsmith.pictures.decoding import decode
 from tinsmith.pictures.families import Family
+from tinsmith.pictures.kimi import Kimi_K25ImageProcessorPil
 
 logger = logging.getLogger(__name__)
+
+_OURS = {Kimi_K25ImageProcessorPil.__name__: Kimi_K25ImageProcessorPil}
+"""Image processors that transformers does not have, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,10 @@ class Processor:
         """The processor in a folder or of a Hugging Face id. Raises ValueError, with the reason, if there is none of
         the family's kind. Code that comes with a model is never run."""
         try:
-            processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=False, backend="pil")
+            if family.processor in _OURS:
+                processor: Any = _OURS[family.processor].from_pretrained(path)
+            else:
+                processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=False, backend="pil")
         except (OSError, ValueError, KeyError, ImportError) as error:
             logger.info("%s: no image processor: %s", path, error)
             raise ValueError("its files hold no image processor (preprocessor_config.json)") from None

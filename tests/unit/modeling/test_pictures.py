@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoImageProcessor, PaliGemmaConfig
+from transformers import PaliGemmaConfig
 
 from tests.support.adapters import random_adapter
-from tests.support.models import VISION, kinds_of, make_model, make_vision_model
+from tests.support.models import VISION, image_processor, kinds_of, make_model, make_vision_model
 from tests.support.oracle import Oracle
 from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.adapter_runs import Run
@@ -70,9 +70,7 @@ class Sequence:
         """Logprob of each token as the successor of itself, by transformers' own processor and model."""
         more = {}
         if self.images:
-            more = dict(
-                AutoImageProcessor.from_pretrained(folder, backend="pil")(images=self.images, return_tensors="pt")
-            )
+            more = dict(image_processor(folder)(images=self.images, return_tensors="pt"))
             more = {name: more[name] for name in more if name != "num_crops"}
             more |= kinds_of(getattr(model, "base_model", model).model, self.tokens == 5)
         table = model(input_ids=self.tokens[None], **more).logits[0].log_softmax(-1)
@@ -176,9 +174,7 @@ def test_positions_are_those_of_transformers(tmp_path: Path) -> None:
     base = load(tmp_path)
     assert base.tower is not None
     one = Sequence(base, [3, WIDE, 4, HIGH, 2], 0)
-    grids = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")(images=[WIDE, HIGH], return_tensors="pt")[
-        "image_grid_thw"
-    ]
+    grids = image_processor(tmp_path)(images=[WIDE, HIGH], return_tensors="pt")["image_grid_thw"]
     theirs, _ = base.tower._model.get_rope_index(one.tokens[None], (one.tokens == 5).int()[None], grids)
     assert torch.equal(positions_with_pictures([len(one.tokens)], one.placed, CPU), theirs[:, 0])
     # Two pictures without text between them are two, and a picture may end a sequence.

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import AutoImageProcessor
 
-from tests.support.models import VISION, make_vision_model
+from tests.support.models import VISION, image_processor, make_vision_model
 from tinsmith.modeling.config import load_config
 from tinsmith.pictures.families import FAMILIES, family_of
 from tinsmith.pictures.processing import Picture, Processor
@@ -23,7 +22,7 @@ def test_what_a_tower_gets_is_bit_for_bit_what_the_models_own_processor_makes(fa
     processor = Processor.load(tmp_path, family_of(config), config)
     images = [Image.fromarray(PIXELS[:h, :w]) for w, h in ((37, 21), (17, 30), (90, 80))]
     pictures = [_made(processor, one) for one in images]
-    theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")(images=images, return_tensors="np")
+    theirs = image_processor(tmp_path)(images=images, return_tensors="np")
     ours = processor.arrays(pictures)
     assert ours.keys() == dict(theirs).keys()
     for name, array in ours.items():

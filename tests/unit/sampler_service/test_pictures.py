@@ -10,14 +10,14 @@ import pytest
 import torch
 from peft import PeftModel
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 from sampler_service.convert import request_from_proto
 from sampler_service.core.request import EMPTY_LOGPROB, Request, Result
 from sampler_service.servicer import _may_be_large
 from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.torch_engine.kv_cache import BLOCK_TOKENS, digests_of
-from tests.support.models import VISION, kinds_of, make_vision_model
+from tests.support.models import VISION, image_processor, kinds_of, make_vision_model
 from tests.unit.sampler_service.serving import serving
 from tinsmith.errors import InvalidRequest, ServiceError
 from tinsmith.modeling.base_model import BaseModel
@@ -64,7 +64,7 @@ class Oracle:
     """transformers' own model and processor."""
 
     def __init__(self, folder: Path) -> None:
-        self.processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        self.processor = image_processor(folder)
         self.model = AutoModelForImageTextToText.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         )

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 from tests.support.batches import datum, request
-from tests.support.models import VISION, make_vision_model
+from tests.support.models import VISION, image_processor, make_vision_model
 from tests.unit.trainer_service.restoring import Process
 from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
@@ -353,7 +353,7 @@ async def test_training_computes_what_transformers_does_and_is_replayed_after_a_
     assert weights["adapter"].abs().sum() > 0
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    seen = AutoImageProcessor.from_pretrained(folder, backend="pil")(images=[WIDE], return_tensors="pt")
+    seen = image_processor(folder)(images=[WIDE], return_tensors="pt")
     tokens = torch.tensor([[11, 12, *[5] * 15, 13, 14, 15]])
     with torch.no_grad():
         table = model(input_ids=tokens, mm_token_type_ids=(tokens == 5).int(), **seen).logits[0].log_softmax(-1)
