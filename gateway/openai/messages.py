@@ -32,8 +32,11 @@ class Messages:
         return [] if reader is None else reader.calls
 
     def finish_reason(self, update: Update) -> str | None:
-        """The finish reason of the update's choice. Call it after `read` has seen the update."""
-        return "tool_calls" if update.finish_reason == "stop" and self.calls(update) else update.finish_reason
+        """The finish reason of the update's choice; "tool_calls" if its calls are whole. Call it after `read` has seen
+        the update."""
+        reader = self._readers.get(update.index)
+        calls_tools = reader is not None and reader.calls and not reader.is_in_arguments
+        return "tool_calls" if update.finish_reason == "stop" and calls_tools else update.finish_reason
 
     def message(self, update: Update) -> Json:
         """The message of a choice, from an update that holds all of it."""

@@ -57,6 +57,11 @@ class ToolCallReader:
         self._in_string = False
         self._escaped = False
 
+    @property
+    def is_in_arguments(self) -> bool:
+        """Whether the arguments of the last call have begun, and not ended."""
+        return self._state == "arguments"
+
     def push(self, text: str) -> list[Piece]:
         """Adds text. Returns the pieces that are certain now."""
         self._rest += text

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from gateway.openai.call_forms import FORMS
+from gateway.openai.draws import Update
+from gateway.openai.messages import Messages
+from gateway.openai.structured import Structure
 from gateway.openai.tool_calls import ToolCallReader
 from tinsmith.tool_calls import ToolCallFormat
 
@@ -324,3 +327,15 @@ def test_arguments_are_told_as_they_come() -> None:
         reader.push(part)
     assert [piece.text for piece in reader.push("long text")] == ["long text"]
     assert json.loads(reader.calls[0].arguments + '"}') == {"text": "long text"}
+
+
+@pytest.mark.parametrize(
+    ("text", "ends", "finish_reason"),
+    [(ADD, "stop", "tool_calls"), (ADD[:-2], "stop", "stop"), (ADD[:-2], "length", "length")],
+)
+def test_only_whole_calls_are_the_reason_why_a_message_ends(text: str, ends: Any, finish_reason: str) -> None:
+    messages = Messages(Structure(form="hermes", schemas=SCHEMAS))
+    update = Update(0, text=f"<tool_call>{text}", finish_reason=ends)
+    (call,) = messages.message(update)["tool_calls"]
+    assert call["function"]["name"] == "add"
+    assert messages.finish_reason(update) == finish_reason
