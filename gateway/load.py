@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
@@ -43,6 +43,9 @@ async def watch_event_loop(stalls: Histogram) -> None:
 class Bodies:
     """Bounds the memory of request bodies, for all clients together.
 
+    An owner with several bodies may hold at most as many bytes as are free, as a model of the trainer (HeldBytes). So
+    an owner whose bodies never end, or whose samples wait for long, leaves room for other owners.
+
     A body counts from its first byte until its request is answered. For a training operation that is when the trainer
     has it in its journal. The body of a sample counts until the sample is done, because it may have to be sent again.
     Small bodies do not count, so that heartbeats and polls get through when large bodies fill the bound.
@@ -51,39 +54,50 @@ class Bodies:
     def __init__(self, max_bytes: int, gauge: Gauge) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
+        self._by_owner: Counter[str] = Counter()
         self._gauge = gauge
 
-    def add(self, num_bytes: int) -> None:
+    def has_room(self, owner: str, more: int, *, own_share: int) -> bool:
+        """Whether the owner may hold so many more bytes. `own_share`: bytes that the same request holds."""
+        free = self.max_bytes - self.num_bytes - more
+        held = self._by_owner[owner]
+        return free >= 0 and (held == own_share or held + more <= free)
+
+    def add(self, owner: str, num_bytes: int) -> None:
         self.num_bytes += num_bytes
+        self._by_owner[owner] += num_bytes
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]
         self._gauge.set(self.num_bytes)
 
 
 class Share:
     """The share of one request in `Bodies`."""
 
-    def __init__(self, bodies: Bodies) -> None:
+    def __init__(self, bodies: Bodies, owner: str) -> None:
         self._bodies = bodies
+        self._owner = owner
         self._num_bytes = 0
         self._num_counted = 0
 
     def take(self, num_bytes: int) -> None:
-        """Adds bytes to the share. Raises OutOfCapacity, and releases the share, when all shares would exceed the
-        bound."""
+        """Adds bytes to the share. Raises OutOfCapacity, and releases the share, when the owner's shares would exceed
+        what the owner may hold."""
         self._num_bytes += num_bytes
         if self._num_bytes <= SMALL_BYTES:
             return
         more = self._num_bytes - self._num_counted
-        if self._bodies.num_bytes + more > self._bodies.max_bytes:
+        if not self._bodies.has_room(self._owner, more, own_share=self._num_counted):
             self.release()
             raise OutOfCapacity(
-                f"request bodies of {self._bodies.num_bytes} bytes are in work, and this one would exceed "
-                f"max_held_body_bytes, {self._bodies.max_bytes}; try again"
+                f"request bodies of {self._bodies.num_bytes} bytes are in work, and this one would exceed its owner's "
+                f"share of max_held_body_bytes, {self._bodies.max_bytes}; try again"
             )
-        self._bodies.add(more)
+        self._bodies.add(self._owner, more)
         self._num_counted = self._num_bytes
 
     def release(self) -> None:
-        self._bodies.add(-self._num_counted)
+        self._bodies.add(self._owner, -self._num_counted)
         self._num_bytes = self._num_counted = 0
 
 

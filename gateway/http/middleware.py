@@ -338,7 +338,8 @@ class HoldBodies:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        share = scope.setdefault("state", {})["held"] = Share(self._bodies)
+        state = scope.setdefault("state", {})
+        share = state["held"] = Share(self._bodies, state.get("owner", ""))
 
         async def in_pieces(message: Message) -> None:
             body = message.get("body", b"")

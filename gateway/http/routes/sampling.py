@@ -200,7 +200,8 @@ async def asample(request: Request) -> answers.training.SampleReceipt | Response
         async with request.turn(num_bytes):
             message, is_recorded, mark = await off_loop(to_message, num_bytes=num_bytes, config=gateway.config)
         hold = None
-        held = Share(gateway.bodies)  # outlives this request, because the sample may have to be sent again
+        # It outlives this request, because the sample may have to be sent again.
+        held = Share(gateway.bodies, caller.owner)
         if gateway.futures.fingerprint(request_id) is None:
             held.take(convert.held_bytes(message))
             try:

@@ -38,7 +38,7 @@ def assets(**settings: Any) -> Assets:
 
 
 def share(max_bytes: int = 2**30) -> Share:
-    return Share(Bodies(max_bytes, Gauge("held", "Bytes", registry=None)))
+    return Share(Bodies(max_bytes, Gauge("held", "Bytes", registry=None)), "ada")
 
 
 async def read(assets: Assets, location: Any, **fields: Any) -> dict[str, Any]:

@@ -19,7 +19,9 @@ from tests.unit.gateway.test_connections import connection
 
 BODY_BYTES = 256 * 2**10
 NUM_HELD = 3
-LIMITS = {"max_body_bytes": BODY_BYTES, "max_held_body_bytes": NUM_HELD * BODY_BYTES}
+LIMITS = {"max_body_bytes": BODY_BYTES, "max_held_body_bytes": 2 * NUM_HELD * BODY_BYTES}
+"""One owner may hold half of that."""
+KEYS = [{"key": f"tml-{name}", "owner": name} for name in ("ada", "eve")]
 HEAD = b"POST /api/v1/create_session HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: tml-test\r\nContent-Length: %d\r\n\r\n"
 SESSION = b'{"tags":[]}'
 
@@ -49,6 +51,29 @@ async def test_bodies_above_the_bound_are_told_to_come_again_and_small_ones_go_o
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
     await until_held(stack, 0)
     assert (await client.post("/api/v1/create_session", content=body)).status_code == 200
+
+
+@pytest.mark.gateway(**LIMITS, api_keys=KEYS)
+async def test_an_owner_whose_bodies_never_end_keeps_no_other_owner_out(stack: Stack, client: Client) -> None:
+    """The same holds for samples that wait with large prompts. Before, the others' large bodies were told 429 for as
+    long as that took."""
+    body = SESSION.ljust(BODY_BYTES)
+    head = HEAD.replace(b"tml-test", b"tml-eve") % len(body)
+    async with AsyncExitStack() as clients:
+        slow = [await clients.enter_async_context(connection(stack)) for _ in range(2 * NUM_HELD)]
+        for number, (_, writer) in enumerate(slow, start=1):
+            writer.write(head + body[:-1])
+            await until_held(stack, min(number, NUM_HELD) * (len(body) - 1))
+        late = await client.post("/api/v1/create_session", content=body, headers={"x-api-key": "tml-eve"})
+        assert (late.status_code, late.headers["retry-after"]) == (429, "1")
+        other = await client.post("/api/v1/create_session", content=body, headers={"x-api-key": "tml-ada"})
+        assert other.status_code == 200, other.text
+
+
+@pytest.mark.gateway(max_body_bytes=BODY_BYTES, max_held_body_bytes=BODY_BYTES)
+async def test_a_body_that_is_alone_may_take_the_whole_bound(stack: Stack, client: Client) -> None:
+    reply = await client.post("/api/v1/create_session", content=SESSION.ljust(BODY_BYTES))
+    assert reply.status_code == 200, reply.text
 
 
 @pytest.mark.gateway(**LIMITS)
