@@ -131,16 +131,23 @@ class Reaper:
     async def run(self) -> None:
         """Reaps every `reap_interval_s`, and when a session or run ends. Only one of several gateways reaps."""
         while True:
-            await self._try(self._count_sessions)
-            await self._try(self.count_stored)
-            await self._try(self._operations.take_over)
-            await self._try(self._transfers.finish_left)
-            await self._try(self.reap)
+            await self.round()
             await set_within(self._wake, self._config.reap_interval_s)
             self._wake.clear()
 
+    async def round(self) -> None:
+        """What every gateway does, then what only the one with the lease does."""
+        for step in (
+            self._count_sessions,
+            self.count_stored,
+            self._operations.take_over,
+            self._transfers.finish_left,
+            self.reap,
+        ):
+            await self._try(step)
+
     async def reap(self) -> None:
-        """One round, if this gateway has the lease."""
+        """What only the gateway that has the lease does."""
         if not await self._peers.has_lease("reaper"):
             return
         for step in (

@@ -13,8 +13,9 @@ from gateway.metrics import Metrics
 _migrated = b""
 
 
-async def lay_migrated_database(state_dir: Path) -> None:
-    """Puts the file where a gateway with this state folder looks for it. A file that is there stays."""
+async def lay_migrated_database(state_dir: Path) -> bool:
+    """Puts the file where a gateway with this state folder looks for it. A file that is there stays: then it returns
+    False."""
     global _migrated
     if not _migrated:
         with tempfile.TemporaryDirectory() as folder:
@@ -23,10 +24,12 @@ async def lay_migrated_database(state_dir: Path) -> None:
             await database.migrate()
             await database.close()  # which empties the write-ahead log into the file
             _migrated = await asyncio.to_thread(file.read_bytes)
-    _lay(state_dir / DATABASE)
+    return _lay(state_dir / DATABASE)
 
 
-def _lay(file: Path) -> None:
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(_migrated)
+def _lay(file: Path) -> bool:
+    if file.exists():
+        return False
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(_migrated)
+    return True

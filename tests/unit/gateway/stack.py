@@ -18,6 +18,7 @@ import httpx
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
 from gateway.http.server import GatewayServer
+from gateway.reaper import Reaper
 from tests.support import batches
 from tests.support.databases import lay_migrated_database
 from tinsmith.errors import (
@@ -661,8 +662,9 @@ class Stack:
 
     async def start_gateway(self, **settings: Any) -> None:
         self.settings |= settings
+        is_new = False
         if not self.settings.get("database_url"):
-            await lay_migrated_database(self.state_dir)
+            is_new = await lay_migrated_database(self.state_dir)
         services: dict[str, Any] = {
             "trainers": [f"127.0.0.1:{port}" for port in self.trainer_ports or [self.trainer_backend.port]],
             "samplers": [f"127.0.0.1:{port}" for port in self.sampler_ports or [self.sampler_backend.port]],
@@ -671,6 +673,8 @@ class Stack:
             services = {}
         config = GatewayConfig(port=self.port, state_dir=self.state_dir, **services, **self.settings)
         self.server = GatewayServer(config)
+        if is_new:
+            _leave_out_the_first_round(self.gateway.reaper)
         await self.gateway.start()
         self._serving = asyncio.create_task(self.server.serve())
         while not self.server.started:
@@ -695,6 +699,17 @@ class Stack:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+
+def _leave_out_the_first_round(reaper: Reaper) -> None:
+    """There is nothing to reap in a new database, and looking for it takes 40 % of the processor time of a gateway's
+    start and stop."""
+    plain = reaper.round
+
+    async def first() -> None:
+        reaper.round = plain  # type: ignore[method-assign]
+
+    reaper.round = first  # type: ignore[method-assign]
 
 
 class Client(httpx.AsyncClient):

@@ -13,11 +13,10 @@ from tests.unit.gateway.test_several_trainers import all_reached, run_on, traine
 from tinsmith.errors import NotReady
 
 __all__ = ["other", "quick"]
-pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture(autouse=True)
-async def adopting(stack: Stack, other: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+async def adopting(quick: None, stack: Stack, other: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second trainer may be adopted from soon after it has gone, and the first one shares its database."""
     monkeypatch.setattr("gateway.placement._LOOK_S", 0.1)
     stack.trainer.lost[other.servicer.trainer_id] = other.servicer
