@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.support.batches import datum, request
 from tests.support.models import VISION, image_processor, make_vision_model
+from tests.support.parameters import fast_ones
 from tests.unit.trainer_service.restoring import Process
 from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
@@ -176,7 +177,7 @@ def micro_batches(engine: TrainingEngine, model_id: str, data: list[types_pb2.Da
     return found
 
 
-@pytest.mark.parametrize("family", ["Qwen3VL", "Gemma3", "Gemma4"])
+@pytest.mark.parametrize("family", fast_ones(["Qwen3VL", "Gemma3", "Gemma4"], ["Gemma3"]))
 def test_memory_of_pictures_in_an_adapted_tower_is_predicted_from_two(family: str, tmp_path: Path) -> None:
     base = BaseModel.load(make_vision_model(tmp_path, family), device=torch.device("cpu"), dtype=torch.float32)
     engine = TrainingEngine(base, max_tokens_per_microbatch=512)
@@ -257,7 +258,7 @@ def test_pictures_that_can_never_fit_are_refused_where_the_tower_is_adapted(seei
     assert engine.is_tainted("adapts")
 
 
-@pytest.mark.parametrize("family", VISION)
+@pytest.mark.parametrize("family", fast_ones(VISION, ["Qwen3_5", "Gemma4"]))
 def test_a_tower_that_runs_out_of_memory_runs_in_halves_and_then_with_checkpointing(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
