@@ -131,7 +131,8 @@ class TrainerConfig(GrpcTls, BaseSettings):
     of memory_bytes that activations leave. On the CPU nothing is moved."""
     activation_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Compute each layer twice instead of keeping its activations; auto does so only for micro-batches that would not
-    fit otherwise. On CUDA, where fewer than 2,048 tokens fit without, auto makes larger micro-batches with it."""
+    fit otherwise. On CUDA, where fewer than 2,048 tokens would fit without checkpointing, auto makes larger
+    micro-batches with it."""
     pictures: bool = True
     """Take pictures, if the base model sees. false saves the memory of its vision tower, which is then not loaded, and
     refuses pictures by name. With full_training the tower is loaded all the same, because it is in the checkpoints."""

@@ -267,12 +267,11 @@ def _room(engine: TrainingEngine, plan: Plan) -> Capacity:
     base = engine.base
     config = AdapterConfig(rank=1, **_flags(base))
     bytes_per_rank = 4 * num_elements(config, chosen_targets(config, base.targets))  # float32
-    on_device = plan.bytes_for_adapters([plan.token_budget], checkpointing=engine.memory.always_checkpoints)
     return Capacity(
         token_budget=plan.token_budget,
         longest_sequence=engine.limits.max_context_length,
         adapter_bytes={rank: rank * bytes_per_rank for rank in RANKS},
         training_bytes={rank: full_bytes(rank * bytes_per_rank) for rank in RANKS},
         models_bytes=host_bytes() if plan.models_bytes is None else plan.models_bytes,
-        device_bytes=None if base.device.type == "cpu" else on_device,
+        device_bytes=None if base.device.type == "cpu" else engine.memory.bytes_beside(plan.token_budget),
     )

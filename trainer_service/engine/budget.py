@@ -177,12 +177,24 @@ class MemoryBudget:
         known = self._too_long is not None and max(length for share in shares for length in share) >= self._too_long
         return known or any(self.plan.needs_checkpointing(share) for share in shares)
 
+    def bytes_beside(self, tokens: int) -> int | None:
+        """Device memory for adapters beside any micro-batch of at most so many tokens, in bytes. None: no limit."""
+        plan = self.plan
+        some_checkpoint = plan.needs_checkpointing([tokens])
+        left = plan.bytes_for_adapters([tokens], checkpointing=self.always_checkpoints or some_checkpoint)
+        if left is None or not some_checkpoint:
+            return left
+        # Smaller micro-batches run without checkpointing, and may take all memory for activations.
+        assert plan.memory_bytes is not None
+        assert plan.activation_bytes is not None
+        return min(left, plan.memory_bytes - plan.activation_bytes)
+
     def go_together(self, ids: Sequence[str], *, tokens: int) -> bool:
         """Whether these models and their gradients fit on the device beside a micro-batch of `tokens` tokens, and at
         most `MAX_COMING` of them have to be moved there first."""
         if self.residency.num_on_host(ids) > MAX_COMING:
             return False
-        left = self.plan.bytes_for_adapters([tokens], checkpointing=self.needs_checkpointing([[tokens]]))
+        left = self.bytes_beside(tokens)
         if left is None:
             return True
         # Where models cannot be moved to the host, models outside this micro-batch take memory, too.

@@ -94,9 +94,15 @@ def test_where_few_tokens_fit_micro_batches_are_larger_with_checkpointing(
     assert plan.token_budget > few
     engine.follow(replace(plan, models_bytes=None))
     assert engine.memory.needs_checkpointing([[plan.token_budget]])
-    for model_id in ("a", "b"):  # both fit beside the activations with checkpointing, and not beside those without
-        create(engine, model_id, rank=22)
-    assert engine.passes.go_together(["a", "b"])
+    # Two of rank 22 do not fit beside the activations of so many tokens without checkpointing. Two of rank 25 fit
+    # beside those with it, but not beside a smaller micro-batch that runs without it and takes all memory for
+    # activations.
+    for rank, fits in ((22, True), (25, False)):
+        for model_id in ("a", "b"):
+            create(engine, model_id, rank=rank)
+        assert engine.passes.go_together(["a", "b"]) == fits
+        for model_id in ("a", "b"):
+            engine.delete_model(model_id)
     monkeypatch.setitem(_TOKENS_WITHOUT_CHECKPOINTING, "cpu", few)
     assert measure(engine, bounds).token_budget == few
 
