@@ -115,8 +115,9 @@ class GatewayConfig(GrpcTls, BaseSettings):
     """Largest request body, also after decompression; a larger one is answered 413."""
     max_held_body_bytes: int = Field(default_factory=lambda: max(_BODY_BYTES, total_bytes() // 4), gt=0)
     """Most bytes of request bodies in memory, for all clients together; at least max_body_bytes. Default: a quarter of
-    the machine's memory, or of the limit of the process's cgroup. A body without room is answered 429. Bodies up to 64
-    KiB, such as heartbeats and polls, do not count."""
+    the machine's memory, or of the limit of the process's cgroup. An owner with several bodies may hold as many bytes
+    as stay free, so at most half. A body without room is answered 429. Bodies up to 64 KiB, such as heartbeats and
+    polls, do not count."""
     max_body_values: int = Field(default=1_000_000, ge=1000)
     """Most values in a request body. In JSON a list or an object counts as 10, and a member of an object as 3 more than
     its value. A body with more values is answered 413, because parsing it would block other requests, and take many

@@ -43,8 +43,9 @@ async def watch_event_loop(stalls: Histogram) -> None:
 class Bodies:
     """Bounds the memory of request bodies, for all clients together.
 
-    An owner with several bodies may hold at most as many bytes as are free, as a model of the trainer (HeldBytes). So
-    an owner whose bodies never end, or whose samples wait for long, leaves room for other owners.
+    An owner's only body may have all bytes that are free. An owner with several bodies may hold at most as many bytes
+    as stay free, as a model of the trainer (HeldBytes): half of the bound when it is alone. So an owner whose bodies
+    never end, or whose samples wait for long, leaves room for other owners.
 
     A body counts from its first byte until its request is answered. For a training operation that is when the trainer
     has it in its journal. The body of a sample counts until the sample is done, because it may have to be sent again.
@@ -74,9 +75,11 @@ class Bodies:
 class Share:
     """The share of one request in `Bodies`."""
 
-    def __init__(self, bodies: Bodies, owner: str) -> None:
+    def __init__(self, bodies: Bodies, owner: str, *, beside: Share | None = None) -> None:
+        """`beside`: another share of the same request, with which this one counts as one body."""
         self._bodies = bodies
         self._owner = owner
+        self._beside = beside
         self._num_bytes = 0
         self._num_counted = 0
 
@@ -87,7 +90,8 @@ class Share:
         if self._num_bytes <= SMALL_BYTES:
             return
         more = self._num_bytes - self._num_counted
-        if not self._bodies.has_room(self._owner, more, own_share=self._num_counted):
+        own_share = self._num_counted + (0 if self._beside is None else self._beside._num_counted)
+        if not self._bodies.has_room(self._owner, more, own_share=own_share):
             self.release()
             raise OutOfCapacity(
                 f"request bodies of {self._bodies.num_bytes} bytes are in work, and this one would exceed its owner's "

@@ -201,7 +201,7 @@ async def asample(request: Request) -> answers.training.SampleReceipt | Response
             message, is_recorded, mark = await off_loop(to_message, num_bytes=num_bytes, config=gateway.config)
         hold = None
         # It outlives this request, because the sample may have to be sent again.
-        held = Share(gateway.bodies, caller.owner)
+        held = Share(gateway.bodies, caller.owner, beside=request.state.held)
         if gateway.futures.fingerprint(request_id) is None:
             held.take(convert.held_bytes(message))
             try:

@@ -141,6 +141,15 @@ async def test_a_sample_is_counted_until_it_is_drawn(stack: Stack, client: Clien
     await client.call("asample", sample_body(sampler, 3, prompt=prompt))
 
 
+@pytest.mark.gateway(max_body_bytes=BODY_BYTES, max_held_body_bytes=2 * BODY_BYTES)
+async def test_an_owners_only_sample_may_take_more_than_half(stack: Stack, client: Client) -> None:
+    """While it is read, its body and its message are in memory, here two thirds of the bound."""
+    sampler = await client.sampling_session(await client.session())
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1] * 60_000}]}  # 2 bytes each in JSON, 4 after that
+    receipt = await client.call("asample", sample_body(sampler, 0, prompt=prompt))
+    assert isinstance(await client.result(receipt), bytes)
+
+
 @pytest.mark.gateway(**LIMITS)
 async def test_a_sample_of_many_chunks_is_counted_for_what_they_take(stack: Stack, client: Client) -> None:
     """A chunk of one token has 10 bytes on the wire, and 74 in memory: 2,048 samples of 5,000 chunks, which counted for
