@@ -113,13 +113,13 @@ class Known(BaseModel):
 
         An error for each of a hundred thousand unknown fields would block the event loop.
         """
-        fields = _null_means_something(cls)
+        fields = _fields(cls)
         if not isinstance(content, dict) or (None not in content.values() and all(name in fields for name in content)):
             return content
         known = {
             name: content[name]
-            for name, is_kept in fields.items()
-            if name in content and (is_kept or content[name] is not None)
+            for name, null_counts in fields.items()
+            if name in content and (null_counts or content[name] is not None)
         }
         for name, value in content.items():
             if value is not None and name not in fields and name not in cls.HARMLESS:
@@ -128,9 +128,9 @@ class Known(BaseModel):
 
 
 @cache
-def _null_means_something(schema: type[Known]) -> Mapping[str, bool]:
-    """Fields of the schema by their names as clients write them, in the schema's order: whether null differs from an
-    absent field, as where it is one of the values of a field that must be sent."""
+def _fields(schema: type[Known]) -> Mapping[str, bool]:
+    """The schema's fields in its order: names as clients write them -> whether null is a value of the field, and does
+    not mean that it is absent."""
     return {
         field.alias or name: field.is_required() and type(None) in get_args(field.annotation)
         for name, field in schema.model_fields.items()

@@ -274,7 +274,9 @@ class ResponseForm:
         status = "incomplete" if self._reason == "length" else "completed"
         if self._item is None and not self._response["output"]:
             yield from self._open_text()  # the model has generated no text
-        yield from self._close(status)
+        is_call = self._item is not None and self._text is None
+        # A call whose arguments a stop has broken off is not the reason why its message ended.
+        yield from self._close("incomplete" if is_call and self._reason != "tool_calls" else status)
         self._response["status"] = status
         if status == "incomplete":
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}

@@ -288,6 +288,18 @@ async def test_calls_of_tools_are_items_of_their_own() -> None:
     assert [{**one, "id": 0} for one in whole] == [{**one, "id": 0} for one in output]
 
 
+@pytest.mark.parametrize(("finish_reason", "status"), [("tool_calls", "completed"), ("stop", "incomplete")])
+async def test_a_call_that_a_stop_breaks_off_is_incomplete(finish_reason: str, status: str) -> None:
+    async def chunks() -> AsyncIterator[dict[str, Any]]:
+        yield call(0, '{"a":', name="add")
+        yield chunk(finish_reason=finish_reason)
+        yield {**chunk(), "choices": [], "usage": USAGE}
+
+    *_, last = [event async for event in ResponseForm(Respond(model="m", input="Hi", stream=True)).events(chunks())]
+    assert last["response"]["status"] == "completed"
+    assert [one["status"] for one in last["response"]["output"]] == [status]
+
+
 def test_tools_go_to_the_chat_in_its_form() -> None:
     tool = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
     made = chat_of(Respond.model_validate(ASKED | {"tools": [tool], "tool_choice": "auto"}))
