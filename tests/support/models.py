@@ -165,7 +165,7 @@ VISION: dict[str, dict[str, Any]] = {
             **TINY_CONFIG, "model_type": "deepseek_v3", "num_key_value_heads": 4, "n_routed_experts": 4,
             "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
             "moe_intermediate_size": 48, "q_lora_rank": 24,
-            "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+            "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8,
         },
         "vision_config": {
             "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -228,7 +228,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "DeepseekV3": {
         **TINY_CONFIG, **_EXPERTS, "head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1,
         "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16,
-        "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "tie_word_embeddings": False,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "tie_word_embeddings": False,
     },
     "GptOss": {
         **TINY_CONFIG, "num_experts_per_tok": 2, "num_local_experts": 4, "intermediate_size": 48, "sliding_window": 8,

@@ -22,7 +22,7 @@ class Family:
     tokens: str
     """How many tokens a picture has, in words for docs/models.md."""
     processor: str
-    """Class of transformers' image processor that works with Pillow alone."""
+    """Class of the image processor that works with Pillow alone: transformers' own, or one of tinsmith.pictures."""
     counting: Callable[[Any, Any], Counting]
     """Makes the rule of the image processor and the model's configuration. Raises ValueError for settings that are not
     supported, with the reason."""
@@ -65,6 +65,8 @@ def _gemma4_ahead(config: Any) -> Literal["", "in windows"]:
 
 
 def _kimi(processor: Any, _: Any) -> Bounded:
+    if processor.size["max_height"] != processor.size["max_width"]:
+        raise ValueError("its image processor has another max_height than max_width, which is not supported")
     if processor.fixed_output_tokens is not None:
         raise ValueError(
             "its image processor gives every picture as many tokens (fixed_output_tokens), which is not supported"

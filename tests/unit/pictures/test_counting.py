@@ -1,13 +1,7 @@
 """The number of tokens of a picture, against the processor of transformers."""
 
-import ast
-import importlib.util
-import math
 import random
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers.models.gemma4.image_processing_pil_gemma4 import (
@@ -20,7 +14,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from tinsmith.errors import InvalidRequest
 from tinsmith.pictures.counting import Bounded, ByArea, Counting, Filling, OneSize, counting_of, settings_of
 from tinsmith.pictures.families import FAMILIES
-from tinsmith.pictures.kimi import Kimi_K25ImageProcessorPil
 
 QWEN3_VL = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
 
@@ -48,6 +41,7 @@ def test_pictures_count_as_transformers_processor_counts_them(settings: dict) ->
 
 
 def sizes() -> list[tuple[int, int]]:
+    """Widths and heights of many pictures."""
     generator = random.Random(1)
     some = [(1, 1), (5, 40), (27, 29), (1, 200), (3000, 20), (5792, 5792), (48, 48), (2, 380)]
     return some + [(generator.randrange(1, 3000), generator.randrange(1, 3000)) for _ in range(300)]
@@ -72,44 +66,6 @@ def test_glm_and_gemma_4_scale_as_transformers_processors_do() -> None:
             assert counting.tokens(width, height, field="c") == across // side * (down // side)
             assert counting.grid((across, down)) == (down // side, across // side)
     assert num_refused < 20
-
-
-def navit_resize() -> Callable[..., Any]:
-    """transformers' function, cut out of its file: a module that needs torchvision."""
-    spec = importlib.util.find_spec("transformers.models.kimi_k25")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    source = Path(spec.submodule_search_locations[0], "image_processing_kimi_k25.py").read_text()
-    found = next(one for one in ast.parse(source).body if getattr(one, "name", "") == "navit_resize")
-    names: dict[str, Any] = {"math": math}
-    exec(ast.unparse(found), names)
-    return names["navit_resize"]
-
-
-@pytest.mark.parametrize(("max_patches", "max_side"), [(16384, 512), (64, 20)])
-def test_kimi_scales_as_transformers_processor_does(max_patches: int, max_side: int) -> None:
-    processor = Kimi_K25ImageProcessorPil(max_patches=max_patches, size={"max_height": max_side, "max_width": max_side})
-    counting = FAMILIES["kimi_k25"].counting(processor, None)
-    theirs = navit_resize()
-    for width, height in [*sizes(), (100_000, 1), (7, 30_000)]:
-        (down, across), (padded_down, padded_across) = theirs(height, width, 14, 2, max_patches, max_side)
-        assert counting.scaled(width, height, field="") == (across, down)
-        assert counting.grid((across, down)) == (padded_down // 28, padded_across // 28)
-        assert counting.tokens(width, height, field="") == padded_down // 28 * (padded_across // 28)
-
-
-def test_kimis_settings_as_its_publisher_writes_them() -> None:
-    settings = {
-        "in_patch_limit": 65536, "patch_limit_on_one_side": 256, "patch_size": 16, "merge_kernel_size": 4,
-        "image_mean": [0.4] * 3, "image_std": [0.3] * 3, "fixed_output_tokens": None,
-    }  # fmt: skip
-    processor = Kimi_K25ImageProcessorPil(media_proc_cfg=settings)
-    counting = FAMILIES["kimi_k25"].counting
-    assert counting(processor, None) == Bounded(16, 4, max_patches=65536, max_side=256)
-    assert (processor.image_mean, processor.image_std) == ((0.4,) * 3, (0.3,) * 3)
-    fixed = Kimi_K25ImageProcessorPil(media_proc_cfg={**settings, "fixed_output_tokens": 64})
-    with pytest.raises(ValueError, match=r"every picture as many tokens .fixed_output_tokens., which is not supported"):
-        counting(fixed, None)
 
 
 @pytest.mark.parametrize(
