@@ -14,13 +14,15 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from psutil import virtual_memory
 from xdist.scheduler.loadfile import LoadFileScheduling
+
+from tinsmith.memory import host_bytes
 
 if TYPE_CHECKING:
     from tinsmith.modeling.base_model import BaseModel
 
 _MEMORY = Path("/dev/shm")
+_IN_MEMORY = _MEMORY / "tinsmith-tests"
 
 # Without bytecode on disk, each process of a run rewrites the assertions of all test files, which takes 10 s of a core,
 # and each service that a test starts compiles its own modules.
@@ -34,9 +36,11 @@ if sys.version_info < (3, 12):
     os.environ.pop("SSL_CERT_FILE", None)
     os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 # Temporary files are in memory where there is room: the fast tests have up to 1.5 GB of them. Journals and checkpoints
-# wait for the disk after each write, for a third of the time of their tests. No test cuts the power.
-if "TMPDIR" not in os.environ and _MEMORY.is_dir() and min(virtual_memory().available, disk_usage(_MEMORY).free) > 8e9:
-    os.environ["TMPDIR"] = tempfile.tempdir = str(_MEMORY)
+# wait for the disk after each write, for a third of the time of their tests. No test cuts the power. They have a folder
+# of their own, because a test of shared memory lists the files beside it.
+if "TMPDIR" not in os.environ and _MEMORY.is_dir() and min(host_bytes(), disk_usage(_MEMORY).free) > 8e9:
+    _IN_MEMORY.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(_IN_MEMORY)
 
 
 class _OneIntegrationStack(LoadFileScheduling):

@@ -131,7 +131,7 @@ def _wait(call: Callable[[], socket.socket]) -> socket.socket:
 
 
 def _shared_memory() -> set[str]:
-    return {str(file) for file in Path("/dev/shm").iterdir()}
+    return {str(file) for file in Path("/dev/shm").iterdir() if file.is_file()}
 
 
 def test_a_trainer_that_gives_up_wakes_its_receivers_which_then_know() -> None:
