@@ -108,8 +108,8 @@ class Known(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _only_what_is_set(cls, content: Any) -> Any:
-        """Leaves out unknown fields that are null or harmless, and known ones that are null, except where null has a
-        meaning. One of the other unknown fields stays, and pydantic refuses it.
+        """Leaves out unknown fields that are null or harmless, and known ones that are null, except where null does not
+        mean absent. One of the other unknown fields stays, and pydantic refuses it.
 
         An error for each of a hundred thousand unknown fields would block the event loop.
         """
@@ -129,10 +129,11 @@ class Known(BaseModel):
 
 @cache
 def _fields(schema: type[Known]) -> Mapping[str, bool]:
-    """The schema's fields in its order: names as clients write them -> whether null is a value of the field, and does
-    not mean that it is absent."""
+    """The schema's fields in its order: names as clients write them -> whether null does not mean that the field is
+    absent, because null is one of its values, or because JSON makes null of nan and inf."""
     return {
-        field.alias or name: field.is_required() and type(None) in get_args(field.annotation)
+        field.alias or name: field.annotation is float
+        or (field.is_required() and type(None) in get_args(field.annotation))
         for name, field in schema.model_fields.items()
     }
 

@@ -50,12 +50,20 @@ def test_every_schema_refuses_what_it_does_not_know_but_not_null(schema: type[Ba
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.__name__)
 def test_null_counts_as_absent_in_every_field_that_may_be_absent(schema: type[BaseModel]) -> None:
     for name, field in schema.model_fields.items():
+        if field.annotation is float:
+            continue  # see below
         content = {field.alias or name: None}
         try:
             schema.model_validate(content)
         except ValidationError as error:
             wrong = {each["loc"][0]: each["type"] for each in error.errors() if each["loc"]}
             assert field.is_required() or (field.alias or name) not in wrong, wrong
+
+
+@pytest.mark.parametrize("name", schemas.AdamParams.model_fields)
+def test_null_is_refused_where_it_may_have_been_nan(name: str) -> None:
+    with pytest.raises(ValidationError, match="valid number"):
+        schemas.AdamParams.model_validate({name: None})
 
 
 def test_null_is_a_value_of_a_field_that_must_be_sent() -> None:
