@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.database.outages import log_failure
-from tinsmith.tasks import to_its_end
+from tinsmith.tasks import set_within, to_its_end
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +29,15 @@ class WriteBehind:
         self._what = what
         self._every_s = every_s
         self._writing = asyncio.Lock()
+        self._asked = asyncio.Event()
+        """Set when `run` should not wait for `every_s`."""
         self._next_end = asyncio.Event()
         """Set when the next call of `write` has ended, with or without success."""
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(FLUSH_S if self._every_s is None else self._every_s)
+            await set_within(self._asked, FLUSH_S if self._every_s is None else self._every_s)
+            self._asked.clear()
             try:
                 await self.flush()
             except SQLAlchemyError as error:
@@ -47,6 +50,12 @@ class WriteBehind:
     async def next_write(self) -> None:
         """Waits until the next write has ended, with or without success."""
         await self._next_end.wait()
+
+    async def hurry(self, wait_s: float) -> None:
+        """Has `run` write at once, one time for all callers. Waits until that write has ended, with or without success,
+        for `wait_s` at most."""
+        self._asked.set()
+        await set_within(self._next_end, wait_s)
 
     async def _locked(self) -> None:
         async with self._writing:

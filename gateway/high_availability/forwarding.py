@@ -154,6 +154,9 @@ class Forwarding:
         mine = self._peers.gateway_id
         await self._store.samplers.get(sampling_session_id)
         is_this = (SampleMark.sampling_session_id == sampling_session_id, SampleMark.clone_id == clone_id)
+        was_of_dead = select(SampleMark.home).where(*is_this, SampleMark.home.not_in(living()))
+        if await self._store.first(was_of_dead) is not None:
+            await self._suspects.read()  # the dead gateway may have written some
         async with self._store.begin() as db:
             is_taken = False
             if self._store.samplers.lives(sampling_session_id):
@@ -172,7 +175,6 @@ class Forwarding:
             ).one_or_none()
         if is_taken:
             self._completions.forget(target)
-            await self._suspects.read()  # the gateway before this one may have written some
         return (None, None) if row is None else (row[0], row[1])
 
     def _forget(self) -> None:

@@ -40,7 +40,10 @@ class Suspicion:
     deaths: int = 0
     """Number of samplers that ended while the request was in work, unless another request was on trial then."""
     is_condemned: bool = False
-    """True when the request has ended at least two samplers, so it is given to no other one."""
+    """True when at least two samplers have died with the request in work, the last one while it computed nothing else.
+    The request is given to no other one."""
+    ends_at: float | None = None
+    """Time at which the gateway forgets the deaths, in seconds since 1970. None if it does so when the request ends."""
     came_alone_as: int | None = None
     """The request's number among all requests that its sampler has been given. None if the sampler had others in work
     when the request was sent."""

@@ -16,6 +16,8 @@ from gateway.config import GatewayConfig
 from gateway.database.outages import DatabaseUnusable
 from gateway.database.tables.gateways import GatewayRow
 from gateway.gateway import Gateway, StartError
+from gateway.ids import target_of
+from gateway.sampling.suspects import Suspects
 from tests.support.postgres import Postgres
 from tests.support.waiting import until
 from tests.unit.gateway.several import Several, client_of
@@ -170,6 +172,40 @@ async def test_one_that_was_taken_for_dead_gives_up_what_others_took_over(
     held = [sum(each.answer(receipt["request_id"]) is not None for receipt in receipts) for each in futures]
     assert sorted(held) == [0, 4]
     assert peers.url_of(peers.gateway_id) is not None
+
+
+async def test_deaths_are_read_when_samples_of_a_dead_gateway_are_taken_over_and_at_no_other_time(
+    several: Several, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_read, fails = 0, True
+    read = Suspects.read
+
+    async def counted(self: Suspects) -> None:
+        nonlocal num_read
+        num_read += 1
+        if fails:
+            raise DatabaseUnusable("away")
+        await read(self)
+
+    monkeypatch.setattr(Suspects, "read", counted)
+    sampler_id = await client.sampling_session(await client.session())
+    first = await client.call("asample", sample_body(sampler_id, 0))
+    await client.result(first)
+    assert num_read == 0
+    gateways = [several.gateway(port) for port in several.servers]
+    home, other = sorted(gateways, key=lambda each: each.futures.answer(first["request_id"]) is None)
+    target, forwarding = target_of(first["request_id"]), other.sampling.forwarding
+    assert target is not None
+    assert forwarding is not None
+    async with other.store.begin() as db:
+        await db.execute(delete(GatewayRow).where(GatewayRow.gateway_id == home.peers.gateway_id))
+    for _ in range(2):
+        with pytest.raises(DatabaseUnusable):
+            await forwarding._find(target, is_new=False)
+    fails = False
+    await forwarding._find(target, is_new=False)
+    await forwarding._find(target, is_new=False)
+    assert num_read == 3
 
 
 async def test_gateways_whose_database_was_away_do_not_take_each_other_for_dead(
