@@ -51,6 +51,9 @@ from tinsmith.v1 import types_pb2
 
 logger = logging.getLogger(__name__)
 
+_SMALL_BYTES = 2**16
+"""A request of up to this size is hashed on the event loop, in about 0.1 ms."""
+
 T = TypeVar("T")
 
 
@@ -113,11 +116,8 @@ class Drawing:
         Raises the last NotReady or OutOfCapacity when no replica has answered within `wait_s`.
         """
         give_up_at = math.inf if self._wait_s is None else time.monotonic() + self._wait_s
-        if not self._suspects.are_none and not self.is_suspect and self._request is not None:
-            self._suspicion = self._suspects.find(await self._content_of(self._request))
-            if self._suspicion.is_condemned:
-                raise _killer(self._suspicion)
         while True:
+            self._suspicion.deaths = max(self._suspicion.deaths, await self._deaths_before())
             drawn_from = await self._resolve()
             if not self._replicas.usable(drawn_from.base_model):
                 self.progress.paused("the sampler is unreachable")
@@ -148,8 +148,18 @@ class Drawing:
                 raise cause
             await self.next()
 
+    async def _deaths_before(self) -> int:
+        """The deaths of requests with this content. Raises ServiceError when such a request is condemned."""
+        if self._suspects.are_none or self._request is None:
+            return 0
+        known = self._suspects.find(await self._content_of(self._request))
+        if known.is_condemned:
+            raise _killer(known)
+        return known.deaths
+
     async def _content_of(self, request: pb.SampleRequest) -> str:
-        """A hash of what the request asks for, and of its owner (`cache_salt`). A repeat has the same."""
+        """A hash of what the request asks for, and of its owner (`cache_salt`, empty where any key is accepted). A
+        repeat has the same."""
         if self._content is None:
 
             def hashed() -> str:
@@ -160,7 +170,8 @@ class Drawing:
                 bare.version_id = self._session.version_id
                 return fingerprint(self._session.base_model, bare.SerializeToString(deterministic=True))
 
-            self._content = await in_pool(hashed)  # it may have pictures
+            is_small = request.ByteSize() <= _SMALL_BYTES
+            self._content = hashed() if is_small else await in_pool(hashed)  # it may have pictures
         return self._content
 
     async def _resolve(self) -> SamplingSession:
@@ -315,6 +326,8 @@ class Drawing:
         async with life.work(mine) as begun:
             if life.is_over or replica.state != "serving":
                 raise NotReady(f"the sampler at {replica.address} went away before it had the request")
+            if self.is_suspect:
+                await self._deaths_before()  # a request with this content may have been condemned meanwhile
             try:
                 yield begun
             except NotReady as error:
@@ -392,9 +405,11 @@ def _is_death(error: NotReady) -> bool:
 
 def _killer(mine: Suspicion, error: NotReady | None = None) -> ServiceError:
     """`error`: the last sampler's, unless the request is a repeat."""
-    logger.error("a request is not given to another sampler, because %d samplers died while they had it", mine.deaths)
+    level = logging.INFO if error is None else logging.ERROR
+    logger.log(level, "a request is not given to another sampler: %d samplers died while they had it", mine.deaths)
+    until = "" if mine.ends_at is None else f" until {time.strftime('%H:%M', time.gmtime(mine.ends_at))} UTC"
     last = "" if error is None else f" (the last one's error: {error.message})"
     return ServiceError(
-        f"{mine.deaths} samplers ended while they computed this request, so it is not given to another; the samplers' "
-        f"logs have the cause{last}"
+        f"{mine.deaths} samplers ended while they computed this request, so it is not given to another{until}; the "
+        f"samplers' logs have the cause{last}"
     )

@@ -2,7 +2,8 @@
 
     python poisoned_sampler.py <flags of sampler_service>
 
-The second token of such a prompt says when: with its prompt, or with so many tokens of its output.
+The second token of such a prompt says when: with its prompt, or with so many tokens of its output. The sampler prints
+the third token of each that it computes.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ MARK = 101
 
 def install() -> None:
     logits = Runner.logits
+    printed: set[int] = set()
 
     def poisoned(self: Any, batch: Batch) -> Tensor:
         sequences = [*batch.running, *(sequence for piece in batch.pieces for sequence in piece.job.sequences)]
         for sequence in sequences:
             prompt = sequence.group.request.prompt
-            if len(prompt) > 1 and prompt[0] == MARK and len(sequence.tokens) >= prompt[1]:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if len(prompt) > 1 and prompt[0] == MARK:
+                if prompt[2] not in printed:
+                    printed.add(prompt[2])
+                    print(f"sampler {os.getpid()} computes {prompt[2]}", flush=True)
+                if len(sequence.tokens) >= prompt[1]:
+                    os.kill(os.getpid(), signal.SIGKILL)
         return logits(self, batch)
 
     Runner.logits = poisoned  # pyright: ignore[reportAttributeAccessIssue]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -120,10 +119,15 @@ def test_one_whose_gateway_is_killed_between_two_deaths_is_counted_on(
 ) -> None:
     client = service.create_sampling_client(base_model=BASE_MODEL).result()
     others = Others(service)
-    prompt, params = ModelInput.from_ints(guilty_prompt(40)), SamplingParams(max_tokens=100, stop=[])
+    tokens = guilty_prompt(40)
+    prompt, params = ModelInput.from_ints(tokens), SamplingParams(max_tokens=100, stop=[])
     guilty = client.sample(prompt, 1, params)
-    wait_until(lambda: deaths() == 1, what="the request kills a sampler")
-    time.sleep(0.2)  # the gateway has heard of it
+
+    def num_tries() -> int:
+        return sum(sampler.log.read_text().count(f" computes {tokens[2]}\n") for sampler in cluster.samplers)
+
+    # Before the second sampler gets it, its death is written.
+    wait_until(lambda: num_tries() == 2, what="the request kills a sampler, and comes to another one")
     cluster.gateway.kill()
     cluster.gateway.start()
     with pytest.raises(tinker.RequestFailedError, match=KILLED):
