@@ -136,7 +136,7 @@ class Reaper:
             self._wake.clear()
 
     async def round(self) -> None:
-        """What every gateway does, then what only the one with the lease does."""
+        """One round: the steps of every gateway, and then `reap`."""
         for step in (
             self._count_sessions,
             self.count_stored,
@@ -147,7 +147,7 @@ class Reaper:
             await self._try(step)
 
     async def reap(self) -> None:
-        """What only the gateway that has the lease does."""
+        """The steps of the one gateway that has the lease; none at another gateway."""
         if not await self._peers.has_lease("reaper"):
             return
         for step in (

@@ -31,7 +31,7 @@ class Suspects:
         self._known: dict[str, SuspectRow] = {}
         """Suspects by their content, the oldest first."""
         self._changed: dict[str, SuspectRow | None] = {}
-        """What the database does not have yet, the oldest first; None for a request that was answered."""
+        """Rows that the database does not have yet, the oldest first; None for a request that was answered."""
         self._with_database = asyncio.Lock()
         """Held while rows are written or read, so that `read` misses no change."""
         self.behind = WriteBehind(self._write, what="the deaths of samplers")

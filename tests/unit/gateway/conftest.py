@@ -9,6 +9,8 @@ import pytest
 import uvloop
 
 from gateway.database import write_behind
+from gateway.database.store import Store
+from gateway.metrics import Metrics
 from tests.support.hasty_uvicorn import hasty_uvicorn  # noqa: F401 - a fixture
 from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.support.warm_database import warm_database  # noqa: F401 - a fixture
@@ -28,6 +30,19 @@ def pytest_asyncio_loop_factories(item: pytest.Function) -> dict[str, Callable[[
 def short_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that read usage, audit events or spans: a reader waits for the next flush, which comes every second."""
     monkeypatch.setattr(write_behind, "FLUSH_S", 0.1)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+    """A new database without a gateway."""
+    url = f"sqlite+aiosqlite:///{tmp_path / 'gateway.db'}"
+    if request.param == "postgresql":
+        cluster: Postgres = request.getfixturevalue("postgres")
+        url = await asyncio.to_thread(cluster.new_database)
+    store = Store(url, Metrics())
+    await store.migrate()
+    yield store
+    await store.close()
 
 
 @pytest.fixture

@@ -55,8 +55,7 @@ async def test_bodies_above_the_bound_are_told_to_come_again_and_small_ones_go_o
 
 @pytest.mark.gateway(**LIMITS, api_keys=KEYS)
 async def test_an_owner_whose_bodies_never_end_keeps_no_other_owner_out(stack: Stack, client: Client) -> None:
-    """The same holds for samples that wait with large prompts. Before, the others' large bodies were told 429 for as
-    long as that took."""
+    """Before, large bodies of other owners were told 429 until these bodies had ended."""
     body = SESSION.ljust(BODY_BYTES)
     head = HEAD.replace(b"tml-test", b"tml-eve") % len(body)
     async with AsyncExitStack() as clients:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from sqlalchemy import func, select
@@ -15,25 +13,11 @@ from gateway.database.store import Store
 from gateway.database.tables.base import Base
 from gateway.database.tables.sessions import Model, Session
 from gateway.database.tables.tenants import AuditEvent, LedgerBatch, Usage
-from gateway.metrics import Metrics
 from gateway.tenants.ledger import PER_STATEMENT, Ledger
-from tests.support.postgres import Postgres
 from tests.unit.gateway.commits import Statements, commits, lost
 
 LIMIT_S = 60.0
 """A hang ends the test; nothing here is timed."""
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
-    url = f"sqlite+aiosqlite:///{tmp_path / 'gateway.db'}"
-    if request.param == "postgresql":
-        cluster: Postgres = request.getfixturevalue("postgres")
-        url = await asyncio.to_thread(cluster.new_database)
-    store = Store(url, Metrics())
-    await store.migrate()
-    yield store
-    await store.close()
 
 
 async def trained(store: Store) -> int:

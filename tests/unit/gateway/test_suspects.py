@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,24 +14,10 @@ from sqlalchemy import event, func, select
 from gateway.database.outages import DatabaseUnusable
 from gateway.database.store import Store
 from gateway.database.tables.samples import SuspectRow
-from gateway.metrics import Metrics
 from gateway.sampling import suspects as module
 from gateway.sampling.lives import Suspicion
 from gateway.sampling.suspects import Suspects
-from tests.support.postgres import Postgres
 from tinsmith.tasks import cancel_all
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
-    url = f"sqlite+aiosqlite:///{tmp_path / 'gateway.db'}"
-    if request.param == "postgresql":
-        cluster: Postgres = request.getfixturevalue("postgres")
-        url = await asyncio.to_thread(cluster.new_database)
-    store = Store(url, Metrics())
-    await store.migrate()
-    yield store
-    await store.close()
 
 
 @asynccontextmanager
@@ -70,7 +55,7 @@ class Hanging:
 
 
 async def found(store: Store, content: str) -> tuple[int, bool]:
-    """What a gateway finds that starts now."""
+    """Deaths of a request, and whether it is condemned, as a gateway finds them that starts now."""
     suspects = Suspects(store)
     await suspects.read()
     mine = suspects.find(content)
