@@ -259,7 +259,7 @@ def recurrent(bench: Bench) -> Iterator[Figure]:
 
 
 def structured(bench: Bench) -> Iterator[Figure]:
-    """64 sequences of which 1, 8 or 64 have to be JSON, against 64 that need not."""
+    """64 sequences of which 1, 8 or 64 have to be JSON, against 64 that need not. One may cost the others 5 %."""
     bare = next(party for party in bench.others if isinstance(party, InLoop) and party.name == BARE)
     shape = {"prompts": 64, "samples": 1, "prompt_tokens": 64, "new_tokens": 64}
     counts = (0, 1, 8, 64)
@@ -268,7 +268,8 @@ def structured(bench: Bench) -> Iterator[Figure]:
     for count, works in zip(counts[1:], others, strict=True):
         for unit, kind in (("s", "seconds"), ("CPU-s", "cpu_seconds")):
             values, base = ([getattr(work, kind) for work in each] for each in (works, free))
-            yield Figure(f"64 x (64+64), {count} as JSON", unit, values, "none as JSON", base)
+            aims = [Aim(1.05, at_most=True)] if count == 1 else []
+            yield Figure(f"64 x (64+64), {count} as JSON", unit, values, "none as JSON", base, aims)
 
 
 FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
