@@ -48,6 +48,9 @@ class SamplerConfig(GrpcTls, BaseSettings):
     """PATH:PLACE of the shared page, made by `tinsmith up`, in which each service of a machine notes whether it
     computes. The torch engine uses all cores while no other service computes, and its share of them otherwise. vLLM
     always keeps to its share. Empty: the number of threads is fixed by num_threads."""
+    base_pages: str = ""
+    """PATH of a file of memory, made by `tinsmith up`, through which the services of one machine share the pages of the
+    base model's weights on a CPU with the torch engine. Empty: the service has pages of its own."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe level that is logged."""
     log_format: Literal["json", "text"] = "json"

@@ -5,9 +5,15 @@ from __future__ import annotations
 import ctypes
 import gc
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _NEVER = 2**31 - 1
+_LARGE_BLOCK = 256 * 1024
+_thresholds = {_M_MMAP_THRESHOLD: 32 * 2**20, _M_TRIM_THRESHOLD: 64 * 2**20}
+"""Thresholds outside of `blocks_at_page_starts`, in bytes: those to which glibc would let them grow by itself. It no
+longer does so once a program has set one."""
 
 
 def keep_freed_memory() -> bool:
@@ -23,10 +29,27 @@ def keep_freed_memory() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
+    _thresholds.update({_M_MMAP_THRESHOLD: _NEVER, _M_TRIM_THRESHOLD: _NEVER})
     # One arena for all threads: the arenas of other threads cannot hold large blocks.
-    settings = ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, _NEVER), (_M_TRIM_THRESHOLD, _NEVER))
+    settings = ((_M_ARENA_MAX, 1), *_thresholds.items())
     done = [mallopt(name, value) for name, value in settings]
     return all(done)
+
+
+@contextmanager
+def blocks_at_page_starts() -> Iterator[None]:
+    """Within the block, glibc maps each allocation of 256 kB or more by itself. Such memory begins at one place of its
+    first page, the same in every process. Does nothing with another C library."""
+    if platform.libc_ver()[0] != "glibc":
+        yield
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+    try:
+        yield
+    finally:
+        for name, value in _thresholds.items():
+            mallopt(name, value)
 
 
 def exempt_from_collections() -> None:

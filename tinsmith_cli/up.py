@@ -242,13 +242,23 @@ def _prepared(stack: Stack) -> Sequence[ModelGroup]:
 
 
 async def _supervise(stack: Stack, groups: Sequence[ModelGroup], *, on_ready: Callable[[], None]) -> int:
+    env = _base_pages()
     return await supervise(
-        stack.services(groups),
+        [replace(service, env={**service.env, **env}) for service in stack.services(groups)],
         on_ready=on_ready,
         report=_report,
         startup_timeout_s=stack.settings.startup_timeout,
         log_max_bytes=1e6 * stack.settings.log_mb,
     )
+
+
+def _base_pages() -> dict[str, str]:
+    """Variables with the path of a new file of memory, through which the services share the pages of base models
+    (tinsmith/modeling/shared_pages.py). The file goes with this process and the services that map it."""
+    names = [name for name in ("TRAINER_BASE_PAGES", "SAMPLER_BASE_PAGES") if name not in os.environ]
+    if sys.platform != "linux" or not names:
+        return {}
+    return dict.fromkeys(names, f"/proc/{os.getpid()}/fd/{os.memfd_create('base-pages')}")
 
 
 def _unknown_variables() -> list[str]:

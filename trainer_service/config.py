@@ -88,6 +88,9 @@ class TrainerConfig(GrpcTls, BaseSettings):
     """PATH:PLACE of a page, made by `tinsmith up`, on which the services of one machine say which of them compute. The
     trainer uses all cores while no other service computes, and its share of them otherwise. A deterministic trainer
     always uses num_threads, or its share when that is 0. Empty means that num_threads is fixed."""
+    base_pages: str = ""
+    """PATH of a file of memory, made by `tinsmith up`, through which the services of one machine share the pages of the
+    base model's weights on a CPU. Empty: the service has pages of its own."""
     keep_freed_memory: bool = True
     """On a CPU with glibc: keep freed memory in the process, so that a step can use it again without page faults.
     Resident memory then stays at its peak. false returns it to the system, and costs about 10 % of a step's time."""

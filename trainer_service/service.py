@@ -441,6 +441,7 @@ def load(config: TrainerConfig, group: RankGroup | None) -> BaseModel:
         division=None if group is None else group.division(),
         quantize=config.quantize,
         pictures=config.pictures,
+        pages=config.base_pages,
     )
 
 

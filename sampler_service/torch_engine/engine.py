@@ -183,6 +183,7 @@ class TorchEngine:
                 prepack=config.prepack,
                 quantize=config.quantize,
                 pictures=config.pictures,
+                pages=config.base_pages,
             )
         )
         if base.why_not_cached:

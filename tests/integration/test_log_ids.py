@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import openai
@@ -71,3 +72,12 @@ def test_a_save_has_one_id_in_all_services(stack: Stack, model_id: str) -> None:
         }  # fmt: skip
         assert same["trainer"] == ["save_checkpoint"]
         assert same["sampler"] == ["version", "sample", "version"]  # it is here, it is measured, it is visible
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files of memory are Linux's")
+@pytest.mark.parametrize("name", ["trainer", "sampler"])
+def test_a_service_says_how_much_of_the_base_model_it_shares(stack: Stack, name: str) -> None:
+    (log,) = stack.logs.glob(f"{name}*.log")
+    said = [line for line in log.read_text().splitlines() if "base model's weights" in line]
+    assert said
+    assert all("are in pages that services share" in line for line in said)

@@ -6,6 +6,7 @@ Shapes: T packed tokens, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
+from tinsmith.allocator import blocks_at_page_starts
 from tinsmith.errors import Unsupported
 from tinsmith.modeling import preparation
 from tinsmith.modeling.adaptation import decoder_layers, decoder_of, quantizable
@@ -37,6 +39,7 @@ from tinsmith.modeling.pretrained import persistent_buffers
 from tinsmith.modeling.quantized import LoadingConfig, num_weights
 from tinsmith.modeling.recurrent import call_packages_where_they_work, pack_recurrent
 from tinsmith.modeling.self_check import Probe
+from tinsmith.modeling.shared_pages import share_base
 from tinsmith.modeling.tower import Sights, Tower
 from tinsmith.modeling.whole_layers import take_over
 from tinsmith.quantization import Quantization
@@ -115,6 +118,7 @@ class BaseModel:
         division: Division | None = None,
         quantize: Quantization | None = None,
         pictures: bool = True,
+        pages: str = "",
     ) -> BaseModel:
         """Loads a folder or a Hugging Face id. With a division, all ranks must call this together.
 
@@ -127,6 +131,7 @@ class BaseModel:
         prepacked.
         `pictures`: without them, the vision tower of a model of a family that sees pictures here is not loaded, unless
         all parameters are trained.
+        `pages`: path of a file of memory, through which services share the pages of the weights (shared_pages.py).
 
         A model whose packed forward pass disagrees with its own runs one sequence at a time (`one_by_one`).
 
@@ -171,8 +176,12 @@ class BaseModel:
             prepared = prepare(model)
             return lambda: prepared
 
-        base, probe = prepare(read()) if division is None else division.in_turns(load)()
-        return checked(base, probe)
+        with blocks_at_page_starts() if pages else nullcontext():
+            base, probe = prepare(read()) if division is None else division.in_turns(load)()
+        base = checked(base, probe)
+        if pages:
+            share_base(base, pages)
+        return base
 
     @classmethod
     def of(cls, model: PreTrainedModel, *, path: str, kernels: Setting = "auto") -> BaseModel:

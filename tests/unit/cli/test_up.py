@@ -10,7 +10,7 @@ import pytest
 
 from tinsmith_cli import main
 from tinsmith_cli.stack import ServiceKeys
-from tinsmith_cli.up import _keys, _next_steps
+from tinsmith_cli.up import _base_pages, _keys, _next_steps
 
 
 def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -130,3 +130,17 @@ def test_up_loads_no_torch() -> None:
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     assert output.stdout == "[]\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files of memory are Linux's")
+def test_services_get_one_file_of_memory_unless_the_environment_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("TRAINER_BASE_PAGES", "SAMPLER_BASE_PAGES")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    (path,) = set(_base_pages().values())
+    with open(path, "r+b") as file:
+        assert file.read() == b""
+    monkeypatch.setenv(names[0], "")
+    assert list(_base_pages()) == [names[1]]
+    monkeypatch.setenv(names[1], "/proc/1/fd/3")
+    assert _base_pages() == {}

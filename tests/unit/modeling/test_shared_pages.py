@@ -1,0 +1,180 @@
+"""Services of one machine share the pages of the base model's weights."""
+
+import fcntl
+import json
+import logging
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.models import make_model
+from tinsmith.modeling import shared_pages
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.kernels import prepacked
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files of memory are Linux's")
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    file = os.memfd_create("base-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    yield file
+    os.close(file)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with matrices of 512 kB."""
+    return make_model(tmp_path_factory.mktemp("model"), hidden_size=256, intermediate_size=512)
+
+
+def load(folder: Path, file: int | None, *, prepack: bool = False, trainable: bool = False) -> BaseModel:
+    path = "" if file is None else f"/proc/self/fd/{file}"
+    return BaseModel.load(folder, device=CPU, dtype=torch.float32, prepack=prepack, trainable=trainable, pages=path)
+
+
+def num_blocks(base: BaseModel) -> int:
+    return len(list(shared_pages._blocks(base)))
+
+
+def size_of(file: int) -> int:
+    return os.fstat(file).st_size
+
+
+def values(base: BaseModel) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in base.parameters.items()}
+
+
+SERVICE = """
+import json, os, sys, torch
+from hashlib import sha256
+from tinsmith.modeling import shared_pages
+from tinsmith.modeling.base_model import BaseModel
+
+folder, path, prepack, *more = sys.argv[1:]
+base = BaseModel.load(folder, device=torch.device("cpu"), dtype=torch.float32, prepack=prepack == "True", pages=path)
+blocks = [block.num_bytes for block in shared_pages._blocks(base)]
+torch.manual_seed(0)
+x = torch.randn(4, base.head.weight_V_H.shape[1])
+out = base.head.weight_V_H if base.head.prepacked is None else base.head.prepacked.together(x)
+print(json.dumps([sum(blocks), len(blocks), sha256(out.detach().numpy().tobytes()).hexdigest()]), flush=True)
+sys.stdin.read()
+"""
+
+
+class Service:
+    """A process that has loaded the model, with its own heap."""
+
+    def __init__(self, folder: Path, file: int | None, *, prepack: bool) -> None:
+        path = "" if file is None else f"/proc/{os.getpid()}/fd/{file}"
+        self._inode = None if file is None else os.fstat(file).st_ino
+        command = [sys.executable, "-c", SERVICE, str(folder), path, str(prepack)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def loaded(self) -> None:
+        """Waits for the end of the load."""
+        assert self.process.stdout is not None
+        self.num_bytes, self.num_blocks, self.computed = json.loads(self.process.stdout.readline())
+
+    @property
+    def bytes_shared(self) -> int:
+        """Resident bytes of its mappings of the file that other processes map, too."""
+        found, within = 0, False
+        for line in Path(f"/proc/{self.process.pid}/smaps").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if "-" in name.split(" ")[0]:
+                within = f" {self._inode} " in line and "memfd:" in line
+            elif within and name in ("Shared_Clean", "Shared_Dirty"):
+                found += 1024 * int(rest.split()[0])
+        return found
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+@pytest.mark.parametrize("prepack", [False, True])
+def test_services_have_the_weights_in_memory_once(folder: Path, file: int, prepack: bool) -> None:
+    if prepack and not prepacked.works(torch.float32, CPU):
+        pytest.skip("this build of torch has no oneDNN")
+    services = [Service(folder, file, prepack=prepack)]
+    try:
+        services[0].loaded()
+        size = size_of(file)
+        services += [Service(folder, file, prepack=prepack), Service(folder, None, prepack=prepack)]
+        services[1].loaded()
+        services[2].loaded()
+        first, second, plain = services
+        assert size_of(file) == size > first.num_bytes
+        assert first.bytes_shared == second.bytes_shared == first.num_bytes == plain.num_bytes > 0
+        assert first.computed == second.computed == plain.computed
+        weights = num_blocks(load(folder, None))
+        assert first.num_blocks > weights if prepack else first.num_blocks == weights
+    finally:
+        for service in services:
+            service.close()
+
+
+def test_a_service_that_writes_to_a_weight_changes_it_for_itself_alone(folder: Path, file: int) -> None:
+    first, second = load(folder, file), load(folder, file)
+    before = values(first)
+    with torch.no_grad():
+        for weight in second.parameters.values():
+            weight.zero_()
+    for name, weight in first.parameters.items():
+        assert torch.equal(weight, before[name])
+
+
+def test_a_weight_with_other_bytes_keeps_its_own_pages(folder: Path, file: int) -> None:
+    load(folder, file)
+    other = load(folder, None)
+    name, weight = max(other.parameters.items(), key=lambda one: one[1].numel())
+    with torch.no_grad():
+        weight.view(-1)[-1 if weight.is_contiguous() else 0] += 1
+        weight.add_(1)
+    changed = values(other)
+    shared = shared_pages.share_base(other, f"/proc/self/fd/{file}")
+    assert shared < sum(block.num_bytes for block in shared_pages._blocks(other))
+    for name, weight in other.parameters.items():
+        assert torch.equal(weight, changed[name])
+
+
+def test_a_model_whose_parameters_are_trained_shares_nothing(folder: Path, file: int) -> None:
+    base = load(folder, file, trainable=True)
+    assert size_of(file) == 0
+    assert shared_pages.share_base(base, f"/proc/self/fd/{file}") == 0
+
+
+def test_memory_that_is_full_leaves_the_weights_where_they_are(
+    folder: Path, file: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    with caplog.at_level(logging.WARNING):
+        base = load(folder, file)
+    assert "are not shared with other services" in caplog.text
+    assert size_of(file) == 0
+    for name, weight in load(folder, None).parameters.items():
+        assert torch.equal(weight, base.parameters[name])
+
+
+def test_a_record_of_a_service_that_was_killed_while_it_wrote_is_cut_off(folder: Path, file: int) -> None:
+    load(folder, file)
+    size = size_of(file)
+    os.pwrite(file, b"x" * 100_000, size + mmap.PAGESIZE)
+    base = load(folder, file)
+    records = dict(shared_pages._places(file))
+    assert {block.key for block in shared_pages._blocks(base)} <= set(records)
+    assert size_of(file) % mmap.PAGESIZE == 0
+
+
+def test_a_path_without_a_file_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    base = load(folder, None)
+    with caplog.at_level(logging.WARNING):
+        assert shared_pages.share_base(base, "/proc/self/fd/999999") == 0
+    assert "/proc/self/fd/999999" in caplog.text
