@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import grpc.aio
 
@@ -81,13 +80,16 @@ class CheckpointServicer(trainer_pb2_grpc.TrainerServiceServicer):
         try:
             if request.offset > (size := file.seek(0, os.SEEK_END)):
                 raise InvalidRequest(f"offset: {request.offset} is beyond the file's {size} bytes", field="offset")
-            file.seek(request.offset)
-            left = request.num_bytes if request.HasField("num_bytes") else sys.maxsize
-            while data := await self.on_checkpoint(
-                noted("read", location, f"{request.name} {file.tell()}"),
-                partial(checkpoints.reads, file.read, min(left, _PIECE_BYTES)),
-            ):
-                left -= len(data)
+            place = file.seek(request.offset)
+            stop = min(size, place + request.num_bytes) if request.HasField("num_bytes") else size
+            while place < stop:
+                data = await self.on_checkpoint(
+                    noted("read", location, f"{request.name} {place}"),
+                    partial(checkpoints.reads, _piece, file, min(stop - place, _PIECE_BYTES)),
+                )
+                if not data:
+                    break
+                place += len(data)
                 yield pb.ReadCheckpointFileResponse(data=data)
         finally:
             file.close()
@@ -183,6 +185,16 @@ class CheckpointServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
         # A call that is cancelled does not end its thread, so it must not end the record of it either.
         return await asyncio.shield(scheduler.tasks.spawn(noted()))
+
+
+def _piece(file: BinaryIO, num_bytes: int) -> bytes:
+    """Reads on. Empty for a file that was closed meanwhile: the client has left, and nobody waits for the bytes."""
+    try:
+        return file.read(num_bytes)
+    except ValueError:
+        if file.closed:
+            return b""
+        raise
 
 
 def noted(what: str, location: Location, more: str = "") -> Name:

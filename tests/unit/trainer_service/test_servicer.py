@@ -1030,6 +1030,29 @@ async def test_a_large_file_comes_in_pieces(stub: Any, service: Service) -> None
         assert b"".join(pieces) == file.read()
 
 
+async def test_a_client_that_leaves_while_a_piece_is_read_leaves_no_error_behind(
+    service: Service, stub: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = (await stub.SaveCheckpoint(save(1, kind=EXTERNAL))).checkpoint
+    request = pb.ReadCheckpointFileRequest(location=saved.location, name="adapter_model.safetensors")
+    plain, stream, opened = CheckpointStore.reads, stub.ReadCheckpointFile(request), list[io.BufferedReader]()
+
+    async def reads(store: CheckpointStore, call: Callable[..., Any], *arguments: Any) -> Any:
+        if opened:
+            stream.cancel()
+            await until(lambda: opened[0].closed)
+        answer = await plain(store, call, *arguments)
+        opened.append(answer)
+        return answer
+
+    with mock.patch.object(CheckpointStore, "reads", reads):
+        with pytest.raises(asyncio.CancelledError):
+            await stream.read()
+        await until(lambda: not service.trainer.scheduler.tasks)
+    gc.collect()  # asyncio tells of an error that nobody has read when its task is freed
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
 async def test_a_part_of_a_file_is_that_part_and_damage_elsewhere_is_found(stub: Any, tmp_path: Path) -> None:
     location = (await stub.SaveCheckpoint(save(1, kind=EXTERNAL))).checkpoint.location
     name = "adapter_model.safetensors"
