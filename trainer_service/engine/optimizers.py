@@ -21,6 +21,8 @@ LARGEST = 3.4e38
 """Largest number of float32, rounded down."""
 VANISHING = 1e-22
 """The squares of smaller numbers underflow to 0 in float32, so a Euclidean norm may miss them."""
+PIECE = 4096
+"""Elements whose squares are added up in float32 at once."""
 _ROUNDED = 1.001
 """Factor on the bound of a step's result, for float32's rounding errors."""
 
@@ -237,10 +239,10 @@ def clip_gradient(gradient: Tensor, max_norm: float, *, hint: str = "") -> float
     Returns the norm before. Raises NotFinite when the gradient is not finite, or its clipped norm exceeds FAR: the
     optimizer's moments would not recover from it. `hint`: end of the error message, about a possible cause.
     """
-    scale, norm = 1.0, torch.linalg.vector_norm(gradient).item()
+    scale, norm = 1.0, l2_norm(gradient).item()
     if not math.isfinite(norm) and math.isfinite(peak := torch.linalg.vector_norm(gradient, math.inf).item()):
         gradient.div_(peak)  # the numbers are finite, but their squares have overflowed
-        scale, norm = peak, torch.linalg.vector_norm(gradient).item()
+        scale, norm = peak, l2_norm(gradient).item()
     before = scale * norm
     if not (math.isfinite(before) and clipped_norm(before, max_norm) <= FAR):
         what = f"has a norm of {before:.3g}" if math.isfinite(before) else "is not finite"
@@ -253,6 +255,14 @@ def clip_gradient(gradient: Tensor, max_norm: float, *, hint: str = "") -> float
     if (after := clipped_norm(before, max_norm)) < before:
         gradient.mul_(after / norm)
     return before
+
+
+def l2_norm(vector_N: Tensor) -> Tensor:
+    """The L2 norm, from norms of pieces. torch alone adds up all squares in a few float32 sums on a CPU, and small
+    squares are lost in large sums: the norm of 5e7 elements came out 0.4 % too small, that of 2e8 elements 3 %."""
+    whole, rest = vector_N.split([vector_N.numel() // PIECE * PIECE, vector_N.numel() % PIECE])
+    pieces = [torch.linalg.vector_norm(whole.view(-1, PIECE), dim=1), torch.linalg.vector_norm(rest)[None]]
+    return torch.linalg.vector_norm(torch.cat(pieces), dtype=torch.float64)
 
 
 def clipped_norm(norm: float, max_norm: float) -> float:

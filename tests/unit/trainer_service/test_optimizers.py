@@ -84,6 +84,13 @@ def test_clip_scales_to_the_limit_and_reports_the_norm_before() -> None:
         assert gradient.tolist() == [3.0, 4.0]
 
 
+def test_the_norm_of_a_large_gradient_is_exact_and_clipping_keeps_to_it() -> None:
+    gradient = torch.randn(5_000_001, generator=torch.Generator().manual_seed(0))
+    exact = gradient.double().norm().item()
+    assert clip_gradient(gradient, 1.0) == pytest.approx(exact, rel=1e-6)
+    assert gradient.double().norm().item() == pytest.approx(1.0, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
