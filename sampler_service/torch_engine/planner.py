@@ -7,7 +7,8 @@ later, from the tokens that they have. Otherwise a sequence with max_tokens is n
 has its tokens reserved in the cache. A prompt is computed in pieces, beside the running sequences. A quarter of each
 step's prompt tokens is for short prompts that have room: they do not wait until long ones before them are computed,
 which lose that share of a step and nothing else. A short prompt that is only scored, or draws one token, needs its lane
-for one step: it does not wait for the running sequences to end.
+for one step: it does not wait for the running sequences to end. A job that takes more than half of all room is divided
+(`_divide`), as it would otherwise wait until hardly anything runs.
 
 A sequence without max_tokens may reach the context's end, and mostly stops long before. It starts with a modest
 reservation that grows as it goes; when there is no room to grow, the youngest such sequence gives its place back and
@@ -243,7 +244,7 @@ class Planner:
         return False
 
     def _admit(self, room: Reservations) -> Job | None:
-        if not self.waiting or not self._has_room(self.waiting.first, room):
+        if not self.waiting or not (self._has_room(self.waiting.first, room) or self._divide(room)):
             return None
         job = self.waiting.first
         if job.group.on_trial:
@@ -252,6 +253,20 @@ class Planner:
         room.add(len(job.sequences), job.sequences[0].need)
         self._take(job)
         return job
+
+    def _divide(self, room: Reservations) -> bool:
+        """Whether there is room for a part of the first job, which then is the first. Only a job that takes more than
+        half of all room is divided: else one long sequence would keep it out, and those behind it, until it ends. The
+        part is at least half of the job, because each part computes the prompt anew."""
+        job, lanes = self.waiting.first, self.most_together or self.max_running
+        samples, need = len(job.sequences), job.sequences[0].need
+        if job.group.on_trial or 2 * samples <= min(lanes, self.max_kv_tokens // need):
+            return False
+        for part in (min(samples - 1, lanes - room.lanes), (samples + 1) // 2):
+            if (samples + 1) // 2 <= part < samples and self._fits(part, need, room):
+                self.waiting.put_first(job, part)
+                return True
+        return False
 
     def _has_room(self, job: Job, room: Reservations, *, more_lanes: int = 0) -> bool:
         return self._fits(len(job.sequences), job.sequences[0].need, room, more_lanes=more_lanes)

@@ -155,6 +155,15 @@ def test_a_job_waits_for_its_whole_room_and_nobody_overtakes_it() -> None:
     assert [piece[0] for piece in begin(s)] == ["b"]
 
 
+def test_a_job_for_all_room_does_not_wait_until_nothing_runs() -> None:
+    s = scheduler(job("a", 10), job("lanes", 10, samples=8), job("b", 10))
+    assert begin(s) == [("a", 0, 10, 0), ("lanes", 0, 10, 1)]
+    assert [len(one.sequences) for one in s.waiting] == [1, 1], "the job's last sample, and the one behind it"
+    s = scheduler(job("a", 10, max_tokens=90), job("tokens", 10, samples=4, max_tokens=90), max_kv_tokens=400)
+    assert begin(s) == [("a", 0, 10, 0), ("tokens", 0, 10, 1)]
+    assert [len(one.sequences) for one in s.waiting] == [1]
+
+
 def test_the_cache_is_counted_as_lanes_times_the_longest() -> None:
     s = scheduler(job("long", 90), job("short", 5), job("shorter", 5), max_kv_tokens=250)
     assert [piece[0] for piece in begin(s)] == ["long", "short"]
