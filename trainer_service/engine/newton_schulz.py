@@ -29,5 +29,6 @@ def orthogonalize(matrices_K_R_N: Tensor) -> Tensor:
 
 
 def frobenius(matrices_K_R_N: Tensor) -> Tensor:
-    """Frobenius norm of each matrix, [K, 1, 1]."""
-    return torch.linalg.vector_norm(matrices_K_R_N, dim=(1, 2), keepdim=True)
+    """Frobenius norm of each matrix, [K, 1, 1]. Row by row, as on a CPU small squares are lost in one large sum."""
+    norms_K_R_1 = torch.linalg.vector_norm(matrices_K_R_N, dim=2, keepdim=True)
+    return torch.linalg.vector_norm(norms_K_R_1, dim=1, keepdim=True)

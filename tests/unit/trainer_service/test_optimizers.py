@@ -5,7 +5,7 @@ import torch
 
 from tinsmith.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2
-from trainer_service.engine.newton_schulz import orthogonalize
+from trainer_service.engine.newton_schulz import frobenius, orthogonalize
 from trainer_service.engine.optimizers import AdamParams, AdamW, Dimuon, DimuonParams, clip_gradient
 from trainer_service.requests import params_of
 
@@ -82,6 +82,11 @@ def test_clip_scales_to_the_limit_and_reports_the_norm_before() -> None:
         gradient = torch.tensor([3.0, 4.0])
         assert clip_gradient(gradient, off) == 5.0
         assert gradient.tolist() == [3.0, 4.0]
+
+
+def test_the_norm_of_a_large_matrix_is_exact() -> None:
+    matrices = torch.randn(1, 256, 20_000, generator=torch.Generator().manual_seed(0))
+    assert frobenius(matrices).item() == pytest.approx(matrices.double().norm().item(), rel=1e-6)
 
 
 def test_the_norm_of_a_large_gradient_is_exact_and_clipping_keeps_to_it() -> None:
