@@ -59,7 +59,7 @@ def invalid(error: ValidationError, body: Any) -> ServiceError:
     # A union gives an error for each branch. The branch that fits best has the deepest location.
     found = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
     field = field_of(found, body) or None
-    message, value = found["msg"], shown(found["input"])
+    message, value = found["msg"].removeprefix("Value error, "), shown(found["input"])
     if found["type"] == "extra_forbidden":
         message = f"{field}: is not supported by this server, which cannot apply {value}; leave it out"
         return Unsupported(message, field=field)

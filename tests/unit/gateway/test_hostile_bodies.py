@@ -417,8 +417,8 @@ async def test_texts_that_are_kept_have_bounds(client: Client) -> None:
         ({"user_metadata": {"a": ["x" * 40_000], "b": "y" * 40_000}}, "user_metadata: "),
         ({"tags": ["a", long]}, "tags: "),
         ({"sdk_version": long}, "sdk_version: "),
-        ({"user_metadata": {f"\0{n}": n for n in range(1025)}}, "user_metadata: Value error, has 1025 entries"),
-        ({"tags": ["\0"] * 1025}, "tags: Value error, has 1025 entries"),
+        ({"user_metadata": {f"\0{n}": n for n in range(1025)}}, "user_metadata: has 1025 entries"),
+        ({"tags": ["\0"] * 1025}, "tags: has 1025 entries"),
     ):
         error = (await client.call("create_session", fields, status=400))["detail"]
         assert error.startswith(named), error
