@@ -116,39 +116,32 @@ def _placements(
     gpus = sorted(machine.gpus, key=lambda gpu: -round(gpu.free_bytes / 1e9))
     if not constraints.trains:
         samples = gpus if constraints.sampler_gpus is None else constraints.sampler_gpus
-        yield from _within(shape, constraints, [], samples, host_bytes=machine.host_bytes)
+        yield from _within(shape, constraints, [], samples)
         return
     if not constraints.samples:
         trains = gpus if constraints.trainer_gpus is None else constraints.trainer_gpus
         for count in range(len(trains), 0, -1):
-            yield from _within(shape, constraints, trains[:count], [], host_bytes=machine.host_bytes)
+            yield from _within(shape, constraints, trains[:count], [])
         return
     if constraints.trainer_gpus is not None and constraints.sampler_gpus is not None:
-        yield from _within(
-            shape, constraints, constraints.trainer_gpus, constraints.sampler_gpus, host_bytes=machine.host_bytes
-        )
+        yield from _within(shape, constraints, constraints.trainer_gpus, constraints.sampler_gpus)
         return
     if constraints.trainer_gpus is not None or constraints.sampler_gpus is not None:
         named = constraints.trainer_gpus if constraints.trainer_gpus is not None else constraints.sampler_gpus
         assert named is not None
         rest = [gpu for gpu in gpus if gpu not in named] or [*named]
         trains, samples = (named, rest) if constraints.trainer_gpus is not None else (rest, named)
-        yield from _within(shape, constraints, trains, samples, host_bytes=machine.host_bytes)
+        yield from _within(shape, constraints, trains, samples)
         return
     if len(gpus) == 1:
-        yield from _within(shape, constraints, gpus, gpus, host_bytes=machine.host_bytes)
+        yield from _within(shape, constraints, gpus, gpus)
         return
     # Last, trainer and sampler together on the GPU that has most free, if the others have too little.
-    found = [
-        ((float(len(gpus)), 1, 0, 0), *one)
-        for one in _within(shape, constraints, gpus[:1], gpus[:1], host_bytes=machine.host_bytes)
-    ]
+    found = [((float(len(gpus)), 1, 0, 0), *one) for one in _within(shape, constraints, gpus[:1], gpus[:1])]
     orders = [gpus] if len({round(gpu.free_bytes / 1e9) for gpu in gpus}) == 1 else [gpus, gpus[::-1]]
     for order, ordered in enumerate(orders):
         for count in range(1, len(gpus)):
-            for trains, samplers in _within(
-                shape, constraints, ordered[:count], ordered[count:], host_bytes=machine.host_bytes
-            ):
+            for trains, samplers in _within(shape, constraints, ordered[:count], ordered[count:]):
                 used = len(trains) + sum(map(len, samplers))
                 distance = abs(len(trains) / len(gpus) - constraints.train_share)
                 found.append(((distance, len(samplers[0]), -used, order), trains, samplers))
@@ -157,7 +150,7 @@ def _placements(
 
 
 def _within(
-    shape: Shape, constraints: Constraints, trains: Sequence[Gpu], samples: Sequence[Gpu], *, host_bytes: int
+    shape: Shape, constraints: Constraints, trains: Sequence[Gpu], samples: Sequence[Gpu]
 ) -> Iterator[tuple[Sequence[Gpu], Sequence[Sequence[Gpu]]]]:
     """The ways in which the ranks use `trains` and the samplers `samples`."""
     count = constraints.trainers if trains else 0
@@ -183,10 +176,6 @@ def _within(
     if not samples:
         yield trains, []
         return
-    # Each service loads the whole model into host memory first.
-    max_samplers = max(
-        1, host_bytes // whole_bytes(shape, constraints, dtype_of(constraints.trainer_dtype, "bfloat16")) - count
-    )
     for size in (1, 2, 4, 8, 16):
         if constraints.sampler_tensor_parallel not in (None, size) or size > len(samples):
             continue
@@ -197,8 +186,11 @@ def _within(
             groups = groups[:1]
         if size > 1 and any(gpu.is_mig for group in groups for gpu in group):
             continue
-        if constraints.samplers is None or constraints.samplers <= len(groups):
-            yield trains, groups[: constraints.samplers or max_samplers]
+        # Fewer samplers need less host memory while they load.
+        most = len(groups)
+        for number in range(most, 0, -1) if constraints.samplers is None else [constraints.samplers]:
+            if number <= most:
+                yield trains, groups[:number]
 
 
 def _impossible(shape: Shape, machine: Machine, constraints: Constraints) -> str:

@@ -16,7 +16,7 @@ from tinsmith_cli.base_models import UsageError
 from tinsmith_cli.planning.constraints import Constraints
 from tinsmith_cli.planning.families import of_config
 from tinsmith_cli.planning.fit import SAMPLER_PROCESS_BYTES, TRAINER_PROCESS_BYTES
-from tinsmith_cli.planning.memory import adapter_bytes, slots_bytes
+from tinsmith_cli.planning.memory import adapter_bytes, base_bytes, slots_bytes
 from tinsmith_cli.planning.plan import DoesNotFit, Plan
 from tinsmith_cli.planning.planner import plan
 from tinsmith_cli.planning.report import as_json, as_text, command, summary
@@ -197,6 +197,16 @@ def test_a_machine_with_one_role_gives_it_all_gpus() -> None:
     )
     assert planned("8x-h100", "Qwen3-8B", trains=False, engine="torch").channel == "nccl"
     assert [gpu.id for gpu in planned("8x-h100", "Qwen3-8B", samples=False, ranks=2).trainer.gpus] == ["0", "1"]
+
+
+def test_host_memory_bounds_the_samplers_beside_what_a_divided_trainer_reads() -> None:
+    shape, machine = model_of("Qwen3-32B"), machine_of("8x-h100")
+    whole = base_bytes(shape, "bfloat16")
+    two = plan("Qwen3-32B", shape, replace(machine, host_bytes=int(2.4 * whole)), Constraints())
+    assert (two.trainer.shard_base, len(two.samplers)) == (True, 2)
+    assert two.loading_bytes <= 2.4 * whole
+    one = plan("Qwen3-32B", shape, replace(machine, host_bytes=int(1.6 * whole)), Constraints())
+    assert (one.trainer.shard_base, len(one.samplers)) == (True, 1)
 
 
 def test_ranks_that_divide_the_model_need_host_memory_for_the_part_of_one_of_them() -> None:
