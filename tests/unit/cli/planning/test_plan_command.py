@@ -225,13 +225,17 @@ def test_up_refuses_what_does_not_fit_before_anything_starts(
         assert "the smallest change that makes it fit" in capsys.readouterr().err
 
 
-def test_up_on_a_cpu_sets_nothing(on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_on_a_cpu_sets_nothing_but_the_pages_that_services_share(
+    on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = folder_of("Qwen3-0.6B", tmp_path)
     names = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
+    pages = {"TRAINER_BASE_PAGES", "SAMPLER_BASE_PAGES"}
     on("none")
     _, services = services_of(["--base-model", str(model)], monkeypatch, tmp_path)
     assert [one.name for one in services] == ["trainer", "sampler", "gateway"]
-    assert not any(name in names or name.startswith(("TRAINER_", "SAMPLER_")) for one in services for name in one.env)
+    given = {name for one in services for name in one.env} - pages
+    assert not any(name in names or name.startswith(("TRAINER_", "SAMPLER_")) for name in given)
     on("8x-h100")
     _, (trainer, sampler, _) = services_of(["--base-model", str(model), "--gpus", "none"], monkeypatch, tmp_path)
     assert trainer.env["CUDA_VISIBLE_DEVICES"] == sampler.env["CUDA_VISIBLE_DEVICES"] == ""
