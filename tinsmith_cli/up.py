@@ -254,11 +254,19 @@ async def _supervise(stack: Stack, groups: Sequence[ModelGroup], *, on_ready: Ca
 
 def _base_pages() -> dict[str, str]:
     """Variables with the path of a new file of memory, through which the services share the pages of base models
-    (tinsmith/modeling/shared_pages.py). The file goes with this process and the services that map it."""
+    (tinsmith/modeling/shared_pages.py). The kernel frees the file when this process and all services that map it have
+    ended. None where there is no such file: on other systems, and with a Python that was built for an old C library.
+    """
     names = [name for name in ("TRAINER_BASE_PAGES", "SAMPLER_BASE_PAGES") if name not in os.environ]
-    if sys.platform != "linux" or not names:
+    make = getattr(os, "memfd_create", None)
+    if make is None or not names:
         return {}
-    return dict.fromkeys(names, f"/proc/{os.getpid()}/fd/{os.memfd_create('base-pages')}")
+    try:
+        file = make("base-pages")
+    except OSError as error:
+        _report(f"each service has its own copy of the base model in memory: there is no file of memory ({error})")
+        return {}
+    return dict.fromkeys(names, f"/proc/{os.getpid()}/fd/{file}")
 
 
 def _unknown_variables() -> list[str]:

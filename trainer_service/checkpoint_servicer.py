@@ -188,7 +188,7 @@ class CheckpointServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 def _piece(file: BinaryIO, num_bytes: int) -> bytes:
-    """Reads on. Empty for a file that was closed meanwhile: the client has left, and nobody waits for the bytes."""
+    """The file's next bytes; empty if the file was closed meanwhile, because its client has left."""
     try:
         return file.read(num_bytes)
     except ValueError:

@@ -80,4 +80,4 @@ def test_a_service_says_how_much_of_the_base_model_it_shares(stack: Stack, name:
     (log,) = stack.logs.glob(f"{name}*.log")
     said = [line for line in log.read_text().splitlines() if "base model's weights" in line]
     assert said
-    assert all("are in pages that services share" in line for line in said)
+    assert all("are in pages that services share" in line for line in said), said

@@ -39,7 +39,7 @@ from tinsmith.modeling.pretrained import persistent_buffers
 from tinsmith.modeling.quantized import LoadingConfig, num_weights
 from tinsmith.modeling.recurrent import call_packages_where_they_work, pack_recurrent
 from tinsmith.modeling.self_check import Probe
-from tinsmith.modeling.shared_pages import share_base
+from tinsmith.modeling.shared_pages import can_share, share_base
 from tinsmith.modeling.tower import Sights, Tower
 from tinsmith.modeling.whole_layers import take_over
 from tinsmith.quantization import Quantization
@@ -176,10 +176,11 @@ class BaseModel:
             prepared = prepare(model)
             return lambda: prepared
 
-        with blocks_at_page_starts() if pages else nullcontext():
+        shares = can_share(pages, device, trainable=trainable, divided=division is not None)
+        with blocks_at_page_starts() if shares else nullcontext():
             base, probe = prepare(read()) if division is None else division.in_turns(load)()
         base = checked(base, probe)
-        if pages:
+        if shares:
             share_base(base, pages)
         return base
 

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
+import torch
+
 from tinsmith.formatting import size_text
 from tinsmith.modeling.lora import LoraLinear
 
@@ -39,8 +41,13 @@ _HEAD = struct.Struct("<32sQ")
 """The key of a record's block, and the number of bytes."""
 _MIN_BYTES = 256 * 1024
 """Smaller blocks keep their own pages."""
-_SHARED, _PRIVATE, _FIXED, _POPULATE = 0x01, 0x02, 0x10, 0x8000
-"""Flags of Linux's mmap(2). Python's module mmap cannot map at a given address."""
+_PRIVATE, _POPULATE = 0x02, 0x8000
+"""Flags of Linux's mmap(2). Python's module mmap gives no addresses."""
+_MAY_MOVE, _TO_ADDRESS = 1, 2
+"""Flags of Linux's mremap(2)."""
+_FAILED = ctypes.c_void_p(-1).value
+FILE_NAME = "base-pages"
+"""Name of the file of memory, as `tinsmith up` makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +68,19 @@ class _Block:
         return cls(key, start, stop - start)
 
 
+def can_share(path: str, device: torch.device, *, trainable: bool, divided: bool) -> bool:
+    """Whether the pages of a model's weights can be those of other services. Parameters that are all trained change,
+    and the memory of a divided model is not that of plain tensors."""
+    return bool(path) and device.type == "cpu" and not trainable and not divided
+
+
 def share_base(base: BaseModel, path: str) -> int:
     """Maps the pages of the file of memory at `path` in place of the pages with the base model's frozen weights and
     their prepacked copies, where the bytes are the same. Returns the number of bytes in such pages.
 
-    Nothing may use the model meanwhile. A model on another device, or one whose parameters are all trained, shares
-    nothing. An OSError, such as for memory that is full, is logged, and the remaining weights keep their own pages.
+    Nothing may use the model meanwhile. It must be one that `can_share` allows. An OSError, such as for memory that is
+    full, is logged, and the remaining weights keep their own pages.
     """
-    if base.device.type != "cpu" or base.trainable:
-        return 0
     num_shared = 0
     try:
         with _locked(path) as file:
@@ -80,8 +91,9 @@ def share_base(base: BaseModel, path: str) -> int:
                 if _map(file, places[block.key], block):
                     num_shared += block.num_bytes
     except OSError as error:
-        logger.warning("weights of the base model are not shared with other services through %s: %s", path, error)
-    logger.info("%s of the base model's weights are in pages that services share", size_text(num_shared))
+        logger.warning("the base model's weights are not all shared with other services: base_pages: %s", error)
+    else:
+        logger.info("%s of the base model's weights are in pages that services share", size_text(num_shared))
     return num_shared
 
 
@@ -107,9 +119,12 @@ def _blocks(base: BaseModel) -> Iterator[_Block]:
 
 @contextmanager
 def _locked(path: str) -> Iterator[int]:
-    """The open file, which no other service uses within the block."""
+    """The open file, which no other service uses within the block. Raises OSError for a path that is no file of memory
+    with FILE_NAME: another file would be overwritten."""
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
+        if not os.readlink(f"/proc/self/fd/{file}").startswith(f"/memfd:{FILE_NAME}"):
+            raise OSError(f"{path!r} is no file of memory that tinsmith up has made")
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
     finally:
@@ -147,25 +162,23 @@ def _append(file: int, block: _Block) -> int:
 
 def _map(file: int, place: int, block: _Block) -> bool:
     """Maps the block's pages from the file. Returns False, and maps nothing, if the file has other bytes there."""
-    libc = _libc()
-    theirs = _mapped(libc, None, block.num_bytes, mmap.PROT_READ, _SHARED, file, place)
-    try:
-        if libc.memcmp(theirs, block.start, block.num_bytes):
-            return False
-    finally:
-        libc.munmap(theirs, block.num_bytes)
+    libc, num_bytes = _libc(), block.num_bytes
     # Populating a mapping that may be written would make private copies of its pages.
-    _mapped(libc, block.start, block.num_bytes, mmap.PROT_READ, _PRIVATE | _FIXED | _POPULATE, file, place)
-    if libc.mprotect(block.start, block.num_bytes, mmap.PROT_READ | mmap.PROT_WRITE):
+    theirs = libc.mmap(None, num_bytes, mmap.PROT_READ, _PRIVATE | _POPULATE, file, place)
+    if theirs == _FAILED:
         raise _error()
+    if libc.memcmp(theirs, block.start, num_bytes):
+        libc.munmap(theirs, num_bytes)
+        return False
+    # The move comes last, because it frees the weight's own pages.
+    if (
+        libc.mprotect(theirs, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        or libc.mremap(theirs, num_bytes, num_bytes, _MAY_MOVE | _TO_ADDRESS, block.start) == _FAILED
+    ):
+        error = _error()
+        libc.munmap(theirs, num_bytes)
+        raise error
     return True
-
-
-def _mapped(libc: ctypes.CDLL, address: int | None, num_bytes: int, access: int, flags: int, file: int, at: int) -> int:
-    mapped: int | None = libc.mmap(address, num_bytes, access, flags, file, at)
-    if mapped is None or mapped == ctypes.c_void_p(-1).value:
-        raise _error()
-    return mapped
 
 
 def _error() -> OSError:
@@ -185,6 +198,8 @@ def _libc() -> ctypes.CDLL:
         ctypes.c_int64,
     ]
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.mremap.restype = ctypes.c_void_p
+    libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     return libc

@@ -49,13 +49,15 @@ def _plan(name: str, shape: Shape, machine: Machine, constraints: Constraints) -
         return on_cpu(name, shape, machine, constraints)
     _check_together(shape, machine, constraints)
     failure: DoesNotFit | None = None
+    fewest = len(machine.gpus)
     for least, comfortable in _ATTEMPTS:
         for trainer, samplers in _placements(shape, machine, constraints):
             for rank in _ranks(shape, constraints, least=least):
                 try:
                     planned = fill(name, shape, machine, constraints, trainer=trainer, samplers=samplers, rank=rank)
                 except DoesNotFit as error:
-                    failure = failure or error
+                    if failure is None or len(samplers) < fewest:  # more samplers may fail for more reasons
+                        failure, fewest = error, len(samplers)
                     continue
                 if not comfortable or _is_comfortable(planned):
                     return planned

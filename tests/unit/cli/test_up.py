@@ -144,3 +144,19 @@ def test_services_get_one_file_of_memory_unless_the_environment_names_another(mo
     assert list(_base_pages()) == [names[1]]
     monkeypatch.setenv(names[1], "/proc/1/fd/3")
     assert _base_pages() == {}
+
+
+def test_a_machine_without_files_of_memory_starts_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_: str) -> int:
+        raise OSError(38, "Function not implemented")
+
+    for name in ("TRAINER_BASE_PAGES", "SAMPLER_BASE_PAGES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "memfd_create", refuse, raising=False)
+    assert _base_pages() == {}
+    said = capsys.readouterr()
+    assert "Function not implemented" in said.out + said.err
+    monkeypatch.delattr(os, "memfd_create")
+    assert _base_pages() == {}

@@ -1,5 +1,7 @@
 """Services of one machine share the pages of the base model's weights."""
 
+import ctypes
+import errno
 import fcntl
 import json
 import logging
@@ -54,7 +56,7 @@ def values(base: BaseModel) -> dict[str, torch.Tensor]:
 
 
 def digest(base: BaseModel) -> str:
-    """Of the logits of four random vectors, computed with the prepacked copy where there is one."""
+    """Hash of the logits of four random vectors, computed with the prepacked copy where there is one."""
     x_n_H = torch.randn(4, base.head.weight_V_H.shape[1], generator=torch.Generator().manual_seed(0))
     packed = base.head.prepacked
     logits_n_V = x_n_H @ base.head.weight_V_H.T if packed is None else packed.together(x_n_H)
@@ -148,8 +150,8 @@ def test_a_weight_with_other_bytes_keeps_its_own_pages(folder: Path, file: int) 
 
 def test_a_model_whose_parameters_are_trained_shares_nothing(folder: Path, file: int) -> None:
     base = load(folder, file, trainable=True)
+    assert base.trainable
     assert size_of(file) == 0
-    assert shared_pages.share_base(base, f"/proc/self/fd/{file}") == 0
 
 
 def test_memory_that_is_full_leaves_the_weights_where_they_are(
@@ -158,7 +160,7 @@ def test_memory_that_is_full_leaves_the_weights_where_they_are(
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
     with caplog.at_level(logging.WARNING):
         base = load(folder, file)
-    assert "are not shared with other services" in caplog.text
+    assert "are not all shared with other services" in caplog.text
     assert size_of(file) == 0
     for name, weight in load(folder, None).parameters.items():
         assert torch.equal(weight, base.parameters[name])
@@ -179,3 +181,47 @@ def test_a_path_without_a_file_is_told(folder: Path, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING):
         assert shared_pages.share_base(base, "/proc/self/fd/999999") == 0
     assert "/proc/self/fd/999999" in caplog.text
+
+
+def test_a_file_on_disk_is_not_overwritten(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "other"
+    path.write_bytes(bytes(5000))
+    base = load(folder, None)
+    with caplog.at_level(logging.WARNING):
+        assert shared_pages.share_base(base, str(path)) == 0
+    assert "is no file of memory" in caplog.text
+    assert path.read_bytes() == bytes(5000)
+
+
+@pytest.mark.parametrize("call", ["mprotect", "mremap"])
+def test_a_mapping_that_fails_leaves_the_weights_in_their_own_pages(
+    folder: Path, file: int, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    libc = shared_pages._libc()
+
+    def fails(*_: object) -> int | None:
+        ctypes.set_errno(errno.ENOMEM)
+        return shared_pages._FAILED if call == "mremap" else -1
+
+    class Failing:
+        def __getattr__(self, name: str) -> object:
+            return fails if name == call else getattr(libc, name)
+
+    monkeypatch.setattr(shared_pages, "_libc", Failing)
+    with caplog.at_level(logging.WARNING):
+        base = load(folder, file)
+    assert "Cannot allocate memory" in caplog.text
+    with torch.no_grad():
+        for weight in base.parameters.values():
+            weight.add_(0)
+    for name, weight in load(folder, None).parameters.items():
+        assert torch.equal(weight, base.parameters[name])
+
+
+@pytest.mark.parametrize(
+    ("path", "device", "trainable", "divided"),
+    [("", "cpu", False, False), ("/f", "cuda", False, False), ("/f", "cpu", True, False), ("/f", "cpu", False, True)],
+)
+def test_models_that_cannot_share_are_left_alone(path: str, device: str, trainable: bool, divided: bool) -> None:
+    assert not shared_pages.can_share(path, torch.device(device), trainable=trainable, divided=divided)
+    assert shared_pages.can_share("/f", CPU, trainable=False, divided=False)

@@ -207,6 +207,8 @@ def test_host_memory_bounds_the_samplers_beside_what_a_divided_trainer_reads() -
     assert two.loading_bytes <= 2.4 * whole
     one = plan("Qwen3-32B", shape, replace(machine, host_bytes=int(1.6 * whole)), Constraints())
     assert (one.trainer.shard_base, len(one.samplers)) == (True, 1)
+    with pytest.raises(DoesNotFit, match="trainer and 1 samplers load the base weights into host memory first"):
+        plan("Qwen3-32B", shape, replace(machine, host_bytes=int(0.3 * whole)), Constraints())
 
 
 def test_ranks_that_divide_the_model_need_host_memory_for_the_part_of_one_of_them() -> None:

@@ -234,8 +234,9 @@ def test_up_on_a_cpu_sets_nothing_but_the_pages_that_services_share(
     on("none")
     _, services = services_of(["--base-model", str(model)], monkeypatch, tmp_path)
     assert [one.name for one in services] == ["trainer", "sampler", "gateway"]
-    given = {name for one in services for name in one.env} - pages
-    assert not any(name in names or name.startswith(("TRAINER_", "SAMPLER_")) for name in given)
+    given = {name for one in services for name in one.env}
+    assert {name for name in given if name in names or name.startswith(("TRAINER_", "SAMPLER_"))} <= pages
+    assert pages <= given or sys.platform != "linux"
     on("8x-h100")
     _, (trainer, sampler, _) = services_of(["--base-model", str(model), "--gpus", "none"], monkeypatch, tmp_path)
     assert trainer.env["CUDA_VISIBLE_DEVICES"] == sampler.env["CUDA_VISIBLE_DEVICES"] == ""
