@@ -29,6 +29,6 @@ def orthogonalize(matrices_K_R_N: Tensor) -> Tensor:
 
 
 def frobenius(matrices_K_R_N: Tensor) -> Tensor:
-    """Frobenius norm of each matrix, [K, 1, 1]. Sums row by row: on a CPU, one large float32 sum loses small squares."""
+    """Frobenius norm of each matrix, [K, 1, 1]. Sums row by row: on a CPU one large float32 sum loses small squares."""
     norms_K_R_1 = torch.linalg.vector_norm(matrices_K_R_N, dim=2, keepdim=True)
     return torch.linalg.vector_norm(norms_K_R_1, dim=1, keepdim=True)
