@@ -116,7 +116,12 @@ def invalid(error: ValidationError, body: Any) -> InvalidRequest:
     value = "" if first["type"] == "missing" else f", not {shown(first['input'])}"
     if first["type"] == "float_type" and first["input"] is None:
         value = ", not null, which is what JSON makes of nan and inf"
-    return InvalidRequest(f"{field}: {first['msg'].removeprefix('Value error, ')[:_LONGEST]}{value}", field=field)
+    return InvalidRequest(f"{field}: {message_of(first)[:_LONGEST]}{value}", field=field)
+
+
+def message_of(error: ErrorDetails) -> str:
+    """The message of an error, without the words that pydantic puts before that of a ValueError."""
+    return error["msg"].removeprefix("Value error, ")
 
 
 def field_of(error: ErrorDetails, body: Any) -> str:

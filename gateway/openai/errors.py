@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from gateway.codec import field_of, json_response, retry_after, status_of
+from gateway.codec import field_of, json_response, message_of, retry_after, status_of
 from gateway.openai.schemas import UNSUPPORTED
 from gateway.shown import shown
 from tinsmith.errors import InvalidRequest, ServiceError, Unsupported
@@ -59,7 +59,7 @@ def invalid(error: ValidationError, body: Any) -> ServiceError:
     # A union gives an error for each branch. The branch that fits best has the deepest location.
     found = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
     field = field_of(found, body) or None
-    message, value = found["msg"].removeprefix("Value error, "), shown(found["input"])
+    message, value = message_of(found), shown(found["input"])
     if found["type"] == "extra_forbidden":
         message = f"{field}: is not supported by this server, which cannot apply {value}; leave it out"
         return Unsupported(message, field=field)

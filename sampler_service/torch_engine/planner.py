@@ -8,7 +8,7 @@ has its tokens reserved in the cache. A prompt is computed in pieces, beside the
 step's prompt tokens is for short prompts that have room: they do not wait until long ones before them are computed,
 which lose that share of a step and nothing else. A short prompt that is only scored, or draws one token, needs its lane
 for one step: it does not wait for the running sequences to end. A job that takes more than half of all room is divided
-(`_divide`), as it would otherwise wait until hardly anything runs.
+(`_divide_first`), as it would otherwise wait until hardly anything runs.
 
 A sequence without max_tokens may reach the context's end, and mostly stops long before. It starts with a modest
 reservation that grows as it goes; when there is no room to grow, the youngest such sequence gives its place back and
@@ -244,7 +244,9 @@ class Planner:
         return False
 
     def _admit(self, room: Reservations) -> Job | None:
-        if not self.waiting or not (self._has_room(self.waiting.first, room) or self._divide(room)):
+        if not self.waiting:
+            return None
+        if not self._has_room(self.waiting.first, room) and not self._divide_first(room):
             return None
         job = self.waiting.first
         if job.group.on_trial:
@@ -254,10 +256,13 @@ class Planner:
         self._take(job)
         return job
 
-    def _divide(self, room: Reservations) -> bool:
-        """Whether there is room for a part of the first job, which then is the first. Only a job that takes more than
-        half of all room is divided: else one long sequence would keep it out, and those behind it, until it ends. The
-        part is at least half of the job, because each part computes the prompt anew."""
+    def _divide_first(self, room: Reservations) -> bool:
+        """Divides the first job if there is room for a part of it, and puts that part first. Returns whether it did.
+
+        Only a job that takes more than half of all room is divided: otherwise one long sequence would keep it out, and
+        those behind it, until it ends. The part is at least half of the job, because each part computes the prompt
+        anew.
+        """
         job, lanes = self.waiting.first, self.most_together or self.max_running
         samples, need = len(job.sequences), job.sequences[0].need
         if job.group.on_trial or 2 * samples <= min(lanes, self.max_kv_tokens // need):
