@@ -175,7 +175,10 @@ class Tower:
         """The arguments of the model's `get_image_features`, on its device."""
         known = inspect.signature(self._model.get_image_features).parameters
         arrays = self.processor.arrays(pictures)
-        return {name: on_device(torch.from_numpy(one), self.device) for name, one in arrays.items() if name in known}
+        found = {name: torch.from_numpy(one) for name, one in arrays.items() if name in known}
+        if self.processor.family.rounded:
+            found = {name: one.to(self._model.dtype) if one.is_floating_point() else one for name, one in found.items()}
+        return {name: on_device(one, self.device) for name, one in found.items()}
 
     @property
     def device(self) -> torch.device:

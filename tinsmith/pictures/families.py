@@ -28,6 +28,8 @@ class Family:
     supported, with the reason."""
     grid: bool = False
     """Whether positions count the rows and columns of a picture's tokens (M-RoPE)."""
+    rounded: bool = False
+    """Whether the tower takes pixels in the model's dtype only. Others convert float32 themselves."""
     sees_ahead: Callable[[Any], Literal["", "everywhere", "in windows"]] = lambda _: ""
     """Whether the tokens of a picture see each other in both directions in a model with this configuration: in all
     layers, or only in those whose attention has a window."""
@@ -106,7 +108,7 @@ FAMILIES: Mapping[str, Family] = {
         in_chats=lambda config: ([config.boi_token_id], [config.eoi_token_id]),
         two_way='in layers with a window, where `use_bidirectional_attention` is "vision"',
     ),
-    "kimi_k25": Family("Kimi K2.5 and K2.6", _BY_AREA, "Kimi_K25ImageProcessorPil", _kimi),
+    "kimi_k25": Family("Kimi K2.5 and K2.6", _BY_AREA, "Kimi_K25ImageProcessorPil", _kimi, rounded=True),
 }
 """By the `model_type` of a model's configuration."""
 

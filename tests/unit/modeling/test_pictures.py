@@ -133,6 +133,15 @@ def test_pictures_packed_with_text_equal_transformers_and_peft_gradients_include
             torch.testing.assert_close(ours.detach(), slowly, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("family", VISION)
+def test_a_model_in_bfloat16_takes_pictures(family: str, tmp_path: Path) -> None:
+    base = BaseModel.load(make_vision_model(tmp_path, family), device=CPU, dtype=torch.bfloat16)
+    assert base.tower is not None, base.why_no_pictures
+    features = base.tower.look([Placed(0, scaled(base, WIDE))]).features_P_F_H
+    assert features.dtype == torch.bfloat16
+    assert features.isfinite().all()
+
+
 def test_the_tokens_of_a_picture_see_each_other_in_gemma_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the check at load finds the difference, and so it does for a model that runs one sequence at a time."""
     folder = make_vision_model(tmp_path, "Gemma3")
