@@ -1,7 +1,8 @@
 """The layers of a base model, from its config.json.
 
-Models of FAMILIES are computed exactly; a test compares them with the loaded models. Other families are estimated as a
-dense Llama, with the size of their weights from the files.
+Models of FAMILIES and towers of TOWERS are computed exactly; a test compares them with the loaded models. Others are
+counted as transformers makes them (counted.py). A language model that cannot be counted is estimated as a dense Llama,
+with the size of its weights from the files.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from tinsmith_cli.base_models import UsageError
+from tinsmith_cli.planning.counted import Counted, CountedLayer, NotCounted, count
 from tinsmith_cli.planning.shape import Layer, Matrix, Shape, Widths
 
 Config = Mapping[str, Any]
@@ -25,40 +27,130 @@ class UnknownModel(UsageError):
 
 def of_config(config: Config, *, name: str, stored: int | None = None) -> Shape:
     """The shape of a configuration. `stored`: parameters in the files, if known. Raises UsageError for a field that is
-    missing, and for an unknown family whose files are not there."""
+    missing, and for an unknown family that cannot be counted and whose files are not there."""
     nested = config.get("text_config")
-    text: Config = {**config, **nested} if isinstance(nested, dict) else config
+    is_text = not isinstance(nested, dict)
+    text: Config = config if is_text else {**config, **nested}
     family = str(text.get("model_type", "unknown"))
+    tower_of = TOWERS.get(str(config.get("model_type")))
+    counted, why_not = None, ""
+    if family not in FAMILIES or not (is_text or tower_of):
+        try:
+            counted = count(config)
+        except NotCounted as error:
+            why_not = str(error)
+        else:
+            text = {**counted.config, "tie_word_embeddings": counted.tied}
+            family = str(text["model_type"])
     try:
-        tower_of = TOWERS.get(str(config.get("model_type")))
-        if (layers := FAMILIES.get(family)) is not None and (text is config or tower_of is not None):
-            text = {**_DEFAULTS.get(family, {}), **text}
-            if "tie_word_embeddings" in config:  # that of the whole model decides
-                text["tie_word_embeddings"] = config["tie_word_embeddings"]
-            found = _shape(text, family, layers(text), note=_note(config))
-            return found if tower_of is None else _with_tower(found, *tower_of(config["vision_config"], text))
-        estimate = _shape(text, family, _dense(text))
+        if (layers := FAMILIES.get(family)) is None:
+            if counted is not None:
+                return _with_counts(_shape(text, family, _dense(text), note=_note(config)), counted, text)
+            return _of_files(_shape(text, family, _dense(text)), text, stored, name=name, why_not=why_not)
+        text = {**_DEFAULTS.get(family, {}), **text}
+        if "tie_word_embeddings" in config and counted is None:  # that of the whole model decides
+            text["tie_word_embeddings"] = config["tie_word_embeddings"]
+        found = _shape(text, family, layers(text), note=_note(config))
+        if counted is not None:
+            return replace(
+                found,
+                tower=counted.tower,
+                tower_parameters=counted.tower_parameters,
+                outside_more=counted.parameters - found.parameters,
+            )
+        if tower_of is not None:
+            return _with_tower(found, *tower_of(config["vision_config"], text))
     except KeyError as error:
         raise UsageError(
             f"{name}: config.json has no {error.args[0]}, which the size of a model of type {family!r} depends on"
         ) from None
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise UsageError(f"{name}: config.json does not describe a model of type {family!r}: {error}") from None
+    return found if is_text else _without_tower(found, config, stored, why_not=why_not)
+
+
+def _with_counts(estimate: Shape, counted: Counted, text: Config) -> Shape:
+    """The shape with the parameters that were counted."""
+    if counted.layers:
+        layers = _counted_layers(counted.layers, estimate.layers[0].widths, estimate.layers[0].kv_elements, text)
+        estimate = replace(estimate, layers=layers)
+    note = (
+        f"models of type {estimate.family!r} are unknown to the planner: parameters are counted, keys, values and "
+        "activations are estimates"
+    )
+    return replace(
+        estimate,
+        outside_more=counted.parameters - estimate.parameters,
+        tower=counted.tower,
+        tower_parameters=counted.tower_parameters,
+        is_estimate=True,
+        recurrent=_carries_state(text, estimate.family),
+        note="; ".join(filter(None, [estimate.note, note])),
+    )
+
+
+def _counted_layers(counted: Sequence[CountedLayer], usual: Widths, usual_kv: int, text: Config) -> list[Layer]:
+    """The layers with the widths of those of their matrices whose names are usual, and `usual` ones without any."""
+    has_keys = any(name.endswith("k_proj") for one in counted for name in one.matrices)
+    taken = text.get("num_experts_per_tok") or text.get("top_k_experts") or 0
+    layers: list[Layer] = []
+    for one in counted:
+        matrices = list(one.matrices.values())
+        outputs = {name.rpartition(".")[2]: matrix.outputs for name, matrix in one.matrices.items()}
+        keys = outputs.get("k_proj", 0) if has_keys else usual.keys  # a layer may take those of an earlier one
+        inner = sum(m.outputs for name, m in one.matrices.items() if name.endswith("up_proj") and not m.num_experts)
+        inner += taken * sum(matrix.inputs for matrix in matrices if matrix.shares == "B")
+        pairs = taken if any(matrix.num_experts for matrix in matrices) else 0
+        widths = Widths(outputs.get("q_proj", usual.queries), keys, inner or usual.inner, pairs)
+        layers.append(Layer(matrices, one.others, 2 * keys if has_keys else usual_kv, widths))
+    return layers
+
+
+def _of_files(estimate: Shape, text: Config, stored: int | None, *, name: str, why_not: str) -> Shape:
+    """The shape with as many parameters as the files have. Raises UnknownModel without files."""
     if stored is None:
         raise UnknownModel(
-            f"{name}: the planner does not know models of type {family!r}, and finds no safetensors files to take "
-            f"their size from; it knows {', '.join(sorted(FAMILIES))}. Give a folder with the weights"
+            f"{name}: the planner does not know models of type {estimate.family!r} and cannot count this one "
+            f"({why_not}), and finds no safetensors files to take its size from; it knows "
+            f"{', '.join(sorted(FAMILIES))}. Give a folder with the weights"
         )
-    note = f"models of type {family!r} are unknown to the planner: an estimate from the size of the files"
-    recurrent = bool({"linear_attention", "mamba", "conv"} & {*(text.get("layer_types") or ())}) or "mamba" in family
-    more = stored - estimate.parameters
-    if more >= 0:
-        estimate = replace(estimate, outside_more=more)
-    return replace(estimate, is_estimate=True, recurrent=recurrent, note=note)
+    note = (
+        f"models of type {estimate.family!r} are unknown to the planner and cannot be counted ({why_not}): an estimate "
+        "from the size of the files"
+    )
+    more = max(0, stored - estimate.parameters)
+    return replace(
+        estimate,
+        outside_more=more,
+        is_estimate=True,
+        recurrent=_carries_state(text, estimate.family),
+        note=note,
+    )
+
+
+def _carries_state(text: Config, family: str) -> bool:
+    return bool({"linear_attention", "mamba", "conv"} & {*(text.get("layer_types") or ())}) or "mamba" in family
+
+
+def _without_tower(shape: Shape, config: Config, stored: int | None, *, why_not: str) -> Shape:
+    """The shape of a model whose towers cannot be counted: with what its files have more than the language model."""
+    parts = ", ".join(name for name in ("vision_config", "audio_config") if config.get(name) is not None)
+    which = f"parts beside the language model ({parts})" if parts else "parts beside the language model"
+    more, where = 0, "the plan leaves them out, and each service takes more memory by them"
+    if stored is not None and stored > shape.parameters and not shape.note:
+        more, where = stored - shape.parameters, "they are taken to be the rest of the files"
+    note = f"{which} cannot be counted ({why_not}): {where}"
+    return replace(
+        shape,
+        tower_parameters=more,
+        outside_more=shape.outside_more + more,
+        is_estimate=True,
+        note="; ".join(filter(None, [shape.note, note])),
+    )
 
 
 def _note(config: Config) -> str:
-    quantised = config.get("quantization_config")
+    quantised = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not isinstance(quantised, dict):
         return ""
     return (

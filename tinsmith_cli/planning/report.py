@@ -48,9 +48,11 @@ def as_text(plan: Plan) -> str:
         ]
     if trainer.ranks and shape.tower_parameters and not plan.constraints.full_training:
         tower = memory.BYTES_PER_PARAMETER[plan.dtype] * shape.tower_parameters
-        more = memory.ADAPTER_BYTES * plan.rank * sum(one.rank_elements for one in shape.tower)
-        words = f"{size_text(int(tower))} of the base weights; an adapter on it, too, has {size_text(more)} more"
-        rows.append(("", "vision tower", words))
+        words = f"{size_text(int(tower))} of the base weights"
+        if shape.tower:
+            more = memory.ADAPTER_BYTES * plan.rank * sum(one.rank_elements for one in shape.tower)
+            words += f"; an adapter on the vision tower, too, has {size_text(more)} more"
+        rows.append(("", "towers", words))
     for sampler, numbers in _alike(plan):
         rows += [
             (

@@ -92,9 +92,9 @@ class Shape:
     """The linear layers of the vision tower that take adapters, in runs that ask for it; their parameters are part of
     outside_more."""
     tower_parameters: int = 0
-    """All parameters of the vision tower, and of what joins it to the language model."""
+    """All parameters of the towers for pictures and sound, and of what joins them to the language model."""
     is_estimate: bool = False
-    """Whether the family is unknown, and computed as a dense Llama."""
+    """Whether some of these sizes are estimates, as `note` says."""
     note: str = ""
 
     @property

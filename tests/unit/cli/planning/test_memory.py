@@ -81,7 +81,7 @@ def test_an_adapter_with_its_gradient_and_optimizer(tmp_path: Path) -> None:
     assert engine.models["m"].num_bytes == full_bytes(memory.adapter_bytes(shape, 4))
 
 
-@pytest.mark.parametrize("family", ["Qwen3VL", "Qwen3_5", "Gemma3"])
+@pytest.mark.parametrize("family", ["Qwen3VL", "Qwen3_5", "Gemma3", "Gemma4", "Kimi_K25"])
 def test_base_weights_and_adapters_of_a_model_with_a_vision_tower(family: str, tmp_path: Path) -> None:
     base, shape = loaded(make_vision_model(tmp_path, family), "bfloat16")
     assert memory.base_bytes(shape, "bfloat16") == sum(one.nbytes for one in base.parameters.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def test_a_family_is_computed_as_it_is_loaded(family: str, tmp_path: Path) -> No
     assert not found.is_estimate
 
 
-@pytest.mark.parametrize("family", ["Qwen3VL", "Qwen3_5", "Gemma3"])
+@pytest.mark.parametrize("family", ["Qwen3VL", "Qwen3_5", "Gemma3", "Gemma4", "Kimi_K25", "Glm4v"])
 def test_a_model_with_a_vision_tower_is_computed_as_it_is_loaded(family: str, tmp_path: Path) -> None:
     base = BaseModel.load(make_vision_model(tmp_path, family), device=torch.device("cpu"), dtype=torch.float32)
     found = read(tmp_path, name="model")
@@ -82,7 +83,8 @@ def test_a_model_with_a_vision_tower_is_computed_as_it_is_loaded(family: str, tm
     assert found.adapter_elements(5, vision=True) == num_elements(everything, base.targets)
     beside = [one for name, one in base.parameters.items() if "language_model" not in name and "lm_head" not in name]
     assert found.tower_parameters == sum(one.numel() for one in beside)
-    assert not found.is_estimate
+    assert found.kv_elements * 4 == kv_bytes_per_token(measured_cache(base))
+    assert found.is_estimate == (found.family not in FAMILIES)
 
 
 @pytest.mark.parametrize("family", ["Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Gemma3"])
@@ -96,6 +98,81 @@ def test_a_vision_model_of_published_size_is_computed_as_transformers_makes_it(f
     assert not refused
     assert described(found.targets) == real(list(targets))
     assert found.recurrent == family.startswith("Qwen3_5")
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "tower"),
+    [
+        ("Gemma4", {"vision_config": {}, "audio_config": {}}, 477e6),
+        ("Kimi_K25", {}, 471e6),
+        ("Mistral3", {}, 439e6),
+        ("Llava", {}, 324e6),
+        ("InternVL", {}, 338e6),
+    ],
+)
+def test_a_tower_without_a_formula_is_counted(family: str, settings: dict[str, Any], tower: float) -> None:
+    config: PretrainedConfig = getattr(transformers, f"{family}Config")(**settings)
+    found = of_config(config.to_dict(), name=family)
+    with torch.device("meta"):
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.bfloat16)
+    assert found.parameters == sum(one.numel() for one in model.parameters())
+    assert found.tower_parameters == pytest.approx(tower, rel=0.01)
+    assert bool(found.tower) == (family in ("Gemma4", "Kimi_K25")), "the others take no pictures here"
+    targets, refused = adapt(model, ActiveRuns(), replace=True)
+    assert not refused
+    assert described(found.targets) == real(list(targets))
+    assert found.is_estimate == (found.family not in FAMILIES)
+    assert found.note.startswith("models of type 'gemma4_text' are unknown to the planner") == (family == "Gemma4")
+
+
+def test_kimi_k2_5_as_it_is_published_is_quantised_and_names_its_language_model_otherwise() -> None:
+    text = json.loads((CONFIGS / "Kimi-K2.json").read_text())
+    text |= {"model_type": "kimi_k2", "quantization_config": {"quant_method": "compressed-tensors"}}
+    config = {"model_type": "kimi_k25", "text_config": text, "vision_config": {}, "tie_word_embeddings": False}
+    found = of_config(config, name="Kimi-K2.5")
+    assert found.family == "deepseek_v3"
+    assert found.parameters == pytest.approx(1027e9, rel=0.01)
+    assert found.note.startswith("the files are quantised (compressed-tensors)")
+    assert not found.is_estimate
+
+
+@pytest.mark.parametrize("num_stored", [None, 9e9])
+def test_a_tower_that_cannot_be_counted_is_named(num_stored: float | None) -> None:
+    text = json.loads((CONFIGS / "Qwen3-8B.json").read_text())
+    config = {"model_type": "seer", "text_config": text, "vision_config": {"layers": 3}, "audio_config": {"layers": 3}}
+    found = of_config(config, name="model", stored=None if num_stored is None else int(num_stored))
+    whole = of_config(text, name="model")
+    assert found.is_estimate
+    assert found.note.startswith(
+        "parts beside the language model (vision_config, audio_config) cannot be counted (transformers does not know "
+        "models of type 'seer'): "
+    )
+    if num_stored is None:
+        assert found.note.endswith("the plan leaves them out, and each service takes more memory by them")
+        assert found.parameters == whole.parameters
+    else:
+        assert found.note.endswith("they are taken to be the rest of the files")
+        assert found.parameters == num_stored
+        assert found.tower_parameters == num_stored - whole.parameters
+
+
+def test_an_unknown_family_that_transformers_knows_is_counted_without_files() -> None:
+    config = transformers.Olmo2Config()
+    found = of_config(config.to_dict(), name="Olmo 2")
+    with torch.device("meta"):
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.bfloat16)
+    assert_same(
+        found, sum(one.numel() for one in model.parameters()), list(adapt(model, ActiveRuns(), replace=True)[0])
+    )
+    assert found.is_estimate
+    assert "'olmo2' are unknown to the planner: parameters are counted" in found.note
+
+
+def test_without_transformers_an_unknown_tower_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    text = json.loads((CONFIGS / "Qwen3-8B.json").read_text())
+    found = of_config({"model_type": "internvl", "text_config": text, "vision_config": {}}, name="model")
+    assert "(vision_config) cannot be counted (transformers is not installed here)" in found.note
 
 
 def test_gemma_3_as_it_is_published_leaves_most_settings_out() -> None:
