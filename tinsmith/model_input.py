@@ -60,7 +60,7 @@ def model_input(
                     field=where,
                 )
             pictures.append(Placed(start, picture))
-            parts.append(np.full(picture.num_tokens, processor.picture_token, np.int32))
+            parts.append(picture.tokens)
     return np.concatenate(parts).astype(np.int32, copy=False), tuple(pictures)
 
 

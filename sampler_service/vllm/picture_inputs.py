@@ -25,7 +25,7 @@ class Form:
     """Names of those which have no axis of pictures."""
 
 
-_FORMS: Mapping[str, Form] = {
+FORMS: Mapping[str, Form] = {
     ByArea.rule: Form(
         lambda made: {"pixel_values": made["pixel_values"], "image_grid_thw": made["image_grid_thw"][0]},
         stacked=["image_grid_thw"],
@@ -66,7 +66,7 @@ class PictureInputs:
             self._processor = load_processor(self._path)
         processor = self._processor
         picture = processor.of_pixels(self._pictures[int(item[NUMBER].data)])
-        form = _FORMS[processor.counting.rule]
+        form = FORMS[processor.counting.rule]
         made = {name: torch.from_numpy(one) for name, one in processor.arrays([picture]).items()}
         return item_of(form.inputs(made), stacked=form.stacked)
 

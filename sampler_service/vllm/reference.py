@@ -19,6 +19,7 @@ from sampler_service.core.sizing import Sizes, resolve_device, resolve_dtype, to
 from sampler_service.eos import eos_token_ids
 from sampler_service.vllm.division import Devices, check_division, sizes_of_each
 from sampler_service.vllm.full import Parameters
+from sampler_service.vllm.picture_inputs import FORMS
 from tinsmith.modeling.adapter import GROUPS, AdapterConfig, Group, Target
 from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
@@ -121,7 +122,13 @@ def _measure(config: SamplerConfig) -> Reference:
     tokens = torch.randint(base.vocab_size, (length,), generator=generator).numpy().astype(np.int32)
     rank = min(_RANK, config.max_lora_rank)
     picture_tokens = for_pictures = 0
-    if base.tower is not None:
+    why_no_pictures = base.why_no_pictures
+    if base.tower is not None and base.tower.processor.counting.rule not in FORMS:
+        why_no_pictures = (
+            f"the vLLM engine does not know how vLLM's tower takes pictures of {base.tower.processor.family.name}; the "
+            'engine "torch" samples with them'
+        )
+    elif base.tower is not None:
         picture_tokens = min(base.tower.processor.counting.most_tokens, base.max_context_length)
         # vLLM encodes in a step, and keeps, as many tokens of pictures as a step has, or one picture.
         for_pictures = base.tower.bytes_for(max(picture_tokens, tokens_per_step(config, device.type)))
@@ -142,10 +149,10 @@ def _measure(config: SamplerConfig) -> Reference:
         eos_token_ids=eos_token_ids(base.path, base.config),
         sizes=sizes,
         has_tower=getattr(load_config(config.base_model), "vision_config", None) is not None,
-        why_no_pictures=base.why_no_pictures,
+        why_no_pictures=why_no_pictures,
         picture_tokens=picture_tokens,
         base=_sample(base, tokens, None),
-        pictures=_with_pictures(base, tokens),
+        pictures=[] if why_no_pictures else _with_pictures(base, tokens),
         groups={
             group: _sample(base, tokens, only(group, rank=rank, seed=0)) for group in GROUPS if group in base.groups
         },
@@ -166,7 +173,7 @@ def _with_pictures(base: BaseModel, tokens: Ints) -> list[Sample]:
     for pictures in (made, made[:1]):
         parts, placed, start = [], [], 0
         for picture in pictures:
-            parts += [text[:5], np.full(picture.num_tokens, processor.picture_token, np.int32)]
+            parts += [text[:5], picture.tokens]
             placed.append(Placed(start + 5, picture))
             start += 5 + picture.num_tokens
         prompt = np.concatenate([*parts, text[5:12]])

@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
+    PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -20,6 +23,7 @@ from transformers import (
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tinsmith.modeling.pretrained import auto_class
@@ -173,6 +177,14 @@ VISION: dict[str, dict[str, Any]] = {
         },
         "projection_hidden_size": 32, "tie_word_embeddings": False, "image_token_id": 5, "video_token_id": 6,
     },
+    "Mistral3": {
+        "text_config": {**TINY_CONFIG, "tie_word_embeddings": False},
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "image_size": 64, "patch_size": 4, "initializer_range": 0.1,
+        },
+        "tie_word_embeddings": False, "image_token_index": 5,
+    },
 }  # fmt: skip
 """Families that see pictures, with the settings that make them tiny. A token of a picture has 8 x 8 pixels."""
 
@@ -194,6 +206,13 @@ def make_vision_model(
     elif family == "Glm4v":
         settings: dict[str, Any] = {"patch_size": 4, "size": {"shortest_edge": 4 * 64, "longest_edge": 64 * 64}}
         Glm4vImageProcessorPil(**settings).save_pretrained(folder)
+    elif family == "Mistral3":
+        PixtralImageProcessorPil(patch_size={"height": 8, "width": 8}, size={"longest_edge": 64}).save_pretrained(
+            folder
+        )
+        vocabulary = {"[IMG]": 5, "[IMG_BREAK]": 7, "[IMG_END]": 8}
+        words = Tokenizer(WordLevel(vocabulary, unk_token="[IMG]"))
+        PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     elif family == "Kimi_K25":
         Kimi_K25ImageProcessorPil(patch_size=4, max_patches=64).save_pretrained(folder)
     else:

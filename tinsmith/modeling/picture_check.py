@@ -59,7 +59,7 @@ class PictureProbe:
             pictures.append(tower.processor.of_pixels(rng.integers(256, size=(height, width, 3), dtype=np.uint8)))
         vocab_size = model.config.get_text_config().vocab_size
         texts = [rng.integers(vocab_size, size=length) for length in _TEXT]
-        first, second = (np.full(one.num_tokens, tower.processor.picture_token) for one in pictures)
+        first, second = (one.tokens for one in pictures)
         starts = [sum(_TEXT[:2]), sum(_TEXT[:3]) + len(first)]
         tokens_T = torch.from_numpy(np.concatenate([*texts[:2], first, texts[2], second, texts[3]]))
         placed = tuple(Placed(start, picture) for start, picture in zip(starts, pictures, strict=True))

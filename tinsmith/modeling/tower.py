@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -230,7 +231,17 @@ class Tower:
         levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         dtype = self._model.get_input_embeddings().weight.dtype
         together = torch.stack([_end_to_end(one) for one in levels], 1).to(dtype)
-        return list(together.split([one.num_tokens for one in pictures]))
+        seen = [one.tokens == self.processor.picture_token for one in pictures]
+        found = together.split([int(one.sum()) for one in seen])
+        return [self._with_ends(*one) for one in zip(found, pictures, seen, strict=True)]
+
+    def _with_ends(self, features: Tensor, picture: Picture, seen: npt.NDArray[np.bool_]) -> Tensor:
+        """The features of a picture with the embeddings of those of its tokens that get no features."""
+        if seen.all():
+            return features
+        embedded = self._model.get_input_embeddings()(on_device(torch.from_numpy(picture.tokens), self.device))
+        (rows,) = np.nonzero(seen)
+        return embedded[:, None].index_copy(0, on_device(torch.from_numpy(rows), self.device), features)
 
     def _keep(self, key: tuple[int, bytes], features: Tensor) -> None:
         """Keeps features until the bound on their bytes is reached, the newest longest."""

@@ -31,12 +31,12 @@ class Counting(Protocol):
         ...
 
     def tokens(self, width: int, height: int, *, field: str) -> int:
-        """Number of tokens of a picture of this size, which a rotation by 90 degrees does not change. Raises as
-        `scaled` does."""
+        """Number of tokens of a picture of this size, which a rotation by 90 degrees does not change, except with
+        `Rows`. Raises as `scaled` does."""
         ...
 
     def grid(self, scaled: Size) -> tuple[int, int] | None:
-        """Rows and columns of the tokens of a scaled picture; None if they form no grid."""
+        """Rows and columns of the tokens that get features of a scaled picture; None if they form no grid."""
         ...
 
     @property
@@ -239,7 +239,46 @@ class Bounded:
         return 8 * self.side, 8 * self.side
 
 
-_RULES: Mapping[str, Callable[..., Counting]] = {one.rule: one for one in (ByArea, OneSize, Filling, Bounded)}
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Mistral 3: a picture is scaled down, never up, until no side is longer than a limit, and then to whole merged
+    patches, each of which becomes one token. One more token, which stands for no patch, ends each row."""
+
+    rule: ClassVar[str] = "rows"
+    side: int
+    """Side of the square that becomes one token, in pixels."""
+    longest: int
+    """Longest side of a picture, in pixels, before it is scaled to whole merged patches."""
+
+    def scaled(self, width: int, height: int, *, field: str) -> Size:
+        # As `get_resize_output_image_size` of transformers' pixtral image processor.
+        ratio = max(height / self.longest, width / self.longest)
+        if ratio > 1:
+            width, height = math.floor(width / ratio), math.floor(height / ratio)
+            if not width or not height:
+                raise refusal(field, "is so long that its short side has no pixel left when it is scaled down")
+        return -(-width // self.side) * self.side, -(-height // self.side) * self.side
+
+    def tokens(self, width: int, height: int, *, field: str) -> int:
+        rows, columns = self.grid(self.scaled(width, height, field=field))
+        return rows * (columns + 1)
+
+    def grid(self, scaled: Size) -> tuple[int, int]:
+        return scaled[1] // self.side, scaled[0] // self.side
+
+    @property
+    def most_tokens(self) -> int:
+        most = -(-self.longest // self.side)
+        return most * (most + 1)
+
+    def examples(self) -> Sequence[Size]:
+        return (3 * self.side, 2 * self.side), (2 * self.side, self.side)
+
+    def typical(self) -> Size:
+        return 8 * self.side, 8 * self.side
+
+
+_RULES: Mapping[str, Callable[..., Counting]] = {one.rule: one for one in (ByArea, OneSize, Filling, Bounded, Rows)}
 
 
 def settings_of(counting: Counting) -> dict[str, int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tinsmith.pictures.counting import Bounded, ByArea, Counting, Filling, OneSize
+from tinsmith.pictures.counting import Bounded, ByArea, Counting, Filling, OneSize, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,9 @@ class Family:
     in_chats: Callable[[Any], tuple[Sequence[int], Sequence[int]] | None] = lambda _: ((), ())
     """The tokens that the model's own processor puts before and after the tokens of a picture, where the chat template
     has rendered one token. None if it changes the text there, so that chats take no pictures."""
+    row_ends: tuple[str, str] | None = None
+    """The tokens, as in the vocabulary, that end each row of a picture's tokens and its last row; None if tokens of one
+    kind alone stand for a picture."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments with which the image processor leaves the size of a scaled picture as it is."""
 
@@ -76,6 +79,15 @@ def _kimi(processor: Any, _: Any) -> Bounded:
     return Bounded(processor.patch_size, processor.merge_size, processor.max_patches, processor.size["max_height"])
 
 
+def _mistral3(processor: Any, config: Any) -> Rows:
+    tower = config.vision_config
+    if tower.model_type != "pixtral":
+        raise ValueError(f"its vision tower, {tower.model_type}, is not supported; pixtral is")
+    if not processor.size.get("longest_edge"):
+        raise ValueError("its image processor names no longest_edge, which is not supported")
+    return Rows(tower.patch_size * config.spatial_merge_size, processor.size["longest_edge"])
+
+
 _BY_AREA = "by its area, in rows and columns"
 _QWEN = Family("Qwen2-VL to Qwen3.5", _BY_AREA, "Qwen2VLImageProcessorPil", _by_area, grid=True)
 _GLM = Family("GLM-4.1V to 4.5V", _BY_AREA, "Glm4vImageProcessorPil", _glm, grid=True)
@@ -109,6 +121,13 @@ FAMILIES: Mapping[str, Family] = {
         two_way='in layers with a window, where `use_bidirectional_attention` is "vision"',
     ),
     "kimi_k25": Family("Kimi K2.5 and K2.6", _BY_AREA, "Kimi_K25ImageProcessorPil", _kimi, rounded=True),
+    "mistral3": Family(
+        "Mistral 3",
+        "by its area, in rows, each with one more token at its end",
+        "PixtralImageProcessorPil",
+        _mistral3,
+        row_ends=("[IMG_BREAK]", "[IMG_END]"),
+    ),
 }
 """By the `model_type` of a model's configuration."""
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, AutoTokenizer
 
 from tinsmith.errors import InvalidRequest
 from tinsmith.pictures.decoding import decode
 from tinsmith.pictures.families import Family
+from tinsmith.pictures.headers import refusal, size_of
 from tinsmith.pictures.kimi import Kimi_K25ImageProcessorPil
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,9 @@ class Picture:
 
     pixels: npt.NDArray[np.uint8]
     """RGB, [height, width, 3]. About 3 kB for each token of Qwen's models: the patches, in float32, would be 24 kB."""
-    num_tokens: int
+    tokens: npt.NDArray[np.int32]
+    """Ids of the tokens that stand for it: those of the processor's `picture_token` get its features, and others, which
+    end rows of them, keep their embeddings."""
     digest: bytes
     """SHA-256 of the scaled pixels and their shape. Equal pictures of different tenants share it, so a hash for which
     somebody could make two pictures would show one of them the other's."""
@@ -39,19 +42,25 @@ class Picture:
     sees_ahead: bool = False
     """Whether its tokens see each other in both directions, so that all of them have to be computed at once."""
 
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.size
+
 
 class Processor:
     """The image processor in a base model's files. Thread safe."""
 
-    def __init__(self, processor: Any, family: Family, config: Any) -> None:
-        """`config`: the model's. Raises ValueError, with the reason, for settings that are not supported."""
+    def __init__(self, processor: Any, family: Family, config: Any, *, row_ends: tuple[int, int] | None = None) -> None:
+        """`config`: the model's. `row_ends`: ids of the family's. Raises ValueError, with the reason, for settings that
+        are not supported."""
         self._processor = processor
         self.family = family
         self.counting = family.counting(processor, config)
         self.sees_ahead = family.sees_ahead(config)
         self.in_chats = family.in_chats(config)
         self.picture_token: int = config.image_token_id
-        """Id of the tokens that stand for a picture."""
+        """Id of the tokens that get features of a picture."""
+        self._row_ends = row_ends
 
     @classmethod
     def load(cls, path: str | Path, family: Family, config: Any) -> Processor:
@@ -70,7 +79,8 @@ class Processor:
                 f"its image processor, {type(processor).__name__}, is not known here; {family.name} is known with "
                 f"{family.processor}"
             )
-        return cls(processor, family, config)
+        ends = None if family.row_ends is None else _ids_of(path, family.row_ends)
+        return cls(processor, family, config, row_ends=ends)
 
     def picture(self, data: bytes, file_format: str, *, expected_tokens: int | None, field: str) -> Picture:
         """Decodes and scales a PNG or JPEG. For a thread, not for an event loop: it may take seconds.
@@ -80,7 +90,14 @@ class Processor:
         """
         decoded = decode(data, file_format, field=field)
         size = self.counting.scaled(*decoded.size, field=field)
-        check_expected(self.counting.tokens(*decoded.size, field=field), expected_tokens, field=field)
+        num_tokens = self.counting.tokens(*decoded.size, field=field)
+        if num_tokens != self.counting.tokens(*size_of(data, file_format, field=field), field=field):
+            raise refusal(
+                field,
+                "is rotated by its metadata (EXIF), which changes its number of tokens in this base model; rotate its "
+                "pixels and leave the metadata out",
+            )
+        check_expected(num_tokens, expected_tokens, field=field)
         # The processor's own scaling, which Pillow does in 8 bits: the patches of the result are bit for bit its own.
         return self.of_pixels(np.asarray(decoded.resize(size, self._processor.resample)))
 
@@ -90,11 +107,20 @@ class Processor:
         grid = self.counting.grid((width, height))
         return Picture(
             pixels,
-            num_tokens=self.counting.tokens(width, height, field="") if grid is None else grid[0] * grid[1],
+            tokens=self._tokens((width, height), grid),
             digest=hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest(),
             grid=grid if self.family.grid else None,
             sees_ahead=bool(self.sees_ahead),
         )
+
+    def _tokens(self, size: tuple[int, int], grid: tuple[int, int] | None) -> npt.NDArray[np.int32]:
+        if grid is None:
+            return np.full(self.counting.tokens(*size, field=""), self.picture_token, np.int32)
+        tokens = np.full(grid, self.picture_token, np.int32)
+        if self._row_ends is not None:
+            tokens = np.pad(tokens, ((0, 0), (0, 1)), constant_values=self._row_ends[0])
+            tokens[-1, -1] = self._row_ends[1]
+        return tokens.reshape(-1)
 
     def arrays(self, pictures: Sequence[Picture]) -> dict[str, npt.NDArray[Any]]:
         """The processor's output for the pictures: patches or pixels, and what else the tower takes with them."""
@@ -106,6 +132,18 @@ class Processor:
             **self.family.options,
         )
         return dict(made)
+
+
+def _ids_of(path: str | Path, names: tuple[str, str]) -> tuple[int, int]:
+    """Ids of two tokens of a model's vocabulary. Raises ValueError, with the reason, if it does not have them."""
+    try:
+        vocabulary = AutoTokenizer.from_pretrained(path, trust_remote_code=False).get_vocab()
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        logger.info("%s: no tokenizer: %s", path, error)
+        raise ValueError(f"its files hold no tokenizer, which names the tokens {' and '.join(names)}") from None
+    if missing := [name for name in names if name not in vocabulary]:
+        raise ValueError(f"its tokenizer has no token {missing[0]}, which ends a row of a picture's tokens")
+    return vocabulary[names[0]], vocabulary[names[1]]
 
 
 def check_expected(num_tokens: int, expected_tokens: int | None, *, field: str) -> None:

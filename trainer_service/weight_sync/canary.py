@@ -75,7 +75,7 @@ def with_picture(base: BaseModel) -> Sequence[Pictured]:
     text = rng.integers(base.vocab_size, size=_LENGTH, dtype=np.int32)
     text[text == base.tower.processor.picture_token] += 1  # text never has it
     before, after = np.split(text, 2)
-    tokens = np.concatenate([before, np.full(picture.num_tokens, base.tower.processor.picture_token, np.int32), after])
+    tokens = np.concatenate([before, picture.tokens, after])
     if tokens.size >= base.max_context_length:
         return []
     return [Pictured(tokens, Placed(before.size, picture), file.getvalue())]

@@ -63,7 +63,7 @@ class Sequence:
             else:
                 picture = scaled(base, piece)
                 self.placed.append(Placed(sum(map(len, parts)), picture))
-                parts.append(torch.full((picture.num_tokens,), 5))
+                parts.append(torch.from_numpy(picture.tokens.astype(np.int64)))
         self.tokens = torch.cat(parts)
         self.factors = torch.randn(len(self.tokens), generator=generator)
 
@@ -98,7 +98,7 @@ def packed(base: BaseModel, sequences: list[Sequence], runs: list[Run]) -> Tenso
     ("family", "train_vision"),
     [
         *((family, False) for family in VISION),
-        *((family, True) for family in ("Qwen3VL", "Qwen3_5", "Gemma3", "Gemma4")),
+        *((family, True) for family in ("Qwen3VL", "Qwen3_5", "Gemma3", "Gemma4", "Mistral3")),
     ],
 )
 def test_pictures_packed_with_text_equal_transformers_and_peft_gradients_included(

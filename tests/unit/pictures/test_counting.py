@@ -3,16 +3,22 @@
 import random
 from functools import partial
 
+import numpy as np
 import pytest
+import transformers
 from transformers.models.gemma4.image_processing_pil_gemma4 import (
     Gemma4ImageProcessorPil,
     get_aspect_ratio_preserving_size,
 )
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil, smart_resize
+from transformers.models.pixtral.image_processing_pil_pixtral import (
+    PixtralImageProcessorPil,
+    get_resize_output_image_size,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tinsmith.errors import InvalidRequest
-from tinsmith.pictures.counting import Bounded, ByArea, Counting, Filling, OneSize, counting_of, settings_of
+from tinsmith.pictures.counting import Bounded, ByArea, Counting, Filling, OneSize, Rows, counting_of, settings_of
 from tinsmith.pictures.families import FAMILIES
 
 QWEN3_VL = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
@@ -75,12 +81,30 @@ def test_glm_and_gemma_4_scale_as_transformers_processors_do() -> None:
         Filling(8, max_tokens=70),
         ByArea(4, 2, min_pixels=128, max_pixels=2048),
         OneSize(24, 24, num_tokens=9),
+        Rows(8, longest=64),
     ],
 )
 def test_the_gateway_makes_the_trainers_rule_again(counting: Counting) -> None:
     assert counting_of(counting.rule, settings_of(counting)) == counting
     with pytest.raises(KeyError):
         counting_of("another", settings_of(counting))
+
+
+@pytest.mark.parametrize("longest", [1540, 1024])
+def test_mistral_3_scales_as_transformers_processor_does(longest: int) -> None:
+    config = transformers.Mistral3Config()
+    counting = FAMILIES["mistral3"].counting(PixtralImageProcessorPil(size={"longest_edge": longest}), config)
+    for width, height in sizes():
+        pixels = np.broadcast_to(np.uint8(0), (height, width, 3))
+        down, across = get_resize_output_image_size(pixels, longest, 28, "channels_last")
+        if not down * across:
+            with pytest.raises(
+                InvalidRequest, match=r"^c.data: the picture is so long that its short side has no pixel"
+            ):
+                counting.scaled(width, height, field="c")
+            continue
+        assert counting.scaled(width, height, field="c") == (across, down)
+        assert counting.tokens(width, height, field="c") == down // 28 * (across // 28 + 1)
 
 
 def test_gemma_3_scales_every_picture_to_one_size() -> None:
@@ -101,6 +125,8 @@ def test_gemma_3_scales_every_picture_to_one_size() -> None:
         Bounded(14, 2, 16384, 512),
         Bounded(4, 2, 64, 512),
         Bounded(4, 2, 64, 20),
+        Rows(28, 1540),
+        Rows(28, 1024),
     ],
 )
 def test_no_picture_has_more_tokens_than_are_foreseen(counting: Counting) -> None:

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from tests.support.models import VISION, image_processor, make_vision_model
+from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.config import load_config
 from tinsmith.pictures.families import FAMILIES, family_of
 from tinsmith.pictures.processing import Picture, Processor
@@ -34,6 +35,44 @@ def _made(processor: Processor, image: Image.Image) -> Picture:
     file = io.BytesIO()
     image.save(file, "PNG")
     return processor.picture(file.getvalue(), "png", expected_tokens=None, field="")
+
+
+def test_the_tokens_of_mistral_3_end_each_row_and_the_picture(tmp_path: Path) -> None:
+    config = load_config(make_vision_model(tmp_path, "Mistral3"))
+    processor = Processor.load(tmp_path, family_of(config), config)
+    wide = Image.fromarray(PIXELS[:16, :24])
+    assert _made(processor, wide).tokens.tolist() == [5, 5, 5, 7, 5, 5, 5, 8]
+    assert _made(processor, wide.rotate(90, expand=True)).num_tokens == 9
+    rotated, upside_down, even = (io.BytesIO() for _ in range(3))
+    wide.save(rotated, "JPEG", exif=_turned(6))
+    wide.save(upside_down, "JPEG", exif=_turned(3))
+    wide.crop((0, 0, 16, 16)).save(even, "JPEG", exif=_turned(6))
+    with pytest.raises(InvalidRequest, match=r"^c\.data: the picture is rotated by its metadata .EXIF., which changes"):
+        processor.picture(rotated.getvalue(), "jpeg", expected_tokens=None, field="c")
+    for one, num_tokens in ((upside_down, 8), (even, 6)):
+        assert processor.picture(one.getvalue(), "jpeg", expected_tokens=None, field="c").num_tokens == num_tokens
+
+
+def _turned(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+def test_mistral_3_without_the_tokens_that_end_rows_is_refused(tmp_path: Path) -> None:
+    config = load_config(make_vision_model(tmp_path, "Mistral3"))
+    words = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(words.replace("[IMG_BREAK]", "[ROW]"))
+    with pytest.raises(
+        ValueError, match=r"its tokenizer has no token .IMG_BREAK., which ends a row of a picture's tok"
+    ):
+        Processor.load(tmp_path, family_of(config), config)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"hold no tokenizer, which names the tokens .IMG_BREAK. and .IMG_END."):
+        Processor.load(tmp_path, family_of(config), config)
+    clip = SimpleNamespace(vision_config=SimpleNamespace(model_type="clip_vision_model"))
+    with pytest.raises(ValueError, match="its vision tower, clip_vision_model, is not supported; pixtral is"):
+        FAMILIES["mistral3"].counting(None, clip)
 
 
 def test_gemma_3_with_pictures_cut_into_several_is_refused() -> None:

@@ -30,7 +30,7 @@ from trainer_service.weight_sync.certificate import chunks_of
 PIXELS = np.random.default_rng(0).integers(256, size=(90, 90, 3), dtype=np.uint8)
 WIDE, HIGH = (Image.fromarray(PIXELS[:h, :w]) for w, h in ((37, 21), (17, 30)))
 """15 and 8 tokens."""
-TOKENS_OF_WIDE = {"Gemma3": 9, "Gemma4": 66}
+TOKENS_OF_WIDE = {"Gemma3": 9, "Gemma4": 66, "Mistral3": 18}
 OTHER = Image.fromarray(255 - PIXELS[:21, :37])
 
 

@@ -69,7 +69,7 @@ def test_a_family_is_computed_as_it_is_loaded(family: str, tmp_path: Path) -> No
     assert not found.is_estimate
 
 
-@pytest.mark.parametrize("family", ["Qwen3VL", "Qwen3_5", "Gemma3", "Gemma4", "Kimi_K25", "Glm4v"])
+@pytest.mark.parametrize("family", ["Qwen3VL", "Qwen3_5", "Gemma3", "Gemma4", "Kimi_K25", "Glm4v", "Mistral3"])
 def test_a_model_with_a_vision_tower_is_computed_as_it_is_loaded(family: str, tmp_path: Path) -> None:
     base = BaseModel.load(make_vision_model(tmp_path, family), device=torch.device("cpu"), dtype=torch.float32)
     found = read(tmp_path, name="model")
@@ -117,7 +117,7 @@ def test_a_tower_without_a_formula_is_counted(family: str, settings: dict[str, A
         model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.bfloat16)
     assert found.parameters == sum(one.numel() for one in model.parameters())
     assert found.tower_parameters == pytest.approx(tower, rel=0.01)
-    assert bool(found.tower) == (family in ("Gemma4", "Kimi_K25")), "the others take no pictures here"
+    assert bool(found.tower) == (family in ("Gemma4", "Kimi_K25", "Mistral3")), "the others take no pictures here"
     targets, refused = adapt(model, ActiveRuns(), replace=True)
     assert not refused
     assert described(found.targets) == real(list(targets))

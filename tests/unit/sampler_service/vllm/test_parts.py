@@ -161,6 +161,15 @@ def test_vllm_loads_a_tower_where_pictures_are_taken(tmp_path: Path) -> None:
     assert engine_args(blind, reference)["language_model_only"]
 
 
+@pytest.mark.parametrize("family", ["Kimi_K25", "Mistral3"])
+def test_vllm_refuses_pictures_of_a_family_whose_tower_is_not_known_there(family: str, tmp_path: Path) -> None:
+    config = SamplerConfig(base_model=str(make_vision_model(tmp_path, family)), device="cpu")
+    reference = _measure(config)
+    assert reference.why_no_pictures.startswith("the vLLM engine does not know how vLLM's tower takes pictures of ")
+    assert not reference.pictures
+    assert engine_args(config, reference)["language_model_only"]
+
+
 async def test_workers_have_a_picture_once_while_any_request_needs_it() -> None:
     calls: list[tuple[str, int]] = []
 
@@ -170,7 +179,9 @@ async def test_workers_have_a_picture_once_while_any_request_needs_it() -> None:
 
     pictures = WorkerPictures(rpc)
     one, other = (
-        Placed(start, Picture(np.full((2, 2, 3), start, np.uint8), num_tokens=1, digest=bytes([start])))
+        Placed(
+            start, Picture(np.full((2, 2, 3), start, np.uint8), tokens=np.full(1, 5, np.int32), digest=bytes([start]))
+        )
         for start in (0, 9)
     )
     async with pictures.held([one, other]) as first, pictures.held([one]) as second:
