@@ -380,7 +380,7 @@ def _modules(layers: Sequence[Target]) -> list[str] | str:
     ends = sorted({_last(target.name, 2 if target.ambiguous else 1) for target in of_text})
     nested = sorted({outer for target in of_text if "." in (outer := _around_layers(target.name))})
     # A layer for pictures may end with the same name as one of text.
-    seeing = sorted({_numbered(target.name) for target in layers if target.group == VISION})
+    seeing = _numbered([target.name for target in layers if target.group == VISION])
     if not nested and not seeing:
         return ends
     # The model has other parts, such as an encoder of images, whose layers may end with the same names.
@@ -388,9 +388,17 @@ def _modules(layers: Sequence[Target]) -> list[str] | str:
     return "|".join([pattern, *seeing] if ends else seeing)
 
 
-def _numbered(name: str) -> str:
-    """A regular expression for this name with any numbers in it."""
-    return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in name.split("."))
+def _numbered(names: Sequence[str]) -> list[str]:
+    """Regular expressions for these names and no others: one for all that differ by their first number alone. A tower
+    may have further layers that no feature depends on."""
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        found = re.match(r"(.*?)\b(\d+)\b(.*)", name)
+        before, number, after = (name, "", "") if found is None else found.groups()
+        numbers.setdefault((before, after), []).append(number)
+    return sorted(
+        f"{re.escape(before)}(?:{'|'.join(found)}){re.escape(after)}" for (before, after), found in numbers.items()
+    )
 
 
 def _around_layers(name: str) -> str:
