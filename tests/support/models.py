@@ -20,9 +20,11 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -185,6 +187,22 @@ VISION: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": False, "image_token_index": 5,
     },
+    "Llava": {
+        "text_config": {**TINY_CONFIG, "model_type": "llama", "tie_word_embeddings": False},
+        "vision_config": {
+            "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+            "num_attention_heads": 2, "image_size": 12, "patch_size": 4, "projection_dim": 16,
+        },
+        "tie_word_embeddings": False, "image_token_index": 5, "image_seq_length": 9,
+    },
+    "InternVL": {
+        "text_config": {**TINY_CONFIG, "model_type": "qwen2", "tie_word_embeddings": False},
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "image_size": [16, 16], "patch_size": [4, 4], "initializer_range": 0.1, "layer_scale_init_value": 1.0,
+        },
+        "tie_word_embeddings": False, "image_token_id": 5,
+    },
 }  # fmt: skip
 """Families that see pictures, with the settings that make them tiny. A token of a picture has 8 x 8 pixels."""
 
@@ -213,6 +231,11 @@ def make_vision_model(
         vocabulary = {"[IMG]": 5, "[IMG_BREAK]": 7, "[IMG_END]": 8}
         words = Tokenizer(WordLevel(vocabulary, unk_token="[IMG]"))
         PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    elif family == "Llava":
+        CLIPImageProcessorPil(size={"shortest_edge": 12}, crop_size={"height": 12, "width": 12}).save_pretrained(folder)
+    elif family == "InternVL":
+        tile = {"height": 16, "width": 16}
+        GotOcr2ImageProcessorPil(size=tile, crop_to_patches=True, max_patches=3).save_pretrained(folder)
     elif family == "Kimi_K25":
         Kimi_K25ImageProcessorPil(patch_size=4, max_patches=64).save_pretrained(folder)
     else:

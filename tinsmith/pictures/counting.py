@@ -278,7 +278,101 @@ class Rows:
         return 8 * self.side, 8 * self.side
 
 
-_RULES: Mapping[str, Callable[..., Counting]] = {one.rule: one for one in (ByArea, OneSize, Filling, Bounded, Rows)}
+@dataclass(frozen=True, slots=True)
+class Cropped:
+    """LLaVA: a picture is scaled until its shorter side has one length, and a part of one size in its middle is kept.
+    Every picture has the same number of tokens."""
+
+    rule: ClassVar[str] = "cropped"
+    shorter: int
+    """Length of the shorter side, in pixels."""
+    width: int
+    height: int
+    """Size of the part that is kept, in pixels."""
+    num_tokens: int
+
+    def scaled(self, width: int, height: int, *, field: str) -> Size:
+        if max(width, height) > _MAX_RATIO * min(width, height):
+            raise refusal(field, f"has {width} x {height} pixels; one side may be at most {_MAX_RATIO} times the other")
+        # As `get_resize_output_image_size` of transformers' image_transforms.
+        longer = int(self.shorter * max(width, height) / min(width, height))
+        return (self.shorter, longer) if width <= height else (longer, self.shorter)
+
+    def tokens(self, width: int, height: int, *, field: str) -> int:
+        return self.num_tokens
+
+    def grid(self, scaled: Size) -> None:
+        return None
+
+    @property
+    def most_tokens(self) -> int:
+        return self.num_tokens
+
+    def examples(self) -> Sequence[Size]:
+        return ((self.width, self.height),) * 2
+
+    def typical(self) -> Size:
+        return self.width, self.height
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """InternVL: a picture is scaled to the rows and columns of tiles that suit its proportions best, and cut into them.
+    If they are several, one more tile shows the whole picture. A scaled picture has all these tiles in one column."""
+
+    rule: ClassVar[str] = "tiled"
+    width: int
+    height: int
+    """Size of a tile, in pixels."""
+    num_tokens: int
+    """Tokens of a tile."""
+    min_tiles: int
+    max_tiles: int
+    """Bounds of the number of tiles, without the one that shows the whole picture."""
+
+    def tiles(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of tiles."""
+        # As `get_optimal_tiled_canvas` of transformers' got_ocr2 image processor.
+        best, difference = (1, 1), math.inf
+        for columns, rows in self._arrangements():
+            found = abs(width / height - columns / rows)
+            # Of two that suit as well, the one with more tiles, unless the picture is small for so many.
+            larger = width * height > 0.5 * self.width * self.height * columns * rows
+            if found < difference or (found == difference and larger):
+                best, difference = (rows, columns), found
+        return best
+
+    def _arrangements(self) -> Sequence[tuple[int, int]]:
+        """Columns and rows within the bounds, those with few tiles first."""
+        sides = range(1, self.max_tiles + 1)
+        within = range(self.min_tiles, self.max_tiles + 1)
+        return sorted(((x, y) for x in sides for y in sides if x * y in within), key=lambda one: one[0] * one[1])
+
+    def scaled(self, width: int, height: int, *, field: str) -> Size:
+        rows, columns = self.tiles(width, height)
+        count = rows * columns
+        return self.width, self.height * (count + (count > 1))
+
+    def tokens(self, width: int, height: int, *, field: str) -> int:
+        return self.scaled(width, height, field=field)[1] // self.height * self.num_tokens
+
+    def grid(self, scaled: Size) -> tuple[int, int]:
+        return scaled[1] // self.height, self.num_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        return self.num_tokens * (self.max_tiles + (self.max_tiles > 1))
+
+    def examples(self) -> Sequence[Size]:
+        return (self.width, 3 * self.height), (self.width, self.height)
+
+    def typical(self) -> Size:
+        return self.width, self.height
+
+
+_RULES: Mapping[str, Callable[..., Counting]] = {
+    one.rule: one for one in (ByArea, OneSize, Filling, Bounded, Rows, Cropped, Tiled)
+}
 
 
 def settings_of(counting: Counting) -> dict[str, int]:

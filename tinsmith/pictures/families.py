@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tinsmith.pictures.counting import Bounded, ByArea, Counting, Filling, OneSize, Rows
+from tinsmith.pictures.counting import Bounded, ByArea, Counting, Cropped, Filling, OneSize, Rows, Tiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,30 @@ def _mistral3(processor: Any, config: Any) -> Rows:
     return Rows(tower.patch_size * config.spatial_merge_size, processor.size["longest_edge"])
 
 
+def _llava(processor: Any, config: Any) -> Cropped:
+    tower, crop = config.vision_config, processor.crop_size
+    if tower.model_type != "clip_vision_model":
+        raise ValueError(f"its vision tower, {tower.model_type}, is not supported; clip_vision_model is")
+    size = processor.size
+    if not processor.do_center_crop or not size.get("shortest_edge") or size.get("longest_edge"):
+        raise ValueError("its image processor does not scale by the shorter side and crop, which alone is supported")
+    patches = (crop["height"] // tower.patch_size) * (crop["width"] // tower.patch_size)
+    more = config.vision_feature_select_strategy != "default"  # the token of the class
+    return Cropped(size["shortest_edge"], crop["width"], crop["height"], patches + more)
+
+
+def _internvl(processor: Any, config: Any) -> Tiled:
+    tower = config.vision_config
+    rows, columns = (
+        size // patch * config.downsample_ratio for size, patch in zip(tower.image_size, tower.patch_size, strict=True)
+    )
+    width, height = processor.size["width"], processor.size["height"]
+    if (height, width) != tuple(tower.image_size):
+        raise ValueError(f"its image processor makes tiles of {width} x {height} pixels, and its tower takes others")
+    # Its processor of pictures and text cuts them always, whatever `crop_to_patches` of the image processor says.
+    return Tiled(width, height, int(rows * columns), processor.min_patches, processor.max_patches)
+
+
 _BY_AREA = "by its area, in rows and columns"
 _QWEN = Family("Qwen2-VL to Qwen3.5", _BY_AREA, "Qwen2VLImageProcessorPil", _by_area, grid=True)
 _GLM = Family("GLM-4.1V to 4.5V", _BY_AREA, "Glm4vImageProcessorPil", _glm, grid=True)
@@ -127,6 +151,15 @@ FAMILIES: Mapping[str, Family] = {
         "PixtralImageProcessorPil",
         _mistral3,
         row_ends=("[IMG_BREAK]", "[IMG_END]"),
+    ),
+    "llava": Family("LLaVA", "one number for all", "CLIPImageProcessorPil", _llava),
+    "internvl": Family(
+        "InternVL",
+        "one number for each of the tiles into which it is cut by its proportions",
+        "GotOcr2ImageProcessorPil",
+        _internvl,
+        in_chats=lambda _: None,  # the tokens around a picture are known to its tokenizer alone
+        options={"crop_to_patches": False},
     ),
 }
 """By the `model_type` of a model's configuration."""

@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from tinsmith.errors import InvalidRequest
+from tinsmith.pictures.counting import Tiled
 from tinsmith.pictures.decoding import decode
 from tinsmith.pictures.families import Family
 from tinsmith.pictures.headers import refusal, size_of
@@ -89,7 +91,6 @@ class Processor:
         reason, for a picture that cannot be decoded, or that has another number of tokens.
         """
         decoded = decode(data, file_format, field=field)
-        size = self.counting.scaled(*decoded.size, field=field)
         num_tokens = self.counting.tokens(*decoded.size, field=field)
         if num_tokens != self.counting.tokens(*size_of(data, file_format, field=field), field=field):
             raise refusal(
@@ -99,7 +100,15 @@ class Processor:
             )
         check_expected(num_tokens, expected_tokens, field=field)
         # The processor's own scaling, which Pillow does in 8 bits: the patches of the result are bit for bit its own.
-        return self.of_pixels(np.asarray(decoded.resize(size, self._processor.resample)))
+        scaled = partial(decoded.resize, resample=self._processor.resample)
+        if not isinstance(self.counting, Tiled):
+            return self.of_pixels(np.asarray(scaled(self.counting.scaled(*decoded.size, field=field))))
+        across, down = self.counting.width, self.counting.height
+        rows, columns = self.counting.tiles(*decoded.size)
+        canvas = np.asarray(scaled((columns * across, rows * down)))
+        tiles = canvas.reshape(rows, down, columns, across, 3).swapaxes(1, 2).reshape(-1, across, 3)
+        whole = [np.asarray(scaled((across, down)))] if rows * columns > 1 else []
+        return self.of_pixels(np.concatenate([tiles, *whole]))
 
     def of_pixels(self, pixels: npt.NDArray[np.uint8]) -> Picture:
         """The picture with these scaled pixels, [height, width, 3]."""
@@ -124,8 +133,11 @@ class Processor:
 
     def arrays(self, pictures: Sequence[Picture]) -> dict[str, npt.NDArray[Any]]:
         """The processor's output for the pictures: patches or pixels, and what else the tower takes with them."""
+        images = [picture.pixels for picture in pictures]
+        if isinstance(self.counting, Tiled):
+            images = [tile for one in images for tile in one.reshape(-1, self.counting.height, *one.shape[1:])]
         made = self._processor(
-            images=[picture.pixels for picture in pictures],
+            images=images,
             do_resize=False,
             input_data_format="channels_last",
             return_tensors="np",

@@ -46,7 +46,8 @@ class Counted:
     layers: Sequence[CountedLayer]
     """The decoder layers; none if they form no list."""
     tower: Sequence[Matrix]
-    """The linear layers for pictures; none if the model takes no pictures here."""
+    """The linear layers for pictures, also those on which no feature depends; none if the model takes no pictures
+    here."""
     tower_parameters: int
     """All parameters of the towers for pictures and sound, and of what joins them to the language model."""
 

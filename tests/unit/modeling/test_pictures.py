@@ -72,7 +72,7 @@ class Sequence:
         more = {}
         if self.images:
             more = dict(image_processor(folder)(images=self.images, return_tensors="pt"))
-            more = {name: more[name] for name in more if name != "num_crops"}
+            more = {name: more[name] for name in more if name not in ("num_crops", "num_patches")}
             more |= kinds_of(getattr(model, "base_model", model).model, self.tokens == 5)
         table = model(input_ids=self.tokens[None], **more).logits[0].log_softmax(-1)
         return table.gather(1, self.tokens[:, None])[:, 0]
@@ -98,7 +98,7 @@ def packed(base: BaseModel, sequences: list[Sequence], runs: list[Run]) -> Tenso
     ("family", "train_vision"),
     [
         *((family, False) for family in VISION),
-        *((family, True) for family in ("Qwen3VL", "Qwen3_5", "Gemma3", "Gemma4", "Mistral3")),
+        *((family, True) for family in ("Qwen3VL", "Qwen3_5", "Gemma3", "Gemma4", "Mistral3", "Llava", "InternVL")),
     ],
 )
 def test_pictures_packed_with_text_equal_transformers_and_peft_gradients_included(

@@ -6,11 +6,14 @@ from functools import partial
 import numpy as np
 import pytest
 import transformers
+from transformers.image_transforms import get_resize_output_image_size as by_shorter_side
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import (
     Gemma4ImageProcessorPil,
     get_aspect_ratio_preserving_size,
 )
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil, smart_resize
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import (
     PixtralImageProcessorPil,
     get_resize_output_image_size,
@@ -18,7 +21,18 @@ from transformers.models.pixtral.image_processing_pil_pixtral import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tinsmith.errors import InvalidRequest
-from tinsmith.pictures.counting import Bounded, ByArea, Counting, Filling, OneSize, Rows, counting_of, settings_of
+from tinsmith.pictures.counting import (
+    Bounded,
+    ByArea,
+    Counting,
+    Cropped,
+    Filling,
+    OneSize,
+    Rows,
+    Tiled,
+    counting_of,
+    settings_of,
+)
 from tinsmith.pictures.families import FAMILIES
 
 QWEN3_VL = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
@@ -82,6 +96,8 @@ def test_glm_and_gemma_4_scale_as_transformers_processors_do() -> None:
         ByArea(4, 2, min_pixels=128, max_pixels=2048),
         OneSize(24, 24, num_tokens=9),
         Rows(8, longest=64),
+        Cropped(12, 12, 12, num_tokens=9),
+        Tiled(16, 16, num_tokens=4, min_tiles=1, max_tiles=3),
     ],
 )
 def test_the_gateway_makes_the_trainers_rule_again(counting: Counting) -> None:
@@ -107,6 +123,29 @@ def test_mistral_3_scales_as_transformers_processor_does(longest: int) -> None:
         assert counting.tokens(width, height, field="c") == down // 28 * (across // 28 + 1)
 
 
+def test_llava_scales_as_transformers_processor_does() -> None:
+    processor = CLIPImageProcessorPil(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336})
+    counting = FAMILIES["llava"].counting(processor, transformers.LlavaConfig())
+    for width, height in sizes():
+        if max(width, height) > 200 * min(width, height):
+            with pytest.raises(InvalidRequest, match=r"^c.data: the picture has .* one side may be at most 200 times"):
+                counting.scaled(width, height, field="c")
+            continue
+        pixels = np.broadcast_to(np.uint8(0), (height, width, 3))
+        down, across = by_shorter_side(pixels, 336, default_to_square=False, input_data_format="channels_last")
+        assert counting.scaled(width, height, field="c") == (across, down)
+        assert counting.tokens(width, height, field="c") == 576
+
+
+def test_internvl_cuts_as_transformers_processor_does() -> None:
+    processor = GotOcr2ImageProcessorPil(size={"height": 448, "width": 448}, crop_to_patches=True)
+    counting = FAMILIES["internvl"].counting(processor, transformers.InternVLConfig())
+    for width, height in [*sizes(), (896, 896), (633, 633), (634, 634), (1344, 448)]:
+        tiles = processor.get_number_of_image_patches(height, width)
+        assert counting.scaled(width, height, field="c") == (448, 448 * tiles)
+        assert counting.tokens(width, height, field="c") == 256 * tiles
+
+
 def test_gemma_3_scales_every_picture_to_one_size() -> None:
     counting = OneSize(24, 24, num_tokens=9)
     assert counting.scaled(37, 21, field="c") == counting.scaled(1, 5000, field="c") == (24, 24)
@@ -126,6 +165,9 @@ def test_gemma_3_scales_every_picture_to_one_size() -> None:
         Bounded(4, 2, 64, 512),
         Bounded(4, 2, 64, 20),
         Rows(28, 1540),
+        Cropped(336, 336, 336, 576),
+        Tiled(448, 448, 256, 1, 12),
+        Tiled(448, 448, 256, 1, 1),
         Rows(28, 1024),
     ],
 )

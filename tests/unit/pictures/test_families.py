@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from PIL import Image
+from transformers import InternVLConfig, LlavaConfig
 
 from tests.support.models import VISION, image_processor, make_vision_model
 from tinsmith.errors import InvalidRequest
@@ -25,6 +26,8 @@ def test_what_a_tower_gets_is_bit_for_bit_what_the_models_own_processor_makes(fa
     pictures = [_made(processor, one) for one in images]
     theirs = image_processor(tmp_path)(images=images, return_tensors="np")
     ours = processor.arrays(pictures)
+    if family == "InternVL":
+        assert sum(ours.pop("num_patches")) == sum(theirs.pop("num_patches"))
     assert ours.keys() == dict(theirs).keys()
     for name, array in ours.items():
         np.testing.assert_array_equal(np.asarray(array), np.asarray(theirs[name]))
@@ -73,6 +76,18 @@ def test_mistral_3_without_the_tokens_that_end_rows_is_refused(tmp_path: Path) -
     clip = SimpleNamespace(vision_config=SimpleNamespace(model_type="clip_vision_model"))
     with pytest.raises(ValueError, match="its vision tower, clip_vision_model, is not supported; pixtral is"):
         FAMILIES["mistral3"].counting(None, clip)
+
+
+def test_settings_of_llava_and_internvl_that_are_not_supported_are_refused() -> None:
+    llava, internvl = LlavaConfig(), InternVLConfig()
+    whole = SimpleNamespace(size={"shortest_edge": 336}, crop_size={}, do_center_crop=False)
+    with pytest.raises(ValueError, match="does not scale by the shorter side and crop, which alone is supported"):
+        FAMILIES["llava"].counting(whole, llava)
+    pixtral = LlavaConfig(vision_config={"model_type": "pixtral"})
+    with pytest.raises(ValueError, match="its vision tower, pixtral, is not supported; clip_vision_model is"):
+        FAMILIES["llava"].counting(whole, pixtral)
+    with pytest.raises(ValueError, match="makes tiles of 384 x 384 pixels, and its tower takes others"):
+        FAMILIES["internvl"].counting(SimpleNamespace(size={"height": 384, "width": 384}), internvl)
 
 
 def test_gemma_3_with_pictures_cut_into_several_is_refused() -> None:

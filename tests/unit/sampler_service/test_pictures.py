@@ -30,7 +30,7 @@ from trainer_service.weight_sync.certificate import chunks_of
 PIXELS = np.random.default_rng(0).integers(256, size=(90, 90, 3), dtype=np.uint8)
 WIDE, HIGH = (Image.fromarray(PIXELS[:h, :w]) for w, h in ((37, 21), (17, 30)))
 """15 and 8 tokens."""
-TOKENS_OF_WIDE = {"Gemma3": 9, "Gemma4": 66, "Mistral3": 18}
+TOKENS_OF_WIDE = {"Gemma3": 9, "Gemma4": 66, "Mistral3": 18, "Llava": 9, "InternVL": 12}
 OTHER = Image.fromarray(255 - PIXELS[:21, :37])
 
 
@@ -81,7 +81,7 @@ class Oracle:
             assert len(sequence.tokens) == 5
             tokens = torch.from_numpy(np.concatenate([request.prompt, sequence.tokens]).astype(np.int64))
             more = dict(self.processor(images=images, return_tensors="pt")) if images else {}
-            more.pop("num_crops", None)
+            more = {name: one for name, one in more.items() if name not in ("num_crops", "num_patches")}
             if images:
                 more |= kinds_of(self.model, torch.from_numpy(is_picture))
             table = self.model(input_ids=tokens[None], **more).logits[0].log_softmax(-1)

@@ -161,7 +161,7 @@ def test_vllm_loads_a_tower_where_pictures_are_taken(tmp_path: Path) -> None:
     assert engine_args(blind, reference)["language_model_only"]
 
 
-@pytest.mark.parametrize("family", ["Kimi_K25", "Mistral3"])
+@pytest.mark.parametrize("family", ["Kimi_K25", "Mistral3", "Llava", "InternVL"])
 def test_vllm_refuses_pictures_of_a_family_whose_tower_is_not_known_there(family: str, tmp_path: Path) -> None:
     config = SamplerConfig(base_model=str(make_vision_model(tmp_path, family)), device="cpu")
     reference = _measure(config)
