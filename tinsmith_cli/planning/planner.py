@@ -33,15 +33,14 @@ def plan(name: str, shape: Shape, machine: Machine, constraints: Constraints) ->
     try:
         return _plan(name, shape, machine, constraints)
     except DoesNotFit as error:
+        reason = "; note: ".join(filter(None, [error.reason, shape.note]))
         for change, other_machine, other in changes(shape, machine, constraints):
             try:
                 _plan(name, shape, other_machine, other)
             except UsageError:
                 continue
-            raise DoesNotFit(error.reason, f"the smallest change that makes it fit: {change}") from None
-        raise DoesNotFit(
-            error.reason, "no change helps, nor do more GPUs of this kind" if machine.gpus else ""
-        ) from None
+            raise DoesNotFit(reason, f"the smallest change that makes it fit: {change}") from None
+        raise DoesNotFit(reason, "no change helps, nor do more GPUs of this kind" if machine.gpus else "") from None
 
 
 def _plan(name: str, shape: Shape, machine: Machine, constraints: Constraints) -> Plan:

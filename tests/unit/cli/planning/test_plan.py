@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -256,6 +257,14 @@ def test_a_plan_tells_what_the_vision_tower_and_an_adapter_on_it_take() -> None:
     blind = planned("1x-h100", "Qwen3-8B")
     assert " towers " not in as_text(blind)
     assert as_json(blind)["tower_bytes"] == as_json(blind)["tower_adapter_bytes"] == 0
+
+
+def test_a_tower_that_cannot_be_counted_is_named_whether_the_model_fits_or_not() -> None:
+    shape = of_config({**Qwen3VLConfig().to_dict(), "model_type": "seer"}, name="Seer")
+    named = "note: parts beside the language model (vision_config) cannot be counted (transformers does not know models"
+    assert named in as_text(plan("Seer", shape, machine_of("1x-h100"), Constraints()))
+    with pytest.raises(DoesNotFit, match=re.escape(named)):
+        plan("Seer", shape, machine_of("1x-rtx-4090"), Constraints())
 
 
 @pytest.mark.parametrize("constraints", [{"samples": False, "nodes": 2}, {"trains": False}])
