@@ -183,9 +183,7 @@ class Training:
             gateway_id=core.peers.gateway_id,
         )
         self.refusals = Refusals(store, futures, gateway_id=core.peers.gateway_id)
-        self.numbers = Numbers(
-            core.placement, futures, timeout_s=config.submit_timeout_s, are_several=core.peers.are_several
-        )
+        self.numbers = Numbers(core.placement, futures, core.peers, timeout_s=config.submit_timeout_s)
         self.saves = Saves(store, storage.checkpoints, futures, self.operations, patience_s=config.submit_timeout_s)
         self.custom_losses = CustomLosses(config, store=store, clients=clients, futures=futures, refusals=self.refusals)
 

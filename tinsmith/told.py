@@ -42,7 +42,8 @@ class Told:
     A failed batch makes the next optim_step fail, because a caller that pipelines would step with only some of the
     batches that it sent. A caller starts afresh after a failure if it received the failure, then sent a new batch, and
     waited for all answers before it sent that batch and before it sent the optim_step. Such a caller does not pipeline,
-    and its optim_step may run.
+    and its optim_step may run. The service can say so only if it has accepted every operation since the last step: an
+    operation that another gateway accepted may be a batch.
     """
 
     def __init__(self, *, after: int = 0) -> None:
@@ -61,6 +62,10 @@ class Told:
         """Time at which the caller received the last answer of a batch, by time.monotonic."""
         self._last_step = after, 0
         """seq_id of the last optim_step, and the answer that `step` gave for it. A repeat gets the same answer."""
+        self._through = after
+        """Every operation up to this seq_id was accepted here, or came before an optim_step that was applied."""
+        self._beyond: set[int] = set()
+        """Numbers of operations that were accepted here and are not followed by `_through`, at most _MOST_BATCHES."""
 
     def sent(self, seq_id: int) -> None:
         """A batch has arrived from the caller. A repeat, after a lost connection, is no second batch."""
@@ -78,10 +83,20 @@ class Told:
             self._waiting[seq_id] -= 1
             self._waiting += Counter()  # without those that are sent no more
 
-    def taken(self, seq_id: int) -> None:
-        """An operation of another kind was accepted with this number. If a batch with the number was refused for now,
-        its caller has given it up."""
-        self._waiting.pop(seq_id, None)
+    def accepted(self, seq_id: int, *, is_batch: bool) -> None:
+        """A new operation was accepted. If a batch with the number of another operation was refused for now, its caller
+        has given the batch up."""
+        if not is_batch:
+            self._waiting.pop(seq_id, None)
+        if seq_id > self._through and len(self._beyond) < _MOST_BATCHES:
+            self._beyond.add(seq_id)
+            self._follow()
+
+    def _follow(self) -> None:
+        """Moves `_through` over the numbers that come next."""
+        while self._through + 1 in self._beyond:
+            self._through += 1
+            self._beyond.remove(self._through)
 
     async def hold_back(self, seq_id: int) -> None:
         """Waits before the caller is told of a failed batch for the first time."""
@@ -101,6 +116,9 @@ class Told:
             self._answered = {answered for answered in self._answered if answered > seq_id}
             if self._failed < seq_id:
                 self._failed, self._overlapped = 0, False
+            self._through = max(self._through, seq_id)
+            self._beyond = {accepted for accepted in self._beyond if accepted > self._through}
+            self._follow()
         if seq_id not in self._waiting and not (failed and seq_id == self._failed):
             return
         del self._waiting[seq_id]
@@ -119,7 +137,8 @@ class Told:
         if seq_id != self._last_step[0]:
             newest = max(self._answered, default=0)
             is_waited_for = not self._waiting.keys() - {seq_id} and _began_s.get() >= self._told_s
-            afresh = newest > self._failed and not self._overlapped and is_waited_for
+            is_whole = self._through >= seq_id - 1
+            afresh = newest > self._failed and not self._overlapped and is_waited_for and is_whole
             self._last_step = seq_id, self._failed if afresh else 0
             # A caller need not ask for every answer. One that it never asks for may not hold up later batches. Nor may
             # a number that is too far ahead, which was refused for now before it could be refused for good.

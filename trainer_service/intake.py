@@ -188,8 +188,8 @@ class Intake:
             self._told[model_id] = Told(after=seq_id)
             if len(self._told) > 2 * models.num_known + _MANY_TOLD:
                 self._told = {known: told for known, told in self._told.items() if models.is_known(known)}
-        elif model_id in self._told and not _adds_gradients(request):
-            self._told[model_id].taken(seq_id)
+        elif model_id in self._told:
+            self._told[model_id].accepted(seq_id, is_batch=_adds_gradients(request))
 
     async def _work_of(
         self, operation: Operation, request: Request, *, held_bytes: int | None, on_thread: bool

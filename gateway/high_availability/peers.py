@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from uuid import uuid4
 
@@ -31,6 +32,8 @@ BEAT_S = 1.0
 SILENT_S = 5.0
 FRESH_S = 3.0
 """For this long after its last beat, a gateway need not ask whether others have taken it for dead."""
+_ALONE_S = 0.02
+"""Pause before a gateway asks again for a lease that another one has, in seconds."""
 
 
 class OtherGateways(Exception):
@@ -50,6 +53,9 @@ class Peers:
         """gateway_id -> its number, and when this number was first seen, on the monotonic clock."""
         self._beaten_at = -SILENT_S
         self._beating = asyncio.Lock()
+        """Held during a beat, and while a lease of `alone` is taken or given back."""
+        self._left: set[str] = set()
+        """Work whose block in `alone` has ended, and whose lease is still to be given back."""
         self.on_taken_for_dead: Callable[[], None] = lambda: None
         """Called when other gateways have taken this one for dead, and may have taken over its samples."""
         self.on_beat: Callable[[], Awaitable[None]] | None = None
@@ -117,6 +123,7 @@ class Peers:
         """Increments this gateway's number, and deletes rows of gateways that are silent. Raises SQLAlchemyError."""
         async with self._beating:
             await self._beat()
+        await self._give_back()
 
     async def _beat(self) -> None:
         began = time.monotonic()
@@ -136,6 +143,7 @@ class Peers:
             async with self._store.begin() as db:
                 query = delete(GatewayRow).where(GatewayRow.gateway_id == gateway_id, GatewayRow.beat == beat)
                 if _changed(await db.execute(query)):
+                    await db.execute(delete(Lease).where(Lease.holder == gateway_id))
                     logger.warning("the gateway at %s is gone", rows.pop(gateway_id).url)
         is_first = not self._rows
         self._rows, self._beaten_at = rows, began
@@ -165,6 +173,38 @@ class Peers:
             index_elements=["name"], set_={"holder": self.gateway_id}, where=is_free
         ).returning(Lease.holder)
         return await self._store.first(query) is not None
+
+    @asynccontextmanager
+    async def alone(self, work: str) -> AsyncIterator[None]:
+        """While the block runs, no other gateway is in a block for this work. One gateway may be in two at once.
+
+        A gateway that dies in its block holds up the others for SILENT_S.
+        """
+        if not self.are_several:
+            yield
+            return
+        try:
+            while not await self._takes(work):  # noqa: ASYNC110 - another gateway ends its block
+                await asyncio.sleep(_ALONE_S)
+            yield
+        finally:  # also when the lease was perhaps taken, because the answer of the database was lost
+            self._left.add(work)
+            with suppress(SQLAlchemyError):  # the next beat gives it back
+                await to_its_end(self._give_back())
+
+    async def _takes(self, work: str) -> bool:
+        async with self._beating:
+            taken = await self.has_lease(work)
+            self._left.discard(work)
+            return taken
+
+    async def _give_back(self) -> None:
+        """Gives back the leases of blocks that have ended."""
+        async with self._beating:
+            if left := set(self._left):
+                mine = Lease.holder == self.gateway_id
+                await self._store.run(delete(Lease).where(Lease.name.in_(left), mine))
+                self._left -= left
 
 
 def living() -> Select[str]:

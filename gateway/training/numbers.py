@@ -12,8 +12,9 @@ from cachetools import LRUCache
 
 from gateway.database.tables.sessions import Model
 from gateway.futures import Futures
+from gateway.high_availability.peers import Peers
 from gateway.placement import Placement
-from tinsmith.errors import InvalidRequest, ModelNotFound, NotReady, ResultNotFound
+from tinsmith.errors import ModelNotFound, NotReady, ResultNotFound
 from tinsmith.v1 import trainer_pb2 as pb
 
 _MAX_HINTS = 10_000
@@ -23,14 +24,14 @@ class Numbers:
     """Gives each operation without a `seq_id` the first number that the trainer's journal does not hold.
 
     The journal outlives restarts of the gateway and of the trainer, so no number is given twice. Operations of one
-    model are submitted one after the other.
+    model are submitted one after the other, also by several gateways.
     """
 
-    def __init__(self, placement: Placement, futures: Futures, *, timeout_s: float, are_several: bool) -> None:
+    def __init__(self, placement: Placement, futures: Futures, peers: Peers, *, timeout_s: float) -> None:
         self._placement = placement
         self._futures = futures
+        self._peers = peers
         self._timeout_s = timeout_s
-        self._are_several = are_several
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._hints: LRUCache[str, int] = LRUCache(_MAX_HINTS)
         """model_id -> the number after the last one given: saves asking the trainer for each queued number again."""
@@ -39,16 +40,10 @@ class Numbers:
     async def next(self, model: Model) -> AsyncIterator[int]:
         """A free number, reserved until the block ends. The operation must be submitted inside the block.
 
-        Raises NotReady when the trainer cannot be reached, and InvalidRequest when there are several gateways.
+        Raises NotReady when the trainer cannot be reached.
         """
-        if self._are_several:
-            raise InvalidRequest(
-                "seq_id: is missing; a server of several gateways cannot number operations, so send 1, 2, 3, ... for "
-                "each model",
-                field="seq_id",
-            )
         lock = self._locks.setdefault(model.model_id, asyncio.Lock())
-        async with lock:
+        async with lock, self._peers.alone(f"numbers of {model.model_id}"):
             number = await self._free(model)
             yield number
             self._hints[model.model_id] = number + 1

@@ -73,8 +73,7 @@ class Operations:
         self._gateway_id = gateway_id
         self._told: LRUCache[str, Told] = LRUCache(_MOST_TOLD)
         """model_id -> the batches whose answers its client has. A model without an entry, such as after a restart of
-        the gateway, gets `failure_seen` 0, so its step behind a failed batch is refused. Empty where there are several
-        gateways: none of them sees all batches of a client."""
+        the gateway, gets `failure_seen` 0, so its step behind a failed batch is refused."""
         self._config = config
         self._ledger = ledger
         self._history = history
@@ -223,10 +222,9 @@ class Operations:
         """Notes that the trainer has a new operation."""
         rpc, model_id = submission.rpc, submission.model_id
         if rpc == "CreateModel" or (rpc == "OptimStep" and model_id not in self._told):
-            if not self._store.is_shared:
-                self._told[model_id] = Told(after=submission.seq_id)
-        elif model_id in self._told and not _is_told(submission):
-            self._told[model_id].taken(submission.seq_id)
+            self._told[model_id] = Told(after=submission.seq_id)
+        elif model_id in self._told:
+            self._told[model_id].accepted(submission.seq_id, is_batch=_is_told(submission))
 
     async def _accept(self, submission: Submission) -> Any:
         """The call, once the trainer has the operation in its journal.

@@ -13,13 +13,26 @@ from hypothesis import strategies as st
 from tinsmith.told import Told, request_begins
 
 
+def sent(told: Told, seq_id: int) -> None:
+    """A batch arrives, and is accepted."""
+    told.sent(seq_id)
+    told.accepted(seq_id, is_batch=True)
+
+
+def step(told: Told, seq_id: int) -> int:
+    """An optim_step arrives, and is accepted."""
+    seen = told.step(seq_id)
+    told.accepted(seq_id, is_batch=False)
+    return seen
+
+
 def test_a_client_that_waits_for_every_answer_starts_afresh_behind_a_failure() -> None:
     told = Told()
     for seq_id, failed in ((1, False), (2, True), (3, False), (4, False)):
-        told.sent(seq_id)
+        sent(told, seq_id)
         told.told(seq_id, failed=failed)
-    assert told.step(5) == 2
-    assert told.step(5) == 2, "a repeat is told the same"
+    assert step(told, 5) == 2
+    assert step(told, 5) == 2, "a repeat is told the same"
 
 
 @pytest.mark.parametrize("late", ["batch", "step", ""])
@@ -27,69 +40,69 @@ def test_a_request_that_was_on_its_way_when_the_caller_was_told_counts_as_sent_b
     told, early = Told(), copy_context()
     early.run(request_begins)
     here = copy_context()
-    told.sent(1)
+    sent(told, 1)
     told.told(1, failed=True)
     here.run(request_begins)
-    (early if late == "batch" else here).run(told.sent, 2)
+    (early if late == "batch" else here).run(sent, told, 2)
     told.told(2, failed=False)
     here.run(request_begins)
-    assert (early if late == "step" else here).run(told.step, 3) == (0 if late else 1)
+    assert (early if late == "step" else here).run(step, told, 3) == (0 if late else 1)
 
 
 @pytest.mark.parametrize("late", ["batch", "step", ""])
 def test_nobody_knows_when_a_request_that_is_sent_again_was_sent_first(late: str) -> None:
     told = Told()
-    told.sent(1)
+    sent(told, 1)
     told.told(1, failed=True)
     once, again = copy_context(), copy_context()
     once.run(request_begins)
     again.run(request_begins, is_retry=True)
-    (again if late == "batch" else once).run(told.sent, 2)
-    again.run(told.sent, 2)  # the service has had it before, so it is known when
+    (again if late == "batch" else once).run(sent, told, 2)
+    again.run(sent, told, 2)  # the service has had it before, so it is known when
     told.told(2, failed=False)
     once.run(request_begins)
-    assert (again if late == "step" else once).run(told.step, 3) == (0 if late else 1)
-    assert again.run(told.step, 3) == (0 if late else 1)
+    assert (again if late == "step" else once).run(step, told, 3) == (0 if late else 1)
+    assert again.run(step, told, 3) == (0 if late else 1)
 
 
 @pytest.mark.parametrize("is_fetched_before", [False, True])
 def test_a_failure_that_is_fetched_again_was_perhaps_not_received_before(is_fetched_before: bool) -> None:
     told = Told()
-    told.sent(1)
+    sent(told, 1)
     told.told(1, failed=True)
     if is_fetched_before:
         told.told(1, failed=True)
-    told.sent(2)
+    sent(told, 2)
     if not is_fetched_before:
         told.told(1, failed=True)
     told.told(2, failed=False)
-    assert told.step(3) == (1 if is_fetched_before else 0)
+    assert step(told, 3) == (1 if is_fetched_before else 0)
 
 
 @pytest.mark.parametrize("is_sent_again", [False, True])
 def test_a_batch_that_was_refused_for_now_is_in_flight_until_it_is_sent_again(is_sent_again: bool) -> None:
     told = Told()
-    told.sent(1)
-    told.sent(2)  # and refused, because a queue is full
+    sent(told, 1)
+    sent(told, 2)  # and refused, because a queue is full
     told.told(1, failed=True)
     if is_sent_again:
-        told.sent(2)
+        sent(told, 2)
         told.told(2, failed=False)
-    assert told.step(3) == 0
+    assert step(told, 3) == 0
 
 
 def test_a_number_whose_batch_was_refused_for_now_may_go_to_the_step() -> None:
     told = Told()
     for seq_id, failed in ((1, True), (2, False)):
-        told.sent(seq_id)
+        sent(told, seq_id)
         told.told(seq_id, failed=failed)
-    told.sent(3)  # and refused, because a queue is full
-    assert told.step(3) == 1
+    sent(told, 3)  # and refused, because a queue is full
+    assert step(told, 3) == 1
 
 
 def failed_batch_and_one_refused_for_now(seq_id: int) -> Told:
     told = Told()
-    told.sent(1)
+    sent(told, 1)
     told.told(1, failed=True)
     told.sent(seq_id)
     return told
@@ -97,18 +110,18 @@ def failed_batch_and_one_refused_for_now(seq_id: int) -> Told:
 
 def test_a_number_that_another_kind_of_operation_takes_is_no_new_batch() -> None:
     told = failed_batch_and_one_refused_for_now(2)
-    told.taken(2)
+    told.accepted(2, is_batch=False)
     told.told(2, failed=False)
-    assert told.step(3) == 0, "no batch came after the failed one"
+    assert step(told, 3) == 0, "no batch came after the failed one"
 
 
 def test_a_number_far_ahead_that_is_refused_for_now_protects_one_step_only() -> None:
     told = failed_batch_and_one_refused_for_now(10**9)
-    assert told.step(2) == 0
+    assert step(told, 2) == 0
     for seq_id, failed in ((3, True), (4, False)):
-        told.sent(seq_id)
+        sent(told, seq_id)
         told.told(seq_id, failed=failed)
-    assert told.step(5) == 3
+    assert step(told, 5) == 3
 
 
 @pytest.mark.parametrize(
@@ -126,7 +139,7 @@ async def test_the_time_for_which_a_failure_is_held_back_begins_anew_when_the_pr
 ) -> None:
     """Such a process has yet to read the batches that were sent together with the failed one."""
     told, clock, pauses = Told(), mock.Mock(monotonic=mock.Mock(return_value=0.0)), iter(took_s)
-    told.sent(1)
+    sent(told, 1)
 
     async def pause(_: float) -> None:
         clock.monotonic.return_value += next(pauses)
@@ -138,62 +151,62 @@ async def test_the_time_for_which_a_failure_is_held_back_begins_anew_when_the_pr
 
 def test_a_batch_that_is_sent_again_because_its_connection_was_lost_is_one_batch() -> None:
     told = Told()
-    told.sent(1)
-    told.sent(1)
+    sent(told, 1)
+    sent(told, 1)
     told.told(1, failed=True)
-    told.sent(2)
-    told.sent(2)
+    sent(told, 2)
+    sent(told, 2)
     told.told(2, failed=False)
-    told.sent(2)  # late, and nobody fetches its answer again
-    assert told.step(3) == 1
-    told.sent(4)
+    sent(told, 2)  # late, and nobody fetches its answer again
+    assert step(told, 3) == 1
+    sent(told, 4)
     told.told(4, failed=True)
-    told.sent(5)
-    told.sent(6)
-    told.sent(5)
+    sent(told, 5)
+    sent(told, 6)
+    sent(told, 5)
     told.told(5, failed=False)
     told.told(6, failed=False)
-    assert told.step(7) == 0, "5 and 6 were sent at once"
+    assert step(told, 7) == 0, "5 and 6 were sent at once"
 
 
 def test_a_call_that_is_refused_for_its_number_does_not_hide_the_batch_that_has_it() -> None:
     told = Told()
-    told.sent(1)
+    sent(told, 1)
     told.told(1, failed=True)
-    told.sent(2)
-    told.sent(2)  # another batch of the same number
+    sent(told, 2)
+    sent(told, 2)  # another batch of the same number
     told.unsent(2)
-    told.sent(3)
+    sent(told, 3)
     told.told(2, failed=False)
     told.told(3, failed=False)
-    assert told.step(4) == 0, "2 and 3 were sent at once"
+    assert step(told, 4) == 0, "2 and 3 were sent at once"
 
 
 def test_a_step_that_was_refused_for_its_own_parameters_leaves_the_caller_afresh() -> None:
     told = Told()
     for seq_id, failed in ((1, True), (2, False)):
-        told.sent(seq_id)
+        sent(told, seq_id)
         told.told(seq_id, failed=failed)
-    assert told.step(3) == 1
+    assert step(told, 3) == 1
     told.told(3, failed=True)  # a negative learning rate, say: nothing was applied or dropped
-    assert told.step(4) == 1
+    assert step(told, 4) == 1
     told.told(4, failed=False)
-    assert told.step(5) == 0, "that failure is over"
+    assert step(told, 5) == 0, "that failure is over"
 
 
 def test_a_late_repeat_of_an_answered_batch_is_nothing_new() -> None:
     """Nobody fetches its answer: a proxy has delivered a request late that its client has given up."""
     told = Told()
-    told.sent(1)
+    sent(told, 1)
     told.told(1, failed=False)
-    told.sent(1)
-    assert told.step(2) == 0
+    sent(told, 1)
+    assert step(told, 2) == 0
     told.told(2, failed=False)
-    told.sent(1)
+    sent(told, 1)
     for seq_id, failed in ((3, True), (4, False)):
-        told.sent(seq_id)
+        sent(told, seq_id)
         told.told(seq_id, failed=failed)
-    assert told.step(5) == 3
+    assert step(told, 5) == 3
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations((1, 2, 3))))
@@ -203,29 +216,29 @@ def test_batches_that_were_in_flight_together_are_protected_in_whatever_order_th
     for failed in (1, 2):  # nothing is lost when the last one has failed: the step is refused in any case
         told = Told()
         for seq_id in (1, 2, 3):
-            told.sent(seq_id)
+            sent(told, seq_id)
         for seq_id in order:
             told.told(seq_id, failed=seq_id == failed)
-        assert told.step(4) == 0
+        assert step(told, 4) == 0
 
 
 def test_a_batch_that_was_not_accepted_is_not_the_one_behind_a_failure() -> None:
     told = Told()
     for seq_id, failed in ((1, False), (2, True)):
-        told.sent(seq_id)
+        sent(told, seq_id)
         told.told(seq_id, failed=failed)
     told.sent(50_000)
     told.unsent(50_000)  # too far ahead
-    assert told.step(3) == 0
+    assert step(told, 3) == 0
 
 
 def test_batches_without_a_step_take_bounded_memory() -> None:
     told = Told()
     for seq_id in range(1, 20_000):
-        told.sent(seq_id)
+        sent(told, seq_id)
         told.told(seq_id, failed=seq_id == 19_998)
     assert len(told._answered) <= 4096
-    assert told.step(20_000) == 19_998
+    assert step(told, 20_000) == 19_998
 
 
 def test_batches_that_are_refused_for_now_take_bounded_memory() -> None:
@@ -234,58 +247,88 @@ def test_batches_that_are_refused_for_now_take_bounded_memory() -> None:
         told.sent(seq_id)
     assert len(told._waiting) <= 4096
     told.told(19_999, failed=True)
-    assert told.step(20_000) == 0
+    assert step(told, 20_000) == 0
 
 
 def test_a_step_without_a_batch_behind_the_failure_is_not_afresh() -> None:
     told = Told()
-    told.sent(1)
+    sent(told, 1)
     told.told(1, failed=True)
-    assert told.step(2) == 0
+    assert step(told, 2) == 0
 
 
 def test_a_pipelined_step_is_protected_also_when_the_failure_was_told_before_the_next_part_came() -> None:
     told = Told()
-    told.sent(1)
+    sent(told, 1)
     told.told(1, failed=True)  # it crosses with 2
-    told.sent(2)
-    assert told.step(3) == 0, "2 has not been answered"
+    sent(told, 2)
+    assert step(told, 3) == 0, "2 has not been answered"
     told.told(2, failed=False)
     told.told(3, failed=True)  # the step was refused for that failure
-    told.sent(4)
+    sent(told, 4)
     told.told(4, failed=False)
-    assert told.step(5) == 1, "harmless: no gradients of that failure are left"
+    assert step(told, 5) == 1, "harmless: no gradients of that failure are left"
 
 
 def test_a_batch_that_was_in_flight_when_the_failure_was_told_makes_the_next_step_fail() -> None:
     told = Told()
-    told.sent(1)
-    told.sent(2)
+    sent(told, 1)
+    sent(told, 2)
     told.told(1, failed=True)
     told.told(2, failed=False)
-    told.sent(3)
+    sent(told, 3)
     told.told(3, failed=False)
-    assert told.step(4) == 0
+    assert step(told, 4) == 0
 
 
 def test_an_answer_that_nobody_asks_for_holds_up_no_batch_behind_the_next_step() -> None:
     told = Told()
-    told.sent(1)  # its answer is never asked for: the client has left, or waits for the step alone
-    assert told.step(2) == 0
-    told.sent(3)
+    sent(told, 1)  # its answer is never asked for: the client has left, or waits for the step alone
+    assert step(told, 2) == 0
+    sent(told, 3)
     told.told(3, failed=True)
-    told.sent(4)
+    sent(told, 4)
     told.told(4, failed=False)
-    assert told.step(5) == 3
+    assert step(told, 5) == 3
 
 
 def test_a_batch_that_comes_before_a_step_of_a_smaller_number_still_counts() -> None:
     told = Told()
-    told.sent(3)
-    assert told.step(2) == 0
+    sent(told, 3)
+    assert step(told, 2) == 0
     told.told(3, failed=True)
-    told.sent(4)
-    assert told.step(5) == 0, "4 has not been answered"
+    sent(told, 4)
+    assert step(told, 5) == 0, "4 has not been answered"
+
+
+@pytest.mark.parametrize("elsewhere", [0, 1, 2, 3, 4, 5])
+def test_a_step_is_not_afresh_if_another_gateway_accepted_an_operation_before_it(elsewhere: int) -> None:
+    told = Told()
+    for seq_id, failed in ((1, False), (2, True), (3, False), (5, False)):
+        if seq_id != elsewhere:
+            sent(told, seq_id)
+            told.told(seq_id, failed=failed)
+        if seq_id == 3 and elsewhere != 4:
+            told.accepted(4, is_batch=False)
+    assert step(told, 6) == (0 if elsewhere else 2)
+
+
+def test_an_operation_that_another_gateway_accepted_does_not_matter_behind_a_step_that_was_applied() -> None:
+    told = Told()
+    step(told, 3)  # 1 and 2 went elsewhere
+    told.told(3, failed=False)
+    for seq_id, failed in ((4, True), (5, False)):
+        sent(told, seq_id)
+        told.told(seq_id, failed=failed)
+    assert step(told, 6) == 4
+
+
+def test_numbers_behind_one_that_another_gateway_accepted_take_bounded_memory() -> None:
+    told = Told()
+    for seq_id in range(2, 20_000):
+        told.accepted(seq_id, is_batch=False)
+    assert len(told._beyond) <= 4096
+    assert step(told, 20_000) == 0
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=12))
@@ -293,10 +336,10 @@ def test_a_step_is_never_afresh_behind_a_failure_that_nobody_was_told_of(batches
     told = Told()
     newest_failed, all_told = 0, True
     for seq_id, (failed, is_told) in enumerate(batches, start=1):
-        told.sent(seq_id)
+        sent(told, seq_id)
         if is_told:
             told.told(seq_id, failed=failed)
         newest_failed = seq_id if failed else newest_failed
         all_told &= is_told
-    seen = told.step(len(batches) + 1)
+    seen = step(told, len(batches) + 1)
     assert seen == 0 or (all_told and seen == newest_failed)

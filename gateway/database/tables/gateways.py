@@ -24,7 +24,8 @@ class GatewayRow(Base):
 
 
 class Lease(Base):
-    """A kind of background work that only one of the gateways, the holder, does."""
+    """Work that only one of the gateways, the holder, does: a kind of background work, or the numbering of a model's
+    operations."""
 
     __tablename__ = "leases"
 

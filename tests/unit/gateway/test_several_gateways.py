@@ -8,13 +8,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from sqlalchemy import delete
+from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.config import GatewayConfig
 from gateway.database.outages import DatabaseUnusable
-from gateway.database.tables.gateways import GatewayRow
+from gateway.database.tables.gateways import GatewayRow, Lease
 from gateway.gateway import Gateway, StartError
 from gateway.ids import target_of
 from gateway.sampling.suspects import Suspects
@@ -70,17 +72,20 @@ async def test_a_run_is_trained_through_both(several: Several, client: Client) -
     assert len(listed.json()["checkpoints"]) == 1
 
 
-async def test_a_step_behind_a_failure_is_refused_because_the_other_may_have_a_batch_in_work(
-    several: Several, client: Client
+@pytest.mark.parametrize("elsewhere", ["nothing", "batch", "save"])
+async def test_a_step_behind_a_failure_runs_if_one_gateway_has_accepted_all_since_the_last_step(
+    several: Several, elsewhere: str
 ) -> None:
-    model_id = await client.model(await client.session())
-    for seq_id, loss_fn in ((1, "ppo"), (2, "cross_entropy")):
-        # each gateway hears of all
-        replies = [await client.forward_backward(model_id, seq_id, loss_fn=loss_fn) for _ in several.urls]
-        for reply in replies:
-            await client.result(reply.json())
-    await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}}))
-    assert several.backends.trainer.failures_seen == [0]
+    one, other = several.urls
+    async with Client(base_url=one, timeout=30) as client, Client(base_url=other, timeout=30) as second:
+        model_id = await client.model(await client.session())
+        for seq_id, loss_fn in ((1, "ppo"), (2, "cross_entropy"), (3, "cross_entropy")):
+            sender = second if (elsewhere, seq_id) == ("batch", 2) else client
+            await sender.result((await sender.forward_backward(model_id, seq_id, loss_fn=loss_fn)).json())
+        sender = second if elsewhere == "save" else client
+        await sender.result(await sender.call("save_weights", {"model_id": model_id, "seq_id": 4, "path": "one"}))
+        await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 5, "adam_params": {}}))
+    assert several.backends.trainer.failures_seen == [1 if elsewhere == "nothing" else 0]
 
 
 async def test_a_load_at_either_waits_for_a_save_of_another_run(several: Several, client: Client) -> None:
@@ -239,13 +244,43 @@ async def test_refusals_are_told_by_both(client: Client) -> None:
         assert answers[0]["category"] == "user"
 
 
-async def test_operations_without_a_seq_id_are_refused_by_both(several: Several, client: Client) -> None:
+async def test_operations_without_a_seq_id_are_numbered_by_both_in_turn(several: Several, client: Client) -> None:
+    """Equal ones too: each is an operation of its own."""
     model_id = await client.model(await client.session())
-    for url in several.urls:
-        answer = await client.post(f"{url}/api/v1/optim_step", json={"model_id": model_id, "adam_params": {}})
-        assert answer.status_code == 400
-        assert "seq_id: is missing; a server of several gateways cannot number operations" in answer.text
-    assert (await client.forward_backward(model_id, 1)).status_code == 200  # nothing was numbered
+    steps = [client.call("optim_step", {"model_id": model_id, "adam_params": {}}) for _ in range(12)]
+    receipts = await asyncio.gather(*steps)
+    assert sorted(receipt["request_id"] for receipt in receipts) == sorted(f"{model_id}:{n}" for n in range(1, 13))
+    for receipt in receipts:
+        assert "metrics" in await client.result(receipt)
+    assert several.backends.trainer.orders[model_id] == list(range(13))
+
+
+async def test_an_operation_is_numbered_once_no_living_gateway_numbers_one_of_its_model(
+    several: Several, client: Client
+) -> None:
+    model_id = await client.model(await client.session())
+    work, (one, other) = f"numbers of {model_id}", map(several.gateway, several.servers)
+    async with Client(base_url=several.urls[0], timeout=30) as client:
+        async with other.peers.alone(work):
+            sending = asyncio.create_task(client.call("optim_step", {"model_id": model_id, "adam_params": {}}))
+            await asyncio.sleep(0.3)
+            assert not sending.done()
+        assert (await sending)["request_id"] == f"{model_id}:1"
+        await one.store.run(one.store.insert(Lease).values(name=work, holder="one that has died"))
+        receipt = await client.call("optim_step", {"model_id": model_id, "adam_params": {}})
+        assert receipt["request_id"] == f"{model_id}:2"
+
+
+async def test_a_lease_that_could_not_be_given_back_is_given_back_with_the_next_beat(
+    quick_beats: None, monkeypatch: pytest.MonkeyPatch, several: Several
+) -> None:
+    one, other = (several.gateway(port) for port in several.servers)
+    with monkeypatch.context() as outage:
+        async with one.peers.alone("work"):
+            outage.setattr(one.store, "run", AsyncMock(side_effect=SQLAlchemyError("the connection is lost")))
+        assert not await other.peers.has_lease("work")
+    async with asyncio.timeout(10), other.peers.alone("work"):
+        assert not await one.peers.has_lease("work")
 
 
 @pytest.fixture
