@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -451,12 +452,19 @@ async def _answers() -> dict[str, list[str]]:
     return {name: await given for name, given in sent.items()}
 
 
+def _comes_last() -> None:
+    """Makes this process a session of its own, whose programs get a core when no other session wants it."""
+    os.setsid()
+    with suppress(OSError):  # the kernel does not divide the cores among sessions, or nobody may say how
+        Path("/proc/self/autogroup").write_text("19")
+
+
 @contextmanager
 def attackers(stack: Stack) -> Iterator[ProcessPoolExecutor]:
-    """A process that has made all requests, and is to call `send_all_at_once`. It sends from one thread, because
-    attackers on machines of their own would take no core from the services."""
+    """A process that has made all requests, and is to call `send_all_at_once`. It sends from one thread with the lowest
+    priority, because attackers on machines of their own would take no core from the services."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, initializer=os.setsid) as process:
+    with ProcessPoolExecutor(1, spawn, initializer=_comes_last) as process:
         addresses = (stack.base_url, stack.trainers[0], stack.samplers[0])
         print(f"{process.submit(make_requests, *addresses).result()} requests")
         yield process

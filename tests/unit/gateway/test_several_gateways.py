@@ -271,23 +271,29 @@ async def test_an_operation_is_numbered_once_no_living_gateway_numbers_one_of_it
         assert receipt["request_id"] == f"{model_id}:2"
 
 
-async def test_a_lease_that_could_not_be_given_back_is_given_back_with_the_next_beat(
-    quick_beats: None, monkeypatch: pytest.MonkeyPatch, several: Several
-) -> None:
-    one, other = (several.gateway(port) for port in several.servers)
-    with monkeypatch.context() as outage:
-        async with one.peers.alone("work"):
-            outage.setattr(one.store, "run", AsyncMock(side_effect=SQLAlchemyError("the connection is lost")))
-        assert not await other.peers.has_lease("work")
-    async with asyncio.timeout(10), other.peers.alone("work"):
-        assert not await one.peers.has_lease("work")
-
-
 @pytest.fixture
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """To be asked for before the gateways, which sleep from one to the next."""
     for module in ("high_availability.peers", "reaper"):
         monkeypatch.setattr(f"gateway.{module}.BEAT_S", 0.2)
+
+
+@pytest.fixture
+def no_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To be asked for before the gateways."""
+    monkeypatch.setattr("gateway.high_availability.peers.BEAT_S", 1000)
+
+
+async def test_a_lease_that_could_not_be_given_back_is_given_back_with_the_next_beat(
+    no_beats: None, monkeypatch: pytest.MonkeyPatch, several: Several
+) -> None:
+    one, other = (several.gateway(port) for port in several.servers)
+    with monkeypatch.context() as outage:
+        async with one.peers.alone("work"):
+            outage.setattr(one.store, "run", AsyncMock(side_effect=SQLAlchemyError("the connection is lost")))
+    assert not await other.peers.has_lease("work")
+    await one.peers.beat()
+    assert await other.peers.has_lease("work")
 
 
 async def test_a_session_that_ends_at_one_ends_at_both(quick_beats: None, several: Several, client: Client) -> None:

@@ -645,6 +645,7 @@ async def test_a_full_sampler_is_left_out_and_gets_versions_again_later(
     receivers = [Receiver() for _ in range(3)]
     servers = [await serve(receiver) for receiver in receivers]
     sender = await connect(*servers)
+    await until(lambda: all(sampler.serving and sampler in sender._links for sampler in sender.samplers.all))
     receivers[1].faults = ["start-full"]
     others = [f"127.0.0.1:{servers[n].port}" for n in (0, 2)]
     assert (await sender.publish(make_version("m@1"))).members == others
