@@ -101,7 +101,8 @@ class TrainerConfig(GrpcTls, BaseSettings):
     """Divide the memory of the base model among the ranks that divide the datums (FSDP), so that each holds a part."""
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """Longest time that one rank waits for another within a common computation, in seconds; then all ranks end. It must
-    be well above the slowest rank's time for a micro-batch or a step. Waiting for work has no limit."""
+    be well above the slowest rank's time for a micro-batch or a step. Waiting for work, and for the base model to be
+    loaded, has no limit; but all ranks end when one gives no sign of life for twice this time."""
     max_lora_rank: int = Field(default=MAX_LORA_RANK, ge=1)
     """Largest rank that a model may ask for. A sampler that serves less, in rank or in bytes, lowers it for new models
     once the trainer has seen it."""

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _IDLE = timedelta(days=3650)
-"""Longest wait for the next command. It is practically unlimited: a lost rank 0 shows as a closed connection."""
+"""Longest wait for the next command. It is practically unlimited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class RankGroup:
 
     place: Place
     idle: dist.ProcessGroup
-    """gloo group without a time limit: for the beginning of the next command, and while the base model is loaded."""
+    """gloo group without a time limit: for the beginning of the next command, and while the base model is loaded. A
+    rank that is lost meanwhile closes its connection, or gives no more signs of life (`roll_call`)."""
     control: dist.ProcessGroup
     """gloo group with a time limit, on every device: for all other messages of a command."""
     mesh: DeviceMesh
@@ -68,9 +69,11 @@ class RankGroup:
         assert isinstance(control, dist.ProcessGroup)
         shape = place.num_rows, place.tensor_parallel
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
-        roll_call = RollCall(store, rank=place.rank, world_size=place.world_size)
-        roll_call.start()
-        return cls(place, idle, control, mesh, roll_call, timeout)
+        # Twice: a rank that is missing within a command is noticed after once the time, and the log then says more.
+        roll_call = RollCall(store, rank=place.rank, world_size=place.world_size, longest_s=2 * timeout_s)
+        group = cls(place, idle, control, mesh, roll_call, timeout)
+        roll_call.start(group.end)
+        return group
 
     def division(self) -> Division | None:
         """How the base model is divided among the ranks; None when every rank has all of it."""

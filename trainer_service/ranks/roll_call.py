@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,6 +24,8 @@ _BEAT_S = 0.5
 _CALL_S = 5 * _BEAT_S
 """A rank without a new sign of life for this long counts as stopped, in seconds."""
 _STORE_TIMEOUT = timedelta(seconds=5)
+_LOOKS = 10
+"""How often a rank reads the others' signs of life in the time after which one without a new sign is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,30 +65,58 @@ class RollCall:
     `step` counts this rank's waits for others. Every rank makes the same waits in the same order.
     """
 
-    def __init__(self, store: dist.Store, *, rank: int, world_size: int) -> None:
-        """Opens its own connection to the store, so that no other call delays the signs of life."""
+    def __init__(self, store: dist.Store, *, rank: int, world_size: int, longest_s: float) -> None:
+        """Opens its own connection to the store, so that no other call delays the signs of life.
+
+        `longest_s`: a rank that gives no new sign of life for this many seconds is lost, also while others wait for it
+        without a limit: between commands, and while the base model is loaded.
+        """
         connection = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         connection.set_timeout(_STORE_TIMEOUT)
         self._store = dist.PrefixStore("roll-call", connection)
         self._rank = rank
         self._world_size = world_size
+        self._longest_s = longest_s
         self._machine = _machine()
+        self._heard: dict[int, tuple[int, float]] = {}
+        """Rank -> the newest beat that is known of it, and when this beat was first read, by time.monotonic."""
         self.step = 0
 
-    def start(self) -> None:
-        threading.Thread(target=self._beat, name="roll-call", daemon=True).start()
+    def start(self, end: Callable[[str], object]) -> None:
+        """Begins to give signs of life. `end` is called, in a thread, with the reason for which this process has to
+        end, because a rank or the store is lost."""
+        threading.Thread(target=self._beat, args=(end,), name="roll-call", daemon=True).start()
 
-    def _beat(self) -> None:
-        beat = 0
+    def _beat(self, end: Callable[[str], object]) -> None:
+        beat, answered_s, look_s = 0, time.monotonic(), self._longest_s / _LOOKS
+        looked_s = answered_s
         while True:
             beat += 1
             sign = [self._machine, os.getppid(), os.getpid(), beat, self.step]
+            lost: tuple[int, ...] = ()
             try:
                 self._store.set(str(self._rank), json.dumps(sign))
-            except RuntimeError as error:  # the store ends with torchrun, and so does this process
+                if time.monotonic() - looked_s >= look_s:
+                    lost, looked_s = self._lost(), time.monotonic()
+                answered_s = time.monotonic()
+            except RuntimeError as error:  # torchrun may have ended, which then ends this process
                 logger.debug("the store of the ranks does not answer: %s", error)
+                time.sleep(_CALL_S)
+            if lost:
+                end(f"{_ranks(lost)} gave no sign of life for {self._longest_s:g} s (twice --rank-timeout-s)")
+                return
+            if time.monotonic() - answered_s > self._longest_s:
+                end(f"the store of the ranks has not answered for {self._longest_s:g} s (twice --rank-timeout-s)")
                 return
             time.sleep(_BEAT_S)
+
+    def _lost(self) -> tuple[int, ...]:
+        """The ranks that have given no new sign of life for `longest_s`."""
+        now = time.monotonic()
+        for rank, sign in self._signs().items():
+            if rank not in self._heard or self._heard[rank][0] != sign.beat:
+                self._heard[rank] = sign.beat, now
+        return tuple(rank for rank, (_, since) in self._heard.items() if now - since > self._longest_s)
 
     def absent(self) -> Absent:
         """Finds the absent ranks, which takes some seconds.
