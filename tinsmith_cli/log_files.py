@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
 _TAIL_BYTES = 64 * 2**10
+_RANK_FAILED = re.compile(r"torch/distributed/elastic/\S+\] failed \(exitcode: ")
+"""In torchrun's line about the first rank that has failed."""
 _LONGEST = 300
 """Characters of a line of level INFO or DEBUG that a terminal shows."""
 
@@ -37,14 +40,22 @@ def bound(log: Path, *, max_bytes: float) -> None:
 
 
 def last_lines(log: Path, count: int, *, start: int = 0) -> list[str]:
-    """The last lines of a log: at most `count`, from its last 64 KiB.
+    """The last lines of a log: at most `count`, from its last 64 KiB. Without torchrun's table of failed ranks, which
+    has no causes.
 
     `start`: position in bytes before which nothing is read, unless the log has become shorter.
     """
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES, start if start <= size else 0))
-        return file.read().decode(errors="replace").splitlines()[-count:]
+        return _without_table(file.read().decode(errors="replace").splitlines())[-count:]
+
+
+def _without_table(lines: list[str]) -> list[str]:
+    for number, line in enumerate(lines, start=1):
+        if _RANK_FAILED.search(line):  # torchrun's traceback and its table follow
+            return lines[:number] + [later for later in lines[number:] if later.startswith("{")]
+    return lines
 
 
 def for_people(lines: list[str]) -> list[str]:

@@ -489,7 +489,13 @@ def run(config: TrainerConfig) -> None:
     group = RankGroup.join(place, device_of(config), timeout_s=config.rank_timeout_s)
     logger.info("rank %d of %d", place.rank, place.world_size)
     if place.rank == 0:
-        asyncio.run(serve(config, group, cores))
+        try:
+            asyncio.run(serve(config, group, cores))
+        except SystemExit as error:  # after a regular exit the others would take this rank for stopped, and kill it
+            group.end(str(error))
+        except Exception as error:
+            logger.exception("this rank has failed")
+            group.end(f"{type(error).__name__}: {error}")
     else:
         process.follow(lambda: follow(config, group, cores))
 

@@ -43,9 +43,9 @@ def follow(work: Callable[[], object]) -> NoReturn:
     def run() -> None:
         try:
             work()
-        except BaseException:
+        except BaseException as error:
             failed.set()
-            logger.exception("this rank has failed")
+            logger.exception("this rank has failed: %s: %s", type(error).__name__, error)
 
     def stop(*_: Any) -> None:
         stopping.set()
