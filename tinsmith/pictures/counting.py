@@ -279,17 +279,13 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Cropped:
-    """LLaVA: a picture is scaled until its shorter side has one length, and a part of one size in its middle is kept.
-    Every picture has the same number of tokens."""
+class Cropped(OneSize):
+    """LLaVA: a picture is scaled until its shorter side has one length, and a part of one size, `width` x `height`, in
+    its middle is kept. Every picture has the same number of tokens."""
 
     rule: ClassVar[str] = "cropped"
     shorter: int
     """Length of the shorter side, in pixels."""
-    width: int
-    height: int
-    """Size of the part that is kept, in pixels."""
-    num_tokens: int
 
     def scaled(self, width: int, height: int, *, field: str) -> Size:
         if max(width, height) > _MAX_RATIO * min(width, height):
@@ -297,22 +293,6 @@ class Cropped:
         # As `get_resize_output_image_size` of transformers' image_transforms.
         longer = int(self.shorter * max(width, height) / min(width, height))
         return (self.shorter, longer) if width <= height else (longer, self.shorter)
-
-    def tokens(self, width: int, height: int, *, field: str) -> int:
-        return self.num_tokens
-
-    def grid(self, scaled: Size) -> None:
-        return None
-
-    @property
-    def most_tokens(self) -> int:
-        return self.num_tokens
-
-    def examples(self) -> Sequence[Size]:
-        return ((self.width, self.height),) * 2
-
-    def typical(self) -> Size:
-        return self.width, self.height
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +316,7 @@ class Tiled:
         best, difference = (1, 1), math.inf
         for columns, rows in self._arrangements():
             found = abs(width / height - columns / rows)
-            # Of two that suit as well, the one with more tiles, unless the picture is small for so many.
+            # If two suit as well, the one with more tiles is taken, unless the picture is small for so many.
             larger = width * height > 0.5 * self.width * self.height * columns * rows
             if found < difference or (found == difference and larger):
                 best, difference = (rows, columns), found

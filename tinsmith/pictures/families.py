@@ -97,7 +97,7 @@ def _llava(processor: Any, config: Any) -> Cropped:
         raise ValueError("its image processor does not scale by the shorter side and crop, which alone is supported")
     patches = (crop["height"] // tower.patch_size) * (crop["width"] // tower.patch_size)
     more = config.vision_feature_select_strategy != "default"  # the token of the class
-    return Cropped(size["shortest_edge"], crop["width"], crop["height"], patches + more)
+    return Cropped(crop["width"], crop["height"], patches + more, size["shortest_edge"])
 
 
 def _internvl(processor: Any, config: Any) -> Tiled:

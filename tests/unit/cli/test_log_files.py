@@ -1,4 +1,4 @@
-"""What `tinsmith up` shows of the log of a service that has ended."""
+"""Lines that `tinsmith up` shows of the log of a service that has ended."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_glm_and_gemma_4_scale_as_transformers_processors_do() -> None:
         ByArea(4, 2, min_pixels=128, max_pixels=2048),
         OneSize(24, 24, num_tokens=9),
         Rows(8, longest=64),
-        Cropped(12, 12, 12, num_tokens=9),
+        Cropped(12, 12, num_tokens=9, shorter=12),
         Tiled(16, 16, num_tokens=4, min_tiles=1, max_tiles=3),
     ],
 )
@@ -165,7 +165,7 @@ def test_gemma_3_scales_every_picture_to_one_size() -> None:
         Bounded(4, 2, 64, 512),
         Bounded(4, 2, 64, 20),
         Rows(28, 1540),
-        Cropped(336, 336, 336, 576),
+        Cropped(336, 336, 576, 336),
         Tiled(448, 448, 256, 1, 12),
         Tiled(448, 448, 256, 1, 1),
         Rows(28, 1024),

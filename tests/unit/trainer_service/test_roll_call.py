@@ -20,7 +20,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
 
 
 class Ended:
-    """What `RollCall.start` calls."""
+    """Keeps the reason with which `RollCall.start` ends a rank."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -33,15 +33,15 @@ class Ended:
 
 def test_a_rank_that_gives_no_more_signs_of_life_ends_the_others(store: dist.TCPStore) -> None:
     ended = [Ended() for _ in range(3)]
-    calls = [RollCall(store, rank=rank, world_size=3, longest_s=1.0) for rank in range(3)]
+    calls = [RollCall(store, rank=rank, world_size=3, longest_s=2.0) for rank in range(3)]
     calls[0].start(ended[0])
     calls[2].start(ended[2])
     store.set("roll-call/1", '["machine", 1, 1, 7, 0]')  # its last one
     began = time.monotonic()
     for rank in (0, 2):
         assert ended[rank].event.wait(20)
-        assert ended[rank].reason == "rank 1 gave no sign of life for 1 s (twice --rank-timeout-s)"
-    assert time.monotonic() - began >= 1
+        assert ended[rank].reason == "rank 1 gave no sign of life for 2 s (twice --rank-timeout-s)"
+    assert time.monotonic() - began >= 2
 
 
 def test_ranks_that_give_signs_of_life_and_one_that_has_not_begun_end_nobody(store: dist.TCPStore) -> None:
