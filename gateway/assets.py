@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 
 from gateway.config import GatewayConfig
-from gateway.convert import implied_type, picture_of
+from gateway.convert import picture_of, type_of
 from gateway.load import Share
 from gateway.shown import shown
 from tinsmith.errors import InvalidRequest, Unsupported
@@ -208,7 +208,7 @@ class Assets:
 def pointers(chunks: Any, *, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The pointers among chunks in JSON, each with the name of its field; nothing in what is no list of chunks."""
     for index, chunk in enumerate(chunks if isinstance(chunks, list) else ()):
-        if isinstance(chunk, dict) and chunk.get("type", implied_type(chunk)) == POINTER:
+        if isinstance(chunk, dict) and type_of(chunk) == POINTER:
             yield f"{field}[{index}]", chunk
 
 

@@ -151,10 +151,13 @@ def picture_of(data_url: str, *, field: str) -> tuple[str, bytes] | None:
     return None if found is None else (found[1], base64_bytes(data_url[found.end() :], field=field))
 
 
-def implied_type(value: dict[str, Any]) -> str | None:
-    """The type of a chunk that names none: early SDKs leave out fields with their default."""
+def type_of(value: dict[str, Any]) -> Any:
+    """The type of a chunk in JSON. One that names none has the type of its fields: early SDKs leave out fields with
+    their default."""
+    if value.get("type") is not None:
+        return value["type"]
     kinds = {"tokens": "encoded_text", "location": "image_asset_pointer", "data": "image"}
-    return next((kind for key, kind in kinds.items() if key in value), None)
+    return next((kind for key, kind in kinds.items() if value.get(key) is not None), None)
 
 
 _CHUNK_FIELDS = {
@@ -178,7 +181,7 @@ def check_fields(value: Mapping[str, Any], known: Collection[str], *, field: str
 
 def chunk(value: dict[str, Any], *, field: str) -> types_pb2.Chunk:
     """One chunk of a prompt. Raises InvalidRequest or Unsupported, naming the field."""
-    kind = value.get("type", implied_type(value))
+    kind = type_of(value)
     if isinstance(kind, str) and kind in _CHUNK_FIELDS:
         check_fields(value, _CHUNK_FIELDS[kind], field=field)
     match kind:

@@ -89,6 +89,8 @@ def _datum(value: Mapping[str, Any], *, field: str) -> types_pb2.Datum:
         name = f"{field}.model_input.chunks[{index}]"
         datum.model_input.append(convert.chunk(dict(_object(chunk, field=name)), field=name))
     for key, tensor in _object(value.get("loss_fn_inputs"), field=f"{field}.loss_fn_inputs").items():
+        if tensor is None:  # as absent, as everywhere
+            continue
         name = f"{field}.loss_fn_inputs.{key}"
         datum.loss_fn_inputs[key].CopyFrom(convert.tensor(_object(tensor, field=name), field=name))
     return datum

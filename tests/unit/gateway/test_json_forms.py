@@ -13,6 +13,7 @@ from tinker.proto.response_conv import deserialize_proto_response
 from tinker.types.sample_response import SampleResponse
 
 from gateway import json_forms
+from gateway.assets import pointers
 from gateway.convert import chunk, num_tokens
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith.errors import InvalidRequest, ServiceError, Unsupported
@@ -133,6 +134,16 @@ def test_the_type_of_a_chunk_may_be_left_out() -> None:
         chunk({"location": "x", "format": "png"}, field="c")
     with pytest.raises(InvalidRequest, match=r"c\.tokens\[1\]: 4294967296"):
         chunk({"tokens": [1, 2**32]}, field="c")
+
+
+def test_arrays_and_types_that_are_null_are_absent() -> None:
+    """Clients whose data model has a field for each array send null for those that a datum lacks."""
+    message = read(batch(datum(weights=None, logprobs=None, advantages=tensor([1.0, 0.0, 2.0]))))
+    assert set(message.data[0].loss_fn_inputs) == {"target_tokens", "advantages"}
+    assert chunk({"type": None, "tokens": [5], "data": None}, field="c").encoded_text.tokens == b"\5\0\0\0"
+    assert chunk({"tokens": None, "data": "AAAA", "format": "png"}, field="c").image.data == b"\0\0\0"
+    pointer = {"type": None, "tokens": None, "location": "x", "format": "png"}
+    assert list(pointers([pointer], field="chunks")) == [("chunks[0]", pointer)]
 
 
 def test_half_a_million_numbers_are_read_in_no_time() -> None:
