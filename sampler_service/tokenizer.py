@@ -176,7 +176,7 @@ class ChatTokenizer:
             if not _dump_arguments(messages):
                 raise
             text = render(messages)
-        _check_calls(messages, render)
+        _check_shown(messages, render)
         return self.tokens(text, add_special_tokens=False, field="messages")
 
     def _check_variables(self, tools: Any, kwargs: dict[str, Any]) -> None:
@@ -194,7 +194,9 @@ class ChatTokenizer:
                 )
 
 
-_MARK = re.compile(r"(?:call|argument)_[0-9a-f]{16}")
+_MARK = re.compile(r"(?:call|argument|message)_[0-9a-f]{16}")
+_ALWAYS_SHOWN = ("user", "assistant")
+"""Roles whose messages every chat template shows."""
 
 
 def _dump_arguments(messages: list[dict[str, Any]]) -> bool:
@@ -208,22 +210,28 @@ def _dump_arguments(messages: list[dict[str, Any]]) -> bool:
     return bool(found)
 
 
-def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> None:
-    """Refuses calls of tools, and their arguments, that the template would drop without a word. To find them, `render`
-    gets the messages with random words in place of each tool's name and each call's arguments."""
-    if not any(message.get("tool_calls") for message in messages):
+def _check_shown(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> None:
+    """Refuses messages, calls of tools, and their arguments, that the template would drop without a word. To find them,
+    `render` gets random words in place of each text, each tool's name and each call's arguments."""
+    if not any(message.get("tool_calls") or message.get("role") not in _ALWAYS_SHOWN for message in messages):
         return
     marked = copy.deepcopy(messages)
-    marks: dict[str, tuple[int, str]] = {}
+    marks: dict[str, tuple[str, str]] = {}
+    """By random word: the path of what it stands for, and what is wrong when the template does not show the word."""
     ids: dict[str, str] = {}
     """The random ids of calls, by the ids that they replace."""
     for index, message in enumerate(marked):
+        role, content = message.get("role"), message.get("content")
+        if role not in _ALWAYS_SHOWN and content and isinstance(content, str):
+            message["content"] = mark = f"message_{secrets.token_hex(8)}"
+            why = f"a message of the role {role!r} here; send it as one of the roles that the model knows"
+            marks[mark] = f"messages[{index}]", why
         if (answered := str(message.get("tool_call_id"))) in ids:  # a template may look for the call of an answer
             message["tool_call_id"] = ids[answered]
         calls = message.get("tool_calls") or []
         functions: list[Any] = [call.get("function", call) for call in calls] if _are_objects(calls) else [None]
+        field = f"messages[{index}].tool_calls"
         if not _are_objects(functions):
-            field = f"messages[{index}].tool_calls"
             raise InvalidRequest(f"{field}: is not a list of objects with a function each", field=field)
         for call, function in zip(calls, functions, strict=True):
             mark = f"call_{secrets.token_hex(8)}"
@@ -232,20 +240,16 @@ def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str
                 ids[call["id"]] = f"functions.{mark}:0"
                 call["id"] = ids[call["id"]]
             function["name"] = mark
-            marks[mark] = index, "calls of tools"
+            marks[mark] = field, "calls of tools; put what the model is to know of them into the content"
             if arguments := function.get("arguments"):
                 mark = f"argument_{secrets.token_hex(8)}"
                 function["arguments"] = _marked(arguments, mark)
-                marks[mark] = index, "arguments of calls of tools"
+                why = "arguments of calls of tools; put what the model is to know of them into the content"
+                marks[mark] = field, why
     shown = set(_MARK.findall(render(marked)))
-    for mark, (index, dropped) in marks.items():
+    for mark, (field, why) in marks.items():
         if mark not in shown:
-            field = f"messages[{index}].tool_calls"
-            raise InvalidRequest(
-                f"{field}: the model's chat template does not show {dropped}; put what the model is to know of them "
-                "into the content",
-                field=field,
-            )
+            raise InvalidRequest(f"{field}: the model's chat template does not show {why}", field=field)
 
 
 def _marked(arguments: Any, mark: str) -> Any:

@@ -223,6 +223,32 @@ CALLS = (
 )
 
 
+def test_messages_that_the_template_would_drop_are_refused(tmp_path: Path, stock: PreTrainedTokenizerBase) -> None:
+    """As Qwen's templates do with a developer's message, and gpt-oss's with a second system message."""
+    stock.save_pretrained(tmp_path)
+    known = "{% if message.role in ('user', 'assistant') or (message.role == 'system' and loop.first) %}"
+    template = CHAT_TEMPLATE.replace("{{ '<|end|>'", known + "{{ '<|end|>'").replace(
+        "'\\n' }}", "'\\n' }}{% endif %}", 1
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = ChatTokenizer(str(tmp_path))
+    # A text that another message has, too, shows nothing.
+    user, system = {"role": "user", "content": "be brief"}, {"role": "system", "content": "be brief"}
+    assert "system: be brief" in stock.decode(tokenizer.chat_tokens(chat([system, user])).tolist())
+    for role, messages in (
+        ("developer", [{"role": "developer", "content": "be brief"}, user]),
+        ("tool", [user, {"role": "tool", "content": "be brief", "tool_call_id": "a"}]),
+        ("system", [user, system]),
+    ):
+        index = next(n for n, message in enumerate(messages) if message["role"] == role)
+        with pytest.raises(
+            InvalidRequest, match=rf"^messages\[{index}\]: .* does not show a message of the role"
+        ) as raised:
+            tokenizer.chat_tokens(chat(messages))
+        assert raised.value.metadata == {"field": f"messages[{index}]"}
+        assert repr(role) in raised.value.message
+
+
 def test_calls_of_tools_that_the_template_would_drop_are_refused(
     tokenizer: ChatTokenizer, tmp_path: Path, stock: PreTrainedTokenizerBase
 ) -> None:
