@@ -171,7 +171,8 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteModel(self, request, context):
-        """DeleteModel deletes a model with its queued operations, its results and its ephemeral checkpoints.
+        """DeleteModel deletes a model with its queued operations, its results and its ephemeral checkpoints, and frees its
+        versions in the samplers. Its other checkpoints stay, and PublishCheckpoint sends them to the samplers again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
