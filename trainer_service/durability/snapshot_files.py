@@ -4,7 +4,8 @@ operation. A SnapshotStore of stored_snapshots.py.
     adapter.npy            flat buffer of the adapter or the full model, float32 [numel]
     optimizer.<name>.npy   the optimizer's tensors
     gradient.npy           gradients accumulated for the next step, if there are any
-    accumulation.json      the batch that has failed since the last step; exists if one has, or if there is a gradient
+    accumulation.json      the batch that has failed since the last step, and the largest ratio of those that have not;
+                           exists if one has failed, or if there is a gradient
     layout.json            name and shape of each tensor in the flat buffer
     manifest.json          as for a checkpoint: CheckpointInfo, and size and XXH3-128 of every file above
 
@@ -152,8 +153,10 @@ def save_state(folder: Path, state: CapturedState) -> None:
         for name, tensor in state.optimizer.tensors.items():
             _save(folder / f"{_OPTIMIZER}{name}.npy", tensor)
     if (accumulation := state.accumulation) is not None:
-        tainted = {"tainted": accumulation.tainted, "tainted_by": accumulation.tainted_by}
-        (folder / _ACCUMULATION).write_text(json.dumps(tainted))
+        known: dict[str, Any] = {"tainted": accumulation.tainted, "tainted_by": accumulation.tainted_by}
+        if accumulation.largest_ratio is not None:
+            known["largest_ratio"] = accumulation.largest_ratio
+        (folder / _ACCUMULATION).write_text(json.dumps(known))
         if accumulation.gradient is not None:
             _save(folder / f"{_GRADIENT}.npy", accumulation.gradient)
     (folder / _LAYOUT).write_text(json.dumps(_layout(state.adapter)))

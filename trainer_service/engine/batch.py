@@ -303,7 +303,8 @@ def _reduced(sums: Mapping[str, float], *, num_datums: int) -> Mapping[str, floa
 
 
 def log_ratio(logprobs: Floats, datum: Datum) -> float:
-    """The largest difference, over a datum's targets, between the model's logprob and the sampling logprob.
+    """The largest difference, over the targets that a datum trains, between the model's logprob and the sampling
+    logprob.
 
     Returns -inf when the datum has no sampling logprobs or no difference is finite.
     """
@@ -311,7 +312,11 @@ def log_ratio(logprobs: Floats, datum: Datum) -> float:
     if sampled is None or sampled.shape != logprobs.shape:  # an input of a custom loss may have any shape
         return -math.inf
     gaps = logprobs.astype(np.float64) - sampled
-    return float(np.max(gaps, where=np.isfinite(gaps), initial=-math.inf))
+    counted = np.isfinite(gaps)
+    for name in ("weights", "sampled_mask"):  # where one is 0, losses do not read the sampling logprob
+        if (mask := datum.inputs.get(name)) is not None and mask.shape == gaps.shape:
+            counted &= mask != 0
+    return float(np.max(gaps, where=counted, initial=-math.inf))
 
 
 def describe_ratio(gap: float, *, index: int, seq_id: int) -> str:

@@ -45,15 +45,15 @@ class OptimizerState:
 class Accumulation:
     """A copy, in host memory, of the gradients that a model has accumulated since its last step.
 
-    `tainted` and `tainted_by` describe a batch that failed meanwhile.
+    The other fields are those of ModelState.
     """
 
     gradient: Tensor | None
     """Sum of the gradients, flat [numel]; None when it is zero."""
     tainted: str
-    """Error of the failed batch, whose gradient is missing from the sum; empty when none has failed."""
     tainted_by: int
-    """seq_id of the newest batch that failed; 0 when none has."""
+    largest_ratio: tuple[float, str] | None = None
+    """None in snapshots of earlier releases, and without a ratio that is worth mentioning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +412,9 @@ class TrainingEngine:
             model.need_optimizer().load(state.optimizer.tensors)
         if (accumulation := state.accumulation) is not None:
             model.tainted, model.tainted_by = accumulation.tainted, accumulation.tainted_by
+            if accumulation.largest_ratio is not None:
+                gap, which = accumulation.largest_ratio
+                model.largest_ratio = gap, which
             if accumulation.gradient is not None and self._team.is_first:
                 model.need_gradient().flat.copy_(accumulation.gradient)
 
@@ -453,7 +456,8 @@ def _accumulation(model: ModelState) -> Accumulation | None:
         gradient = in_host_memory(model.gradient.flat)
     if gradient is None and not model.tainted:
         return None
-    return Accumulation(gradient, model.tainted, model.tainted_by)
+    largest_ratio = model.largest_ratio if model.largest_ratio[1] else None
+    return Accumulation(gradient, model.tainted, model.tainted_by, largest_ratio)
 
 
 def _extent(config: AdapterConfig) -> str:

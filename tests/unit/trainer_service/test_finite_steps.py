@@ -20,6 +20,7 @@ from tests.unit.trainer_service.engines import ADAM, create, run
 from tinsmith import errors
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import trainer_pb2, types_pb2
 from trainer_service.engine.batch import Batch
 from trainer_service.engine.engine import CapturedState, TrainingEngine
@@ -308,6 +309,25 @@ def test_the_datum_with_the_largest_ratio_is_named(base: BaseModel) -> None:
     assert isinstance(failed, errors.InvalidRequest)
     assert "data[2] of seq_id 7: e^1" in failed.message
     assert failed.metadata["field"] == "data[2].loss_fn_inputs.logprobs"
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "stable_reinforce"])
+def test_a_datum_is_not_named_for_a_target_that_is_masked(base: BaseModel, loss_fn: str) -> None:
+    """A client may have any number as the logprob of a target that was not sampled."""
+    engine = TrainingEngine(base, max_tokens_per_microbatch=8)
+    create(engine, "m")
+    masked, guilty = (policy(logprob)(engine).request.data[0] for logprob in (-5.0, -2e3))  # type: ignore[union-attr]
+    name = "weights" if loss_fn == "importance_sampling" else "sampled_mask"
+    ones, mask = np.ones(4, np.float32), np.array([0, 1, 1, 1], np.float32)
+    masked.loss_fn_inputs["logprobs"].CopyFrom(from_numpy(np.array([-1e30, -5, -5, -5], np.float32)))
+    masked.loss_fn_inputs["advantages"].CopyFrom(from_numpy(mask))
+    for one, values in ((masked, mask), (guilty, ones)):
+        one.loss_fn_inputs[name].CopyFrom(from_numpy(values))
+    guilty.loss_fn_inputs["advantages"].CopyFrom(from_numpy(ones * np.float32(-3e38)))
+    failed = engine.forward_backward([("m", batch_of(request([masked, guilty], loss_fn, seq_id=7), engine.limits))])[0]
+    assert isinstance(failed, errors.InvalidRequest)
+    assert "data[1] of seq_id 7: e^1" in failed.message
+    assert failed.metadata["field"] == "data[1].loss_fn_inputs.logprobs"
     with pytest.raises(errors.FailedPrecondition, match="failed, seq_id 7"):
         engine.optim_step("m", ADAM)
     weighted = [datum([1, 2, 3, 4], target_tokens=[2, 3, 4, 5], weights=np.full(4, 1e30, np.float32))]

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.batches import random_datum, request
+from tests.support.batches import datum, random_datum, request
 from tests.support.models import VOCAB_SIZE
 from tests.support.waiting import until
 from tests.unit.trainer_service.restoring import Process
@@ -81,6 +82,22 @@ async def test_a_model_that_is_parked_after_each_operation_changes_no_bit_and_no
     assert_equal(await parked.weights(MODEL), await plain.weights(MODEL))
     assert parked.count("unpark_seconds_count") == len(SCRIPT)
     assert parked.count("replayed_operations_total", kind="forward_backward") == 0
+
+
+async def test_a_step_that_is_refused_for_its_norm_names_the_datum_also_after_parking(
+    start: Start, tmp_path: Path
+) -> None:
+    sampled = {"logprobs": np.full(3, -70, np.float32), "advantages": np.ones(3, np.float32)}
+    one = datum([1, 2, 3], target_tokens=np.array([2, 3, 4]), **sampled)
+    requests = [creation("m"), request([one], "importance_sampling", model_id="m", seq_id=1), step("m", 2)]
+    plain, parked = await start(tmp_path / "plain"), await start(tmp_path / "parked")
+    for sent in requests:
+        await run(plain, [sent])
+        await park(parked)
+        await run(parked, [sent])
+    error = await parked.outcome("m", 2)
+    assert "The largest ratio is that of data[0] of seq_id 1: e^" in str(error)
+    assert str(error) == str(await plain.outcome("m", 2))
 
 
 async def test_a_model_without_work_is_parked_after_the_idle_time_and_one_with_work_is_not(
