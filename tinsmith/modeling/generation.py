@@ -70,11 +70,12 @@ class Joined:
         for run in runs:
             x_n_I = None
             for layer, columns in zip(self.layers, self._columns, strict=True):
-                weights = run.adapter.weights.get(layer.name)
+                weights = run.weights(layer.name)
                 if weights is not None:
                     x_n_I = x_T_I[run.rows] if x_n_I is None else x_n_I
-                    low_n_R = x_n_I @ weights.a_R_I.T
-                    add_rows(y_T_O[:, columns], run.rows, low_n_R, weights.b_O_R.T, run.adapter.scaling)
+                    low_n_R = x_n_I @ weights.a_R_I.to(x_n_I.dtype).T
+                    right_R_O = weights.b_O_R.to(x_n_I.dtype).T
+                    add_rows(y_T_O[:, columns], run.rows, low_n_R, right_R_O, run.adapter.scaling)
         return y_T_O
 
     def _from_quantized(self, x_T_I: Tensor) -> Tensor:

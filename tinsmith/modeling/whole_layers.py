@@ -4,7 +4,8 @@ A short sequence costs the fixed time of each operation; a long one costs a pass
 fewer operations here than in the layer's own code under autograd. Layers are recognised by their structure, and each is
 compared with its own code on random numbers, gradients included. A layer that computes anything else stays as it is.
 
-This serves passes with gradients, on a CPU, in float32 or float64. Passes without gradients go through generation.py.
+This serves passes with gradients, on a CPU, in float32 or float64. Passes without gradients go through generation.py,
+also in bfloat16.
 
 Shapes: T packed tokens, H hidden, N query heads, K key/value heads, D head dimension, C = N D, F feed-forward features,
 S features side by side.
@@ -29,6 +30,7 @@ from tinsmith.modeling.generation import GenerationLayer, Joined, generate
 from tinsmith.modeling.heads import Heads
 from tinsmith.modeling.kernels.cpu import (
     CPU,
+    gemma_factor,
     normalize,
     normalize_backward,
     rotate,
@@ -38,8 +40,9 @@ from tinsmith.modeling.kernels.cpu import (
 from tinsmith.modeling.kernels.install import FusedMLP, FusedRMSNorm
 from tinsmith.modeling.lora import LoraLinear, backward, forward, parameters_of
 
-_TOLERANCE = 1e-4
-"""Largest relative difference from a layer's own code. It allows rounding in float32, and no other function."""
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.02}
+"""Largest relative difference from a layer's own code, by the type of its weights. It allows rounding, and no other
+function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class _Norm:
 
     @classmethod
     def of(cls, norm: FusedRMSNorm) -> _Norm:
-        return cls(1.0 + norm.weight if norm.gemma else norm.weight, norm.variance_epsilon)
+        return cls(gemma_factor(norm.weight) if norm.gemma else norm.weight, norm.variance_epsilon)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,15 @@ class WholeLayer:
         """The layer's output [T, H]."""
         parameters = parameters_of(self.linear_layers, runs)
         return _Layer.apply(x_T_H, cos_T_1_D, sin_T_1_D, self, layout, runs, *parameters)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.down.layers[0].dtype
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether `run` works. In bfloat16, gradients go through the layer's own code."""
+        return self.dtype != torch.bfloat16
 
     @property
     def linear_layers(self) -> list[LoraLinear]:
@@ -188,7 +200,7 @@ def take_over(decoder: nn.Module, layers: Sequence[nn.Module], active: ActiveRun
         whole = _whole(layer, index)
         if whole is not None:
             generating = partial(generate, layer.forward, GenerationLayer(whole), active)
-            layer.forward = partial(_forward, generating, whole, active)
+            layer.forward = partial(_forward, generating, whole, active) if whole.differentiable else generating
             count += 1
     if count and count == len(layers) and _is_plain(decoder, layers):
         decoder.forward = partial(_decode, decoder.forward, decoder)
@@ -281,7 +293,7 @@ def _whole(layer: nn.Module, index: int) -> WholeLayer | None:
     if attention or type(mlp) is not FusedMLP or len(of_heads) == 1:
         return None
     linear = _linear_layers(layer)
-    if len(linear) < 7 or any(one.dtype not in (torch.float32, torch.float64) for one in linear):
+    if len(linear) < 7 or len({one.dtype for one in linear}) > 1 or linear[0].dtype not in _TOLERANCE:
         return None
     if any(type(norm) is not FusedRMSNorm or norm.backend is not CPU for norm in norms):
         return None
@@ -321,13 +333,13 @@ def _linear_layers(layer: nn.Module) -> list[LoraLinear]:
 
 def _tried(whole: WholeLayer, layer: nn.Module) -> WholeLayer | None:
     """`whole` with the heads with which the layer attends, or None unless both compute the same."""
-    like = whole.before_attention.weight
-    lengths, generator = [5, 3], torch.Generator().manual_seed(0)
-    x = torch.randn(sum(lengths), like.shape[0], generator=generator, dtype=like.dtype).requires_grad_()
-    angles = torch.randn(1, sum(lengths), whole.head_dim // 2, generator=generator, dtype=like.dtype).repeat(1, 1, 2)
+    num_features, differentiable = whole.before_attention.weight.shape[0], whole.differentiable
+    lengths, random = [5, 3], partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=whole.dtype)
+    x = random(sum(lengths), num_features).requires_grad_(differentiable)
+    angles = random(1, sum(lengths), whole.head_dim // 2).repeat(1, 1, 2)
     cos, sin = angles.cos(), angles.sin()
     layout = _Listening(Packed(lengths))
-    with torch.enable_grad():
+    with torch.set_grad_enabled(differentiable):
         try:
             theirs = layer(
                 x[None], attention_mask=None, position_ids=None, position_embeddings=(cos, sin), layout=layout
@@ -336,9 +348,12 @@ def _tried(whole: WholeLayer, layer: nn.Module) -> WholeLayer | None:
             if heads is None or heads.softcap is not None or heads.sinks_N is not None:
                 return None
             whole = replace(whole, heads=heads)
-            ours = whole.run(x, cos.transpose(0, 1), sin.transpose(0, 1), layout.packed, [])
-            grad = torch.randn(ours.shape, generator=generator, dtype=like.dtype)
-            pairs = [(ours, theirs), tuple(torch.autograd.grad(y, x, grad)[0] for y in (ours, theirs))]
+            run = whole.run if differentiable else GenerationLayer(whole).run
+            pairs = [(run(x, cos.transpose(0, 1), sin.transpose(0, 1), layout.packed, []), theirs)]
+            if differentiable:
+                grad = random(theirs.shape)
+                ours, theirs = (torch.autograd.grad(y, x, grad)[0] for y in pairs[0])
+                pairs.append((ours, theirs))
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return None  # the layer takes other arguments, or returns something else
     return whole if all(_near(mine, other) for mine, other in pairs) else None
@@ -347,4 +362,4 @@ def _tried(whole: WholeLayer, layer: nn.Module) -> WholeLayer | None:
 def _near(ours: Tensor, theirs: Tensor) -> bool:
     if ours.shape != theirs.shape:
         return False
-    return bool((ours - theirs).norm() <= _TOLERANCE * theirs.norm())
+    return bool((ours - theirs).float().norm() <= _TOLERANCE[theirs.dtype] * theirs.float().norm())

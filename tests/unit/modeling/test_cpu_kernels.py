@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.modeling.kernels import elementwise
-from tinsmith.modeling.kernels.cpu import CPU
+from tinsmith.modeling.kernels.cpu import CPU, gemma_factor, normalize, rotate
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -65,3 +65,20 @@ def test_without_gradients_they_compute_the_same(gemma: bool) -> None:
     q, k, cos, sin = x[:, None], 2 * x[:, None], x.cos(), x.sin()
     for mine, other in zip(CPU.rotary(q, k, cos, sin), elementwise.rotary(q, k, cos, sin), strict=True):
         assert_near(mine, other)
+
+
+@pytest.mark.parametrize("gemma", [False, True])
+def test_in_bfloat16_they_give_the_bits_of_the_plain_ones(gemma: bool) -> None:
+    """Generation and training then differ by no rounding of theirs."""
+    x, weight = random(5, 3, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16).detach()
+    plain = elementwise.rms_norm(x, weight, 1e-6, gemma=gemma)
+    factor = gemma_factor(weight) if gemma else weight
+    assert torch.equal(normalize(x, factor, 1e-6)[0], plain)
+    assert torch.equal(CPU.rms_norm(x, weight, 1e-6, gemma=gemma), plain)
+    assert torch.equal(CPU.swiglu(x, 2 * x), elementwise.swiglu(x, 2 * x))
+    angles = random(1, 5, 8, dtype=torch.bfloat16)
+    q = x.transpose(0, 1)[None]
+    plain, _ = elementwise.rotary(q, q, angles.cos(), angles.sin())
+    assert torch.equal(CPU.rotary(q, q, angles.cos(), angles.sin())[0], plain)
+    cos, sin = angles.transpose(0, 1).cos(), angles.transpose(0, 1).sin()
+    assert torch.equal(rotate(x, cos, sin).transpose(0, 1)[None], plain)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.grouped_lora import torch_grouped_mm
-from tinsmith.modeling.kernels import choice, compiled
+from tinsmith.modeling.kernels import choice, compiled, cpu
 from tinsmith.modeling.kernels.choice import PLAIN, choose
 from tinsmith.modeling.kernels.compiled import CannotCompile
 from tinsmith.modeling.kernels.elementwise import EAGER, Elementwise
@@ -36,6 +36,7 @@ def test_plain_is_none_anywhere_and_auto_needs_no_gpu() -> None:
     kernels = choose("auto", CPU, torch.float32)
     assert kernels.attention is None
     assert kernels.grouped_mm is None
+    assert {choose("auto", CPU, dtype).elementwise for dtype in (torch.float32, torch.bfloat16)} == {cpu.CPU}
 
 
 @pytest.mark.usefixtures("hopper")

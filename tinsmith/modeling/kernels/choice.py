@@ -54,7 +54,7 @@ def choose(setting: Setting, device: torch.device, dtype: torch.dtype) -> Kernel
     """The kernels for a setting on this device.
 
     `auto` takes those that are available: on CUDA, variable-length attention, grouped products, and Liger's elementwise
-    kernels or else torch.compile's; on a CPU in float32, the elementwise functions of cpu.py. `plain` takes none.
+    kernels or else torch.compile's; on a CPU, the elementwise functions of cpu.py. `plain` takes none.
     `compiled` and `liger` name the elementwise kernels. Raises ValueError if the named kernels do not work here.
     """
     if setting == "plain":
@@ -82,7 +82,7 @@ def _has_grouped_mm(device: torch.device) -> bool:
 
 def _elementwise(setting: Setting, device: torch.device, dtype: torch.dtype) -> Elementwise | None:
     if setting == "auto" and device.type == "cpu":
-        return CPU if dtype == torch.float32 else None
+        return CPU if dtype in (torch.float32, torch.bfloat16) else None
     reasons = []
     if setting == "liger" or (setting == "auto" and device.type == "cuda"):
         try:

@@ -1,8 +1,10 @@
 """The elementwise parts of a layer on a CPU, where a pass through memory costs as much as its arithmetic.
 
 Autograd's own operations save several tensors of the size of x, and pass through them. These functions save x only, and
-pass through it as few times as torch's operations allow. They are for float32 and float64; in half precision, every
-operation would round.
+pass through it as few times as torch's operations allow.
+
+In bfloat16 every operation rounds. There these functions round where the plain ones do, with equal bits, and leave
+gradients to them.
 """
 
 from __future__ import annotations
@@ -20,9 +22,18 @@ from tinsmith.modeling.kernels.elementwise import Elementwise
 
 def normalize(x: Tensor, weight_F: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMSNorm of x, and the factor of each row, which `normalize_backward` takes as `scale`."""
+    if x.dtype == torch.bfloat16:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (wide * scale).to(weight_F.dtype).mul_(weight_F).to(x.dtype), scale
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = torch.addcmul(_scalar(eps, x.dtype), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (x * scale).mul_(weight_F), scale
+
+
+def gemma_factor(weight_F: Tensor) -> Tensor:
+    """1 + weight, in float32 for a weight in bfloat16: `normalize` then rounds once, after the factor."""
+    return 1.0 + (weight_F.float() if weight_F.dtype == torch.bfloat16 else weight_F)
 
 
 def normalize_backward(grad: Tensor, x: Tensor, scale: Tensor, weight_F: Tensor, out: Tensor | None = None) -> Tensor:
@@ -46,6 +57,8 @@ def swiglu_backward(
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the halves of each head by the angles' cos and sin, [T, 1, D]. x is [T, N, D]."""
+    if x.dtype == torch.bfloat16:
+        return elementwise.rotate(x, cos, sin)
     first, second = x.chunk(2, -1)
     sin_first, sin_second = sin.chunk(2, -1)
     y = x * cos
@@ -106,18 +119,20 @@ class _Rotary(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight_F: Tensor, eps: float, *, gemma: bool) -> Tensor:
-    weight_F = 1.0 + weight_F if gemma else weight_F
+    if x.dtype == torch.bfloat16:
+        return elementwise.rms_norm(x, weight_F, eps, gemma=gemma)
+    weight_F = gemma_factor(weight_F) if gemma else weight_F
     if not torch.is_grad_enabled():  # a decode step consists of fixed costs, such as that of an autograd function
         return normalize(x, weight_F, eps)[0]
     return _RMSNorm.apply(x, weight_F, eps)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return _SwiGLU.apply(gate, up) if torch.is_grad_enabled() else silu(gate) * up
+    return _SwiGLU.apply(gate, up) if torch.is_grad_enabled() and gate.dtype != torch.bfloat16 else silu(gate) * up
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or q.dtype == torch.bfloat16:
         return elementwise.rotary(q, k, cos, sin)
     cos, sin = (angles.transpose(0, 1) for angles in (cos, sin))  # [T, 1, D]
     return _rotated(q, cos, sin), _rotated(k, cos, sin)

@@ -59,12 +59,13 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
+    return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
-def _rotate_half(x: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the halves of each head of x [..., D] by angles of any shape that x can be multiplied by."""
     first, second = x.chunk(2, dim=-1)
-    return torch.cat([-second, first], -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
 
 
 EAGER = Elementwise("eager", rms_norm, swiglu, rotary)
