@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 
 import torch.distributed as dist
 
@@ -80,6 +81,10 @@ class RollCall:
         self._machine = _machine()
         self._heard: dict[int, tuple[int, float]] = {}
         """Rank -> the newest beat that is known of it, and when this beat was first read, by time.monotonic."""
+        self._read_s = 0.0
+        """When the signs of the others were last read, by time.monotonic."""
+        self._answered_s = 0.0
+        """When the store last answered, by time.monotonic."""
         self.step = 0
 
     def start(self, end: Callable[[str], object]) -> None:
@@ -88,27 +93,41 @@ class RollCall:
         threading.Thread(target=self._beat, args=(end,), name="roll-call", daemon=True).start()
 
     def _beat(self, end: Callable[[str], object]) -> None:
-        beat, answered_s, look_s = 0, time.monotonic(), self._longest_s / _LOOKS
-        looked_s = answered_s
-        while True:
-            beat += 1
-            sign = [self._machine, os.getppid(), os.getpid(), beat, self.step]
+        self._read_s = self._answered_s = time.monotonic()
+        for beat in count(1):
             lost: tuple[int, ...] = ()
             try:
-                self._store.set(str(self._rank), json.dumps(sign))
-                if time.monotonic() - looked_s >= look_s:
-                    lost, looked_s = self._lost(), time.monotonic()
-                answered_s = time.monotonic()
+                self._give_sign(beat)
+                lost = self._newly_lost()
+                self._answered_s = time.monotonic()
             except RuntimeError as error:  # torchrun may have ended, which then ends this process
                 logger.debug("the store of the ranks does not answer: %s", error)
                 time.sleep(_CALL_S)
-            if lost:
-                end(f"{_ranks(lost)} gave no sign of life for {self._longest_s:g} s (twice --rank-timeout-s)")
-                return
-            if time.monotonic() - answered_s > self._longest_s:
-                end(f"the store of the ranks has not answered for {self._longest_s:g} s (twice --rank-timeout-s)")
+            if reason := self._reason_to_end(lost):
+                end(reason)
                 return
             time.sleep(_BEAT_S)
+
+    def _give_sign(self, beat: int) -> None:
+        sign = [self._machine, os.getppid(), os.getpid(), beat, self.step]
+        self._store.set(str(self._rank), json.dumps(sign))
+
+    def _newly_lost(self) -> tuple[int, ...]:
+        """The lost ranks; none while the last reading of the signs is younger than `longest_s` / _LOOKS."""
+        if time.monotonic() - self._read_s < self._longest_s / _LOOKS:
+            return ()
+        lost = self._lost()
+        self._read_s = time.monotonic()
+        return lost
+
+    def _reason_to_end(self, lost: tuple[int, ...]) -> str:
+        """The reason for which this process has to end; empty if it may go on."""
+        limit = f"{self._longest_s:g} s (twice --rank-timeout-s)"
+        if lost:
+            return f"{_ranks(lost)} gave no sign of life for {limit}"
+        if time.monotonic() - self._answered_s > self._longest_s:
+            return f"the store of the ranks has not answered for {limit}"
+        return ""
 
     def _lost(self) -> tuple[int, ...]:
         """The ranks that have given no new sign of life for `longest_s`."""
