@@ -8,9 +8,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tinsmith.modeling.base_model import BaseModel
+from trainer_service.assembly import fingerprint, new_engine
 from trainer_service.config import TrainerConfig
 from trainer_service.metrics import Metrics
-from trainer_service.service import fingerprint, new_engine
 from trainer_service.storage.choice import trainer_id
 from trainer_service.storage.protocol import StorageUnusable
 

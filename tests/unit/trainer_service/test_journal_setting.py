@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry
 from pydantic import SecretStr, ValidationError
 
 from tests.unit.trainer_service.journals import MODEL, Journals, created
+from trainer_service.assembly import open_journal
 from trainer_service.config import TrainerConfig
 from trainer_service.metrics import Metrics
-from trainer_service.service import open_journal
 
 
 def config(journals: Journals, folder: Path, *, name: str = "") -> TrainerConfig:
