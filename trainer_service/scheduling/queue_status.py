@@ -105,6 +105,55 @@ class Queue:
         return self._lanes
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """The operations that are computed up to the end of an operation, except the running ones: those of its model, with
+    the operation itself, and those that other models compute meanwhile."""
+
+    counts: Mapping[str, int]
+    """Number of operations in each lane, by model."""
+    coming: Sequence[Operation]
+    """Operations of its own model that have not come to the compute thread yet."""
+    num_tokens: int
+    num_calls: int
+    """Number of operations without tokens."""
+    itself: int
+    """Tokens of the operation itself; 0 while it runs, and while one before it has not arrived."""
+    has_arrived: bool
+    """Whether all operations of its model before it have arrived."""
+
+    @classmethod
+    def of(cls, operation: Operation, model: ModelQueue, lanes: Lanes, running: Running | None) -> _Ahead:
+        lane = lanes.get(model.model_id, _NOTHING)
+        place = lane.places.get(operation.seq_id)
+        coming: list[Operation] = []
+        if place is not None:
+            from_lane = place + 1
+        elif _runs(operation, running):  # its last micro-batch
+            from_lane = 0
+        else:
+            from_lane = len(lane)
+            is_new = operation.seq_id < model.next_to_enter
+            num_before = operation.seq_id - model.next_to_enter
+            coming = [operation] if is_new else list(islice(model.in_turn(), num_before + 1))
+        has_arrived = operation.seq_id < model.next_to_enter or coming[-1:] == [operation]
+        coming_tokens = [one.num_waiting_tokens for one in coming]
+        itself = 0
+        if place is not None:
+            itself = lane.tokens[from_lane] - lane.tokens[place]
+        elif has_arrived and coming:
+            itself = coming_tokens[-1]
+        own_tokens = num_tokens = lane.tokens[from_lane] + sum(coming_tokens)
+        num_calls = lane.calls[from_lane] + coming_tokens.count(0)
+        counts = {model.model_id: from_lane}
+        for model_id, other in lanes.items() if from_lane + len(coming) else ():
+            if model_id != model.model_id:
+                counts[model_id] = count = other.beside(own_tokens)
+                num_calls += other.calls[count]
+                num_tokens += min(other.tokens[count], own_tokens)
+        return cls(counts, coming, num_tokens, num_calls, itself, has_arrived)
+
+
 def status_of(
     operation: Operation, model: ModelQueue, *, lanes: Lanes, running: Running | None, speed: Speed
 ) -> QueueStatus:
@@ -112,37 +161,16 @@ def status_of(
     added up is behind all of its model's."""
     if operation.outcome.done():
         return FINISHED
-    elapsed_s = time.perf_counter() - running.started_s if running is not None else 0.0
-    lane = lanes.get(model.model_id, _NOTHING)
-    place = lane.places.get(operation.seq_id)
-    coming: list[Operation] = []
     if operation.is_computed:
         return QueueStatus(reason=_AFTER.get(operation.kind, "its result is being stored"))
-    if place is not None:
-        from_lane = place + 1
-    elif _runs(operation, running):  # its last micro-batch
-        from_lane = 0
-    else:
-        from_lane = len(lane)
-        is_new = operation.seq_id < model.next_to_enter
-        coming = [operation] if is_new else list(islice(model.in_turn(), operation.seq_id - model.next_to_enter + 1))
-    num_own = from_lane + len(coming)
-    coming_tokens = [one.num_waiting_tokens for one in coming]
-    own_tokens = lane.tokens[from_lane] + sum(coming_tokens)
-    num_calls = lane.calls[from_lane] + coming_tokens.count(0)
-    counts = {model.model_id: from_lane}
-    num_tokens = own_tokens
-    for model_id, other in lanes.items() if num_own else ():
-        if model_id != model.model_id:
-            counts[model_id] = count = other.beside(own_tokens)
-            num_calls += other.calls[count]
-            num_tokens += min(other.tokens[count], own_tokens)
-    has_arrived = operation.seq_id < model.next_to_enter or coming[-1:] == [operation]
+    elapsed_s = time.perf_counter() - running.started_s if running is not None else 0.0
     now = running.num_tokens if running is not None else 0
+    ahead = _Ahead.of(operation, model, lanes, running)
     status = QueueStatus()
-    if has_arrived:
+    if ahead.has_arrived:
         expected = speed.seconds(
-            num_tokens=now + num_tokens, num_calls=num_calls + (running is not None and running.num_tokens == 0)
+            num_tokens=now + ahead.num_tokens,
+            num_calls=ahead.num_calls + (running is not None and running.num_tokens == 0),
         )
         if expected is not None:
             status.expected_s = max(0.0, expected - elapsed_s)
@@ -150,26 +178,26 @@ def status_of(
         status.running, status.reason = True, "is being computed"
         return status
     beside = () if running is None else running.operations
-    num_running = sum(not _is_counted(one, lanes, counts) for one in beside if one is not operation)
-    status.position = sum(counts.values()) + len(coming) - has_arrived + num_running
-    status.tokens_ahead = now + num_tokens
-    if place is not None:
-        status.tokens_ahead -= lane.tokens[from_lane] - lane.tokens[place]
-    elif has_arrived and coming:
-        status.tokens_ahead -= coming_tokens[-1]
-    if not has_arrived:
-        missing = model.next_to_enter + len(coming)
-        status.reason = f"waits for seq_id {missing} of this model, which has not arrived"
-    elif operation is model.head:
-        status.reason = _BEFORE.get(operation.kind, "is about to be computed")
-    elif status.position:
-        status.reason = (
+    num_running = sum(not _is_counted(one, lanes, ahead.counts) for one in beside if one is not operation)
+    status.position = sum(ahead.counts.values()) + len(ahead.coming) - ahead.has_arrived + num_running
+    status.tokens_ahead = now + ahead.num_tokens - ahead.itself
+    status.reason = _reason(operation, model, ahead, status)
+    return status
+
+
+def _reason(operation: Operation, model: ModelQueue, ahead: _Ahead, status: QueueStatus) -> str:
+    """The reason for which an operation that has not begun waits, in words."""
+    if not ahead.has_arrived:
+        missing = model.next_to_enter + len(ahead.coming)
+        return f"waits for seq_id {missing} of this model, which has not arrived"
+    if operation is model.head:
+        return _BEFORE.get(operation.kind, "is about to be computed")
+    if status.position:
+        return (
             f"waits for its turn: {status.position} operations with {status.tokens_ahead} tokens are before it or "
             "beside it"
         )
-    else:
-        status.reason = "is next"
-    return status
+    return "is next"
 
 
 def _is_counted(operation: Operation, lanes: Lanes, counts: Mapping[str, int]) -> bool:
