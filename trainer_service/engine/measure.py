@@ -104,20 +104,27 @@ def measure(engine: TrainingEngine, bounds: Bounds) -> Plan:
         longest_datum=longest_datum,
         picture_cost=picture_cost,
     )
-    if picture_cost:
-        logger.info("a picture's token counts %.1f tokens more in a run that adapts the vision tower", picture_cost)
+    _log(plan, fitting=fitting, elapsed_s=time.perf_counter() - started_s)
+    return plan
+
+
+def _log(plan: Plan, *, fitting: int, elapsed_s: float) -> None:
+    """`fitting`: tokens at once for which there is memory. `elapsed_s`: time that measuring took."""
+    if plan.picture_cost:
+        logger.info(
+            "a picture's token counts %.1f tokens more in a run that adapts the vision tower", plan.picture_cost
+        )
     logger.info(
         "token budget at most %d (memory allows %d); %.1f GB for training; activations of a token: %s MB, %s MB with "
         "checkpointing; the longest datum that fits has %d tokens; measured in %.2f s",
-        token_budget,
+        plan.token_budget,
         fitting,
-        memory_bytes / 1e9,
-        _megabytes(plain),
-        _megabytes(checkpointed),
+        (plan.memory_bytes or 0) / 1e9,
+        _megabytes(plan.plain),
+        _megabytes(plan.checkpointed),
         plan.longest_datum,
-        time.perf_counter() - started_s,
+        elapsed_s,
     )
-    return plan
 
 
 def _megabytes(footprint: Footprint | None) -> str:

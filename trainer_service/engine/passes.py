@@ -293,9 +293,8 @@ class Passes:
         with self._team.one_pass():
             keep = self._compute(mine, checkpointing=checkpointing, share=share)
             if torch.is_grad_enabled():
-                for model_id in model_ids(
-                    examples
-                ):  # every rank needs a gradient: the next step sums them over the ranks
+                # Every rank needs a gradient, because the next step sums them over the ranks.
+                for model_id in model_ids(examples):
                     self._models[model_id].need_gradient()
         with self._phases["accumulate"].time():
             keep()
@@ -314,21 +313,7 @@ class Passes:
             self._shared_tokens.inc(pack.num_shared)
 
         with self._phases["forward"].time():
-            adapted = [] if self._base.trainable else runs
-            layers = self._memory.layers if checkpointing and torch.is_grad_enabled() else []
-            sights = None
-            if pack.placed:
-                assert self._base.tower is not None  # requests.py refuses pictures otherwise
-                tower = self._base.tower
-                with checkpointed(tower.layers, tower.active) if layers else nullcontext():
-                    sights = tower.look(pack.placed, adapted)
-            with checkpointed(layers, self._base.active) if layers else nullcontext():
-                hidden_T_H = self._base.hidden_states(tokens_T, positions, pack.layout, adapted, sights)
-            named = torch.from_numpy(pack.rows_M), torch.from_numpy(pack.targets_M)
-            if self._base.trainable:
-                logprobs_M = full_target_logprobs(self._base.head, hidden_T_H, *(x.to(device) for x in named))
-            else:
-                logprobs_M = self._base.target_logprobs(hidden_T_H, *named, runs)
+            logprobs_M = self._forward(pack, tokens_T, positions, runs, checkpointing=checkpointing)
             # Losses are many small operations whose values are read one by one, so they run on the host, on one copy.
             pieces = pack.by_datum(logprobs_M.cpu())
 
@@ -364,6 +349,26 @@ class Passes:
                 torch._foreach_add_(totals, tensors)
 
         return keep
+
+    def _forward(
+        self, pack: Pack, tokens_T: Tensor, positions: Tensor, runs: Sequence[Run], *, checkpointing: bool
+    ) -> Tensor:
+        """The logprobs of the pack's targets, on the device. `tokens_T`, `positions`: those of the pack, on the
+        device."""
+        adapted = [] if self._base.trainable else runs
+        layers = self._memory.layers if checkpointing and torch.is_grad_enabled() else []
+        sights = None
+        if pack.placed:
+            assert self._base.tower is not None  # requests.py refuses pictures otherwise
+            tower = self._base.tower
+            with checkpointed(tower.layers, tower.active) if layers else nullcontext():
+                sights = tower.look(pack.placed, adapted)
+        with checkpointed(layers, self._base.active) if layers else nullcontext():
+            hidden_T_H = self._base.hidden_states(tokens_T, positions, pack.layout, adapted, sights)
+        named = torch.from_numpy(pack.rows_M), torch.from_numpy(pack.targets_M)
+        if self._base.trainable:
+            return full_target_logprobs(self._base.head, hidden_T_H, *(x.to(hidden_T_H.device) for x in named))
+        return self._base.target_logprobs(hidden_T_H, *named, runs)
 
     def _check_finite(
         self,
