@@ -33,7 +33,7 @@ from trainer_service.durability.records import Body
 from trainer_service.operation import Answer, Operation, Work
 from trainer_service.operations.operations import Request
 from trainer_service.reader import Reader
-from trainer_service.requests import batch_bytes, message_bytes
+from trainer_service.request_bytes import batch_bytes, message_bytes
 from trainer_service.scheduling.compute import internal_error
 from trainer_service.trainer import Trainer
 

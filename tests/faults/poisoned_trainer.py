@@ -28,7 +28,7 @@ from trainer_service.engine.batch import Example
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.passes import Passes
 from trainer_service.operation import Answer
-from trainer_service.requests import batch_bytes
+from trainer_service.request_bytes import batch_bytes
 from trainer_service.storage.checkpoints import CheckpointStore
 
 TOKENS = (3, 1, 4, 1, 5)

@@ -20,7 +20,8 @@ from tinsmith.v1 import types_pb2
 from trainer_service.durability.records import Body, Entry
 from trainer_service.engine.batch import BatchLimits
 from trainer_service.operation import Answer, Turn, Work
-from trainer_service.requests import batch_bytes, batch_of, message_bytes
+from trainer_service.request_bytes import batch_bytes, message_bytes
+from trainer_service.requests import batch_of
 
 LIMITS = BatchLimits(vocab_size=100, max_context_length=64)
 

@@ -35,7 +35,8 @@ from trainer_service.intake import _is_large
 from trainer_service.objectives.losses import LOSS_FNS
 from trainer_service.ranks.follower import Follower
 from trainer_service.ranks.wire import Message
-from trainer_service.requests import batch_bytes, batch_of
+from trainer_service.request_bytes import batch_bytes
+from trainer_service.requests import batch_of
 
 PIXELS = np.random.default_rng(0).integers(256, size=(90, 90, 3), dtype=np.uint8)
 WIDE = Image.fromarray(PIXELS[:21, :37])
