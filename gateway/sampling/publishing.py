@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 _TOP_UP_S = 10.0
 """Pause between two attempts to publish a version to more samplers. The pause doubles while attempts keep following
-each other soon, because a sampler may have no room for all versions that are sampled."""
+each other soon, because a sampler may have no room for all versions that are sampled. It ends when a sampler that lacks
+the version begins to serve."""
 _MAX_TOP_UP_S = 600.0
 _MAX_TOPPED_UP = 4096
 _ASK_TIMEOUT_S = 0.4
@@ -63,7 +64,7 @@ class Publishing:
             if not held.done():
                 if not await published:
                     return False
-                await samplers.list_versions(name)
+                await samplers.find_holder(name, version_id)
             return bool(samplers.holders(name, version_id))
         finally:
             await cancel_all([published, held])
@@ -89,9 +90,10 @@ class Publishing:
         if not num_wanted or version_id in self._publishing:
             return
         last, pause_s = self._topped_up.get(version_id, (-_MAX_TOP_UP_S, 0.0))
-        if now < last + pause_s:
+        is_new = self._clients.samplers.has_newcomer(session.base_model, version_id, since=last)
+        if now < last + pause_s and not is_new:
             return
-        again_soon = now < last + 2 * pause_s
+        again_soon = now < last + 2 * pause_s and not is_new
         self._topped_up[version_id] = (now, min(2 * pause_s, _MAX_TOP_UP_S) if again_soon else _TOP_UP_S)
         task = asyncio.create_task(self._top_up(session, num_wanted))
         self._background.add(task)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,9 @@ ReplicaState = Literal["gone", "silent", "loading", "serving"]
 _INTERVAL_S = 0.5
 _RETRY_S = 0.2
 _ASK_TIMEOUT_S = 2.0
+_BEHIND_S = 0.1
+"""How much later than the first replica another may say which versions it holds, before the answers that have come are
+used, in seconds. A replica that hangs answers after all others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +89,8 @@ class Replica:
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
         """The last answer to GetSamplerInfo; kept while the sampler is unreachable."""
         self.state: ReplicaState = "gone"
+        self.serving_since = 0.0
+        """When it began to serve, or served again, on the monotonic clock."""
         self.versions: set[str] = set()
         """version_ids that it holds, by its last answer."""
         self.held: set[_Held] = set()
@@ -152,7 +158,9 @@ class Replicas:
         self._load_factor = config.sampler_load_factor
         self._conversations = Conversations()
         self._listing: dict[str, asyncio.Task[None]] = {}
-        """Base model -> the `list_versions` in progress."""
+        """Base model -> the query of `list_versions` that has had no answers yet."""
+        self._listings: set[asyncio.Task[None]] = set()
+        """All queries of `list_versions` in progress."""
         self._watches: dict[Replica, tuple[asyncio.Task[None], asyncio.Task[None]]] = {}
         self.on_serving: Callable[[Replica], None] | None = None
         """Called with each replica that begins to serve, or serves again."""
@@ -187,7 +195,7 @@ class Replicas:
         self._metrics.services.resubmissions.labels(replica.address)
 
     async def close(self) -> None:
-        await cancel_all([*(task for watches in self._watches.values() for task in watches), *self._listing.values()])
+        await cancel_all([*(task for watches in self._watches.values() for task in watches), *self._listings])
         for replica in self._known.values():
             await replica.channel.close()
 
@@ -237,6 +245,7 @@ class Replicas:
         before, replica.state = replica.state, state
         self._metrics.services.sampler_state.labels(replica.address).state(state)
         if state == "serving" and replica.info is not None:
+            replica.serving_since = time.monotonic()
             names, num_versions = ", ".join(replica.info.base_models), len(replica.versions)
             logger.info("%s serves %s; it holds %d versions", replica.address, names, num_versions)
             if self.on_serving is not None:
@@ -336,6 +345,12 @@ class Replicas:
         """The usable replicas that hold a version, by their last answer."""
         return [replica for replica in self.usable(base_model) if version_id in replica.versions]
 
+    def has_newcomer(self, base_model: str, version_id: str, *, since: float) -> bool:
+        """Whether a replica that lacks the version has begun to serve since that time on the monotonic clock."""
+        return any(
+            replica.serving_since > since for replica in self.usable(base_model) if version_id not in replica.versions
+        )
+
     def candidates(self, base_model: str, version_id: str) -> list[Replica]:
         """The replicas that may get a request for a version: its holders if there are any, else all usable ones."""
         return self.holders(base_model, version_id) or self.usable(base_model)
@@ -369,7 +384,7 @@ class Replicas:
         await self.wait(base_model)
         version_id = "" if request is None else request.version_id
         if version_id and len(self.usable(base_model)) > 1 and not self.holders(base_model, version_id):
-            await self.list_versions(base_model)
+            await self.find_holder(base_model, version_id)
         candidates = self.candidates(base_model, version_id) or await self.wait(base_model)
         candidates = [replica for replica in candidates if replica not in avoid] or candidates
         if alone:
@@ -389,23 +404,54 @@ class Replicas:
         loads = {address: float(replica.load) for address, replica in by_address.items()}
         return by_address[choose(key, loads, weight=max(1, request.num_samples), factor=self._load_factor)]
 
+    async def find_holder(self, base_model: str, version_id: str) -> None:
+        """Asks the usable replicas which versions they hold, until one that holds this version has answered, or all
+        have."""
+        listing = asyncio.create_task(self.list_versions(base_model))
+        held = asyncio.create_task(self.wait_for_holder(base_model, version_id))
+        try:
+            await asyncio.wait((listing, held), return_when=asyncio.FIRST_COMPLETED)
+            if listing.done():
+                listing.result()
+        finally:
+            await cancel_all([listing, held])
+
     async def list_versions(self, base_model: str) -> None:
-        """Asks the usable replicas which versions they hold. Callers share a query in progress."""
+        """Asks the usable replicas which versions they hold. Callers share a query that has had no answers yet."""
         if base_model not in self._listing:
-            task = asyncio.create_task(self._list_versions(self.usable(base_model)))
+            task = asyncio.create_task(self._list_versions(base_model))
             self._listing[base_model] = task
-            task.add_done_callback(lambda _: self._listing.pop(base_model))
+            self._listings.add(task)
+            task.add_done_callback(self._listings.discard)
         await asyncio.shield(self._listing[base_model])
 
-    async def _list_versions(self, replicas: Sequence[Replica]) -> None:
-        outcomes = await asyncio.gather(*(replica.list_versions() for replica in replicas), return_exceptions=True)
-        # All answers are applied together; else the replica that answers first would get all requests of a burst.
-        for replica, outcome in zip(replicas, outcomes, strict=True):
-            if isinstance(outcome, set):
-                replica.versions = outcome
-            elif isinstance(outcome, ServiceError):
-                logger.debug("the versions at %s cannot be read: %s", replica.address, outcome.message)
-            else:
-                raise outcome
-        async with self._changed:
-            self._changed.notify_all()
+    async def _list_versions(self, base_model: str) -> None:
+        asked = {asyncio.create_task(replica.list_versions()): replica for replica in self.usable(base_model)}
+        waiting = set(asked)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                self._end_sharing(base_model)
+                # These answers are applied together; else the replica that answers first would get all requests of a
+                # burst.
+                if waiting:
+                    soon, waiting = await asyncio.wait(waiting, timeout=_BEHIND_S)
+                    done |= soon
+                for answer in done:
+                    self._apply(asked[answer], answer)
+                async with self._changed:
+                    self._changed.notify_all()
+        finally:
+            self._end_sharing(base_model)
+            await cancel_all(waiting)
+
+    def _end_sharing(self, base_model: str) -> None:
+        """Ends that callers share the query of this task: its answers may lack a version that has come since."""
+        if self._listing.get(base_model) is asyncio.current_task():
+            del self._listing[base_model]
+
+    def _apply(self, replica: Replica, answer: asyncio.Task[set[str]]) -> None:
+        try:
+            replica.versions = answer.result()
+        except ServiceError as error:
+            logger.debug("the versions at %s cannot be read: %s", replica.address, error.message)

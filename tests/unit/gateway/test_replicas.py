@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from gateway.sampling import replicas
 from tests.support.parameters import fast_ones
 from tests.support.waiting import until
 from tests.unit.gateway.stack import BASE_MODEL, Backend, Client, FakeSampler, Stack, sample_body
@@ -702,6 +703,47 @@ async def test_a_version_stays_at_its_homes_until_these_are_busy(pair: Pair, cli
     for receipt in held + further:
         await answered(client, receipt)
     assert trainer.published == [version_id]
+
+
+async def test_a_sampler_that_does_not_say_what_it_holds_delays_no_sample_at_the_other(
+    pair: Pair, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_ASK_TIMEOUT_S", 1000)
+    answers = asyncio.Event()
+    lists = replicas.Replica.list_versions
+
+    async def list_versions(replica: replicas.Replica) -> set[str]:
+        if replica is pair.replicas.all[1]:
+            await answers.wait()
+        return await lists(replica)
+
+    monkeypatch.setattr(replicas.Replica, "list_versions", list_versions)
+    pair.stack.trainer.samplers[:] = pair.samplers[:1]
+    for _ in range(2):  # one query still waits for the sampler when the second version is looked for
+        sampler_id, _ = await sampler_of_a_save(client, await client.session())
+        async with asyncio.timeout(60):
+            await answered(client, await client.call("asample", body(sampler_id, 0, [1] * 40)))
+    answers.set()
+
+
+async def test_a_sampler_that_begins_to_serve_gets_a_version_at_once_though_others_lack_it_for_long(
+    pair: Pair, client: Client
+) -> None:
+    sampler_id, _ = await sampler_of_a_save(client, await client.session())
+    version_id = next(iter(pair.samplers[0].versions - {""}))
+    home, other = pair.samplers
+    other.versions = {""}
+    pair.stack.trainer.samplers[:] = [home]  # the other one is full, as it were
+    await answered(client, await client.call("asample", body(sampler_id, 0, [1] * 40)))
+    await until(lambda: len(pair.stack.trainer.published) == 1)
+    await answered(client, await client.call("asample", body(sampler_id, 1, [2] * 40)))
+    await pair.backends[1].stop()
+    await until(lambda: len(pair.replicas.usable(BASE_MODEL)) == 1)
+    pair.stack.trainer.samplers[:] = pair.samplers
+    await pair.backends[1].start()
+    await until(lambda: len(pair.replicas.usable(BASE_MODEL)) == 2)
+    await answered(client, await client.call("asample", body(sampler_id, 2, [3] * 40)))
+    await until(lambda: version_id in other.versions)
 
 
 async def test_a_version_that_one_has_evicted_is_sampled_at_the_other(pair: Pair, client: Client) -> None:
