@@ -34,7 +34,7 @@ async def homes_of(arguments: argparse.Namespace, num_samplers: int) -> list[fro
     try:
         for sampler in samplers.all:
             sampler.serving = True
-        ranked = (samplers.ranked(f"{n:032x}:train:0") for n in range(arguments.runs))
+        ranked = (samplers.ranked(f"{n:032x}:train:0", samplers.all) for n in range(arguments.runs))
         return [frozenset(sampler.address for sampler in each[: arguments.homes]) for each in ranked]
     finally:
         await samplers.close()

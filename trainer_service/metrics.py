@@ -172,6 +172,14 @@ class PublishingMetrics:
         )
         for state in ("yes", "too_weak_to_tell", "no", "differently"):
             self.applied.labels(state)
+        self.left_out = declare.counter(
+            "publish_left_out",
+            "Homes that do not serve a published version, by reason: gone (no connection), not_serving (no answer, or "
+            "loading), full, no_group (no transport to it yet), not_measured, not_confirmed.",
+            "reason",
+        )
+        for reason in ("gone", "not_serving", "full", "no_group", "not_measured", "not_confirmed"):
+            self.left_out.labels(reason)
         self.publish_bytes = declare.counter("publish_bytes", "Bytes of sent versions, counted once for each publish.")
         self.publish_failures = declare.counter("publish_failures", "Attempts to publish that failed.")
         self.weight_groups = declare.counter("weight_groups", "Process groups formed with samplers.")

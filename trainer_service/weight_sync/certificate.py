@@ -30,6 +30,7 @@ from tinsmith.v1 import sampler_pb2, types_pb2, weight_sync_pb2
 from tinsmith.v1.types_pb2 import PublishCertificate
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Published, Version, WeightSender
+from trainer_service.weight_sync.calls import ChannelBroken
 from trainer_service.weight_sync.canary import Canary, Pictured, Scores, Tokens, tokens_of
 from trainer_service.weight_sync.samplers import Sampler
 
@@ -254,10 +255,11 @@ class Publisher:
         if self._is_refused(certificate):
             await self.sender.withdraw(version.version_id)
             return Certified(0, certificate)
-        return await self._admit(certificate, published.members)
+        return await self._admit(certificate, published)
 
-    async def _admit(self, certificate: PublishCertificate, members: Collection[str]) -> Certified:
-        """Makes samplers serve the version: those that were measured, or all members if gaps only warn."""
+    async def _admit(self, certificate: PublishCertificate, published: Published) -> Certified:
+        """Makes samplers serve the version: those that were measured, or all that hold it if gaps only warn."""
+        members: Collection[str] = published.members
         if self._rule.refuses:
             members = {gap.address for gap in certificate.samplers}
         if not members:
@@ -270,7 +272,22 @@ class Publisher:
         serving = await self.sender.confirm(certificate.version_id, members)
         if not serving:
             raise NotReady(f"{certificate.version_id} was measured, and then no sampler has confirmed it")
+        self._note_left_out(certificate.version_id, published, measured=members, serving=serving)
         return Certified(len(serving), certificate)
+
+    def _note_left_out(
+        self, version_id: str, published: Published, *, measured: Collection[str], serving: Collection[str]
+    ) -> None:
+        """Counts the homes that do not serve a published version in the metrics, and logs them."""
+        left_out = dict(published.left_out)
+        for address in published.members:
+            if address not in serving:
+                left_out[address] = "not_confirmed" if address in measured else "not_measured"
+        for reason in left_out.values():
+            self._metrics.publishing.left_out.labels(reason).inc()
+        if left_out:
+            names = ", ".join(f"{address} ({reason})" for address, reason in left_out.items())
+            logger.info("number of samplers that serve %s: %d; left out: %s", version_id, len(serving), names)
 
     def check(self, certificate: PublishCertificate, *, location: str) -> None:
         """Raises VersionRefused when the version of this certificate was refused."""
@@ -346,14 +363,18 @@ class Publisher:
         sampler = self.sender.sampler(address)
         try:
             async with asyncio.timeout(self._rule.timeout_s):
-                theirs, (engine, unadapted) = await asyncio.gather(
-                    self._scores(sampler, version_id, canary), self._score_unadapted(sampler, canary)
+                theirs, (engine, unadapted) = await self.sender.guarded(
+                    address, self._score_both(sampler, version_id, canary)
                 )
-        except (NotReady, VersionNotLoaded, TimeoutError) as error:
+        except (NotReady, VersionNotLoaded, ChannelBroken, TimeoutError) as error:
             reason = str(error) or f"no answer within {self._rule.timeout_s:g} s"
             logger.warning("%s is not in the certificate of %s: %s", address, version_id, reason)
             return None
         return _Measured(address, engine, theirs, unadapted)
+
+    async def _score_both(self, sampler: Sampler, version_id: str, canary: Canary) -> tuple[Scores, tuple[str, Scores]]:
+        """The sampler's scores with the version, and what `_score_unadapted` returns."""
+        return await asyncio.gather(self._scores(sampler, version_id, canary), self._score_unadapted(sampler, canary))
 
     async def _score_unadapted(self, sampler: Sampler, canary: Canary) -> tuple[str, Scores]:
         """The sampler's engine, and its scores of the base model alone."""

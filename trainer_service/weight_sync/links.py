@@ -69,10 +69,13 @@ class Links:
         return group
 
     def drop(self, samplers: Sequence[Sampler]) -> None:
-        """Gives up all groups that have one of these samplers as a member."""
+        """Gives up all groups that have one of these samplers as a member. Their other members get groups of their
+        own."""
         for group in [group for group in self.groups if not set(samplers).isdisjoint(group.members)]:
             for member in group.members:
                 del self._groups[member]
+                if member not in samplers:
+                    self.begin(member)
             # Closing may block on a slow store, so it runs on a thread. Its errors do not matter: the group is not
             # used.
             in_thread(group.close).add_done_callback(lambda closing: closing.exception())

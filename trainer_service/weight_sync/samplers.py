@@ -7,8 +7,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import grpc
 import grpc.aio
 import xxhash
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -26,6 +27,11 @@ from trainer_service.weight_sync.calls import ChannelBroken
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+LeftOut = Literal["gone", "not_serving", "full", "no_group", "not_measured", "not_confirmed"]
+"""Why a home of a version does not have it. gone: no connection. not_serving: a connection, but the sampler loads or
+does not answer. full: it had no room for a version lately. no_group: no transport to it yet. not_measured: it did not
+score the canary in time. not_confirmed: it was measured, and then did not answer."""
 
 _RECONNECT_S = 0.5
 _INFO_S = 5.0
@@ -56,6 +62,13 @@ class Sampler:
         """Held while a group with it is formed, and while a version is sent to it."""
         self.full_until = 0.0
         """Until when no version is sent to it, because it had no room for one, on the monotonic clock."""
+
+    @property
+    def absence(self) -> LeftOut:
+        """Why a version that has just been published was not sent to it."""
+        if not self.serving:
+            return "not_serving" if self.channel.get_state() == grpc.ChannelConnectivity.READY else "gone"
+        return "full" if self.full_until > time.monotonic() else "no_group"
 
     async def call(self, call: Awaitable[T]) -> T:
         """Awaits a call to the sampler. Raises AlreadyExists, the errors in _REFUSALS, and ChannelBroken for any
@@ -101,13 +114,13 @@ class Samplers:
         serving, now = self.serving(), time.monotonic()
         return [sampler for sampler in serving if sampler.full_until < now] or serving
 
-    def ranked(self, run_id: str) -> list[Sampler]:
-        """The samplers that have room, in the order in which a run's versions take them for their homes.
+    def ranked(self, run_id: str, samplers: Sequence[Sampler]) -> list[Sampler]:
+        """The samplers in the order in which a run's versions take them for their homes.
 
         The order is that of rendezvous hashing (Thaler and Ravishankar, 1998), so a sampler that comes or goes changes
         the homes of no run but those that it has.
         """
-        return sorted(self.with_room(), key=lambda each: xxhash.xxh3_128_digest(f"{run_id} {each.address}".encode()))
+        return sorted(samplers, key=lambda each: xxhash.xxh3_128_digest(f"{run_id} {each.address}".encode()))
 
     def check_servable(self, config: AdapterConfig, *, num_bytes: int) -> None:
         """Raises InvalidRequest for versions that a sampler could never serve, by what it said when last seen. Samplers

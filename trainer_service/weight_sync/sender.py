@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc.aio
 import torch
@@ -32,7 +32,7 @@ from trainer_service.metrics import Metrics
 from trainer_service.weight_sync.calls import ChannelBroken, all_of, in_thread
 from trainer_service.weight_sync.group import Former, Group
 from trainer_service.weight_sync.links import Links
-from trainer_service.weight_sync.samplers import Sampler, Samplers
+from trainer_service.weight_sync.samplers import LeftOut, Sampler, Samplers
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,8 @@ class Published:
     members: Sequence[str]
     """Addresses of those of the version's homes that hold it: all that serve and have room for it. New holders have it
     on probation."""
+    left_out: Mapping[str, LeftOut] = field(default_factory=dict)
+    """Why homes do not hold it, by address. Other samplers may have taken their places."""
 
 
 @dataclass(slots=True)
@@ -171,9 +173,10 @@ class WeightSender:
         if not self.samplers.serving():
             await self.samplers.check(self.samplers.all)
         await self._links.formed()
-        ranked = self.samplers.ranked(version.run_id)
+        every = self.samplers.ranked(version.run_id, self.samplers.all)
+        ranked = self.samplers.ranked(version.run_id, self.samplers.with_room())
         ranked = [sampler for sampler in ranked if sampler in self._links] or ranked
-        num_homes = len(ranked) if version.is_full else max(self.config.version_homes, num_samplers)
+        num_homes = len(every) if version.is_full else max(self.config.version_homes, num_samplers)
         error: ServiceError | None = None
         sent, holders = "", list[Sampler]()
         while ranked and not holders:
@@ -187,7 +190,8 @@ class WeightSender:
         seconds = time.perf_counter() - started
         self._metrics.publishing.publish_seconds.observe(seconds)
         sum_ = sent or await in_pool(checksum, version.adapter.flat, version.adapter.sent_dtype)
-        return Published(version.sent_bytes, seconds, sum_, [holder.address for holder in holders])
+        left_out: dict[str, LeftOut] = {home.address: home.absence for home in every[:num_homes] if home not in holders}
+        return Published(version.sent_bytes, seconds, sum_, [holder.address for holder in holders], left_out)
 
     async def _deliver(self, version: Version, members: list[Sampler]) -> tuple[str, list[Sampler]]:
         """Sends a version to those of these samplers that lack it, in up to _ATTEMPTS attempts. Returns the checksum of
@@ -233,16 +237,22 @@ class WeightSender:
         """The sampler at an address, one of `Published.members`."""
         return self.samplers.known[address]
 
+    async def guarded(self, address: str, work: Coroutine[Any, Any, T]) -> T:
+        """Runs work that waits for a sampler. Raises ChannelBroken when the sampler hangs, as `Samplers.guarded`."""
+        sampler = self.sampler(address)
+        return await self.samplers.guarded([sampler], work, among=list({*self.samplers.serving(), sampler}))
+
     async def confirm(self, version_id: str, addresses: Collection[str]) -> Sequence[str]:
         """Makes a version visible on these samplers, all at the same time. Returns the addresses that have
         confirmed."""
         request = pb.ConfirmVersionRequest(version_id=version_id)
 
         async def confirmed(sampler: Sampler) -> bool:
+            call = sampler.weights.ConfirmVersion(request, timeout=_CONFIRM_S)
             try:
-                await sampler.weights.ConfirmVersion(request, timeout=_CONFIRM_S)
-            except grpc.aio.AioRpcError as error:
-                logger.warning("%s did not confirm %s: %s", sampler.address, version_id, error.details())
+                await self.guarded(sampler.address, sampler.call(call))
+            except (ServiceError, ChannelBroken) as error:
+                logger.warning("%s did not confirm %s: %s", sampler.address, version_id, error)
                 return False
             return True
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from tinsmith.v1 import sampler_pb2_grpc, types_pb2, weight_sync_pb2, weight_syn
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Published, Version
+from trainer_service.weight_sync.calls import ChannelBroken
 from trainer_service.weight_sync.canary import Canary, Scores, Tokens, canary_of, score
 from trainer_service.weight_sync.certificate import (
     GAP_LIMITS,
@@ -41,6 +43,9 @@ from trainer_service.weight_sync.certificate import (
     _Measured,
     applied,
 )
+from trainer_service.weight_sync.samplers import LeftOut
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -92,11 +97,20 @@ class Sender:
     def __init__(self, samplers: dict[str, Sampler], stubs: dict[str, Any]) -> None:
         self.samplers = samplers
         self.stubs = stubs
+        self.left_out: dict[str, LeftOut] = {}
+        self.hang: set[str] = set()
+        """Addresses of samplers that leave health checks unanswered."""
 
     async def publish(self, version: Version, *, num_samplers: int = 0) -> Published:
         for sampler in self.samplers.values():
             sampler.versions[version.version_id] = version.adapter
-        return Published(version.sent_bytes, 0.25, "c0ffee", list(self.samplers))
+        return Published(version.sent_bytes, 0.25, "c0ffee", list(self.samplers), self.left_out)
+
+    async def guarded(self, address: str, work: Coroutine[Any, Any, T]) -> T:
+        if address not in self.hang:
+            return await work
+        work.close()
+        raise ChannelBroken(f"{address}: no answer to a health check")
 
     async def withdraw(self, version_id: str) -> None:
         for sampler in self.samplers.values():
@@ -131,6 +145,9 @@ class Bench:
 
     def count(self, outcome: str) -> float | None:
         return self.registry.get_sample_value("trainer_publish_certificates_total", {"outcome": outcome})
+
+    def num_left_out(self, reason: LeftOut) -> float | None:
+        return self.registry.get_sample_value("trainer_publish_left_out_total", {"reason": reason})
 
     @property
     def holders(self) -> list[int]:
@@ -248,6 +265,26 @@ async def test_the_base_model_alone_is_scored_once_for_each_start_of_a_sampler(
         sampler.asked.clear()
         await bench.publish()
         assert sum(not one.version_id for one in sampler.asked) == asked
+
+
+async def test_homes_that_do_not_serve_a_version_are_counted_and_logged_with_the_reason(
+    base: BaseModel, make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    bench = await make_bench(Sampler(base), Sampler(base), Sampler(base, confirms=False))
+    sender: Any = bench.publisher.sender
+    _, hangs, late = sender.samplers
+    sender.hang = {hangs}
+    sender.left_out = {"full:1": "full", "dead:1": "gone"}
+    certificate = await bench.publish()
+    assert bench.serving == [0]
+    assert hangs not in {gap.address for gap in certificate.samplers}
+    reasons: tuple[LeftOut, ...] = ("full", "gone", "not_measured", "not_confirmed", "no_group")
+    assert [bench.num_left_out(reason) for reason in reasons] == [1, 1, 1, 1, 0]
+    assert (
+        "number of samplers that serve m@1: 1; left out: full:1 (full), dead:1 (gone), "
+        f"{hangs} (not_measured), {late} (not_confirmed)"
+    ) in caplog.messages
 
 
 @pytest.mark.parametrize("wrong", [perturbed, without_adapter, not_finite])

@@ -482,17 +482,19 @@ async def test_other_weights_under_an_id_that_a_sampler_serves_are_refused_for_t
     assert len((await sender.publish(version)).members) == 2
 
 
+@pytest.mark.parametrize("kind", ["adapter", "full"])
 async def test_a_version_that_some_hold_goes_to_the_others(
-    connect: Connect, serve: Serve, make_version: MakeVersion
+    connect: Connect, serve: Serve, make_version: MakeVersion, make_full_version: MakeVersion, kind: str
 ) -> None:
     receivers = [Receiver(), Receiver(), Receiver()]
     sender = await connect(*[await serve(receiver) for receiver in receivers])
-    version = make_version("m@1")
+    make = make_version if kind == "adapter" else make_full_version
+    version = make("m@1")
     await sender.publish(version)
     del receivers[1].versions["m@1"]
     assert len((await sender.publish(version)).members) == 3
     assert torch.equal(receivers[1].versions["m@1"], version.adapter.flat)
-    assert len((await sender.publish(make_version("m@2"))).members) == 3
+    assert len((await sender.publish(make("m@2"))).members) == 3
     assert all("m@2" in receiver.versions for receiver in receivers)
 
 
@@ -743,6 +745,9 @@ async def test_a_full_a_dead_and_a_hanging_sampler_keep_no_version_from_a_fourth
     version = make_version("m@2")
     published = await asyncio.wait_for(sender.publish(version), 100)
     assert published.members == [f"127.0.0.1:{servers[3].port}"]
+    full, dead, hanging = (published.left_out[f"127.0.0.1:{server.port}"] for server in servers[:3])
+    assert (full, dead) == ("full", "gone")
+    assert hanging in ("not_serving", "no_group")  # `make_hang` leaves the watch of its health alone
     assert torch.equal(receivers[3].versions["m@2"], version.adapter.flat)
 
 
@@ -865,6 +870,19 @@ async def test_those_that_are_named_confirm_and_a_silent_one_is_not_waited_for(
     monkeypatch.setattr(sender_module, "_CONFIRM_S", 0.2)
     assert await sender.confirm("m@1", members[:3]) == members[:1]
     assert [receiver.confirmed for receiver in receivers] == [["m@1"], [], [], []]
+
+
+async def test_a_sampler_that_hangs_when_it_is_to_confirm_is_not_waited_for(
+    connect: Connect, serve: Serve, make_version: MakeVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receivers = [Receiver() for _ in range(2)]
+    servers = [await serve(receiver) for receiver in receivers]
+    sender = await connect(*servers, silence_s=1000)
+    members = (await sender.publish(make_version("m@1"))).members
+    make_hang(sender, f"127.0.0.1:{servers[1].port}", monkeypatch)
+    receivers[1].awake.clear()
+    monkeypatch.setattr(sender_module, "_CONFIRM_S", 1000)
+    assert await asyncio.wait_for(sender.confirm("m@1", members), 100) == members[:1]
 
 
 async def test_a_silent_sampler_does_not_hold_up_a_withdrawal_and_hears_of_it_when_it_wakes_up(
