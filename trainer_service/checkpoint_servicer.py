@@ -108,8 +108,13 @@ class CheckpointServicer(trainer_pb2_grpc.TrainerServiceServicer):
         first = await anext(request_iterator, pb.ImportCheckpointRequest())
         if first.WhichOneof("piece") != "header":
             raise InvalidRequest("header: the first message must hold it", field="header")
+        _check_not_last(first)
         trainer.operations.models.check_base_model(first.header.base_model, field="header.base_model")
         check_notes(first.header.user_metadata, field="header.user_metadata")
+        if first.header.archive_bytes < 0:
+            raise InvalidRequest(
+                f"header.archive_bytes: {first.header.archive_bytes} must not be negative", field="header.archive_bytes"
+            )
 
         last = pb.ImportCheckpointRequest()
 
@@ -118,6 +123,7 @@ class CheckpointServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 if request.complete:
                     last.CopyFrom(request)
                     return
+                _check_not_last(request)
                 if request.WhichOneof("piece") != "archive":
                     raise InvalidRequest("archive: every message between first and last must hold it", field="archive")
                 yield request.archive
@@ -185,6 +191,13 @@ class CheckpointServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
         # A call that is cancelled does not end its thread, so it must not end the record of it either.
         return await asyncio.shield(scheduler.tasks.spawn(noted()))
+
+
+def _check_not_last(message: pb.ImportCheckpointRequest) -> None:
+    """Raises InvalidRequest for what only the last message of an import may hold."""
+    if message.HasField("max_checkpoint_bytes"):
+        field = "max_checkpoint_bytes"
+        raise InvalidRequest(f"{field}: goes with complete, in the last message", field=field)
 
 
 def _piece(file: BinaryIO, num_bytes: int) -> bytes:

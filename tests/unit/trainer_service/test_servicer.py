@@ -12,7 +12,7 @@ import shutil
 import tarfile
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -1258,6 +1258,11 @@ async def import_pieces(
     return await stub.ImportCheckpoint(requests())
 
 
+async def each(messages: Iterable[pb.ImportCheckpointRequest]) -> AsyncIterator[pb.ImportCheckpointRequest]:
+    for message in messages:
+        yield message
+
+
 IMPORTED = "i:train:0/weights/made-elsewhere"
 HEADER = pb.ImportCheckpointHeader(
     location=IMPORTED, base_model="tiny", ttl=duration(3600), user_metadata={"from": "x"}
@@ -1293,6 +1298,20 @@ async def test_an_imported_adapter_is_trained_on(stub: Any, peft_archive: bytes)
     start.model_id, start.load_optimizer = "s:train:2", True
     await fails(stub.CreateModel(start), errors.InvalidRequest, "holds no optimizer state")
     await fails(import_pieces(stub, HEADER, peft_archive), errors.CheckpointExists, IMPORTED)
+
+
+async def test_a_limit_of_an_import_in_another_message_than_the_last_is_refused(stub: Any, peft_archive: bytes) -> None:
+    """It was ignored there."""
+    limit, field = {"max_checkpoint_bytes": 10}, "max_checkpoint_bytes"
+    first, piece, last = ({"header": HEADER}, {"archive": peft_archive}, {"complete": True})
+    for messages in ([first | limit, piece, last], [first, piece | limit, last]):
+        sent = [pb.ImportCheckpointRequest(**message) for message in messages]
+        await fails(stub.ImportCheckpoint(each(sent)), errors.InvalidRequest, f"{field}: goes with complete")
+    header = pb.ImportCheckpointHeader(archive_bytes=-1)
+    header.MergeFrom(HEADER)
+    await fails(
+        import_pieces(stub, header, peft_archive), errors.InvalidRequest, "header.archive_bytes: -1 must not be"
+    )
 
 
 async def test_an_import_that_unpacks_to_more_than_is_left_is_refused_and_leaves_nothing(
