@@ -9,7 +9,6 @@ from typing import Any
 import grpc.aio
 
 from tinsmith.errors import InvalidRequest
-from tinsmith.rpc.paths import check_name
 from tinsmith.v1 import trainer_admin_pb2 as pb
 from tinsmith.v1 import trainer_admin_pb2_grpc
 from trainer_service.durability.run_file import Move
@@ -32,31 +31,31 @@ class TrainerAdminServicer(trainer_admin_pb2_grpc.TrainerAdminServiceServicer):
         return pb.PruneJournalResponse(**asdict(pruned))
 
     async def ReleaseModel(self, request: pb.ReleaseModelRequest, context: Context) -> pb.ReleaseModelResponse:
-        move = Move(_id(request.move_id), check_name(request.trainer_id, field="trainer_id"))
+        move = Move(_id(request.move_id, field="move_id"), _id(request.trainer_id, field="trainer_id"))
         await self._trainer.moves(request.model_id, lambda moving: moving.release(request.model_id, move))
         return pb.ReleaseModelResponse()
 
     async def AdoptModel(self, request: pb.AdoptModelRequest, context: Context) -> pb.AdoptModelResponse:
-        move_id, fenced = _id(request.move_id), request.fenced_trainer_id
+        move_id, fenced = _id(request.move_id, field="move_id"), request.fenced_trainer_id
         if fenced:
-            check_name(fenced, field="fenced_trainer_id")
+            _id(fenced, field="fenced_trainer_id")
         await self._trainer.moves(
             request.model_id, lambda moving: moving.adopt(request.model_id, move_id, fenced_trainer_id=fenced)
         )
         return pb.AdoptModelResponse()
 
     async def FenceTrainer(self, request: pb.FenceTrainerRequest, context: Context) -> pb.FenceTrainerResponse:
-        await self._trainer.journal.moved.fence(check_name(request.trainer_id, field="trainer_id"))
+        await self._trainer.journal.moved.fence(_id(request.trainer_id, field="trainer_id"))
         return pb.FenceTrainerResponse()
 
     async def ForgetMove(self, request: pb.ForgetMoveRequest, context: Context) -> pb.ForgetMoveResponse:
-        move_id = _id(request.move_id)
+        move_id = _id(request.move_id, field="move_id")
         await self._trainer.moves(request.model_id, lambda moving: moving.forget(request.model_id, move_id))
         return pb.ForgetMoveResponse()
 
 
-def _id(move_id: str) -> str:
-    """Raises InvalidRequest for another form than that of the ids of moves."""
-    if not _ID.fullmatch(move_id):
-        raise InvalidRequest(f"move_id: {move_id!r} is not 32 hexadecimal digits", field="move_id")
-    return move_id
+def _id(value: str, *, field: str) -> str:
+    """Raises InvalidRequest for another form than that of the ids of moves and trainers."""
+    if not _ID.fullmatch(value):
+        raise InvalidRequest(f"{field}: {value!r} is not 32 hexadecimal digits", field=field)
+    return value

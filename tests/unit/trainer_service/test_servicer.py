@@ -1536,6 +1536,12 @@ async def test_a_released_model_is_adopted_over_grpc_by_the_trainer_that_was_nam
         refused.CopyFrom(release)
         setattr(refused, field, value)
         await fails(admin.ReleaseModel(refused), errors.InvalidRequest, f"{field}: '{value}' is not")
+    for call, wrong, field in (
+        (admin.ReleaseModel, admin_pb.ReleaseModelRequest(model_id=MODEL, move_id=move_id), "trainer_id"),
+        (admin.FenceTrainer, admin_pb.FenceTrainerRequest(), "trainer_id"),
+        (admin.AdoptModel, admin_pb.AdoptModelRequest(move_id=move_id, fenced_trainer_id="x"), "fenced_trainer_id"),
+    ):
+        await fails(call(wrong), errors.InvalidRequest, f"{field}: '{getattr(wrong, field)}' is not 32 hexadecimal")
     adopt = admin_pb.AdoptModelRequest(model_id=MODEL, move_id=move_id)
     await fails(admin.AdoptModel(admin_pb.AdoptModelRequest(model_id=MODEL)), errors.InvalidRequest, "move_id: ''")
     await fails(admin.ForgetMove(admin_pb.ForgetMoveRequest(model_id=MODEL)), errors.InvalidRequest, "move_id: ''")
