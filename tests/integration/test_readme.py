@@ -25,10 +25,10 @@ def test_the_readmes_example_trains_samples_and_saves(second_stack: Stack, tmp_p
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     # A model of random weights may answer with several lines.
-    steps, answer, path = re.fullmatch(r"((?:step [^\n]*\n){3})(.+\n)(.*)\n", done.stdout, re.DOTALL).groups()  # type: ignore[union-attr]
-    losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+), gradient [\d.]+\n", steps)]
-    assert len(losses) == 3
-    assert losses[-1] < losses[0]
+    steps, answer, path = re.fullmatch(r"((?:step [^\n]*\n){20})(.+\n)(.*)\n", done.stdout, re.DOTALL).groups()  # type: ignore[union-attr]
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+), gradient [\d.]+\n", steps)]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] / 2
     assert answer
     assert path.startswith("tinker://")
     assert path.endswith("/weights/mended")
