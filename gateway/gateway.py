@@ -16,6 +16,7 @@ from gateway.clients import Clients
 from gateway.config import DATABASE, GatewayConfig
 from gateway.dashboard.recorder import Dashboard
 from gateway.database.catalog import Catalog
+from gateway.database.outages import in_words
 from gateway.database.store import Store
 from gateway.database.urls import without_secrets
 from gateway.futures import Futures
@@ -250,7 +251,7 @@ class Gateway(Core):
             raise StartError(str(error)) from None
         except (OSError, SQLAlchemyError) as error:
             url = without_secrets(self.config.resolved_database_url)
-            raise StartError(f"the database {url} cannot be used: {error}") from error
+            raise StartError(f"the database {url} cannot be used: {in_words(error)}") from error
         try:
             require_keys(
                 self.config.host,

@@ -143,6 +143,7 @@ def _work(url: str, work: Callable[[Keys], Awaitable[int]], *, makes: bool) -> i
     # Imported here, because the other commands need no database.
     from sqlalchemy.exc import SQLAlchemyError
 
+    from gateway.database.outages import in_words
     from gateway.database.store import Store
     from gateway.database.urls import parse, without_secrets
     from gateway.metrics import Metrics
@@ -159,7 +160,7 @@ def _work(url: str, work: Callable[[Keys], Awaitable[int]], *, makes: bool) -> i
         address = parse(url)
         store = Store(url, Metrics())
     except ValueError as error:
-        raise UsageError(f"--database-url: {error}") from None
+        raise UsageError(f"--database-url ({DATABASE_URL}): {error}") from None
     try:
         if address.get_backend_name() == "sqlite" and address.database:
             file = Path(address.database)
@@ -171,7 +172,7 @@ def _work(url: str, work: Callable[[Keys], Awaitable[int]], *, makes: bool) -> i
     except BrokenPipeError:
         raise  # from stdout
     except (OSError, SQLAlchemyError) as error:
-        raise UsageError(f"the database {without_secrets(url)} cannot be used: {error}") from error
+        raise UsageError(f"the database {without_secrets(url)} cannot be used: {in_words(error)}") from error
     except ServiceError as error:
         raise UsageError(error.message) from None
 

@@ -161,7 +161,10 @@ async def _wait_all_ready(running: Sequence[_Running], *, report: Callable[[str]
             for one in running:
                 group.create_task(wait_one(one.service))
     except TimeoutError:
-        raise TimeoutError(f"not ready after {timeout_s:g} s: {', '.join(waiting_for)}; see the log") from None
+        logs = ", ".join(str(one.service.log) for one in running if one.service.name in waiting_for)
+        raise TimeoutError(
+            f"not ready after {timeout_s:g} s (--startup-timeout): {', '.join(waiting_for)}; see {logs}"
+        ) from None
 
 
 async def _keep_running(

@@ -223,14 +223,17 @@ def _plans(settings: Settings, machine: Machine, models: Sequence[ServedModel]) 
 def _prepared(stack: Stack) -> Sequence[ModelGroup]:
     """The groups of the stack, with what must be there before a service starts. Raises UsageError."""
     groups = stack.groups()
-    if stack.site is not None:
-        for flag, addresses in (
-            ("--trainer-port", stack.trainers(groups)),
-            ("--sampler-port", stack.samplers(groups)),
-        ):
-            for address in addresses:
-                port = int(address.rpartition(":")[2])
-                _probe(stack.site.host, port, flags=f"--address {stack.site.host} {flag} {port}")
+    where = f"--address {stack.site.host} " if stack.site else ""
+    taken = {stack.settings.port: "--port"} if stack.runs("gateway") else {}
+    for flag, addresses in (("--trainer-port", stack.trainers(groups)), ("--sampler-port", stack.samplers(groups))):
+        for address in addresses:
+            host, _, text = address.rpartition(":")
+            if int(text) > 65535:
+                raise UsageError(f"{flag}: {text} is no port; take a smaller first one")
+            if other := taken.get(port := int(text)):
+                raise UsageError(f"{flag}: {port} is also a port of {other}; take another")
+            taken[port] = flag
+            _probe(host.strip("[]"), port, flags=f"{where}{flag} {port}")
     stack.make_cores_page()
     folders = {stack.trainer_folder(group, number) for group in groups for number in range(len(group.trainers))}
     for folder, num_runs in with_live_runs(stack.settings.state_dir / "trainers", served=folders).items():

@@ -477,7 +477,7 @@ NAMED = "the database postgresql+asyncpg://***@127.0.0.1:1/none cannot be used"
         ("tinsmith_cli", "up --port 0", {"GATEWAY_API_KEYS": KEY}, "GATEWAY_API_KEYS"),
         ("tinsmith_cli", "up --port 0", {"SAMPLER_MAX_RUNNING": "x"}, "SAMPLER_MAX_RUNNING"),
         ("tinsmith_cli", "keys list", AWAY, NAMED),
-        ("tinsmith_cli", "keys list", {"GATEWAY_DATABASE_URL": NO_HOST}, "--database-url: is no SQLAlchemy URL"),
+        ("tinsmith_cli", "keys list", {"GATEWAY_DATABASE_URL": NO_HOST}, "(GATEWAY_DATABASE_URL): is no SQLAlchemy"),
         ("tinsmith_cli", "keys list", {"GATEWAY_DATABASE_URL": NOT_ESCAPED}, NAMED),
         ("tinsmith_cli", "checkpoints list --base-url http://127.0.0.1:1", {"TINKER_API_KEY": KEY}, "no Tinsmith"),
     ],

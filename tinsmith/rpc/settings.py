@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import TypeVar
@@ -10,6 +11,9 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsError
 
 Settings = TypeVar("Settings", bound=BaseSettings)
+
+_FIELD_OF_ERROR = re.compile(r'(?:field "|encountered for )(\w+)')
+"""Where the text of a SettingsError has the name of the field, from the environment and from a flag."""
 
 
 def read_settings(cls: type[Settings]) -> Settings:
@@ -24,7 +28,11 @@ def read_settings(cls: type[Settings]) -> Settings:
             for problem in error.errors(include_url=False, include_input=False)
         ]
     except SettingsError as error:
-        problems = [f'  {error}: lists are JSON, such as \'["one", "two"]\'']
+        named = _FIELD_OF_ERROR.search(str(error))
+        what = _names(prefix, named[1]) if named else str(error)
+        problems = [
+            f'  {what}: is not JSON, such as \'["one", "two"]\' for a list, \'{{"name": "value"}}\' for a mapping'
+        ]
     raise SystemExit("\n".join(["the configuration is not valid:", *problems]))
 
 

@@ -16,6 +16,7 @@ FLAGS = (
     "max_lora_rank", "dtype", "engine", "full_training", "quantize", "role", "trainer_nodes",
 )  # fmt: skip
 """Settings of `tinsmith up` that the plan depends on."""
+_DTYPES = ("auto", "float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +91,9 @@ def constraints_of(settings: Settings, machine: Machine, env: Mapping[str, str])
         shard_base=None if not shard else shard in ("1", "true", "yes", "on", "t", "y"),
         sampler_tensor_parallel=_number(env, "SAMPLER_TENSOR_PARALLEL"),
         engine=_engine(settings, env),
-        trainer_dtype=settings.dtype or env.get("TRAINER_DTYPE", "auto"),
-        sampler_dtype=settings.dtype or env.get("SAMPLER_DTYPE", "auto"),
-        quantised=settings.quantize or env.get("TRAINER_QUANTIZE", ""),
+        trainer_dtype=settings.dtype or _choice(env, "TRAINER_DTYPE", _DTYPES) or "auto",
+        sampler_dtype=settings.dtype or _choice(env, "SAMPLER_DTYPE", (*_DTYPES, "float16")) or "auto",
+        quantised=settings.quantize or _choice(env, "TRAINER_QUANTIZE", QUANTIZATIONS),
         full_training=settings.full_training,
         memory_bytes=_number(env, "TRAINER_MEMORY_BYTES") or 0,
         max_kv_tokens=_number(env, "SAMPLER_MAX_KV_TOKENS") or 0,
@@ -106,10 +107,20 @@ def constraints_of(settings: Settings, machine: Machine, env: Mapping[str, str])
 
 def _engine(settings: Settings, env: Mapping[str, str]) -> str:
     """The engine that samplers on a GPU will take."""
-    wanted = settings.engine if settings.engine != "auto" else env.get("SAMPLER_ENGINE", "auto")
-    if wanted != "auto":
+    wanted = settings.engine
+    if wanted == "auto":
+        wanted = _choice(env, "SAMPLER_ENGINE", ("auto", "vllm", "torch"))
+    if wanted not in ("", "auto"):
         return wanted
     return "vllm" if find_spec("vllm") is not None and not settings.full_training else "torch"
+
+
+def _choice(env: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
+    """The value of the variable; empty if it is not set."""
+    text = env.get(name, "")
+    if text and text not in choices:
+        raise UsageError(f"{name}: {text!r} is not one of {', '.join(choices)}")
+    return text
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:

@@ -255,6 +255,16 @@ def test_only_lines_of_the_process_that_ended_are_shown(start: Start, tmp_path: 
     assert "yesterday" not in output
 
 
+def test_services_that_are_not_ready_in_time_are_named_with_their_logs(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("READY_TIMEOUT_S", "1")
+    status, told = start(POLITE, "import time; time.sleep(60)").finish()
+    assert status == 1
+    assert "not ready after 1 s (--startup-timeout): s1; see " in told
+    assert told.rstrip().endswith("logs/s1.log")
+
+
 def test_a_death_later_is_reported_and_nothing_is_restarted(start: Start) -> None:
     run = start(POLITE, DIES_LATER)
     run.wait_ready()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tinsmith_cli import main
+from tinsmith_cli.ports import free_ports
 from tinsmith_cli.stack import ServiceKeys
 from tinsmith_cli.up import _base_pages, _keys, _next_steps
 
@@ -25,6 +26,28 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path, capsys:
     assert code == 2
     assert f"--port {port}" in error
     assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("flag", ["--trainer-port", "--sampler-port"])
+def test_a_port_of_a_service_that_is_in_use_is_refused_before_anything_starts(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    flags = ["--base-model", str(tmp_path / "model"), "--state-dir", str(tmp_path / "state"), "--gpus", "none"]
+    port = free_ports(1)[0]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        code, error = run("--port", str(port), flag, str(taken), *flags, capsys=capsys)
+    assert code == 2
+    assert f"{flag} {taken}: cannot listen there" in error
+    code, error = run("--port", str(port), flag, str(port), *flags, capsys=capsys)
+    assert code == 2
+    assert f"{flag}: {port} is also a port of --port" in error
+    code, error = run("--port", str(port), flag, "65535", "--trainers", "2", "--samplers", "2", *flags, capsys=capsys)
+    assert code == 2
+    assert f"{flag}: 65536 is no port" in error
+    assert not (tmp_path / "state" / "logs").exists()
 
 
 @pytest.mark.parametrize(

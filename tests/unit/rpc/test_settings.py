@@ -11,7 +11,8 @@ from tests.support.forking import command, run
 @pytest.mark.parametrize(
     ("service", "environment", "expected"),
     [
-        ("gateway", {"GATEWAY_API_KEYS": "tml-secret"}, "api_keys"),
+        ("gateway", {"GATEWAY_API_KEYS": "tml-secret"}, "--api-keys (GATEWAY_API_KEYS): is not JSON"),
+        ("gateway", {"GATEWAY_TOKENIZERS": "tml-secret"}, "--tokenizers (GATEWAY_TOKENIZERS): is not JSON"),
         ("gateway", {"GATEWAY_PORT": "99999"}, "--port (GATEWAY_PORT)"),
         ("gateway", {"GATEWAY_DATABASE_URL": "tml-secret"}, "--database-url (GATEWAY_DATABASE_URL)"),
         ("gateway", {"GATEWAY_HOST": "0.0.0.0"}, "api_keys must name at least one key"),

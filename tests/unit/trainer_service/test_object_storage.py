@@ -316,7 +316,7 @@ def test_a_store_that_cannot_be_reached_is_said_at_start(tmp_path: Path, monkeyp
         open_at(f"s3://{BUCKET}/x", tmp_path)
 
 
-@pytest.mark.parametrize("root", ["s4://bucket", "s3://", "http://example.org/x"])
+@pytest.mark.parametrize("root", ["s4://bucket", "s3://", "s3:/bucket/x", "gs:bucket", "http://example.org/x"])
 def test_an_unknown_kind_of_store_is_refused_by_the_settings(root: str) -> None:
     with pytest.raises(ValueError, match="neither a path, nor s3://BUCKET/PREFIX, nor gs://BUCKET/PREFIX"):
         TrainerConfig(base_model="x", checkpoint_dir=root)

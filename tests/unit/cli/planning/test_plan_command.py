@@ -120,13 +120,29 @@ def test_what_does_not_fit_ends_with_1_and_a_mistake_with_2(
     assert main(["plan", str(tmp_path / "none")]) == 2
 
 
-def test_a_variable_that_is_no_number_is_refused(
-    on: On, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("TRAINER_MEMORY_BYTES", "much", "'much' is not a whole number"),
+        ("TRAINER_DTYPE", "float17", "'float17' is not one of auto, float32, bfloat16"),
+        ("SAMPLER_DTYPE", "bf16", "'bf16' is not one of auto, float32, bfloat16, float16"),
+        ("TRAINER_QUANTIZE", "int4", "'int4' is not one of int8, nf4"),
+        ("SAMPLER_ENGINE", "sglang", "'sglang' is not one of auto, vllm, torch"),
+    ],
+)
+def test_a_variable_with_a_wrong_value_is_refused(
+    name: str,
+    value: str,
+    message: str,
+    on: On,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on("1x-h100")
-    monkeypatch.setenv("TRAINER_MEMORY_BYTES", "much")
+    monkeypatch.setenv(name, value)
     assert main(["plan", str(model)]) == 2
-    assert "TRAINER_MEMORY_BYTES: 'much' is not a whole number" in capsys.readouterr().err
+    assert f"{name}: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("trainers", [1, 2])
