@@ -20,8 +20,9 @@ import logging
 import mmap
 import os
 import struct
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -41,6 +42,8 @@ _HEAD = struct.Struct("<32sQ")
 """The key of a record's block, and the number of bytes."""
 _MIN_BYTES = 256 * 1024
 """Smaller blocks keep their own pages."""
+_LOCK_S = 600.0
+"""Longest wait for other services to be done with the file, in seconds. One that was stopped keeps its lock."""
 _PRIVATE, _POPULATE = 0x02, 0x8000
 """Flags of Linux's mmap(2). Python's module mmap gives no addresses."""
 _MAY_MOVE, _TO_ADDRESS = 1, 2
@@ -120,16 +123,27 @@ def _blocks(base: BaseModel) -> Iterator[_Block]:
 @contextmanager
 def _locked(path: str) -> Iterator[int]:
     """The open file, which no other service uses within the block. Raises OSError for a path that is no file of memory
-    with FILE_NAME: another file would be overwritten."""
+    with FILE_NAME, because another file would be overwritten, and TimeoutError if others use it for _LOCK_S."""
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if not os.readlink(f"/proc/self/fd/{file}").startswith(f"/memfd:{FILE_NAME}"):
             raise OSError(f"{path!r} is no file of memory that tinsmith up has made")
-        fcntl.flock(file, fcntl.LOCK_EX)
+        _lock(file)
         yield file
     finally:
         fcntl.flock(file, fcntl.LOCK_UN)  # the mappings keep the file open, and would keep its lock
         os.close(file)
+
+
+def _lock(file: int) -> None:
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"another service has used the file for {_LOCK_S:g} s")
+        time.sleep(0.05)
 
 
 def _places(file: int) -> Iterator[tuple[bytes, int]]:

@@ -224,3 +224,17 @@ def test_a_mapping_that_fails_leaves_the_weights_in_their_own_pages(
 def test_models_that_cannot_share_are_left_alone(path: str, device: str, trainable: bool, divided: bool) -> None:
     assert not shared_pages.can_share(path, torch.device(device), trainable=trainable, divided=divided)
     assert shared_pages.can_share("/f", CPU, trainable=False, divided=False)
+
+
+def test_a_service_that_keeps_the_lock_is_not_waited_for_without_end(
+    folder: Path, file: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_pages, "_LOCK_S", 0.2)
+    other = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    load(folder, file)
+    assert size_of(file) == 0
+    assert "base_pages: another service has used the file for 0.2 s" in caplog.text
+    os.close(other)
+    load(folder, file)
+    assert size_of(file) > 0
