@@ -34,8 +34,11 @@ class Sizes:
     tokens_per_step: int
 
     @classmethod
-    def of(cls, base: BaseModel, config: SamplerConfig, *, for_pictures: int = 0) -> Sizes:
-        """With the model loaded. `for_pictures`: bytes that the vision tower needs beside it."""
+    def of(
+        cls, base: BaseModel, config: SamplerConfig, *, for_pictures: int = 0, bytes_per_lane: int | None = None
+    ) -> Sizes:
+        """With the model loaded. `for_pictures`: bytes that the vision tower needs beside it. `bytes_per_lane`: as the
+        torch engine keeps states unless it is given."""
         free_bytes = _to_divide(free_bytes_of(base.device), base, for_pictures)
         cache = measured_cache(base)
         return cls.within(
@@ -43,7 +46,7 @@ class Sizes:
             base,
             config,
             bytes_per_token=kv_bytes_per_token(cache),
-            bytes_per_lane=cache.states.num_bytes(),
+            bytes_per_lane=cache.states.num_bytes() if bytes_per_lane is None else bytes_per_lane,
             device_type=base.device.type,
         )
 

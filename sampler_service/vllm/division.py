@@ -43,23 +43,29 @@ def check_division(model: PretrainedConfig, size: int) -> None:
     text = model.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     kv_heads = getattr(text, "num_key_value_heads", None)
+    recurrent = [getattr(text, name, 0) for name in ("linear_num_key_heads", "linear_num_value_heads")]
 
     def divides(count: int) -> bool:
-        return (heads is None or not heads % count) and (
-            kv_heads is None or not kv_heads % count or not count % kv_heads
+        return (
+            (heads is None or not heads % count)
+            and (kv_heads is None or not kv_heads % count or not count % kv_heads)
+            and not any(one % count for one in recurrent)
         )
 
     if not divides(size):
         largest = max(count for count in range(1, size) if divides(count))
+        linear = ", linear_num_key_heads {}, linear_num_value_heads {}".format(*recurrent) if any(recurrent) else ""
         raise ValueError(
             f"tensor_parallel: {size} does not divide the attention of this model (num_attention_heads {heads}, "
-            f"num_key_value_heads {kv_heads}); {largest} does"
+            f"num_key_value_heads {kv_heads}{linear}); {largest} does"
         )
 
 
-def sizes_of_each(base: BaseModel, config: SamplerConfig, devices: Devices, *, for_pictures: int = 0) -> Sizes:
-    """Sizes for one worker. `for_pictures`: bytes that the vision tower needs in each. Raises ValueError when its part
-    of the weights has no room."""
+def sizes_of_each(
+    base: BaseModel, config: SamplerConfig, devices: Devices, *, for_pictures: int = 0, bytes_per_lane: int = 0
+) -> Sizes:
+    """Sizes for one worker. `for_pictures`: bytes that the vision tower needs in each. `bytes_per_lane`: bytes of a
+    running sequence in each, beside its tokens. Raises ValueError when its part of the weights has no room."""
     weights = sum(parameter.nbytes for parameter in base.parameters.values()) // devices.count
     if weights >= devices.free_bytes:
         raise ValueError(
@@ -71,6 +77,7 @@ def sizes_of_each(base: BaseModel, config: SamplerConfig, devices: Devices, *, f
         base,
         config,
         bytes_per_token=-(-kv_bytes_per_token(measured_cache(base)) * kv_part(base.config, devices.count) // 1),
+        bytes_per_lane=bytes_per_lane,
         device_type=devices.type,
     )
 

@@ -82,6 +82,14 @@ def replace_cpu_kernels(runner: Any) -> None:
     manager.activate_adapter = activate_adapter
 
 
+def replace_cpu_delta_rule(compute: Callable[..., None]) -> None:
+    """Calls `compute` for the convolution and the recurrence of a Gated DeltaNet layer, where vLLM would call its
+    kernel of the CPU, which takes bfloat16 alone. Does nothing for a model without such layers."""
+    name = "cpu_gdn_attention_core"
+    if hasattr(torch.ops.vllm, name):
+        setattr(torch.ops.vllm, name, compute)
+
+
 def pack_tied_output(model: Any) -> None:
     """Packs the weight of a tied output layer anew. On a CPU that layer computes with a packed copy of the embedding's
     weight, which vLLM's loading leaves as it was."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sampler_service.vllm.pictures import MODALITY, NUMBER, item_of, load_processor
-from tinsmith.pictures.counting import ByArea, Filling, OneSize
+from tinsmith.pictures.counting import ByArea, Cropped, Filling, OneSize, Rows, Tiled
 from tinsmith.pictures.processing import Processor
 
 
@@ -19,26 +19,43 @@ from tinsmith.pictures.processing import Processor
 class Form:
     """How the tower of a kind of model takes a picture in vLLM."""
 
-    inputs: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-    """Makes them of the output of the image processor for one picture."""
+    inputs: Callable[[Mapping[str, Tensor], int], Mapping[str, Tensor]]
+    """Makes them of the output of the image processor for one picture, and of the id of the pictures' token."""
     stacked: Sequence[str] = ()
     """Names of those which have no axis of pictures."""
+    on_host: Sequence[str] = ()
+    """Names of those which vLLM reads on the host."""
 
 
+_PIXELS = Form(lambda made, _: {"pixel_values": made["pixel_values"][0]}, stacked=["pixel_values"])
 FORMS: Mapping[str, Form] = {
     ByArea.rule: Form(
-        lambda made: {"pixel_values": made["pixel_values"], "image_grid_thw": made["image_grid_thw"][0]},
+        lambda made, _: {"pixel_values": made["pixel_values"], "image_grid_thw": made["image_grid_thw"][0]},
         stacked=["image_grid_thw"],
+        on_host=["image_grid_thw"],
     ),
     OneSize.rule: Form(
-        lambda made: {"pixel_values": made["pixel_values"], "num_patches": torch.tensor(1)}, stacked=["num_patches"]
+        lambda made, _: {"pixel_values": made["pixel_values"], "num_patches": torch.tensor(1)},
+        stacked=["num_patches"],
+        on_host=["num_patches"],
     ),
     Filling.rule: Form(
-        lambda made: {
+        lambda made, _: {
             "pixel_values": made["pixel_values"][0],
             "pixel_position_ids": made["image_position_ids"][0],
         },
         stacked=["pixel_values", "pixel_position_ids"],
+    ),
+    Rows.rule: _PIXELS,
+    Cropped.rule: _PIXELS,
+    Tiled.rule: Form(
+        lambda made, token: {
+            "pixel_values": made["pixel_values"],
+            "image_num_patches": torch.tensor(len(made["pixel_values"])),
+            "image_token_id": torch.tensor(token),
+        },
+        stacked=["image_num_patches", "image_token_id"],
+        on_host=["image_num_patches", "image_token_id"],
     ),
 }
 """By the rule by which the family counts the tokens of a picture."""
@@ -68,7 +85,7 @@ class PictureInputs:
         picture = processor.of_pixels(self._pictures[int(item[NUMBER].data)])
         form = FORMS[processor.counting.rule]
         made = {name: torch.from_numpy(one) for name, one in processor.arrays([picture]).items()}
-        return item_of(form.inputs(made), stacked=form.stacked)
+        return item_of(form.inputs(made, processor.picture_token), stacked=form.stacked, on_host=form.on_host)
 
 
 class PictureInfo:

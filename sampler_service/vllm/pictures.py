@@ -112,9 +112,20 @@ def picture_prompt(
         MultiModalKwargsItems({MODALITY: items}),
         # The names of the pictures in vLLM's prefix cache, and in its cache of features.
         {MODALITY: [f"{base_weights}:{one.picture.digest.hex()}" for one in placed]},
-        {MODALITY: [PlaceholderRange(offset=one.start, length=one.picture.num_tokens) for one in placed]},
+        {
+            MODALITY: [
+                PlaceholderRange(one.start, one.picture.num_tokens, is_embed=_seen(one.picture, processor))
+                for one in placed
+            ]
+        },
         cache_salt=cache_salt,
     )
+
+
+def _seen(picture: Picture, processor: Processor) -> torch.Tensor | None:
+    """Which of its tokens get features, where others end its rows; None if all do."""
+    is_seen = picture.tokens == processor.picture_token
+    return None if is_seen.all() else torch.from_numpy(is_seen)
 
 
 def _item(picture: Picture, number: int, processor: Processor) -> Any:
@@ -124,11 +135,12 @@ def _item(picture: Picture, number: int, processor: Processor) -> Any:
     if picture.grid is not None and isinstance(processor.counting, ByArea):
         rows, columns = (processor.counting.merge_size * one for one in picture.grid)
         arrays["image_grid_thw"] = torch.tensor([1, rows, columns])
-    return item_of(arrays, stacked=arrays.keys())
+    return item_of(arrays, stacked=arrays.keys(), on_host=arrays.keys())
 
 
-def item_of(arrays: Mapping[str, torch.Tensor], *, stacked: Any) -> Any:
-    """An item of vLLM's. In a batch of pictures vLLM stacks the arrays of these names, and joins others."""
+def item_of(arrays: Mapping[str, torch.Tensor], *, stacked: Any, on_host: Any) -> Any:
+    """An item of vLLM's. In a batch of pictures vLLM stacks the arrays of the names `stacked`, and joins others. It
+    brings those to the device which are not `on_host`."""
     from vllm.multimodal.inputs import (  # pyright: ignore[reportMissingImports]
         MultiModalBatchedField,
         MultiModalFieldElem,
@@ -137,7 +149,11 @@ def item_of(arrays: Mapping[str, torch.Tensor], *, stacked: Any) -> Any:
     )
 
     fields = {
-        name: MultiModalBatchedField(keep_on_cpu=True) if name in stacked else MultiModalFlatField(slices=[slice(None)])
+        name: (
+            MultiModalBatchedField(keep_on_cpu=name in on_host)
+            if name in stacked
+            else MultiModalFlatField(slices=[slice(None)])
+        )
         for name in arrays
     }
     return MultiModalKwargsItem(

@@ -15,10 +15,11 @@ import torch
 
 from sampler_service.config import SamplerConfig
 from sampler_service.core.request import Floats, Ints
-from sampler_service.core.sizing import Sizes, resolve_device, resolve_dtype, tokens_per_step
+from sampler_service.core.sizing import Sizes, measured_cache, resolve_device, resolve_dtype, tokens_per_step
 from sampler_service.eos import eos_token_ids
-from sampler_service.vllm.division import Devices, check_division, sizes_of_each
+from sampler_service.vllm.division import Devices, check_division, kv_part, sizes_of_each
 from sampler_service.vllm.full import Parameters
+from sampler_service.vllm.pages import Pages
 from sampler_service.vllm.picture_inputs import FORMS
 from tinsmith.modeling.adapter import GROUPS, AdapterConfig, Group, Target
 from tinsmith.modeling.adapter_runs import Run
@@ -32,6 +33,8 @@ from tinsmith.modeling.tower import Placed, positions_with_pictures
 
 _LENGTH = 24
 _RANK = 4
+_KNOWN_STATES = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen3NextGatedDeltaNet")
+"""Classes of recurrent layers whose states vLLM lays out as pages.py expects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,8 @@ class Reference:
     eos_token_ids: frozenset[int]
     sizes: Sizes
     """Sizes for each worker."""
+    pages: Pages
+    """Blocks of each worker's cache."""
     has_tower: bool
     """Whether the model is one that sees pictures, also where they are not to be taken."""
     why_no_pictures: str
@@ -112,11 +117,12 @@ def _measure(config: SamplerConfig) -> Reference:
         torch.set_num_threads(config.num_threads)
     dtype = resolve_dtype(config.dtype, device)
     base = BaseModel.load(config.base_model, device=place, dtype=dtype, pictures=config.pictures)
-    if base.recurrent:
+    if others := [name for name in base.recurrent if name not in _KNOWN_STATES]:
         raise UnsupportedModel(
-            f"{base.architecture}: its layers {', '.join(base.recurrent)} carry a state, which the memory of the vLLM "
-            'engine is not sized for; set engine to "torch"'
+            f"{base.architecture}: its layers {', '.join(others)} carry a state, which the memory of the vLLM engine "
+            'is not sized for; set engine to "torch"'
         )
+    pages = Pages.of(measured_cache(base), kv_part=kv_part(base.config, devices.count), num_devices=devices.count)
     length = min(_LENGTH, base.max_context_length - 1)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(base.vocab_size, (length,), generator=generator).numpy().astype(np.int32)
@@ -133,9 +139,9 @@ def _measure(config: SamplerConfig) -> Reference:
         # vLLM encodes in a step, and keeps, as many tokens of pictures as a step has, or one picture.
         for_pictures = base.tower.bytes_for(max(picture_tokens, tokens_per_step(config, device.type)))
     if is_divided:
-        sizes = sizes_of_each(base, config, devices, for_pictures=for_pictures)
+        sizes = sizes_of_each(base, config, devices, for_pictures=for_pictures, bytes_per_lane=pages.bytes_per_lane)
     else:
-        sizes = Sizes.of(base, config, for_pictures=for_pictures)
+        sizes = Sizes.of(base, config, for_pictures=for_pictures, bytes_per_lane=pages.bytes_per_lane)
     return Reference(
         architecture=base.architecture,
         device=device.type,
@@ -148,6 +154,7 @@ def _measure(config: SamplerConfig) -> Reference:
         ),
         eos_token_ids=eos_token_ids(base.path, base.config),
         sizes=sizes,
+        pages=pages,
         has_tower=getattr(load_config(config.base_model), "vision_config", None) is not None,
         why_no_pictures=why_no_pictures,
         picture_tokens=picture_tokens,

@@ -10,9 +10,6 @@ from sampler_service.core.sequence import PASSING
 from sampler_service.vllm.reference import Reference
 from tinsmith.sizing import slot_rank
 
-BLOCK_TOKENS = 32
-"""Tokens of a block of the key/value cache. On a CPU it must divide by 32, and the default of 128 lets the samples of
-one prompt share little of it."""
 _FREE_AT_START = 0.01
 """Part of a GPU without which vLLM refuses to start. It is nothing else, where the bytes of its cache are given; and
 how much is free when it starts nobody knows: a trainer beside it may be loading."""
@@ -51,22 +48,20 @@ def set_environment(config: SamplerConfig, *, device: str) -> None:
 
 def engine_args(config: SamplerConfig, reference: Reference) -> dict[str, object]:
     """For vLLM's AsyncEngineArgs."""
-    sizes, on_cpu = reference.sizes, reference.device == "cpu"
-    prefix_tokens = sizes.prefix_cache_bytes // sizes.bytes_per_token
-    # One block is vLLM's own, and one more may be begun.
-    num_blocks = -(-(sizes.max_kv_tokens + prefix_tokens) // BLOCK_TOKENS) + 2
+    sizes, pages, on_cpu = reference.sizes, reference.pages, reference.device == "cpu"
+    lanes = sizes.max_running + PASSING
     return {
         "model": config.base_model,
         "dtype": reference.dtype,
         "skip_tokenizer_init": True,
         "tensor_parallel_size": config.tensor_parallel,
         "max_model_len": min(reference.max_context_length, sizes.max_kv_tokens),
-        "block_size": BLOCK_TOKENS,
-        "kv_cache_memory_bytes": num_blocks * BLOCK_TOKENS * sizes.bytes_per_token,
+        "block_size": pages.block_tokens,
+        "kv_cache_memory_bytes": pages.cache_bytes(sizes, lanes),
         "gpu_memory_utilization": _FREE_AT_START,
         "enforce_eager": on_cpu,  # compiled, it starts minutes later and decodes 5 % faster
-        "max_num_seqs": config.max_running + PASSING,
-        "max_num_batched_tokens": max(sizes.tokens_per_step, config.max_running + PASSING),
+        "max_num_seqs": lanes,
+        "max_num_batched_tokens": max(sizes.tokens_per_step, lanes),
         "enable_prefix_caching": sizes.prefix_cache_bytes > 0,
         "max_logprobs": -1,
         "enable_lora": bool(reference.targets),

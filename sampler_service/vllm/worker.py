@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from vllm.distributed import get_tp_group  # pyright: ignore[reportMissingImports]
 from vllm.lora.lora_model import LoRAModel  # pyright: ignore[reportMissingImports]
 from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImports]
 from vllm.lora.utils import parse_fine_tuned_lora_name  # pyright: ignore[reportMissingImports]
 
 from sampler_service.vllm import patches
+from sampler_service.vllm.delta_rule import compute as compute_delta_rule
 from sampler_service.vllm.device_weights import DeviceWeights
 from sampler_service.vllm.draw import StreamSampler
 from sampler_service.vllm.full_source import FullSource
@@ -58,6 +60,8 @@ class WorkerExtension:
         patches.exchange_weights_before_steps(runner, self.tinsmith_weights.use)
         self.tinsmith_pictures = PictureInputs(runner.model_config.model)
         patches.fill_pictures(runner, self.tinsmith_pictures.fill)
+        if runner.device.type == "cpu" and runner.dtype != torch.bfloat16:
+            patches.replace_cpu_delta_rule(compute_delta_rule)
         if runner.lora_config:
             patches.replace_adapter_loading(runner, self._tinsmith_load)
             if runner.device.type == "cpu":

@@ -10,7 +10,7 @@ import pytest
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.unit.sampler_service.serving import floats, ints, make_adapter
 from tests.vllm.client import TOLERANCE, Service, assert_same, moved_midway, torch_sample
-from tests.vllm.seeing import HIGH, OTHER, WIDE, asked, chunk, make, text
+from tests.vllm.seeing import HIGH, OTHER, WIDE, asked, chunk, make, prompts, requests, text
 from tests.vllm.service import VllmService, flags
 from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.modeling.adapter import Adapter
@@ -43,26 +43,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path) -> Iterator[VllmService]:
     with VllmService(model, *flags(FLAGS)) as server:
         yield server
-
-
-def prompts() -> dict[str, list[types.Chunk]]:
-    return {
-        "one": [text(9), chunk(WIDE), text(4, seed=1)],
-        "two": [text(3), chunk(WIDE), text(4, seed=1), chunk(HIGH), text(2)],
-        "first and last": [chunk(HIGH), text(30, seed=3), chunk(WIDE)],
-        "twice": [text(5), chunk(OTHER), text(1), chunk(OTHER), text(8)],
-        "text": [text(40)],
-    }
-
-
-def requests() -> dict[str, pb.SampleRequest]:
-    made = {f"{name}, {version or 'base'}": asked(*chunks, version_id=version, num_samples=3, prompt_logprobs=True)
-            for name, chunks in prompts().items() for version in ("", "all")}  # fmt: skip
-    chunks = prompts()["two"]
-    made["tables"] = asked(*chunks, topk_prompt_logprobs=3, topk_sample_logprobs=2, temperature=0.7, version_id="odd")
-    made["alternatives"] = asked(*chunks, prompt_alt_tokens_k=2, temperature=0.8)
-    made["penalized"] = asked(*chunks, repetition_penalty=1.3, presence_penalty=0.5, num_samples=2, max_tokens=20)
-    return made
 
 
 async def test_each_request_alone_and_all_in_one_batch_give_what_the_torch_engine_gives(

@@ -41,7 +41,8 @@ divides its memory."""
 
 
 def engine_of(shape: Shape, constraints: Constraints) -> str:
-    """The engine of the samplers. vLLM has neither recurrent layers nor quantised weights here."""
+    """The engine of the samplers. vLLM's memory for the states of recurrent layers is not planned here, and it has no
+    quantised weights."""
     return "torch" if shape.recurrent or constraints.quantised else constraints.engine
 
 

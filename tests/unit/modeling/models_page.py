@@ -16,6 +16,7 @@ import transformers
 
 from tests.support.models import VISION
 from tests.unit.modeling.test_families import FAMILIES, MORE, load
+from tests.vllm.seeing import COMPARED
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.pictures.families import FAMILIES as FAMILIES_THAT_SEE
 
@@ -76,7 +77,8 @@ MODEL` does for real weights.
 - **adapters**: groups of layers that take adapters, as the SDK's `train_attn`, `train_mlp` and `train_unembed` name
   them.
 - **torch engine**: whether Tinsmith's own engine samples from the family. vLLM has families of its own, and is compared
-  with these numbers at its start (`docs/vllm.md`); it does not serve families with recurrent layers here.
+  with these numbers at its start (`docs/vllm.md`). Of families with recurrent layers it serves those with Gated
+  DeltaNet (Qwen3.5, Qwen3-Next).
 - The proof of each row is `test_family_equals_stock_peft_gradients_included[FAMILY]` in
   `tests/unit/modeling/test_families.py`: logprobs and gradients of all adapters against plain transformers and PEFT,
   the saved files in stock PEFT and back, and, where there is a cache, a token from it against the whole sequence.
@@ -89,24 +91,26 @@ _PICTURES = """
 
 Models of these types train with pictures, through a tower that is frozen unless a run asks for adapters on it
 (`train_vision`, `docs/api.md`), and the torch engine samples from them with pictures in the prompt. vLLM does so, too,
-if its check at the start allows it (`docs/vllm.md`). *Tokens*: of a picture. *Two-way*: whether the tokens of a picture
-see each other in both directions, in which layers; such a picture
-is computed at once, and the prefix cache has it whole or not. Models of other types are trained and sampled with text
+if its check at the start allows it (`docs/vllm.md`); the column *vLLM* has what tests have seen, with vLLM's CPU build
+(`test_picture_families.py`, `test_pictures.py` and `test_recurrent.py` in `tests/vllm`). *Tokens*: of a picture.
+*Two-way*: whether the tokens of a picture see each other in both directions, in which layers; such a picture is
+computed at once, and the prefix cache has it whole or not. Models of other types are trained and sampled with text
 only, and refuse pictures by name. Proof, for the families of the last column:
 `test_pictures_packed_with_text_equal_transformers_and_peft_gradients_included[FAMILY]` in
 `tests/unit/modeling/test_pictures.py` and `test_the_sampler_is_transformers[FAMILY-True]` in
 `tests/unit/sampler_service/test_pictures.py`, against transformers' own model. For types without a test, the check when
 a model is loaded decides.
 
-| type | tokens | two-way | test |
-|---|---|---|---|"""
+| type | tokens | two-way | vLLM | test |
+|---|---|---|---|---|"""
 
 
 def seeing() -> list[str]:
     """The section about pictures."""
     tests = {getattr(transformers, f"{family}Config").model_type: family for family in VISION}
     return [_PICTURES] + [
-        f"| `{kind}` | {family.tokens} | {family.two_way} | {tests.get(kind, '')} |"
+        f"| `{kind}` | {family.tokens} | {family.two_way} | {COMPARED.get(tests.get(kind, ''), 'not compared')} | "
+        f"{tests.get(kind, '')} |"
         for kind, family in FAMILIES_THAT_SEE.items()
     ]
 

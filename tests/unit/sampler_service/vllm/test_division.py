@@ -15,8 +15,9 @@ from sampler_service.config import SamplerConfig
 from sampler_service.core.sizing import Sizes, kv_bytes_per_token, measured_cache
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.vllm.division import Devices, check_division, kv_part, sizes_of_each
+from sampler_service.vllm.pages import BLOCK_TOKENS
 from sampler_service.vllm.reference import _measure
-from sampler_service.vllm.settings import BLOCK_TOKENS, engine_args, set_environment
+from sampler_service.vllm.settings import engine_args, set_environment
 from tests.support.models import make_model
 from tinsmith.modeling.base_model import BaseModel
 
@@ -49,6 +50,15 @@ def test_heads_that_can_be_divided(queries: int, keys: int, size: int) -> None:
 def test_heads_that_cannot(queries: int, keys: int, size: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"tensor_parallel: {message}"):
         check_division(heads(queries, keys), size)
+
+
+def test_heads_of_recurrent_layers_are_divided_too() -> None:
+    config = PretrainedConfig.from_dict(
+        {"num_attention_heads": 8, "num_key_value_heads": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    )
+    check_division(config, 2)
+    with pytest.raises(ValueError, match=r"4 does not .*linear_num_key_heads 2, linear_num_value_heads 4.; 2 does"):
+        check_division(config, 4)
 
 
 def test_each_worker_keeps_its_heads_of_keys_and_values_and_one_at_least() -> None:

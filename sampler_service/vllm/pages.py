@@ -1,0 +1,73 @@
+"""Blocks of vLLM's cache for a model with recurrent layers, which keep a state for each sequence.
+
+vLLM divides its memory into blocks of one size. The layers of each kind form groups of equal size, and a block holds
+one page for each layer of a group: the keys and values of some tokens, or the state of a sequence. So a block has as
+many tokens as make a page as large as a state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
+from sampler_service.core.sizing import Sizes, kv_bytes_per_token
+from tinsmith.modeling.kv_cache import KVCache
+
+BLOCK_TOKENS = 32
+"""Tokens of a block, if there are no states. On a CPU it must divide by 32, and the default of 128 lets the samples of
+one prompt share little of it."""
+_STATES = 2
+"""States that a running sequence has, in each layer: with a prefix cache vLLM keeps the one of the last block beside
+the newest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Blocks on one device."""
+
+    block_tokens: int
+    block_bytes: int
+    token_groups: int = 1
+    """Groups of layers with keys and values. Each needs blocks for all tokens."""
+    state_groups: int = 0
+    """Groups of layers with states."""
+
+    @classmethod
+    def of(cls, cache: KVCache, *, kv_part: Fraction, num_devices: int) -> Pages:
+        """For a model whose cache of one token this is. `kv_part`: a device's share of keys and values. States are
+        divided evenly."""
+        token_bytes = ceil(kv_bytes_per_token(cache) * kv_part)
+        state_layers = {layer for _, layer, _ in cache.states.stores}
+        if not state_layers:
+            return cls(BLOCK_TOKENS, BLOCK_TOKENS * token_bytes)
+        token_layers = len(cache.keys)
+        if not token_layers:
+            raise ValueError("no layer keeps keys and values, by which vLLM's blocks are sized")
+        state_bytes = max(_state_bytes(cache, layer) for layer in state_layers)
+        step = BLOCK_TOKENS * ceil(token_bytes / token_layers)
+        steps = ceil(state_bytes / num_devices / step)
+        fewest, most = sorted((token_layers, len(state_layers)))
+        size = most if most < 1.5 * fewest else fewest  # vLLM's rule for the layers of a group
+        return cls(BLOCK_TOKENS * steps, step * steps * size, ceil(token_layers / size), ceil(len(state_layers) / size))
+
+    @property
+    def bytes_per_lane(self) -> int:
+        """Bytes that a running sequence takes beside its tokens: for its states, and what its newest blocks do not yet
+        use."""
+        return self.block_bytes * (_STATES * self.state_groups + self.token_groups) if self.state_groups else 0
+
+    def cache_bytes(self, sizes: Sizes, lanes: int) -> int:
+        """Bytes of a cache for so many running sequences."""
+        tokens = -(-sizes.max_kv_tokens // self.block_tokens) * self.token_groups
+        more = -(-(sizes.prefix_cache_bytes + lanes * self.bytes_per_lane) // self.block_bytes)
+        return (tokens + more + 2) * self.block_bytes  # one block is vLLM's own, and one more may be begun
+
+
+def _state_bytes(cache: KVCache, layer: int) -> int:
+    """Bytes of a layer's states of one sequence. vLLM has recurrences in float32, or smaller."""
+    return sum(
+        store.numel() * max(4, store.itemsize) if kind == "state" else store.nbytes
+        for (kind, number, _), store in cache.states.stores.items()
+        if number == layer
+    )
