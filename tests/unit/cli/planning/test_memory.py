@@ -132,7 +132,7 @@ def test_activations_of_experts_are_foreseen(tmp_path: Path) -> None:
     base, shape = loaded(make_sparse_model(tmp_path))
     for checkpointing in (False, True):
         foreseen = _foreseen(shape, "float32", checkpointing=checkpointing)
-        assert 0.9 <= foreseen / _measured(base, checkpointing=checkpointing) <= 1.45, f"{checkpointing=}"
+        assert 0.9 <= foreseen / _measured(base, checkpointing=checkpointing) <= 1.5, f"{checkpointing=}"
 
 
 def _foreseen(shape: Shape, dtype: str, *, checkpointing: bool) -> float:
