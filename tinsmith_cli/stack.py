@@ -9,12 +9,10 @@ of sums. An OpenMP thread without work spins for a moment, and then sleeps.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
 import re
-import ssl
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,17 +23,16 @@ from pathlib import Path
 import psutil
 
 from tinsmith.cores import SPINS, make_page, usable_cores
-from tinsmith.rpc.addresses import Addresses, read_addresses
-from tinsmith.rpc.auth import address_of, host_of, is_loopback
-from tinsmith.rpc.channel import connect, wait_serving
-from tinsmith.rpc.tls import Certificates, pinned
+from tinsmith.rpc.addresses import Addresses
+from tinsmith.rpc.auth import address_of, is_loopback
+from tinsmith.rpc.tls import Certificates
 from tinsmith_cli.base_models import ServedModel
 from tinsmith_cli.planning.plan import Plan
 from tinsmith_cli.ports import free_ports
+from tinsmith_cli.readiness import wait_gateway, wait_grpc, wait_trainers
 from tinsmith_cli.settings import SERVICE_PORTS, Settings
 from tinsmith_cli.supervisor import Service
 
-_HEALTH_TIMEOUT_S = 2.0
 _LOCAL = "127.0.0.1"
 
 
@@ -339,7 +336,7 @@ class Stack:
         )
         if self.site is None or node.rank == 0:
             return service
-        ready = partial(_wait_node, self.site.services_file, node.host, self.tls.grpc("gateway"))
+        ready = partial(wait_trainers, self.site.services_file, node.host, self.tls.grpc("gateway"))
         return replace(service, wait_ready=ready)
 
     def _torchrun(self, ranks: int, node: Node) -> list[str]:
@@ -395,7 +392,7 @@ class Stack:
             name=f"{kind}{instance.suffix}",
             argv=_command(f"{kind}_service", {**flags, **self.tls.flags(kind)}, launcher=launcher),
             log=self.logs / f"{kind}{instance.suffix}.log",
-            wait_ready=partial(_wait_grpc, self.address(instance.port), self.tls.grpc("gateway")),
+            wait_ready=partial(wait_grpc, self.address(instance.port), self.tls.grpc("gateway")),
             restarts=self.settings.supervise,
             env={
                 "OMP_NUM_THREADS": str(threads),
@@ -444,7 +441,7 @@ class Stack:
 
     async def wait_gateway(self, *, alone: bool = False) -> None:
         """Returns once the gateway knows a trainer and a sampler; `alone`: once it answers at all."""
-        await _wait_http(self.settings.host, self.settings.port, self.tls.cert, alone=alone)
+        await wait_gateway(self.settings.host, self.settings.port, self.tls.cert, alone=alone)
 
     def _keys(self, service: str) -> dict[str, str]:
         return self.keys.env(service) if self.keys else {}
@@ -498,47 +495,3 @@ def _folder_name(model: ServedModel) -> str:
     """Name of the folder of these weights' journal. It depends on nothing else, so every start finds it again."""
     readable = re.sub(r"[^\w.-]+", "-", Path(model.source).name)
     return f"{readable}-{hashlib.sha256(model.source.encode()).hexdigest()[:8]}"
-
-
-async def _wait_grpc(address: str, certificates: Certificates | None = None) -> None:
-    async with connect(address, certificates=certificates) as channel:
-        await wait_serving(channel, timeout_s=float("inf"))  # the supervisor sets the limit
-
-
-async def _wait_node(services_file: Path, host: str, certificates: Certificates | None = None) -> None:
-    """Waits for the trainers on the machine where the ranks of this one meet others."""
-    while True:
-        trainers = read_addresses(services_file).trainers
-        if found := [address for address in trainers if host_of(address).strip("[]") == host]:
-            break
-        await asyncio.sleep(0.5)
-    for address in found:
-        await _wait_grpc(address, certificates)
-
-
-async def _wait_http(host: str, port: int, tls_cert: Path | None = None, *, alone: bool = False) -> None:
-    """`alone`: an answer suffices that says that the gateway waits for other services."""
-    context = None if tls_cert is None else pinned(tls_cert)
-    statuses = (b" 200 ", b" 503 ") if alone else (b" 200 ",)
-    while True:
-        if await _is_healthy(_reachable(host), port, context, statuses):
-            return
-        await asyncio.sleep(0.05)
-
-
-def _reachable(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
-
-
-async def _is_healthy(host: str, port: int, context: ssl.SSLContext | None, statuses: Sequence[bytes]) -> bool:
-    try:
-        async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port, ssl=context)
-            try:
-                writer.write(b"GET /api/v1/healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-                status_line = await reader.readline()
-            finally:
-                writer.close()
-    except OSError:  # includes TimeoutError
-        return False
-    return any(status in status_line for status in statuses)

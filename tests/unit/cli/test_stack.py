@@ -9,8 +9,9 @@ import pytest
 from tinsmith.cores import Cores, usable_cores
 from tinsmith.rpc.server import Server
 from tinsmith_cli.base_models import ServedModel
+from tinsmith_cli.readiness import wait_gateway, wait_grpc
 from tinsmith_cli.settings import Settings
-from tinsmith_cli.stack import Node, ServiceKeys, Site, Stack, Threads, Tls, _wait_grpc, _wait_http, divide_cores
+from tinsmith_cli.stack import Node, ServiceKeys, Site, Stack, Threads, Tls, divide_cores
 from tinsmith_cli.supervisor import Service
 
 
@@ -238,7 +239,7 @@ def test_without_keys_no_service_asks_for_one() -> None:
 async def test_waiting_for_a_grpc_service_ends_when_it_serves() -> None:
     server = Server("127.0.0.1:0", [])
     await server.start()
-    waiting = asyncio.create_task(_wait_grpc(f"127.0.0.1:{server.port}"))
+    waiting = asyncio.create_task(wait_grpc(f"127.0.0.1:{server.port}"))
     assert not (await asyncio.wait({waiting}, timeout=0.3))[0]
     await server.set_serving(True)
     await waiting
@@ -256,7 +257,7 @@ async def test_waiting_for_the_gateway_ends_when_it_answers_200() -> None:
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        await _wait_http("127.0.0.1", server.sockets[0].getsockname()[1])
+        await wait_gateway("127.0.0.1", server.sockets[0].getsockname()[1])
     assert asked == [b"GET /api/v1/healthz HTTP/1.1\r\n"] * 2
 
 
