@@ -69,16 +69,7 @@ def load_causal_lm(
                 "leave it out, or fetch the model in bfloat16"
             )
         options["quantization_config"] = quantization
-    kind = auto_class(config)
-    if not tower and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind is AutoModelForImageTextToText:
-        whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-        kind = _changed(whole, _drop_tower)
-    if cut is not None:
-        if kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
-            kind = _get_model_class(config, kind._model_mapping)
-            if kind.config_class == config.sub_configs.get("text_config"):  # as the automatic class does
-                config = config.get_text_config()
-        kind = _changed(kind, cut)
+    kind, config = _class_and_config(config, tower=tower, cut=cut)
     try:
         # transformers reports the names of mismatched tensors only if it is told to ignore them.
         loaded: Any = kind.from_pretrained(
@@ -97,16 +88,40 @@ def load_causal_lm(
     if quantization is not None:
         model.hf_quantizer.remove_quantization_config(model)
         mismatched += quantization.mismatched(model)
-    if mismatched:
-        (name, stored, expected), *rest = mismatched
-        more = f", and {len(rest)} more do not fit" if rest else ""
-        raise OSError(
-            f"{name} is {list(stored)} in the weights and {list(expected)} by config.json{more}: they are not of one "
-            "model; fetch both again"
-        )
+    _check_shapes(mismatched)
     if unexpected := report["unexpected_keys"]:
         logger.info("%s: the model has no use for %s", path, listed(sorted(unexpected)))
     return model, sorted(report["missing_keys"])
+
+
+def _class_and_config(
+    config: PretrainedConfig, *, tower: bool, cut: Callable[[PreTrainedModel], None] | None
+) -> tuple[Any, PretrainedConfig]:
+    """The class of transformers that loads the model, and the configuration that it takes. `tower`, `cut`: those of
+    `load_causal_lm`."""
+    kind: Any = auto_class(config)
+    if not tower and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind is AutoModelForImageTextToText:
+        whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        kind = _changed(whole, _drop_tower)
+    if cut is None:
+        return kind, config
+    if kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        kind = _get_model_class(config, kind._model_mapping)
+        if kind.config_class == config.sub_configs.get("text_config"):  # as the automatic class does
+            config = config.get_text_config()
+    return _changed(kind, cut), config
+
+
+def _check_shapes(mismatched: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """Raises OSError if there are mismatched tensors: (name, shape in the files, shape by the configuration)."""
+    if not mismatched:
+        return
+    (name, stored, expected), *rest = mismatched
+    more = f", and {len(rest)} more do not fit" if rest else ""
+    raise OSError(
+        f"{name} is {list(stored)} in the weights and {list(expected)} by config.json{more}: they are not of one "
+        "model; fetch both again"
+    )
 
 
 def beside_text(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:

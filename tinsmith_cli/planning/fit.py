@@ -315,33 +315,14 @@ def on_cpu(name: str, shape: Shape, machine: Machine, constraints: Constraints) 
             f"take {gb(weights)}, and {gb(machine.host_bytes)} of host memory are free"
         )
     left = machine.host_bytes - weights
-
-    def with_rank(rank: int) -> Training:
-        return Training.within(
-            constraints.memory_bytes or training_bytes(left, "cpu") // max(1, all_ranks),
-            shape,
-            dtype,
-            rank=rank,
-            host_bytes=left,
-            ranks=max(1, all_ranks),
-            max_models=constraints.max_models,
-            device_type="cpu",
-        )
-
-    # The trainer accepts larger ranks, too, and then refuses runs for which there is no memory.
-    tried = (
-        [constraints.max_lora_rank]
-        if constraints.max_lora_rank
-        else [MAX_LORA_RANK >> halvings for halvings in range(9)]
-    )
-    rank = next((rank for rank in tried if with_rank(rank).adapters), tried[-1])
+    rank, training = _training_on_cpu(shape, dtype, constraints, left=left, num_ranks=max(1, all_ranks))
     trainer = NO_TRAINER
     if constraints.trains:
-        trainer = TrainerPlan([], ranks, parallel, bool(constraints.shard_base), of_trainer, with_rank(rank))
+        trainer = TrainerPlan([], ranks, parallel, bool(constraints.shard_base), of_trainer, training)
+    adapter_memory = constraints.adapter_memory_bytes or 2 * 1024**3
     per_token = memory.kv_bytes_per_token(shape, sampler_dtype)
     tokens = kv_tokens(left, per_token, max_running=constraints.max_running, max_context=shape.context)
     prefix = prefix_cache_bytes(left) if constraints.prefix_cache_bytes is None else constraints.prefix_cache_bytes
-    adapter_memory = constraints.adapter_memory_bytes or 2 * 1024**3
     sampler = SamplerPlan([], of_sampler, adapter_memory, constraints.max_kv_tokens or tokens, per_token, prefix)
     return Plan(
         name=name,
@@ -358,6 +339,34 @@ def on_cpu(name: str, shape: Shape, machine: Machine, constraints: Constraints) 
         samplers=[sampler] * num_samplers,
         notes=_notes(shape, machine),
     )
+
+
+def _training_on_cpu(
+    shape: Shape, dtype: str, constraints: Constraints, *, left: int, num_ranks: int
+) -> tuple[int, Training]:
+    """The largest rank of which an adapter fits into the host memory that is `left` beside the weights, in bytes, and
+    what is trained with it. The smallest rank if none fits."""
+
+    def with_rank(rank: int) -> Training:
+        return Training.within(
+            constraints.memory_bytes or training_bytes(left, "cpu") // num_ranks,
+            shape,
+            dtype,
+            rank=rank,
+            host_bytes=left,
+            ranks=num_ranks,
+            max_models=constraints.max_models,
+            device_type="cpu",
+        )
+
+    # The trainer accepts larger ranks, too, and then refuses runs for which there is no memory.
+    tried = (
+        [constraints.max_lora_rank]
+        if constraints.max_lora_rank
+        else [MAX_LORA_RANK >> halvings for halvings in range(9)]
+    )
+    rank = next((rank for rank in tried if with_rank(rank).adapters), tried[-1])
+    return rank, with_rank(rank)
 
 
 def _notes(shape: Shape, machine: Machine) -> list[str]:
