@@ -5,14 +5,15 @@ from __future__ import annotations
 from pydantic import Field
 
 from gateway import schemas
+from gateway.schema_types import Body
 
 
-class Datum(schemas.Body):
+class Datum(Body):
     model_input: schemas.ModelInput
     loss_fn_inputs: dict[str, schemas.TensorData]
 
 
-class Batch(schemas.Body):
+class Batch(Body):
     data: list[Datum]
     loss_fn: str
     loss_fn_config: dict[str, float | str] | None = None

@@ -20,7 +20,8 @@ from gateway.gateway import Gateway
 from gateway.openai.answers import Json
 from gateway.openai.chat import chat, put_together
 from gateway.openai.errors import body_of, invalid
-from gateway.openai.schemas import Chat, InputImage, OutputPart, Respond
+from gateway.openai.response_schemas import InputImage, OutputPart, Respond
+from gateway.openai.schemas import Chat
 from gateway.tenants.access import Caller
 from tinsmith.errors import InvalidRequest, ServiceError
 

@@ -1,4 +1,4 @@
-"""Schemas of the JSON bodies of the OpenAI API. An unknown field is refused, so nothing that a client sets is dropped.
+"""Schemas of the JSON bodies of completions and chats. An unknown field is refused, so nothing that is set is dropped.
 
 Fields that OpenAI does not have are marked as extensions.
 """
@@ -12,17 +12,15 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     ConfigDict,
-    Discriminator,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
-    Tag,
     field_validator,
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from gateway.schemas import Id, Known, Listed, ShortStops, Stops
+from gateway.schema_types import Id, Known, Listed, ShortStops, Stops
 
 UNSUPPORTED = "unsupported"
 """Type of validation errors about values that this server does not support."""
@@ -35,7 +33,7 @@ DEFAULT_MAX_TOKENS = 16
 """Longest output of a completion that names no maximum, in tokens, as in OpenAI's API. Chats have a setting for it."""
 
 
-class _Only:
+class Only:
     """Marks a field that may be sent only with values that change nothing: null, or one of `values`.
 
     `why`: error for other values; unless given, the error lists `values`.
@@ -88,7 +86,7 @@ def _biases(value: dict[str, Any]) -> dict[str, Any]:
 class StreamOptions(Body):
     include_usage: bool | None = None
     """Send the usage in a last chunk."""
-    include_obfuscation: Annotated[Any, _Only(False)] = None
+    include_obfuscation: Annotated[Any, Only(False)] = None
 
 
 HARMLESS = frozenset(
@@ -137,7 +135,7 @@ class Generate(Body):
     """Goes into the log."""
     return_token_ids: bool | None = None
     """Extension: answer with prompt_token_ids and, in each choice, token_ids."""
-    store: Annotated[Any, _Only(False)] = None
+    store: Annotated[Any, Only(False)] = None
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     """Subtracted from a token's logit for each occurrence in the output so far."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -192,7 +190,7 @@ class Completion(Generate):
     """Must equal n."""
     add_special_tokens: bool | None = None
     """Extension: add the tokenizer's special tokens to a prompt of text; true unless given."""
-    suffix: Annotated[Any, _Only("")] = None
+    suffix: Annotated[Any, Only("")] = None
 
     @field_validator("logprobs", mode="before")
     @classmethod
@@ -222,7 +220,7 @@ class TextPart(Body):
 class ImageUrl(Body):
     url: str
     """A data URL, data:image/png;base64,... or data:image/jpeg;base64,...; or an https URL of one of image_hosts."""
-    detail: Annotated[Any, _Only("auto")] = None
+    detail: Annotated[Any, Only("auto")] = None
 
 
 class ImagePart(Body):
@@ -361,14 +359,14 @@ class Chat(Generate):
     """False: at most one call."""
     response_format: ResponseFormat | None = None
     """Make the answer JSON: of a schema, or any object."""
-    modalities: Annotated[Any, _Only(["text"])] = None
+    modalities: Annotated[Any, Only(["text"])] = None
     add_generation_prompt: bool | None = None
     """Extension: open the assistant's next message; true unless given, or continue_final_message."""
     continue_final_message: bool | None = None
     """Extension: leave the last message open, so that the model continues it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Extension: further variables of the chat template."""
-    separate_reasoning: Annotated[Any, _Only(False, why=WHOLE_ANSWER)] = None
+    separate_reasoning: Annotated[Any, Only(False, why=WHOLE_ANSWER)] = None
 
     @model_validator(mode="after")
     def _one_maximum(self) -> Chat:
@@ -410,135 +408,3 @@ class Chat(Generate):
     @property
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-
-class OutputPart(Body):
-    """Text of a message, as a client writes it or as an earlier response had it."""
-
-    HARMLESS = frozenset({"annotations", "logprobs"})
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-class InputImage(Body):
-    type: Literal["input_image"]
-    image_url: str
-    """The URL of a picture, as in a chat."""
-    detail: Annotated[Any, _Only("auto")] = None
-
-
-class InputMessage(Body):
-    HARMLESS = frozenset({"id", "status", "phase"})
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    """Role of the message. The chat template gets developer as system."""
-    content: str | Listed[Annotated[OutputPart | InputImage, Field(discriminator="type")]]
-    """Text; parts of text are put together. Pictures by their URLs, for models that see."""
-
-
-class FunctionCall(Body):
-    HARMLESS = frozenset({"id", "status"})
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-
-
-class FunctionCallOutput(Body):
-    HARMLESS = frozenset({"id", "status", "name"})
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str | Listed[OutputPart]
-
-
-def _item_kind(item: Any) -> str:
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return "message" if kind is None else str(kind)
-
-
-InputItem = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[FunctionCallOutput, Tag("function_call_output")],
-    Discriminator(
-        _item_kind,
-        custom_error_type=UNSUPPORTED,
-        custom_error_message="this server knows only items of the types message, function_call and "
-        "function_call_output",
-    ),
-]
-
-
-class ResponseTool(Body):
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ResponseToolChoice(Body):
-    type: Literal["function"]
-    name: str
-
-
-class ResponseText(Body):
-    HARMLESS = frozenset({"verbosity"})
-    format: dict[str, Any] | None = None
-    """Form of the text: the response_format of a chat, with the fields of json_schema beside `type`."""
-
-
-class ResponseStreamOptions(Body):
-    include_obfuscation: Annotated[Any, _Only(False)] = None
-
-
-_NOTHING_KEPT = "this server keeps nothing of earlier requests; leave it out, and send the conversation as input"
-
-
-class Respond(Body):
-    HARMLESS = HARMLESS - {"metadata"}
-
-    model: str = Field(min_length=1, max_length=1000)
-    """Public name of a base model, or tinker:// path of a checkpoint."""
-    input: str | Listed[InputItem]
-    """Text of the user, or items: messages, calls of functions and their outputs."""
-    instructions: str | None = None
-    """A system message before the input."""
-    max_output_tokens: int | None = Field(default=None, ge=1)
-    """Longest output; this server's openai_default_max_tokens unless given, and no further than the context."""
-    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Divides the logits; 0 is greedy; 1 unless given."""
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    """Draw from the most probable tokens that together reach this probability."""
-    top_logprobs: int | None = Field(default=None, ge=0)
-    """Log-probabilities of each token, and of this number of most probable tokens."""
-    include: Listed[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    """message.output_text.logprobs asks for log-probabilities. The other value is ignored: there is no reasoning."""
-    stream: bool | None = None
-    """Send server-sent events, token by token."""
-    stream_options: ResponseStreamOptions | None = None
-    tools: Listed[ResponseTool] | None = None
-    """Functions that the model may call."""
-    tool_choice: Literal["auto", "none", "required"] | ResponseToolChoice | None = None
-    """Whether the model may call a tool, or which one it has to call, as in a chat."""
-    parallel_tool_calls: bool | None = None
-    text: ResponseText | None = None
-    metadata: dict[str, Any] | None = None
-    """Notes that the response repeats."""
-    reasoning: dict[str, Any] | None = None
-    """Ignored."""
-    user: str | None = None
-    """Goes into the log."""
-    seed: int | None = None
-    """Extension: makes the draws reproducible."""
-    top_k: int | None = None
-    """Extension: draw from the k most probable tokens; 0 or -1 means all."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Extension: further variables of the chat template."""
-    store: Annotated[Any, _Only(False)] = None
-    """Nothing is stored, even if this is left out."""
-    background: Annotated[Any, _Only(False)] = None
-    truncation: Annotated[Any, _Only("disabled")] = None
-    previous_response_id: Annotated[Any, _Only(why=_NOTHING_KEPT)] = None
-    conversation: Annotated[Any, _Only(why=_NOTHING_KEPT)] = None
-    prompt: Annotated[Any, _Only(why=_NOTHING_KEPT)] = None

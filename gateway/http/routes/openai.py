@@ -13,7 +13,7 @@ from starlette.routing import Match
 from gateway import answers
 from gateway.codec import Request
 from gateway.http.endpoint import Endpoint
-from gateway.openai import errors, schemas, sources
+from gateway.openai import errors, response_schemas, schemas, sources
 from gateway.openai.chat import chat
 from gateway.openai.completions import complete
 from gateway.openai.responses import respond
@@ -65,7 +65,7 @@ async def chat_completions(request: Request, body: schemas.Chat) -> Response:
     return await chat(request.gateway, request, body, caller=request.caller)
 
 
-async def responses(request: Request, body: schemas.Respond) -> Response:
+async def responses(request: Request, body: response_schemas.Respond) -> Response:
     """Answer items of a conversation."""
     return await respond(request.gateway, request, body, caller=request.caller)
 

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from gateway.openai import responses
+from gateway.openai.response_schemas import Respond
 from gateway.openai.responses import ResponseForm, chat_of
-from gateway.openai.schemas import Respond
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
 from tests.unit.gateway.talking import TalkingSampler
 from tinsmith.errors import InvalidRequest, RateLimited, ServiceError

@@ -11,10 +11,11 @@ import tinker
 from pydantic import BaseModel, ValidationError
 from tinker.proto import tinker_public_pb2
 
-from gateway import schemas
+from gateway import schema_types, schemas
 from gateway.codec import parse
 from gateway.http.app import ROUTES
 from gateway.http.openapi_bodies import LoadWeights
+from gateway.openai import response_schemas
 from gateway.openai import schemas as openai_schemas
 from tests.unit.gateway.stack import BASE_MODEL, Client, batch, sample_body
 from tests.unit.gateway.test_isolation import walk
@@ -24,7 +25,7 @@ from tinsmith.v1 import trainer_pb2
 SCHEMAS = sorted(
     {
         schema
-        for module in (schemas, openai_schemas)
+        for module in (schemas, schema_types, openai_schemas, response_schemas)
         for _, schema in inspect.getmembers(module, inspect.isclass)
         if issubclass(schema, BaseModel) and schema.__module__ == module.__name__
     },
