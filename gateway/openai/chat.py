@@ -20,12 +20,13 @@ from gateway.openai.answers import Json, chat_logprobs, chunks_of, extension, he
 from gateway.openai.completions import checked_tokens
 from gateway.openai.draws import Draw, Update, sample_request, text_off_loop
 from gateway.openai.events import event_stream, while_connected
-from gateway.openai.generator import Source
+from gateway.openai.generator import Source, TokenizerInfo
 from gateway.openai.messages import Messages
 from gateway.openai.pictures import images_of, placed
-from gateway.openai.schemas import Chat, ImagePart, Message, OutputPart, TextPart
+from gateway.openai.response_schemas import OutputPart
+from gateway.openai.schemas import Chat, ImagePart, Message, TextPart
 from gateway.openai.sources import find_source
-from gateway.openai.structured import structure_of
+from gateway.openai.structured import Structure, structure_of
 from gateway.openai.text import Vocabulary
 from gateway.tenants.access import Caller
 from tinsmith.errors import InvalidRequest
@@ -186,6 +187,24 @@ async def _answer(
 ) -> Response:
     source = await find_source(gateway, body.model, caller=caller)
     tokenizer = await gateway.sampling.generator.tokenizer(source)
+    draw, structure = await _draw(gateway, request, body, source, tokenizer)
+    choices = _Choices(body, tokenizer.vocabulary, Messages(structure))
+    prompt = {"prompt_token_ids": draw.prompt} if body.return_token_ids else {}
+    if body.stream:
+        return await _stream(request, body, draw, structure, choices, prompt, places=places, form=form)
+    with structure.blaming():
+        updates = await while_connected(request, draw.result())
+    head = head_of(draw.request_id, draw.source, kind="chat.completion")
+    num_tokens = sum(len(update.entries) for update in updates)
+    made = await text_off_loop(lambda: [*map(choices.whole, updates)], num_tokens=num_tokens)
+    answer = head | prompt | {"choices": made, "usage": draw.usage.to_json()}
+    return json_response(answer if form is None else form.whole(answer))
+
+
+async def _draw(
+    gateway: Gateway, request: Request, body: Chat, source: Source, tokenizer: TokenizerInfo
+) -> tuple[Draw, Structure]:
+    """The draw that answers the chat, which has not begun, and the structure that its text has to have."""
     share = cast(Share, request.state.held)
     images = await images_of(gateway.assets, body.messages, share) if _has_images(body) else []
     prompt_tokens = await _prompt(request, source, body)
@@ -220,19 +239,22 @@ async def _answer(
         request_id=request_id,
         shown=structure.shown,
     )
-    choices = _Choices(body, tokenizer.vocabulary, Messages(structure))
-    prompt = {"prompt_token_ids": draw.prompt} if body.return_token_ids else {}
+    return draw, structure
 
-    if not body.stream:
-        with structure.blaming():
-            updates = await while_connected(request, draw.result())
-        head = head_of(request_id, source, kind="chat.completion")
-        num_tokens = sum(len(update.entries) for update in updates)
-        made = await text_off_loop(lambda: [*map(choices.whole, updates)], num_tokens=num_tokens)
-        answer = head | prompt | {"choices": made, "usage": draw.usage.to_json()}
-        return json_response(answer if form is None else form.whole(answer))
 
-    head = head_of(request_id, source, kind="chat.completion.chunk")
+async def _stream(
+    request: Request,
+    body: Chat,
+    draw: Draw,
+    structure: Structure,
+    choices: _Choices,
+    prompt: Json,
+    *,
+    places: contextlib.ExitStack,
+    form: Form | None,
+) -> Response:
+    """The answer as server-sent events. `prompt`: fields of the first one. Takes the places over."""
+    head = head_of(draw.request_id, draw.source, kind="chat.completion.chunk")
 
     def parts(updates: AsyncIterator[Update]) -> AsyncGenerator[Json, None]:
         chunks = chunks_of(

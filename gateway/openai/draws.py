@@ -224,9 +224,9 @@ class Draw:
         """Complete once the draw is over."""
         self.prompt: list[int] = np.frombuffer(prompt, _INT32).tolist()
         self._generator = generator
-        self._source = source
+        self.source = source
         self._request = request
-        self._request_id = request_id
+        self.request_id = request_id
         self._scores_only = scores_only
         self._num_echoed = len(self.prompt) * request.num_samples if echo else 0
         # Scores of the prompt come first in the text, but only with the result. So nothing can be shown before it.
@@ -248,13 +248,13 @@ class Draw:
 
     async def result(self) -> list[Update]:
         """Draws the choices. Returns one update for each, which holds all of it."""
-        response = await self._generator.sample(self._source, self._request, request_id=self._request_id)
+        response = await self._generator.sample(self.source, self._request, request_id=self.request_id)
         return await self._updates_of(response)
 
     @contextlib.asynccontextmanager
     async def updates(self) -> AsyncIterator[AsyncIterator[Update]]:
         """Draws the choices, as a stream of updates. When the context is entered, the sampler has begun."""
-        async with self._generator.stream(self._source, self._request, request_id=self._request_id) as pieces:
+        async with self._generator.stream(self.source, self._request, request_id=self.request_id) as pieces:
             yield self._updates(pieces)
 
     async def _updates(self, pieces: AsyncIterator[pb.StreamSampleResponse]) -> AsyncIterator[Update]:
@@ -288,9 +288,9 @@ class Draw:
     async def _off_loop(self, work: Callable[[], T], *, num_tokens: int) -> T:
         """`text_off_loop`, but with one piece of work of each owner at a time, so that no owner fills the queue."""
         if num_tokens <= _MANY_TOKENS:
-            await self._generator.turn(self._source)  # a thousand prompts may get here at once
+            await self._generator.turn(self.source)  # a thousand prompts may get here at once
             return work()
-        async with _owners.setdefault(self._source.owner, asyncio.Lock()):
+        async with _owners.setdefault(self.source.owner, asyncio.Lock()):
             return await text_off_loop(work, num_tokens=num_tokens)
 
     def _finished(self, response: pb.SampleResponse) -> Iterator[Update]:
