@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -183,22 +184,15 @@ async def asample(request: Request) -> answers.training.SampleReceipt | Response
         session = await _living_session(gateway, ids.sampling_session_id, caller=caller)
         has_home = True
         await gateway.sampling.completions.reserve(request_id)
-        version_id, limit = session.version_id, gateway.config.max_num_samples
         if named := list(pointers_of_prompt(content)):
             await gateway.assets.fill(named, request.state.held)
-
-        def to_message() -> tuple[sampler_pb2.SampleRequest, bool, str]:
-            body = parse(schemas.Sample, content)
-            if body.num_samples > limit:
-                raise InvalidRequest(f"num_samples: {body.num_samples} is above this server's max_num_samples {limit}")
-            message = convert.sample_request(body, version_id=version_id)
-            recorded = "recorded" if body.record_stability_info else ""
-            mark = fingerprint(message.SerializeToString(deterministic=True), recorded)
-            return message, bool(recorded), mark
-
-        num_bytes = len(request.raw)
+        num_bytes, config = len(request.raw), gateway.config
         async with request.turn(num_bytes):
-            message, is_recorded, mark = await off_loop(to_message, num_bytes=num_bytes, config=gateway.config)
+            message, is_recorded, mark = await off_loop(
+                partial(_message_of, content, version_id=session.version_id, max_num_samples=config.max_num_samples),
+                num_bytes=num_bytes,
+                config=config,
+            )
         hold = None
         # It outlives this request, because the sample may have to be sent again.
         held = Share(gateway.bodies, caller.owner, beside=request.state.held)
@@ -225,6 +219,21 @@ async def asample(request: Request) -> answers.training.SampleReceipt | Response
         request_id, message, session=session, fingerprint=mark, is_recorded=is_recorded, hold=hold, held=held
     )
     return _receipt(request_id, num_sequences=message.num_samples)
+
+
+def _message_of(
+    content: dict[str, Any], *, version_id: str, max_num_samples: int
+) -> tuple[sampler_pb2.SampleRequest, bool, str]:
+    """The sampler's request, whether records of the sample are wanted, and the fingerprint of both."""
+    body = parse(schemas.Sample, content)
+    if body.num_samples > max_num_samples:
+        raise InvalidRequest(
+            f"num_samples: {body.num_samples} is above this server's max_num_samples {max_num_samples}"
+        )
+    message = convert.sample_request(body, version_id=version_id)
+    recorded = "recorded" if body.record_stability_info else ""
+    mark = fingerprint(message.SerializeToString(deterministic=True), recorded)
+    return message, bool(recorded), mark
 
 
 def _receipt(request_id: str, *, num_sequences: int) -> answers.training.SampleReceipt:
