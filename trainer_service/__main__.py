@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from tinsmith.rpc.settings import read_settings
-from trainer_service.config import TrainerConfig
+import os
+
+from tinsmith.child import die_with_parent
 
 
 def main() -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        die_with_parent(os.getppid())  # torchrun may be killed during the imports below, which take seconds
+    from tinsmith.rpc.settings import read_settings
+    from trainer_service.config import TrainerConfig
+
     config = read_settings(TrainerConfig)
     # Importing torch takes seconds, so a mistake in the settings is told before.
     from trainer_service.service import run
