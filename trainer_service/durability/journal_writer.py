@@ -33,6 +33,9 @@ _OUTAGE_PATIENCE_S = 10.0
 again."""
 _OUTAGE_PAUSE_S = 0.25
 """Pause between two attempts in an outage, in seconds."""
+_SAYS_FULL_S = 60.0
+"""Least time between two lines of the log about a full disk, in seconds. Clients send a refused operation again and
+again."""
 _SUBMIT_AGAIN_S = 1.0
 """Pause before a job that must succeed is submitted again, in seconds."""
 
@@ -56,6 +59,8 @@ class Writer:
         self._closed = False
         self._in_outage = False
         """True from an outage until the next successful transaction, which counts the journal's bytes again."""
+        self._says_full_after = 0.0
+        """When a full disk is to be logged again, on the monotonic clock."""
         self.superseded: Future[Superseded] = Future()
         """Has the reason once another trainer has taken over the journal. No later job runs."""
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
@@ -192,11 +197,16 @@ class Writer:
     def _roll_back(self, error: Exception, *, num_jobs: int) -> None:
         if isinstance(error, Superseded):
             return
-        if not self.database.is_outage(error):
+        if self.database.is_outage(error):
+            if not self._in_outage:
+                self._in_outage = True
+                logger.error("the journal %s cannot be reached, and is tried again: %s", self.database.name, error)
+        elif isinstance(cause := self.database.in_words(error), OutOfCapacity):
+            if time.monotonic() > self._says_full_after:
+                self._says_full_after = time.monotonic() + _SAYS_FULL_S
+                logger.error("%s", cause)
+        else:
             logger.exception("a transaction of %d journal jobs failed", num_jobs)
-        elif not self._in_outage:
-            self._in_outage = True
-            logger.error("the journal %s cannot be reached, and is tried again: %s", self.database.name, error)
         try:
             self.database.rollback()
         except Exception:

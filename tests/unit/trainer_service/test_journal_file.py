@@ -202,7 +202,9 @@ async def test_a_torn_page_of_the_database_is_repaired_from_the_log(tmp_path: Pa
         assert [seq_id for seq_id, _ in await requests(journal)] == list(range(40))
 
 
-async def test_on_a_full_disk_appends_are_refused_and_what_is_there_can_be_read(tmp_path: Path) -> None:
+async def test_on_a_full_disk_appends_are_refused_and_what_is_there_can_be_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with opened(tmp_path, max_bytes=1 << 30) as journal:
         await executed(journal, range(3))
         pages = await journal.writer.submit(lambda connection: connection.execute("PRAGMA page_count").fetchone()[0])
@@ -215,6 +217,9 @@ async def test_on_a_full_disk_appends_are_refused_and_what_is_there_can_be_read(
         assert "disk is full" in str(refused[0])
         assert isinstance(record, Record)
         assert record.outcome == done(2.0), "it shared a transaction with them"
+        assert [(line.getMessage(), line.exc_info) for line in caplog.records] == [
+            ("the journal cannot be written: database or disk is full", None)
+        ]
         await journal.writer.submit(lambda connection: connection.execute("PRAGMA max_page_count = 1000000").fetchone())
         await executed(journal, range(3, 9), length=4096)
     async with opened(tmp_path) as journal:
