@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -391,6 +392,8 @@ def _lock(state_dir: Path) -> IO[str]:
 def _default_model(state_dir: Path) -> Path:
     out = state_dir / "base_models" / "small-qwen3"
     if not out.exists():
+        for part in out.parent.glob(f".{out.name}.*"):  # left by a first start that was killed
+            shutil.rmtree(part, ignore_errors=True)
         _report("no --base-model given: making a small one (once, about a minute)")
         command = [sys.executable, "-m", "tinsmith_cli", "make-base-model", *_DEFAULT_MODEL_SETTINGS, "--out", str(out)]
         made = subprocess.run(command, preexec_fn=partial(die_with_parent, os.getpid()), check=False)  # noqa: S603

@@ -11,12 +11,23 @@ import pytest
 from tinsmith_cli import main
 from tinsmith_cli.ports import free_ports
 from tinsmith_cli.stack import ServiceKeys
-from tinsmith_cli.up import _base_pages, _keys, _next_steps
+from tinsmith_cli.up import _base_pages, _default_model, _keys, _next_steps
 
 
 def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     code = main(["up", *argv])
     return code, capsys.readouterr().err
+
+
+def test_what_a_killed_first_start_has_left_of_the_default_model_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = tmp_path / "base_models" / ".small-qwen3.half"
+    part.mkdir(parents=True)
+    (part / "tokenizer.json").write_text("{")
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0))
+    assert _default_model(tmp_path) == tmp_path / "base_models" / "small-qwen3"
+    assert not part.exists()
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
