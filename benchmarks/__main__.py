@@ -24,6 +24,7 @@ COMMANDS = {
     "starts": "starts of the stack",
     "parked_runs": "runs that are parked: coming back, and the memory of many",
     "moved_runs": "runs that move from trainer to trainer: how long they stand still",
+    "left_out_samplers": "a publish while of four samplers one is full, one is dead and one hangs",
     "load": "a thousand samples and two hundred sessions at once",
     "hostile": "waits of 16 good clients beside every hostile request that is known",
     "tenants": "a simulation of many tenants on eight GPUs, with the queue and the placement that serve",

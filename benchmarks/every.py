@@ -47,6 +47,7 @@ PARTS: Mapping[str, str] = {
     "parked-small": "parked_runs --size small --only come_back --runs 6",
     "parked-tiny": "parked_runs --size tiny --only memory",
     "moved-small": "moved_runs --size small",
+    "left-out-tiny": "left_out_samplers --size tiny",
 }
 """Arguments of `python -m benchmarks` for each part."""
 _BESIDE = "peak memory"
