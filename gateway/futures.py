@@ -16,7 +16,7 @@ from typing import Protocol
 
 import orjson
 
-from gateway.ids import Target, is_model, sample_of, session_of
+from gateway.ids import Target, is_model, operation_of, sample_of, session_of
 from gateway.load import Share
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
@@ -252,6 +252,11 @@ class Futures:
     def num_pending(self, kind_or_group: str, *, owner: str | None = None) -> int:
         """Number of pending futures of a kind or a group. `owner`: only those of a kind whose hold is this owner's."""
         return self._num_pending[kind_or_group if owner is None else (kind_or_group, owner)]
+
+    def numbers(self, model_id: str) -> set[int]:
+        """The seq_ids of a model's operations in work."""
+        found = [operation_of(pending.request_id) for pending in self._pending.values() if pending.group == model_id]
+        return {operation[1] for operation in found if operation is not None}
 
     def busy_models(self) -> list[str]:
         """Ids of models with work in progress."""

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -33,12 +34,15 @@ from gateway.storage.transfers import Transfers
 from gateway.tenants.billing import Billing
 from gateway.training.operations import Operations
 from gateway.training.refusals import Refusals
-from tinsmith.errors import FailedPrecondition, InvalidRequest, ModelNotFound, ServiceError
+from gateway.training.submission import Submission
+from tinsmith.errors import FailedPrecondition, InvalidRequest, ModelNotFound, SequenceConflict, ServiceError
 from tinsmith.tasks import Pause, set_within, to_its_end
 from tinsmith.v1 import trainer_pb2
 
 logger = logging.getLogger(__name__)
 
+_LAST_S = 5.0
+"""Time in which operations that were let in before the end of their run reach the trainer, in seconds."""
 EXPIRED = "expired"
 """Reason of a session that ended because it sent no heartbeats."""
 
@@ -194,6 +198,23 @@ class Reaper:
             overdue = session.end_reason == EXPIRED or ended_s > self._config.session_timeout_s
             if overdue or not (self._futures.num_pending(model.model_id) or self._is_busy_elsewhere(model, ended_s)):
                 await self._release(model)
+            elif ended_s > _LAST_S and not self._is_busy_elsewhere(model, ended_s):
+                await self._give_up_missing(model)
+
+    async def _give_up_missing(self, model: Model) -> None:
+        """Gives up the seq_ids for which the work of an ended run waits: they come no more."""
+        try:
+            trainer = await self._placement.of_run(model.model_id, timeout_s=0)
+            found = await trainer.stub.GetModel(trainer_pb2.GetModelRequest(model_id=model.model_id))
+            numbers = self._futures.numbers(model.model_id)
+            for seq_id in range(max(1, found.model.next_seq_id), max(numbers, default=0)):
+                if seq_id not in numbers:
+                    missing = Submission.of("forward_backward", model.model_id, seq_id, base_model=model.base_model)
+                    missing.refuse(FailedPrecondition(f"seq_id {seq_id} has not arrived, and the run has ended"))
+                    with suppress(SequenceConflict):  # the trainer has it
+                        await self._operations.submit(missing)
+        except ServiceError as error:
+            logger.info("the work of the ended model %s goes on waiting: %s", model.model_id, error.message)
 
     def _is_busy_elsewhere(self, model: Model, ended_s: float) -> bool:
         """Whether the model may have work at another gateway, which this one learns with a delay."""

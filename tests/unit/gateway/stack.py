@@ -294,7 +294,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, trainer_admin_pb2_grp
     async def GetModel(self, request: Any, context: Any) -> Any:
         if request.model_id not in self.models:
             raise ModelNotFound(f"no model {request.model_id}")
-        return trainer_pb2.GetModelResponse(model=self.models[request.model_id].info)
+        model = trainer_pb2.ModelInfo(next_seq_id=len(self.models[request.model_id].results))
+        model.MergeFrom(self.models[request.model_id].info)
+        return trainer_pb2.GetModelResponse(model=model)
 
     async def DeleteModel(self, request: Any, context: Any) -> Any:
         self.deleted_models.append(request.model_id)

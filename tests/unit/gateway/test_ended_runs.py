@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from gateway import reaper
 from gateway.database import sessions
 from tests.support.waiting import until
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
@@ -37,6 +38,27 @@ async def test_a_run_ends_once_its_work_is_done(stack: Stack, client: Client) ->
     await client.call("create_model", create, status=422)
     await stack.restart_gateway()
     assert "model_seq_id: 0 is taken" in (await client.result(await client.call("create_model", create)))["error"]
+
+
+@pytest.mark.parametrize("ends_session", [False, True])
+async def test_work_of_an_ended_run_does_not_wait_for_numbers_that_never_came(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch, ends_session: bool
+) -> None:
+    """The trainer would give them up after 15 minutes."""
+    monkeypatch.setattr(reaper, "_LAST_S", 0.0)
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    waiting = (await client.forward_backward(model_id, 3)).json()
+    saved = await client.call("save_weights", {"model_id": model_id, "seq_id": 5, "path": "last"})
+    if ends_session:
+        await client.call(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
+    else:
+        receipt = await client.call("unload_model", {"model_id": model_id})
+        assert (await client.result(receipt))["model_id"] == model_id
+    await client.result(waiting)
+    assert (await client.result(saved))["path"] == f"tinker://{model_id}/weights/last"
+    await until(lambda: stack.trainer.deleted_models == [model_id])
+    assert stack.trainer.orders[model_id] == [0, 1, 2, 3, 4, 5]
 
 
 async def test_the_checkpoints_of_an_ended_run_and_their_samplers_stay(stack: Stack, client: Client) -> None:
