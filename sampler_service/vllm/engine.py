@@ -75,9 +75,9 @@ class VllmEngine:
         self._queue = Queue()
         self._process = process
         self._sequences = VllmSequences(
-            process, self.requests, self.store, metrics, max_running=reference.sizes.max_running, processor=processor
+            process, self.requests, self.store, metrics, max_running=reference.max_running, processor=processor
         )
-        self.max_running = reference.sizes.max_running
+        self.max_running = reference.max_running
         self.device = reference.device
         self.weights_device = "cpu"
         """They go on through shared memory. This process has nothing on the GPU, whose memory vLLM's processes need."""

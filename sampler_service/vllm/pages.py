@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
+from sampler_service.core.sequence import PASSING
 from sampler_service.core.sizing import Sizes, kv_bytes_per_token
 from tinsmith.modeling.kv_cache import KVCache
 
@@ -57,11 +58,19 @@ class Pages:
         use."""
         return self.block_bytes * (_STATES * self.state_groups + self.token_groups) if self.state_groups else 0
 
-    def cache_bytes(self, sizes: Sizes, lanes: int) -> int:
-        """Bytes of a cache for so many running sequences."""
+    def cache_bytes(self, sizes: Sizes) -> int:
+        """Bytes of a cache of these sizes."""
         tokens = -(-sizes.max_kv_tokens // self.block_tokens) * self.token_groups
+        lanes = sizes.max_running + PASSING
         more = -(-(sizes.prefix_cache_bytes + lanes * self.bytes_per_lane) // self.block_bytes)
         return (tokens + more + 2) * self.block_bytes  # one block is vLLM's own, and one more may be begun
+
+    def most_running(self, sizes: Sizes, wanted: int) -> int:
+        """Most sequences that run at once: the `wanted` ones, unless their states have no room in such a cache. vLLM
+        lends a sequence all blocks that others do not use."""
+        if not self.state_groups:
+            return wanted
+        return max(sizes.max_running, min(wanted, self.cache_bytes(sizes) // self.bytes_per_lane - PASSING))
 
 
 def _state_bytes(cache: KVCache, layer: int) -> int:

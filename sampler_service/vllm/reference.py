@@ -64,6 +64,8 @@ class Reference:
     """Sizes for each worker."""
     pages: Pages
     """Blocks of each worker's cache."""
+    max_running: int
+    """Most sequences that generate at once."""
     has_tower: bool
     """Whether the model is one that sees pictures, also where they are not to be taken."""
     why_no_pictures: str
@@ -155,6 +157,7 @@ def _measure(config: SamplerConfig) -> Reference:
         eos_token_ids=eos_token_ids(base.path, base.config),
         sizes=sizes,
         pages=pages,
+        max_running=pages.most_running(sizes, config.max_running),
         has_tower=getattr(load_config(config.base_model), "vision_config", None) is not None,
         why_no_pictures=why_no_pictures,
         picture_tokens=picture_tokens,

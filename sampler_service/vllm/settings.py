@@ -49,7 +49,7 @@ def set_environment(config: SamplerConfig, *, device: str) -> None:
 def engine_args(config: SamplerConfig, reference: Reference) -> dict[str, object]:
     """For vLLM's AsyncEngineArgs."""
     sizes, pages, on_cpu = reference.sizes, reference.pages, reference.device == "cpu"
-    lanes = sizes.max_running + PASSING
+    lanes = reference.max_running + PASSING
     return {
         "model": config.base_model,
         "dtype": reference.dtype,
@@ -57,7 +57,7 @@ def engine_args(config: SamplerConfig, reference: Reference) -> dict[str, object
         "tensor_parallel_size": config.tensor_parallel,
         "max_model_len": min(reference.max_context_length, sizes.max_kv_tokens),
         "block_size": pages.block_tokens,
-        "kv_cache_memory_bytes": pages.cache_bytes(sizes, lanes),
+        "kv_cache_memory_bytes": pages.cache_bytes(sizes),
         "gpu_memory_utilization": _FREE_AT_START,
         "enforce_eager": on_cpu,  # compiled, it starts minutes later and decodes 5 % faster
         "max_num_seqs": lanes,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sampler_service.config import SamplerConfig
-from sampler_service.core.sizing import kv_bytes_per_token, measured_cache
+from sampler_service.core.sizing import Sizes, kv_bytes_per_token, measured_cache
 from sampler_service.vllm.pages import BLOCK_TOKENS, Pages
 from sampler_service.vllm.reference import _measure
 from sampler_service.vllm.settings import engine_args
@@ -76,6 +76,19 @@ def test_the_cache_has_room_for_the_states_of_all_running_sequences(tmp_path: Pa
     assert args["block_size"] == pages.block_tokens
     assert args["kv_cache_memory_bytes"] == (blocks + 2) * pages.block_bytes
     assert args["max_num_seqs"] == 10
+
+
+def test_as_many_sequences_run_as_the_whole_cache_has_states_for() -> None:
+    pages = Pages.of(cache_of(token_layers=8, state_layers=24), kv_part=Fraction(1), num_devices=1)
+    sizes = Sizes(
+        bytes_per_token=8 * 4096, bytes_per_lane=pages.bytes_per_lane, max_running=3, max_kv_tokens=60_000,
+        prefix_cache_bytes=10**9, tokens_per_step=8192,
+    )  # fmt: skip
+    blocks = pages.cache_bytes(sizes) // pages.block_bytes
+    assert 3 < pages.most_running(sizes, 64) == blocks // 7 - 4 < 64
+    assert pages.most_running(sizes, 5) == 5
+    assert pages.most_running(replace(sizes, max_kv_tokens=1, prefix_cache_bytes=0), 64) == 3
+    assert Pages(32, 1000).most_running(sizes, 64) == 64
 
 
 def test_a_model_without_states_has_the_blocks_of_its_tokens(tmp_path: Path) -> None:

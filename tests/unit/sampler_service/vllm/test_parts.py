@@ -135,7 +135,7 @@ def test_auto_takes_vllm_on_cuda_where_it_is_installed(
 def test_slots_of_vllm_are_as_large_as_the_largest_rank_that_is_served() -> None:
     reference = SimpleNamespace(
         sizes=SimpleNamespace(prefix_cache_bytes=0, max_running=8, max_kv_tokens=64, tokens_per_step=64),
-        pages=Pages(32, 32), device="cuda", dtype="bfloat16", max_context_length=64, targets=["one"],
+        pages=Pages(32, 32), max_running=8, device="cuda", dtype="bfloat16", max_context_length=64, targets=["one"],
         picture_tokens=0, has_tower=False,
     )  # fmt: skip
 
