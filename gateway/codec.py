@@ -72,6 +72,19 @@ def json_response(content: object, *, status: int = 200, headers: dict[str, str]
     return Response(orjson.dumps(content), status_code=status, headers=headers, media_type=JSON)
 
 
+def no_such_path(request: requests.Request) -> str:
+    """The text of a 404. The base URL of the SDK has no path; that of OpenAI's clients ends with /v1."""
+    path = request.url.path
+    prefix, api, _ = path.partition("/api/v1/")
+    if prefix and api:
+        advice = f"; leave {prefix} out of the base URL"
+    elif path in ("/chat/completions", "/completions", "/models", "/responses"):
+        advice = "; add /v1 to the base URL"
+    else:
+        advice = ""
+    return f"this server has no {request.method} {path}{advice}"
+
+
 def detail(status: int, text: str, *, headers: dict[str, str] | None = None) -> Response:
     return json_response({"detail": text}, status=status, headers=headers)
 

@@ -111,7 +111,8 @@ class Settings:
     )  # fmt: skip
     api_key: list[str] = _flag(
         list, action="append", metavar="KEY",
-        help="key that clients must send, over HTTP and over gRPC, repeatable; GATEWAY_API_KEYS='[\"KEY\"]' in the "
+        help="key that clients must send, over HTTP and over gRPC, repeatable (the SDK takes only keys that begin with "
+        "tml-); GATEWAY_API_KEYS='[\"KEY\"]' in the "
         "environment keeps it out of `ps`. Required unless --host is a loopback address; there, every key is accepted "
         "if none is given",
     )  # fmt: skip

@@ -100,7 +100,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = error.detail
     if error.status_code == 404 and text == "Not Found":
-        text = f"this server has no {request.method} {request.url.path}"
+        text = codec.no_such_path(request)
     elif error.status_code == 405:
         text = f"{request.url.path} does not answer {request.method}"
     return codec.detail(error.status_code, text, headers=dict(error.headers or {}))

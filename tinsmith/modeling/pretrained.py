@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -30,6 +30,17 @@ _SHOWN = 4
 
 class UnsupportedModel(Exception):
     """The base model cannot be run here. The message says why."""
+
+
+def _damaged_file(path: str | Path) -> str:
+    """The file of weights that cannot be read, in the folder `path`."""
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError:
+            return file.name
+    return "a file of weights"
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -82,7 +93,7 @@ def load_causal_lm(
             **options,
         )
     except SafetensorError as error:
-        raise OSError(f"a file of weights is damaged ({error}); fetch it again") from error
+        raise OSError(f"{_damaged_file(path)} is damaged ({error}); fetch it again") from error
     model, report = loaded
     mismatched = sorted(report["mismatched_keys"])
     if quantization is not None:

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Match
 
-from gateway import answers
+from gateway import answers, codec
 from gateway.codec import Request
 from gateway.http.endpoint import Endpoint
 from gateway.openai import errors, response_schemas, schemas, sources
@@ -77,7 +77,7 @@ async def no_such_path(request: Request) -> Response:
     if others:
         allowed = ", ".join(sorted(method for route in others for method in route.methods or ()))
         raise HTTPException(405, f"this server has no {what}, only {allowed}", headers={"Allow": allowed})
-    raise HTTPException(404, f"this server has no {what}")
+    raise HTTPException(404, codec.no_such_path(request))
 
 
 _get, _post = partial(_Endpoint, "GET"), partial(_Endpoint, "POST")

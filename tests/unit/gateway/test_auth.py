@@ -79,6 +79,23 @@ async def test_a_refusal_below_v1_has_openais_form(http: httpx.AsyncClient) -> N
     assert "holds no key of this server" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/v1/api/v1/client/config", "this server has no POST /v1/api/v1/client/config; leave /v1 out of the base URL"),
+        ("/x/api/v1/asample", "this server has no POST /x/api/v1/asample; leave /x out of the base URL"),
+        ("/chat/completions", "this server has no POST /chat/completions; add /v1 to the base URL"),
+        ("/v1/none", "this server has no POST /v1/none"),
+        ("/api/v1/none", "this server has no POST /api/v1/none"),
+    ],
+)
+async def test_a_wrong_base_url_is_named(http: httpx.AsyncClient, path: str, message: str) -> None:
+    reply = await http.post(path, headers={"authorization": "Bearer tml-any"})
+    assert reply.status_code == 404
+    said = reply.json()
+    assert (said["error"]["message"] if "error" in said else said["detail"]) == message
+
+
 @pytest.mark.parametrize("path", ["/api/v1/healthz", "/metrics", "/download/none", "/openapi.json"])
 @with_keys()
 async def test_these_need_no_key(http: httpx.AsyncClient, path: str) -> None:

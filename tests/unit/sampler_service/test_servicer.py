@@ -426,7 +426,7 @@ async def test_a_damaged_file_of_weights_is_one_line(tmp_path: Path, caplog: pyt
     (folder / "model.safetensors").write_bytes(b"\x08" + b"\0" * 30)
     assert await serve(SamplerConfig(base_model=str(folder), listen="127.0.0.1:0")) == 1
     (line,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
-    assert line.startswith(f"cannot serve {folder}: a file of weights is damaged (")
+    assert line.startswith(f"cannot serve {folder}: model.safetensors is damaged (")
     assert "\n" not in line
 
 

@@ -727,7 +727,7 @@ async def test_a_damaged_file_of_weights_ends_the_trainer_with_one_line(tmp_path
     config = TrainerConfig(
         base_model=str(folder), state_dir=tmp_path, checkpoint_dir=str(tmp_path / "checkpoints"), listen="127.0.0.1:0"
     )
-    with pytest.raises(SystemExit, match=r"cannot load the base model .*: a file of weights is damaged \(") as ended:
+    with pytest.raises(SystemExit, match=r"cannot load the base model .*: model\.safetensors is damaged \(") as ended:
         await serve(config, None, Cores("", most=0, set_threads=lambda _: None))
     assert "\n" not in str(ended.value)
 
