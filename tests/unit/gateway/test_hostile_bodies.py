@@ -719,7 +719,7 @@ async def test_an_answer_of_more_logprobs_than_values_in_a_body_is_refused(stack
 async def test_the_text_of_an_owners_thousand_answers_delays_anothers_by_one() -> None:
     def draw(owner: str) -> draws.Draw:
         made = draws.Draw.__new__(draws.Draw)
-        made._source = Source("m", owner, SamplingSession(base_model=BASE_MODEL))
+        made.source = Source("m", owner, SamplingSession(base_model=BASE_MODEL))
         return made
 
     ended: list[str] = []
