@@ -204,7 +204,8 @@ class WeightSender:
             members = [member for member in members if member.serving]
             while members and len(failures) < _ATTEMPTS:
                 try:
-                    return await self.samplers.guarded(members, self._attempt(version, members))
+                    work = self._attempt(version, members)
+                    return await self.samplers.guarded(members, work, among=self.samplers.serving())
                 except ChannelBroken as error:
                     failures.append(str(error))
                     self._metrics.publishing.publish_failures.inc()

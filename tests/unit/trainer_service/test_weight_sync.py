@@ -730,6 +730,20 @@ async def test_a_sampler_that_hangs_is_left_out_long_before_its_silence_would_te
     assert published.members == [f"127.0.0.1:{servers[n].port}" for n in (0, 2)]
 
 
+async def test_a_run_whose_only_home_hangs_soon_has_another(
+    connect: Connect, serve: Serve, make_version: MakeVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receivers = [Receiver() for _ in range(2)]
+    servers = [await serve(receiver) for receiver in receivers]
+    sender = await connect(*servers, silence_s=1000, version_homes=1)
+    await sender.publish(make_version("m@1"))
+    (home,) = holding(receivers, "m@1")
+    make_hang(sender, f"127.0.0.1:{servers[home].port}", monkeypatch)
+    receivers[home].announced.clear()
+    published = await asyncio.wait_for(sender.publish(make_version("m@2")), 100)
+    assert published.members == [f"127.0.0.1:{servers[1 - home].port}"]
+
+
 async def test_a_full_a_dead_and_a_hanging_sampler_keep_no_version_from_a_fourth(
     connect: Connect, serve: Serve, make_version: MakeVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
