@@ -125,7 +125,7 @@ class TinkerPath:
 def check_checkpoint_root(root: str) -> str:
     """Returns `root`. Raises ValueError unless it is a path or the URL of a supported object store."""
     protocol, separator, rest = root.partition("://")
-    is_url = separator or root.startswith(("s3:", "gs:"))  # of which a slash is missing, perhaps
+    is_url = separator or root.startswith(("s3:", "gs:"))  # such as s3:/BUCKET, which lacks a slash
     if is_url and (protocol not in ("s3", "gs") or not rest.strip("/")):
         raise ValueError(f"{root!r} is neither a path, nor s3://BUCKET/PREFIX, nor gs://BUCKET/PREFIX")
     return root
