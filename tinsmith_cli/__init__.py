@@ -14,6 +14,8 @@ from tinsmith_cli.base_models import UsageError
 from tinsmith_cli.doctor import command as doctor_command
 from tinsmith_cli.planning import command as plan_command
 
+_OWN = ("tinsmith", "tinsmith_cli", "gateway", "trainer_service", "sampler_service")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
@@ -65,4 +67,11 @@ def _run(argv: Sequence[str] | None) -> int:
         return arguments.run(arguments)
     except UsageError as error:
         print(f"tinsmith: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        # `pip install tinsmith` installs the command line without what services need.
+        name = (error.name or "").partition(".")[0]
+        if not name or name in _OWN:
+            raise
+        print(f"tinsmith: the Python package {name} is not installed: pip install 'tinsmith[all]'", file=sys.stderr)
         return 2

@@ -166,6 +166,16 @@ def test_up_loads_no_torch() -> None:
     assert output.stdout == "[]\n"
 
 
+@pytest.mark.parametrize("argv", [["up", "--port", "0"], ["keys", "create", "--owner", "ada"]])
+def test_a_package_of_the_services_that_is_not_installed_is_named(argv: list[str], tmp_path: Path) -> None:
+    argv = [*argv, "--state-dir", str(tmp_path / "state")]
+    program = f"import sys; sys.modules['sqlalchemy'] = None; import tinsmith_cli; sys.exit(tinsmith_cli.main({argv}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "tinsmith: the Python package sqlalchemy is not installed: pip install 'tinsmith[all]'\n"
+    assert not (tmp_path / "state").exists()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="files of memory are Linux's")
 def test_services_get_one_file_of_memory_unless_the_environment_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("TRAINER_BASE_PAGES", "SAMPLER_BASE_PAGES")
