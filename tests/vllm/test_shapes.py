@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 
 from tests.support.models import TINY_CONFIG
 from tests.unit.sampler_service.full_versions import make_full, save
@@ -29,7 +36,11 @@ SHAPES: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),  # with biases
     "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
-}
+    "qwen3_5": Qwen3_5TextConfig(
+        **SIZES, tie_word_embeddings=False, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
+        linear_value_head_dim=32, layer_types=["linear_attention", "full_attention"],
+    ),
+}  # fmt: skip
 
 
 def logprobs(folder: Path, tokens: list[int]) -> np.ndarray:
