@@ -8,7 +8,7 @@ from tinsmith.rpc.settings import read_settings
 
 def main() -> None:
     config = read_settings(SamplerConfig)
-    # Importing torch takes seconds, so a mistake in the settings is told before.
+    # Settings are read before torch is imported, which takes seconds, so that a mistake in them is reported at once.
     from sampler_service.service import run
 
     run(config)

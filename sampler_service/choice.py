@@ -13,8 +13,8 @@ from tinsmith.sizing import VLLM_MAX_LORA_RANK
 
 
 def settled(config: SamplerConfig) -> tuple[SamplerConfig, str]:
-    """The settings with the engine that is taken, and with what it takes where they leave it open; and why it is that
-    engine."""
+    """The settings, with the engine and its defaults in place of what they leave open, and the reason for the choice of
+    the engine."""
     update: dict[str, object] = {}
     update["engine"], why = _engine(config)
     if update["engine"] == "vllm" and "max_lora_rank" not in config.model_fields_set:
@@ -39,10 +39,11 @@ def _engine(config: SamplerConfig) -> tuple[str, str]:
 
 
 async def load_engine(config: SamplerConfig, metrics: SamplerMetrics) -> TorchEngine | VllmEngine:
-    """`config`: settled. Raises as the engines' load() do, and ValueError for a division that the torch engine cannot
-    have."""
+    """Loads the engine. `config`: from `settled`. Raises the errors of the engines' load(), and ValueError for a
+    division that the torch engine cannot have."""
     if config.engine == "vllm":
-        # vLLM's threads do not change once it runs, and it does not say when it computes: its share is always taken.
+        # vLLM's number of threads is fixed while it runs, and vLLM does not report when it computes. So it always takes
+        # its share.
         cores = Cores(config.cores_page, most=config.num_threads, set_threads=lambda _: None, fixed=True)
         cores.begin()
         config = config.model_copy(update={"num_threads": cores.threads})

@@ -1,4 +1,4 @@
-"""Messages of the sampler's wire <-> what the engine takes and gives."""
+"""Converts messages of the sampler's RPCs to the engine's requests, and the engine's results to messages."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def request_from_proto(
     on_probation: bool = False,
     owner: str | None = None,
 ) -> Request:
-    """Raises InvalidRequest for what is malformed. `owner`: of the caller's key; None if the caller sends others'
-    requests, and cache_salt says whose. `processor`: of the base model's pictures; None, with the reason, if the
-    engine takes no pictures. `max_tokens`: most tokens of a prompt with pictures."""
+    """The engine's request for a message. Raises InvalidRequest for a malformed message. `owner`: owner of the caller's
+    key; None if the caller sends requests of others, whose owner is in cache_salt. `processor`: the processor of the
+    base model's pictures; None, with the reason, if the engine takes no pictures. `max_tokens`: most tokens of a prompt
+    with pictures."""
     for name in ("version_id", "follow_run", "cache_salt"):
         _check_number(len(getattr(message, name)), MAX_NAME_CHARACTERS, what="characters", field=name)
     prompt, pictures = model_input(
@@ -87,7 +88,8 @@ def _grammar(grammar: pb.Grammar) -> Grammar:
 
 
 def _params(params: pb.SamplingParams) -> Params:
-    # Here and not in RequestLimits: as Python integers, the tokens of one message could take gigabytes.
+    # These limits are checked here and not in RequestLimits, because as Python integers the tokens of one message could
+    # take gigabytes.
     num_stops, field = len(params.stop.token_ids), "sampling_params.stop.token_ids"
     _check_number(num_stops, MAX_STOP_TOKENS, what="tokens", field=field)
     stop = StopCondition(tuple(params.stop.strings), tuple(params.stop.token_ids)) if params.HasField("stop") else None
@@ -118,7 +120,7 @@ def _targets(tensor: types.Tensor, *, length: int) -> Targets:
     else:
         table = to_numpy(tensor, field=field)
         shape, tokens_M = table.shape, table.reshape(-1)
-        # Not np.repeat, which keeps the interpreter's lock for as long as it takes.
+        # np.repeat would hold the interpreter's lock until it is done.
         rows = np.broadcast_to(np.arange(shape[0], dtype=np.int64)[:, None], shape) if table.ndim == 2 else table
         rows_M = rows.reshape(-1)
     if len(shape) != 2 or shape[0] != length - 1 or shape[1] < 1 or tokens_M.dtype.kind != "i":
@@ -201,7 +203,7 @@ def _table(table: TopkTable) -> types.TopkLogprobs:
 
 
 def _scores(targets_M: Floats, asked: types.Tensor) -> types.Tensor:
-    """In the layout of the question."""
+    """The scores of the named cells, in the layout of the request's table."""
     answer = types.Tensor(dtype=types.DTYPE_FLOAT32, shape=asked.shape)
     if asked.WhichOneof("layout") == "sparse_csr":
         answer.sparse_csr.values = _floats(targets_M)

@@ -1,4 +1,4 @@
-"""Tokens that end a sequence, as the model's files say."""
+"""The end-of-sequence tokens that a model's files name."""
 
 from __future__ import annotations
 

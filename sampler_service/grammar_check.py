@@ -1,7 +1,7 @@
 """python -m sampler_service.grammar_check: compiles one grammar and says what is wrong with it.
 
-Grammars come from clients, and a short one can take minutes and gigabytes. This process may be killed for that. The
-sampler may not, so it compiles only grammars that have passed here. Standard input and output are JSON.
+Grammars come from clients, and a short one can take minutes and gigabytes to compile. This process may be killed for
+that. The sampler must live, so it compiles only grammars that have passed here. Standard input and output are JSON.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def circular_reference(form: str, text: str) -> str:
         try:
             schema, _ = json.JSONDecoder().raw_decode(text, start)
             found = _circular(schema)
-        except (ValueError, RecursionError):  # the library says what is wrong with it
+        except (ValueError, RecursionError):  # the library reports what is wrong with the text
             continue
         if found:
             line, column = text.count("\n", 0, start) + 1, start - text.rfind("\n", 0, start)
@@ -69,7 +69,8 @@ def _circular(schema: Any) -> str:
 
 
 def _schemas(node: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
-    """The objects in a schema, each with its place; not those that are data."""
+    """The schemas within a schema, each with its place. Objects that are data, such as values of an enum, are left
+    out."""
     if isinstance(node, dict):
         yield place, node
         for name, value in node.items():
@@ -130,7 +131,8 @@ class _Bytes:
 
 
 def error_of(form: str, text: str, special: Sequence[str]) -> str:
-    """Why the grammar cannot be used; empty when it can. `special`: names of the tokenizer's special tokens."""
+    """The reason for which the grammar cannot be used; empty if it can. `special`: names of the tokenizer's special
+    tokens."""
     text = _BY_ID.sub("<[256]>", text)
     if circular := circular_reference(form, text):
         return circular

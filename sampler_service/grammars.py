@@ -54,7 +54,7 @@ class Compiled:
     grammar: Grammar
     start: LLMatcher
     eos_token_ids: frozenset[int]
-    """Tokens of which one ends a complete text."""
+    """End-of-sequence tokens; any one of them ends a complete text."""
     broken: bool = False
     """True when the library has failed in this grammar, which makes all its matchers useless."""
 
@@ -89,7 +89,7 @@ class Matcher:
     def _run(self, work: Any) -> None:
         try:
             work()
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # a panic of the library is a BaseException
             if type(error).__name__ != "PanicException" and not isinstance(error, Exception):
                 raise
             self._compiled.broken = True
@@ -129,7 +129,7 @@ class Compiler:
         except ValueError as error:
             raise refused(grammar, str(error)) from error
         compiled = Compiled(grammar, start, self._eos_token_ids)
-        if not start.is_error():  # the cost of the first token counts, too
+        if not start.is_error():  # computes the first token, whose cost counts, too
             start.compute_bitmask()
         if start.is_error():
             raise refused(grammar, start.get_error())
@@ -150,7 +150,7 @@ def _shortened(reason: str) -> str:
 
 
 def keep(kept: OrderedDict[Grammar, Compiled], compiled: Compiled) -> None:
-    """Puts a grammar among those that are kept, the least recently used one first."""
+    """Adds a grammar to the kept ones, and drops the least recently used ones beyond the limits."""
     kept[compiled.grammar] = compiled
     kept.move_to_end(compiled.grammar)
     while len(kept) > MAX_KEPT or sum(one.num_bytes for one in kept) > MAX_KEPT_BYTES:
@@ -206,7 +206,8 @@ class Grammars:
 
 
 async def _checked(grammar: Grammar, special: Sequence[str]) -> str:
-    """Why a grammar cannot be used; empty when it can. Raises OutOfCapacity when the machine is too busy to tell."""
+    """The reason for which a grammar cannot be used; empty if it can. Raises OutOfCapacity when the machine is too busy
+    for the check."""
     asked = json.dumps({"form": grammar.form, "text": grammar.text, "special": special})
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "sampler_service.grammar_check", stdin=PIPE, stdout=PIPE, stderr=PIPE

@@ -76,7 +76,7 @@ async def serve(config: SamplerConfig) -> int:
             return 0
         try:
             engine = await loading
-        except (UnsupportedModel, OSError, ValueError, EngineDead) as error:  # dead: in a first pass
+        except (UnsupportedModel, OSError, ValueError, EngineDead) as error:  # EngineDead: in a first pass
             logger.error("cannot serve %s: %s", config.base_model, error)
             stopped.cancel()
             await server.stop(0)
@@ -91,7 +91,7 @@ async def serve(config: SamplerConfig) -> int:
         await server.set_serving(False)
         stopping = asyncio.create_task(server.stop(2 * GRACE_S))
         await asyncio.wait([stopping], timeout=GRACE_S)
-        await engine.stop()  # what is left hears that this is no accident
+        await engine.stop()  # unfinished requests fail with NotReady
         await stopping
         died.cancel()
         stopped.cancel()
@@ -106,13 +106,13 @@ def run(config: SamplerConfig) -> None:
     if config.tracing:
         tracing.setup("sampler")
     logger.info("configuration: %s", config.model_dump_json())
-    keep_freed_memory()  # the temporaries of a step are as large as those of a training step
+    keep_freed_memory()  # temporary tensors of a step are as large as those of a training step
     asyncio.run(_serve_and_leave(config))
 
 
 async def _serve_and_leave(config: SamplerConfig) -> NoReturn:
-    """Leaves within the event loop. Its usual end cancels health checks that are open, and gRPC logs that with a
-    traceback, below the reason for which a model could not be served."""
+    """Serves, and ends the process within the event loop. The loop's usual end would cancel open health checks, and
+    gRPC would log that with a traceback, below the reason for which a model could not be served."""
     status = await serve(config)
     tracing.shutdown()
     _leave(status)

@@ -1,4 +1,4 @@
-"""SamplerService: parse, one call, reply."""
+"""SamplerService over gRPC. Each RPC parses its request, makes one call of the engine, and replies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PAGE_SIZE = 1000
 _MANY_TOKENS = 65_536
-"""The answer of more sampled tokens is made beside the event loop: it takes 60 ns for each."""
+"""An answer of more sampled tokens is made on a thread, because each token takes 60 ns."""
 _TEXTS_AT_ONCE = 2
 """Texts of one key that wait or are converted; further ones wait for these. One text is converted at a time."""
 
@@ -192,14 +192,14 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
             async with room.beside_others():
                 generation = await self._submit(request, context, stream=stream, on_trial=on_trial)
             if generation.trial is None:
-                yield generation  # its reader may be slow; the engine counts it until it has ended
+                yield generation  # a stream's reader may be slow; the engine counts the request until it has ended
             else:
                 async with self._tried(generation, generation.trial, context):
                     yield generation
 
     @asynccontextmanager
     async def _tried(self, generation: Generation, trial: Trial, context: Context) -> AsyncIterator[None]:
-        """A context in which the prompt is computed alone, once its turn has come and the caller knows."""
+        """A context in which the prompt is computed alone, once its turn has come and the caller has been told."""
         try:
             try:
                 if await trial.granted():
@@ -254,7 +254,7 @@ async def _response(result: Result, request: pb.SampleRequest) -> pb.SampleRespo
 
 
 def _may_be_large(request: pb.SampleRequest) -> bool:
-    """Not by its ByteSize, which takes 0.2 s for 64 MB."""
+    """Whether a message is large. Its ByteSize is not used, because that takes 0.2 s for 64 MB."""
     return request.HasField("target_prompt_logprobs") or has_pictures(request.prompt)
 
 
@@ -268,7 +268,7 @@ def _failure_logged(request: pb.SampleRequest) -> Iterator[None]:
 
 
 def _record(request: pb.SampleRequest, generation: Generation, result: Result, arrived_at: float) -> None:
-    """A line in the log; and for tracing, how long it has waited, and how long it was drawn."""
+    """Logs the end of a request, and records for tracing how long it has waited and how long it was computed."""
     ended_at = time.time()
     logger.info(
         "sample of %s: ok, %d tokens in %d sequences, after %.3f s",

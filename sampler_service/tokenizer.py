@@ -40,10 +40,11 @@ _TOOL_CALL_FORMATS: Sequence[tuple[ToolCallFormat, Sequence[str], Sequence[str]]
     ("harmony", ("<|channel|>commentary", "<|call|>"), ()),
     ("llama3", ('"parameters": ', "ipython"), ()),
 )
-"""Formats, each with what a chat template has, and has not, that shows it. The first one that fits counts."""
+"""Formats of tool calls. Each has texts that a chat template of the format contains, and texts that it does not. The
+first format that fits a template counts."""
 
 MAX_TEXT_BYTES = 4 * 1024 * 1024
-"""Longest text, and longest rendered chat: some seconds of one core."""
+"""Longest text, and longest rendered chat, in bytes. Either takes some seconds of one core."""
 
 
 class BrokenTokenizer(Unsupported):
@@ -51,10 +52,10 @@ class BrokenTokenizer(Unsupported):
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Raises Unsupported when the model has none, or one that is not of the tokenizers library or needs code of its
-    own; BrokenTokenizer when it cannot be read."""
+    """Loads the tokenizer. Raises Unsupported when the model has none, or one that is not of the tokenizers library or
+    needs code of its own. Raises BrokenTokenizer when it cannot be read."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # None asks on the terminal
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # None would ask on the terminal
     except Exception as error:  # the parser's own, and what transformers makes of fields that are missing
         if "trust_remote_code" in str(error):
             raise Unsupported(
@@ -105,7 +106,7 @@ class ChatTokenizer:
         self._path = path
         self._tokenizer = load_tokenizer(path)
         self._backend: Tokenizer = cast(Any, self._tokenizer).backend_tokenizer
-        # Settings that a tokenizer.json may bring along: a prompt that is cut or filled up is another prompt.
+        # A tokenizer.json may bring settings to cut prompts or to fill them up, which would make other prompts of them.
         self._backend.no_truncation()
         self._backend.no_padding()
 
@@ -115,8 +116,8 @@ class ChatTokenizer:
 
     @property
     def tool_call_format(self) -> ToolCallFormat | None:
-        """Form in which the chat template has the model write a call of a tool; None when it shows none that is known
-        here."""
+        """Format in which the chat template lets the model write a call of a tool. None when the template shows no
+        known format."""
         if not self.has_chat_template:
             return None
         template = self._tokenizer.get_chat_template(tools=[{}])
@@ -137,13 +138,14 @@ class ChatTokenizer:
             raise InvalidRequest(f"{field}: is no text ({error})", field=field) from error
         if size > MAX_TEXT_BYTES:
             raise InvalidRequest(f"{field}: {size} bytes of text are above the limit of {MAX_TEXT_BYTES}", field=field)
-        # Not `encode`, which keeps the interpreter's lock from the event loop and the compute thread until it is done,
-        # and takes six times as long, because it also notes where each token begins.
+        # `encode` would keep the interpreter's lock from the event loop and the compute thread until it is done. It
+        # also takes six times as long, because it notes where each token begins.
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return np.array(encoded.ids, np.int32)
 
     def chat_tokens(self, chat: Chat) -> Ints:
-        """Raises FailedPrecondition without a template, InvalidRequest for what it cannot render."""
+        """The rendered chat. Raises FailedPrecondition for a model without a template, and InvalidRequest for messages
+        that the template cannot render."""
         if not self.has_chat_template:
             raise FailedPrecondition(f"the model {self._path!r} has no chat template; send text or tokens")
         messages = _objects(chat.messages, "messages")
@@ -163,7 +165,7 @@ class ChatTokenizer:
                     tokenize=False,
                     **kwargs,
                 )
-            except Exception as error:  # a template is a program, and what it raises is its answer to these messages
+            except Exception as error:  # a template is a program; its error is about these messages
                 raise InvalidRequest(
                     f"messages: the model's chat template does not render them: {error or type(error).__name__}",
                     field="messages",
@@ -180,7 +182,7 @@ class ChatTokenizer:
         return self.tokens(text, add_special_tokens=False, field="messages")
 
     def _check_variables(self, tools: Any, kwargs: dict[str, Any]) -> None:
-        """Refuses what the template would drop without a word."""
+        """Raises InvalidRequest for parts of the chat that the template would drop without a word."""
         template = self._tokenizer.get_chat_template(tools=tools)
         variables = find_undeclared_variables(_PARSER.parse(template))
         if tools and "tools" not in variables:
@@ -200,8 +202,8 @@ _ALWAYS_SHOWN = ("user", "assistant")
 
 
 def _dump_arguments(messages: list[dict[str, Any]]) -> bool:
-    """Turns the arguments of calls of tools into JSON, as templates take them that put texts together. Returns False if
-    there are none."""
+    """Turns the arguments of tool calls into JSON text, for templates that join texts. Returns False if there are no
+    arguments."""
     calls = [call for message in messages if _are_objects(each := message.get("tool_calls")) for call in each or ()]
     functions = [call.get("function") for call in calls]
     found = [one for one in functions if isinstance(one, dict) and isinstance(one.get("arguments"), dict)]
@@ -217,7 +219,8 @@ def _check_shown(messages: list[dict[str, Any]], render: Callable[[list[dict[str
         return
     marked = copy.deepcopy(messages)
     marks: dict[str, tuple[str, str]] = {}
-    """By random word: the path of what it stands for, and what is wrong when the template does not show the word."""
+    """For each random word: the path of the text that it replaces, and the error message for a template that does not
+    show the word."""
     ids: dict[str, str] = {}
     """The random ids of calls, by the ids that they replace."""
     for index, message in enumerate(marked):
@@ -226,7 +229,7 @@ def _check_shown(messages: list[dict[str, Any]], render: Callable[[list[dict[str
             message["content"] = mark = f"message_{secrets.token_hex(8)}"
             why = f"a message of the role {role!r} here; send it as one of the roles that the model knows"
             marks[mark] = f"messages[{index}]", why
-        if (answered := str(message.get("tool_call_id"))) in ids:  # a template may look for the call of an answer
+        if (answered := str(message.get("tool_call_id"))) in ids:  # a template may look up the answered call
             message["tool_call_id"] = ids[answered]
         calls = message.get("tool_calls") or []
         functions: list[Any] = [call.get("function", call) for call in calls] if _are_objects(calls) else [None]
@@ -253,7 +256,8 @@ def _check_shown(messages: list[dict[str, Any]], render: Callable[[list[dict[str
 
 
 def _marked(arguments: Any, mark: str) -> Any:
-    """The mark in the shape of a call's arguments, because a template may show an object and drop anything else."""
+    """Arguments of a call that contain the mark. They have the shape of the original ones, because a template may show
+    an object and drop anything else."""
     if isinstance(arguments, str):
         try:
             return json.dumps(_marked(json.loads(arguments), mark))
@@ -272,7 +276,8 @@ class TokenizerSlot:
         self._lock = asyncio.Lock()
 
     async def run(self, work: Callable[[ChatTokenizer], T]) -> T:
-        """Raises Unsupported when the model has no tokenizer, and what `work` raises."""
+        """Runs `work` on the tokenizer, on a thread. Raises Unsupported when the model has no tokenizer, and the errors
+        of `work`."""
         async with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = await in_thread(lambda: ChatTokenizer(self._path))
@@ -290,15 +295,14 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-# Only parses, to find the names of variables.
+# This environment only parses, to find the names of variables.
 _PARSER = Environment(extensions=["jinja2.ext.loopcontrols", _Generation])  # noqa: S701
 
 _OWN_FIELDS = {
     *("messages", "raise_exception", "strftime_now"),
     *(set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}),
 }
-"""Not for template_kwargs: fields of the request, functions, and arguments of transformers that would be taken for its
-own."""
+"""Names that template_kwargs may not have: fields of the request, functions, and arguments of transformers' own."""
 
 
 def _load(text: str, field: str) -> Any:

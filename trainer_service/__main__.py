@@ -14,7 +14,7 @@ def main() -> None:
     from trainer_service.config import TrainerConfig
 
     config = read_settings(TrainerConfig)
-    # Importing torch takes seconds, so a mistake in the settings is told before.
+    # Settings are read before torch is imported, which takes seconds, so that a mistake in them is reported at once.
     from trainer_service.service import run
 
     run(config)

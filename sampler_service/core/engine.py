@@ -1,5 +1,5 @@
-"""The interface of an engine that generates, and what both engines are composed of beside the versions: the requests
-that have not ended."""
+"""The interface of an engine that generates, and the open requests, which both engines are composed of, beside the
+versions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tinsmith.rpc.paths import is_newer
 logger = logging.getLogger(__name__)
 
 SAMPLE_STREAM = 0
-"""The random stream of sequences, of those that a seed gives."""
+"""Number of the random stream from which sequences are drawn. A seed gives several streams."""
 
 
 class SamplingEngine(Protocol):
@@ -44,17 +44,17 @@ class SamplingEngine(Protocol):
 
     @property
     def name(self) -> str:
-        """Which engine: "torch" or "vllm"."""
+        """Name of the engine: "torch" or "vllm"."""
         ...
 
     @property
     def device(self) -> str:
-        """Where it runs: "cpu" or "cuda"."""
+        """Device on which the engine runs: "cpu" or "cuda"."""
         ...
 
     @property
     def weights_device(self) -> str:
-        """Where this process wants versions to arrive: "cpu" or "cuda"."""
+        """Device on which this process receives versions: "cpu" or "cuda"."""
         ...
 
     @property
@@ -115,14 +115,16 @@ class SamplingEngine(Protocol):
         ...
 
     def memory_for(self, layout: Weights) -> Weights | None:
-        """A version of this layout over memory of the engine's own, for it to arrive in; None: any memory will do.
+        """An empty version of this layout in memory of the engine's own, into which the weights are received. None if
+        the engine takes a version from any memory.
 
         Raises OutOfCapacity.
         """
         ...
 
     def make_room(self, version_id: str, num_bytes: int) -> list[Weights]:
-        """Evicts what must leave for a version that is to come, and returns it: its buffers may be used again.
+        """Evicts versions to make room for one that is to be installed. Returns the evicted versions, whose buffers may
+        be used again.
 
         Raises AlreadyExists or OutOfCapacity when install would.
         """
@@ -131,16 +133,17 @@ class SamplingEngine(Protocol):
     async def install(
         self, version_id: str, weights: Weights, *, on_probation: bool = False, checksum: str = ""
     ) -> None:
-        """Makes a version visible to the next request; running ones keep theirs. The weights are the engine's now.
+        """Makes a version visible to new requests; running requests keep their versions. The engine owns the weights
+        from now on.
 
-        `on_probation`: only to requests that ask for it as such, until it is confirmed; for a minute at most.
-        `checksum`: of the bytes that it came as, for a trainer that announces the version again.
+        `on_probation`: until the version is confirmed, and for a minute at most, only requests that ask for a version
+        on probation see it. `checksum`: that of the received bytes, for a trainer that announces the version again.
         """
         ...
 
     async def move(self, run_id: str, version_id: str) -> int:
-        """Lets the generations that follow a run go on with a version of it, from their next token; those that come
-        start on it. Returns how many sequences go on with it; 0 when the run has moved to a newer one.
+        """Moves the generations that follow a run to a version of that run, from their next token on. Later generations
+        begin with that version. Returns how many sequences go on with it; 0 when the run has moved to a newer one.
 
         Raises InvalidRequest when it is no version of the run, VersionNotLoaded, EngineDead, or Unsupported.
         """
@@ -165,14 +168,14 @@ class OpenRequests:
         cancel: Callable[[SequenceGroup, ServiceError], None],
         release: Callable[[SequenceGroup], None],
     ) -> None:
-        """`cancel` is to end a request before its time, with an error. `release` is to let go of what an ended request
-        holds of the engine, its versions among it."""
+        """`cancel` ends a request early, with an error. `release` frees what an ended request holds in the engine, such
+        as its versions."""
         self.limits = limits
         self.stops = stops
         self.died = asyncio.Event()
         """Set when the engine cannot go on."""
         self.on_death: Callable[[], Awaitable[None]] | None = None
-        """Awaited before requests hear that the engine has died: the service's health says so first."""
+        """Awaited before requests fail because the engine has died, so that the service's health changes first."""
         self.room = Room(self._take_away)
         self.held_bytes = 0
         """Memory of the requests, in bytes."""
@@ -212,14 +215,14 @@ class OpenRequests:
         return self._waiting.keys()
 
     async def accept(self, request: Request, *, stream: bool, request_id: str) -> SequenceGroup:
-        """Checks a request, and counts it as waiting. Raises what SamplingEngine.submit does."""
+        """Checks a request, and counts it as waiting. Raises the errors of SamplingEngine.submit."""
         check = partial(self.limits.check, request)
         await large.run(check) if request.targets is not None else check()
         stop = await self.stops.rule(request.params.stop)
         grammar = None
         if request.grammar is not None:
             grammar = await self._grammars.compiled(request.grammar)
-            stop = replace(stop, token_ids=stop.token_ids | grammar.eos_token_ids)  # they end the text
+            stop = replace(stop, token_ids=stop.token_ids | grammar.eos_token_ids)  # they end the text of the grammar
         self.check_alive()
         if len(self._waiting) >= self._max_waiting and not request.on_probation:
             raise OutOfCapacity(f"{len(self._waiting)} requests wait already, the most that max_waiting allows")
@@ -262,14 +265,14 @@ class OpenRequests:
         return group
 
     def admit(self, group: SequenceGroup, started_at: float) -> None:
-        """Its computation has begun, at this time in seconds since 1970."""
+        """Records that the computation of a request has begun, at `started_at` in seconds since 1970."""
         if group in self._waiting:
             del self._waiting[group]
             group.generation.started_at = started_at
             self._metrics.waiting.set(len(self._waiting))
 
     def end(self, group: SequenceGroup, outcome: Result | ServiceError) -> None:
-        """The one end of a request; a later call for the same request does nothing, for a cancel may cross with a
+        """Ends a request. A later call for the same request does nothing, because a cancellation may cross with a
         result."""
         if group not in self._open:
             return
@@ -286,7 +289,8 @@ class OpenRequests:
             group.generation.finish(outcome)
 
     def behind(self, run_id: str, version_id: str) -> list[SequenceGroup]:
-        """Requests that are to move to a version, which they hold now. Raises what SamplingEngine.move does."""
+        """The requests that are to move to a version. From now on each of them holds the version. Raises the errors of
+        SamplingEngine.move."""
         self.check_alive()
         if not self._store.move(run_id, version_id):
             return []
@@ -312,8 +316,8 @@ class OpenRequests:
 
     @contextmanager
     def dying_of_errors(self) -> Iterator[None]:
-        """Lets the engine die when the block raises. An error in the books on requests would leave some waiting for
-        ever."""
+        """A context that lets the engine die when its block raises. The block changes the records of open requests;
+        after an error there, some requests would wait for ever."""
         try:
             yield
         except Exception as error:
@@ -328,22 +332,23 @@ class OpenRequests:
             raise NotReady("the sampler is shutting down")
 
     def die(self, error: BaseException) -> None:
-        """Takes no request any more, then tells the service, then ends the requests. Does so once. Requests that wait
-        are not told that they may be the cause, unless the error is a StateUnknown that names them."""
+        """Refuses new requests, then tells the service, then ends the open requests. A second call does nothing. The
+        error of a waiting request does not say that this request may be the cause, unless `error` is a StateUnknown
+        that names the request."""
         if not self.died.is_set():
             self.died.set()
             self._dying = asyncio.get_running_loop().create_task(self._end_dead(error))
 
     def begin_stop(self) -> None:
-        """From now on requests are refused."""
+        """Refuses requests from now on."""
         self._stopping = True
 
     def end_stop(self) -> None:
-        """Ends the requests that are left."""
+        """Ends all open requests."""
         self._end_all(NotReady("the sampler is shutting down"))
 
     def fail_at_end(self, future: asyncio.Future[Any]) -> None:
-        """The future fails when the engine stops or dies before it is done."""
+        """Makes the future fail when the engine stops or dies before the future is done."""
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)
 
@@ -363,7 +368,8 @@ class OpenRequests:
             self._cancel(group, error)
 
     def _end_surely(self, group: SequenceGroup, error: ServiceError) -> None:
-        """Ends a request, whatever goes wrong with what it holds: others have to be ended after it."""
+        """Ends a request. An error while its resources are freed is only logged, because further requests have to be
+        ended."""
         try:
             self.end(group, error)
         except Exception:

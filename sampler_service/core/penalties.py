@@ -34,9 +34,9 @@ class History:
     """Tokens of a sequence so far."""
 
     prompt_V: Tensor
-    """bool: the prompt has the token."""
+    """bool [V]: whether the prompt has the token."""
     counts_V: Tensor
-    """float32: how often the output has the token."""
+    """float32 [V]: how often the output has the token."""
 
     @classmethod
     def of(cls, prompt: Ints | Sequence[int], output: Sequence[int], *, vocab_size: int, device: torch.device) -> Self:
@@ -65,7 +65,7 @@ class Penalized:
 
     @classmethod
     def of(cls, changed: Sequence[tuple[int, Penalties, History]], *, device: torch.device) -> Self:
-        """`changed`: (row, penalties, history) of each such row, one at least."""
+        """`changed`: (row, penalties, history) of each row whose logits are changed; at least one."""
 
         def column(values: Sequence[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
@@ -91,7 +91,7 @@ class Penalized:
 
     def change(self, logits_A_V: Tensor) -> Tensor:
         """Logits with biases and penalties. May overwrite its argument."""
-        # Each cell is there once, so there is nothing to add up.
+        # Each cell occurs once in the biases, so assigning is enough.
         logits_A_V[self.biased] += self.biases
         drawn_A_V = self.counts_A_V > 0
         repeated_A_V = torch.where(logits_A_V > 0, logits_A_V / self.repetition_A_1, logits_A_V * self.repetition_A_1)

@@ -1,4 +1,4 @@
-"""Progress of requests, in numbers and in words, and the speed that says how long they will take.
+"""Progress of requests, in numbers and in words, and the measured speed from which their time is expected.
 
 The thread that computes notes its progress in a copy (`Progress`), from which the event loop answers. So no question
 waits for a step, and a request may be finished before the event loop hears of its admission."""
@@ -13,7 +13,7 @@ from sampler_service.core.request import QueueStatus
 from sampler_service.core.sequence import Sequence, SequenceGroup
 
 _KEPT = 20
-"""How much longer sums over the queue are kept than they took to make."""
+"""Sums over the queue are kept for this many times the time that adding them up took."""
 _SHARE = 0.1
 """Weight of the newest step."""
 
@@ -23,9 +23,9 @@ class Speed:
     """Exponential moving averages over the engine's own steps; None while nothing was measured."""
 
     decode_step_s: float | None = None
-    """Seconds of a step that gives every running sequence one token, and computes no prompt."""
+    """Time of a step that gives every running sequence one token and computes no prompt, in seconds."""
     prefill_token_s: float | None = None
-    """Seconds of one token of a prompt."""
+    """Time of one token of a prompt, in seconds."""
 
     def observe(self, seconds: float, *, prefilled: int) -> None:
         """Counts one step, which took `seconds` and computed `prefilled` tokens of prompts. Those tokens took the extra
@@ -37,7 +37,8 @@ class Speed:
             self.prefill_token_s = _average(self.prefill_token_s, share)
 
     def seconds(self, *, prompt_tokens: int, steps: float) -> float | None:
-        """Expected time of so many prompt tokens and decode steps; None when one of them is wanted and unknown."""
+        """Expected time of so many prompt tokens and decode steps, in seconds. None when the time of one of the two
+        kinds is needed and has not been measured."""
         if (prompt_tokens and self.prefill_token_s is None) or (steps and self.decode_step_s is None):
             return None
         return prompt_tokens * (self.prefill_token_s or 0.0) + steps * (self.decode_step_s or 0.0)
@@ -54,7 +55,7 @@ class RequestProgress:
     prompt_done: int = 0
     """Prompt tokens that are computed, or were reused."""
     num_drawn: int | None = None
-    """Tokens of all its sequences; None before the first one."""
+    """Tokens of all sequences of the request; None before the first token."""
     num_running: int = 0
     """Sequences that are in the batch."""
     left: int = 0
@@ -94,7 +95,7 @@ class Progress:
 
     @classmethod
     def of(cls, begun: Iterable[SequenceGroup], running: Iterable[Sequence], speed: Speed) -> Progress:
-        """A copy of what belongs to the thread that computes."""
+        """A copy of the progress, which belongs to the compute thread."""
         counts: dict[SequenceGroup, int] = {}
         for sequence in running:
             counts[sequence.group] = counts.get(sequence.group, 0) + 1
@@ -120,7 +121,7 @@ class Queue:
 
     def __init__(self) -> None:
         self._by_order: dict[int, Ahead] = {}
-        """By the place in the order of arrival."""
+        """One entry for each request, by its place in the order of arrival."""
         self._all = Ahead()
         self._kept_until = 0.0
 
@@ -131,7 +132,8 @@ class Queue:
         waiting: Collection[SequenceGroup],
         progress: Progress,
     ) -> Ahead:
-        """Parameters as of `status_of`. A request that has come since the sums were made is behind all others."""
+        """The work before a request. The parameters are those of `status_of`. A request that arrived after the sums
+        were made counts as behind all others."""
         if (began := time.perf_counter()) >= self._kept_until:
             self._add_up(groups, waiting, progress)
             ended = time.perf_counter()
@@ -164,8 +166,8 @@ def status_of(
 ) -> QueueStatus | None:
     """Progress of the youngest request with this id; None when there is none.
 
-    `groups`: the requests that have not ended, in the order of their arrival. `waiting`: those of them that no step has
-    computed anything of.
+    `groups`: the requests that have not ended, in the order of their arrival. `waiting`: the ones of which no step has
+    computed anything.
     """
     groups = list(groups)
     group = next((one for one in reversed(groups) if one.request_id == request_id), None)
@@ -179,7 +181,7 @@ def status_of(
     ahead = queue.ahead_of(group, groups, waiting, progress)
     expected = progress.speed.seconds(
         prompt_tokens=ahead.prompts + _prompt_left(group, own),
-        # A step gives a token to each running sequence; when it waits, as many run as can.
+        # A step gives a token to each running sequence. While the request waits, the most sequences run that can.
         steps=ahead.outputs / max(1, progress.num_running) + own.longest_left,
     )
     reason = (

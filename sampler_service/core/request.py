@@ -29,7 +29,8 @@ EMPTY_LOGPROB = -99999.0
 
 @dataclass(frozen=True, slots=True)
 class StopCondition:
-    """Adds to the model's end-of-sequence tokens; an empty one stops nothing, not even at those."""
+    """Ends of a sequence besides the model's end-of-sequence tokens. An empty condition switches those tokens off, too,
+    so that nothing ends the sequence."""
 
     strings: Sequence[str] = ()
     token_ids: Sequence[int] = ()
@@ -43,7 +44,7 @@ class Penalties:
     presence: float = 0.0
     repetition: float = 1.0
     logit_bias: Sequence[tuple[int, float]] = ()
-    """(token id, bias that is added to its logit); each token once."""
+    """Pairs of a token id and the bias that is added to the token's logit. Each token occurs once."""
 
     def __bool__(self) -> bool:
         """Whether any logit changes."""
@@ -55,17 +56,17 @@ class Params:
     """How to draw."""
 
     max_tokens: int | None = None
-    """None: as far as the context and the cache reach."""
+    """Most tokens of a sequence; None means as many as context and cache allow."""
     seed: int | None = None
     temperature: float = 1.0
     top_k: int = 0
-    """0 or below: all."""
+    """Number of the most probable tokens that may be drawn; 0 or below means all."""
     top_p: float = 1.0
     min_p: float = 0.0
     """Tokens less probable than this share of the most probable one are not drawn."""
     penalties: Penalties = field(default_factory=Penalties)
     stop: StopCondition | None = None
-    """None: at the model's end-of-sequence tokens."""
+    """Condition that ends a sequence; None means the model's end-of-sequence tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +92,17 @@ class Targets:
 
 _NUMBER_BYTES = 4
 _CELL_BYTES = 40
-"""Bytes of a scored cell: in the message, its row, its token, its score, and the score in the answer."""
+"""Memory of a scored cell, in bytes: its part of the message, its row, its token, its score, and the score in the
+answer."""
 _SEQUENCE_BYTES = 768
-"""Bytes of one of num_samples before it has a token."""
+"""Memory of one sequence before it has a token, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     prompt: Ints
     version_id: str = ""
-    """Empty: the base model."""
+    """Id of the version that generates; empty means the base model."""
     num_samples: int = 1
     params: Params = field(default_factory=Params)
     prompt_logprobs: bool = False
@@ -110,15 +112,17 @@ class Request:
     targets: Targets | None = None
     prompt_alt_tokens_k: int = 0
     follow_run: str = ""
-    """The run whose newest version it moves to between tokens; empty: it keeps its version to the end."""
+    """The run that the request follows: between two tokens it moves to the run's newest version. Empty means that the
+    request keeps its version to the end."""
     on_probation: bool = False
-    """The version may be on probation, and a full queue is no reason to refuse the request."""
+    """True when the request may use a version on probation. Such a request is accepted even if the queue is full."""
     cache_salt: str = ""
-    """It reuses what requests with the same one have computed, and nothing else."""
+    """The request reuses only prefixes that requests with the same salt have computed."""
     owner: str = ""
-    """Whoever sent it. Owners take turns, and have equal shares of what runs."""
+    """Owner of the request. Owners take turns, and have equal shares of lanes and cache."""
     on_trial: bool = False
-    """Its prompt is computed while nothing else is, because it may have killed another sampler (trial.py)."""
+    """True when the prompt must be computed while nothing else is, because the request may have killed another sampler
+    (trial.py)."""
     pictures: tuple[Placed, ...] = ()
     """Pictures in the prompt, each with the number of its first token, in rising order."""
     num_chunks: int = 1
@@ -133,7 +137,8 @@ class Request:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes until its end, with its message, beside the tokens of its sequences."""
+        """Memory that the request takes until its end, with its message and without the tokens of its sequences, in
+        bytes."""
         num_cells = 0 if self.targets is None else len(self.targets.rows_M)
         num_rows = 2 * self.topk_prompt_logprobs + 3 * self.prompt_alt_tokens_k + 4
         texts = [*(self.params.stop.strings if self.params.stop else ()), self.grammar.text if self.grammar else ""]
@@ -150,8 +155,8 @@ class Request:
 MAX_BIASES = 1024
 """Most tokens in one logit_bias."""
 MAX_STOP_BYTES = 4096
-"""Most bytes of the stop strings of one request, in UTF-8. Behind each drawn token as many tokens are decoded as the
-longest of them has bytes."""
+"""Most bytes of the stop strings of one request, in UTF-8. After each drawn token, as many tokens are decoded as the
+longest stop string has bytes."""
 MAX_STOP_TOKENS = 1024
 """Most tokens in the stop condition of one request."""
 MAX_NAME_CHARACTERS = 1000
@@ -174,7 +179,7 @@ class RequestLimits:
         return min(self.max_context_length, self.max_kv_tokens)
 
     def check(self, request: Request) -> None:
-        """Raises InvalidRequest, naming the field, its value and what would be right."""
+        """Raises InvalidRequest, which names the field, its value and the accepted values."""
         length = len(request.prompt)
         if length == 0:
             raise InvalidRequest("prompt: is empty; at least one token is needed", field="prompt")
@@ -305,7 +310,7 @@ class TopkTable:
 
     @classmethod
     def joined(cls, tables: Sequence[TopkTable]) -> TopkTable:
-        """Their rows, one after the other."""
+        """The rows of several tables, one after the other."""
         return cls(
             np.concatenate([table.token_ids for table in tables]), np.concatenate([table.logprobs for table in tables])
         )
@@ -313,7 +318,7 @@ class TopkTable:
 
 @dataclass(frozen=True, slots=True)
 class AltTokens:
-    """Draws at each position after the first, [P - 1, k]."""
+    """Tokens drawn at each position after the first, [P - 1, k]."""
 
     tokens: Int64s
     logprobs: Floats
@@ -324,7 +329,7 @@ class PromptScores:
     """Scores of the prompt that the request asked for."""
 
     logprobs: Floats | None = None
-    """[P], NaN where there is none."""
+    """float32 [P]; NaN at positions without a logprob."""
     topk: TopkTable | None = None
     """[P, k]."""
     targets_M: Floats | None = None
@@ -336,7 +341,7 @@ StopReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """A stretch of a sequence that one version drew."""
+    """Consecutive tokens of a sequence that one version has drawn."""
 
     version_id: str
     num_tokens: int
@@ -367,7 +372,7 @@ class Delta:
     tokens: Sequence[int]
     logprobs: Sequence[float]
     topk: TopkTable | None = None
-    """A row for each token, when topk_sample_logprobs was asked for."""
+    """One row for each token, if the request asked for topk_sample_logprobs."""
 
 
 def _joined(deltas: Sequence[Delta]) -> Iterable[Delta]:
@@ -391,9 +396,9 @@ class Generation:
     def __init__(self, *, stream: bool, on_cancel: Callable[[], None]) -> None:
         self.stream = stream
         self.started_at: float | None = None
-        """When its computation began, in seconds since 1970; set by the engine."""
+        """Time at which the computation of the request began, in seconds since 1970. The engine sets it."""
         self.trial: Trial | None = None
-        """None: its prompt is computed beside others."""
+        """The trial of the prompt; None if the prompt is computed together with others."""
         self._on_cancel = on_cancel
         self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
         self._result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
@@ -408,14 +413,15 @@ class Generation:
             raise
 
     def cancel(self) -> None:
-        """Ends it before its time."""
+        """Cancels the generation."""
         self._on_cancel()
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Tokens as they come, until the last one or a failure, which result() raises. Leaving early cancels.
+        """Yields tokens as they come, until the last one or a failure, which result() raises. A reader that leaves
+        early cancels the generation.
 
-        The engine never waits for its reader: a slow one finds all that has come meanwhile in one delta for each
-        sequence. So what waits here is no more than the result will hold.
+        The engine never waits for the reader. A slow reader finds all tokens that came meanwhile in one delta for each
+        sequence, so no more waits here than the result will hold.
         """
         ended = False
         try:
@@ -435,7 +441,7 @@ class Generation:
         self._deltas.put_nowait(delta)
 
     def finish(self, outcome: Result | ServiceError) -> None:
-        """Called by the engine, once."""
+        """Ends the generation. The engine calls it once."""
         if self.trial is not None:
             self.trial.lapse()
         if not self._result.done():

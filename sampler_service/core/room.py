@@ -1,7 +1,7 @@
 """Lets a request have the sampler to itself, whichever gateway or client sends it.
 
-A gateway knows only its own requests. One that may have killed other samplers is therefore run by the sampler while no
-other request is in work. If the sampler dies then, that request was the cause.
+A gateway knows only its own requests, so the sampler has to do it: it runs a request that may have killed other
+samplers while no other request is in work. If the sampler dies then, that request was the cause.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from tinsmith.errors import NotReady, OutOfCapacity, ServiceError
 from tinsmith.tasks import set_within
 
 PATIENCE_S = 30.0
-"""Longest time for which a request that has to run alone waits for those in work, in seconds. They are ended then, and
-their clients send them again."""
+"""Longest time for which a request that has to run alone waits for requests in work, in seconds. After that time the
+requests in work are ended, and their clients send them again."""
 STEP_S = 10.0
 """Longest time that the engine goes on computing a request that was cancelled, in seconds: a step that has begun."""
 READ_S = 1.0
@@ -53,12 +53,12 @@ class Room:
         """Time on the event loop's clock until which no request may close the room."""
 
     def enter(self) -> None:
-        """A request is in work from now on."""
+        """Counts one more request in work."""
         self._num_in_work += 1
         self._empty.clear()
 
     def leave(self, *, cancelled: bool = False) -> None:
-        """The request has ended. `cancelled`: the engine may still compute it."""
+        """Counts a request in work as ended. `cancelled`: the engine may still compute the request."""
         self._num_in_work -= 1
         if cancelled:
             self._empty_at = asyncio.get_running_loop().time() + STEP_S
@@ -67,8 +67,8 @@ class Room:
 
     @asynccontextmanager
     async def beside_others(self) -> AsyncIterator[None]:
-        """A context of a request that needs not be alone, while it is read. Waits for the end of a trial. Raises
-        OutOfCapacity while another request has to be alone."""
+        """A context in which a request is read that need not run alone. Waits for the end of a trial. Raises
+        OutOfCapacity while another request has to run alone."""
         await self._open.wait()
         if self._is_closed:
             self._has_refused = True
@@ -79,7 +79,7 @@ class Room:
         is_cancelled = False
         try:
             yield
-        except asyncio.CancelledError:  # its thread goes on
+        except asyncio.CancelledError:  # the thread of a cancelled call goes on
             is_cancelled = True
             self._none_read_at = asyncio.get_running_loop().time() + STEP_S
             raise
@@ -90,7 +90,8 @@ class Room:
             self.leave(cancelled=is_cancelled)
 
     async def hold(self) -> bool:
-        """Begins to read no call until `reopen`. Returns whether none is read either."""
+        """Lets no further call be read until `reopen`, and waits for calls that are being read, READ_S at most. Returns
+        whether none is read any more."""
         self._open.clear()
         await set_within(self._none_read, READ_S)
         return self._none_read.is_set() and asyncio.get_running_loop().time() >= self._none_read_at
@@ -116,7 +117,7 @@ class Room:
                 self._others_until = loop.time() + OTHERS_S
 
     async def _emptied(self) -> None:
-        """Waits until no request is in work. After PATIENCE_S those that are left are taken away."""
+        """Waits until no request is in work. After PATIENCE_S it takes away the requests that are left."""
         if not await set_within(self._empty, PATIENCE_S):
             self._take_away(NotReady("the sampler has to run another request alone; send this one again"))
         loop = asyncio.get_running_loop()

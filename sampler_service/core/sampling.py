@@ -31,7 +31,7 @@ def _mix(z: UInt64s) -> UInt64s:
 
 def stream_keys(seed: int, stream: int, count: int) -> UInt64s:
     """uint64 [count]: keys of independent random streams. `stream` tells apart the uses of one seed."""
-    # The low 64 bits: seeds may be negative.
+    # The low 64 bits are taken, because seeds may be negative.
     start = _mix(np.array([seed & (2**64 - 1)], np.uint64) + _GOLDEN * np.array([stream + 1], np.uint64))
     return _mix(start + _GOLDEN * np.arange(1, count + 1, dtype=np.uint64))
 
@@ -56,7 +56,7 @@ class Rules:
     """The rows' rules as tensors; None where no row needs that step."""
 
     temperature_R_1: Tensor | None
-    """1 for greedy rows, whose logprobs are raw."""
+    """The temperature of each row; 1 for greedy rows, whose logprobs are those of the unscaled logits."""
     greedy_R: Tensor | None
     all_greedy: bool
     cut_C: Tensor | None
@@ -86,7 +86,7 @@ class Rules:
             if cut
             else None,
             top_k_C_1=torch.tensor([top_k[n] for n in cut], device=device)[:, None] if cut else None,
-            # Above 1 when off: rounding must not cut the tail.
+            # A row without top-p gets a number above 1, so that rounding does not cut the tail.
             top_p_C_1=torch.tensor([rules[n].top_p if rules[n].top_p < 1 else 2.0 for n in cut], device=device)[:, None]
             if cut
             else None,
@@ -96,14 +96,14 @@ class Rules:
 def scaled_logprobs(logits_R_V: Tensor, temperature_R_1: Tensor | None) -> Tensor:
     """log_softmax(logits / temperature), float32 [R, V]. A row with a logit that is no number becomes NaN."""
     if temperature_R_1 is not None:
-        # The largest becomes 0 first, so that a tiny temperature gives a sharp distribution and not infinity.
+        # The largest logit is subtracted first, so that a tiny temperature gives a sharp distribution and not infinity.
         logits_R_V = (logits_R_V - logits_R_V.amax(-1, keepdim=True)).div_(temperature_R_1)
     return logits_R_V.log_softmax(-1)
 
 
 def masked(logprobs_M_V: Tensor, allowed_M_V: Tensor) -> Tensor:
-    """float [M, V]: the logprobs without the tokens that are not allowed. The most probable of the others gets 0, so
-    that one can be drawn however improbable all of them were."""
+    """float [M, V]: the logprobs of the allowed tokens; -inf for the others. The most probable allowed token gets 0, so
+    that a token can be drawn however improbable all allowed ones are."""
     logprobs_M_V = logprobs_M_V.masked_fill(~allowed_M_V, float("-inf"))
     return logprobs_M_V - logprobs_M_V.amax(-1, keepdim=True)
 
@@ -132,18 +132,18 @@ def draw_masked(logprobs_R_V: Tensor, rules: Rules, uniforms_R: Tensor, rows_M: 
 
 
 def pick(weights_R_N: Tensor, uniforms_R_k: Tensor) -> Tensor:
-    """int64 [R, k]: columns drawn in proportion to their weights; one of weight 0 is never drawn."""
+    """int64 [R, k]: columns, drawn in proportion to their weights. A column of weight 0 is never drawn."""
     cumulative_R_N = weights_R_N.cumsum(-1)
     total_R_1 = cumulative_R_N[:, -1:]
     thresholds = (uniforms_R_k * total_R_1).to(cumulative_R_N.dtype)
-    # Rounding must not reach the total: no column lies above it.
+    # Rounding must not make a number reach the total, because no column lies above it.
     thresholds = torch.minimum(thresholds, torch.nextafter(total_R_1, torch.zeros_like(total_R_1)))
     return torch.searchsorted(cumulative_R_N, thresholds, right=True).clamp_(max=weights_R_N.shape[1] - 1)
 
 
 def _cut(weights_C_V: Tensor, rules: Rules) -> Tensor:
-    """Zeros weights below min_p of the largest, then all but the top_k, then all but the smallest set that reaches
-    top_p of the rest. Ties at the border stay.
+    """Sets weights to 0: those below min_p times the largest, then all but the top_k, then all but the smallest set
+    that reaches top_p of the rest. Ties at the border stay.
 
     Only values are sorted, not ids: the draw goes through the vocabulary in its own order.
     """

@@ -25,7 +25,7 @@ ALT_STREAM = 1
 
 
 class PromptScorer:
-    """Collects what a request asked for about its prompt."""
+    """Collects the scores of the prompt that a request asked for."""
 
     def __init__(self, request: Request, *, seed: int) -> None:
         self.request = request
@@ -48,7 +48,8 @@ class PromptScorer:
 
     @property
     def first_row(self) -> int:
-        """First row whose hidden state is needed; the prompt's length - 1, which scores nothing, when none is."""
+        """First row whose hidden state is needed. If none is needed: the last row of the prompt, which scores
+        nothing."""
         request, rows = self.request, [self.length - 1]
         if request.prompt_logprobs or request.topk_prompt_logprobs:
             rows.append(self._first)
@@ -60,7 +61,7 @@ class PromptScorer:
 
     @property
     def finite(self) -> bool:
-        """False when a score is no number; once all rows are added."""
+        """False when a score is NaN. Valid once all rows are added."""
         scores = [self.targets_M, self.alt_tokens.logprobs]
         if self.request.prompt_logprobs:
             scores.append(self.logprobs[self._first + 1 :])
@@ -136,7 +137,7 @@ class PromptScorer:
         return [self.logprobs, topk.token_ids, topk.logprobs, self.targets_M, alt.tokens, alt.logprobs]
 
     def result(self, version_id: str) -> PromptScores:
-        """`version_id`: what computed them. Raises ServiceError when a score is no number."""
+        """`version_id`: the version that computed the scores. Raises ServiceError when a score is NaN."""
         request = self.request
         if not self.finite:
             raise not_finite(version_id)

@@ -17,7 +17,7 @@ from tinsmith.modeling.tower import Placed
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One sequence that was drawn."""
+    """A drawn sequence, with its logprobs."""
 
     prompt: Ints
     version_id: str
@@ -34,13 +34,13 @@ class Comparison:
 
     @property
     def request(self) -> Request:
-        """Scores what was drawn as the end of a prompt."""
+        """A request that scores the drawn tokens as the end of a prompt."""
         whole = np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
         params = Params(max_tokens=1)
         return Request(whole, self.version_id, params=params, prompt_logprobs=True, pictures=self.pictures)
 
     def check(self, result: Result, *, tolerance: float) -> None:
-        """Raises UnsupportedModel when `result`, of `request`, gives them other logprobs."""
+        """Raises UnsupportedModel when `result`, the answer to `request`, gives the drawn tokens other logprobs."""
         assert result.prompt.logprobs is not None
         scored = result.prompt.logprobs[-len(self.tokens) :]
         gap = float(np.abs(scored - np.array(self.logprobs)).max())

@@ -44,14 +44,14 @@ from tinsmith.modeling.tower import positions_with_pictures
 logger = logging.getLogger(__name__)
 
 HEADROOM = 256
-"""Output tokens that a sequence without max_tokens reserves at first."""
+"""Number of output tokens that a sequence without max_tokens reserves at first."""
 
 PASSING = 4
-"""Sequences that may run beyond max_running, for prompts that stay for one step."""
+"""Number of sequences that may run beyond max_running: prompts that stay for one step."""
 
 _MARGIN = 4
-"""Tokens before the longest match of a stop string: the first ones of a window may decode differently for want of the
-tokens before them."""
+"""Number of further tokens that are decoded before the longest match of a stop string. The first tokens of a window may
+decode differently, because the tokens before them are missing."""
 
 Decode = Callable[[Iterable[int]], str]
 TopkRow = tuple[Ints, Floats]
@@ -65,7 +65,8 @@ class StopRule:
     strings: tuple[str, ...] = ()
     decode: Decode | None = None
     window: int = 0
-    """Newest tokens that are decoded: each holds a byte or more, so a match that ends now began within them."""
+    """Number of the newest tokens that are decoded. Each token holds at least one byte, so a match that ends now has
+    begun within them."""
 
     @classmethod
     def of_strings(cls, strings: Iterable[str], token_ids: frozenset[int], decode: Decode) -> StopRule:
@@ -83,8 +84,8 @@ class StopRule:
 
 
 class StateUnknown(Exception):
-    """An error, its cause, after which the engine cannot go on. Any of these requests may have caused it, beside those
-    that are being computed."""
+    """An error after which the engine cannot go on; its `__cause__` says which. Any of these requests may have caused
+    it, as may those that are being computed."""
 
     def __init__(self, groups: Iterable[SequenceGroup]) -> None:
         super().__init__()
@@ -136,7 +137,8 @@ def load_decode(path: str) -> Decode:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One of the num_samples of a request. Belongs to what computes, from its submission to its end."""
+    """One of the num_samples of a request. From its submission to its end it belongs to the engine's compute thread
+    (vLLM engine: to the event loop)."""
 
     group: SequenceGroup
     index: int
@@ -144,33 +146,33 @@ class Sequence:
     max_length: int
     """Prompt and output."""
     bounded: bool
-    """Whether the request said max_tokens."""
+    """Whether the request has max_tokens."""
     order: int
-    """Grows with submission."""
+    """Rank in the order of submission: later sequences have larger numbers."""
     reserved: int = 0
-    """Cached tokens that it may use without asking."""
+    """Number of cached tokens that are reserved for the sequence."""
     size: int = 0
-    """Number of the cache that has its lane (scheduler.py), once tokens are reserved for it."""
+    """Number of the cache that has the sequence's lane (scheduler.py), once tokens are reserved."""
     lane: int = 0
-    """Lane of that cache, while it runs."""
+    """Lane of that cache, while the sequence runs."""
     origin: object = None
-    """Identity of the prompt that its cached tokens began with. Sequences of one origin share it."""
+    """Identity of the prompt with which the cached tokens begin. Sequences with one origin share these tokens."""
     shared_length: int = 0
-    """Tokens of that prompt."""
+    """Number of tokens of that prompt."""
     mixed: bool = False
-    """Whether its lane holds keys and values of more than one version."""
+    """Whether the lane holds keys and values of more than one version."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finished: SampledSequence | None = None
-    """Its part of the answer, once it has ended."""
+    """The sequence's part of the answer, once the sequence has ended."""
     version: Version | None = field(init=False)
-    """The version that draws its next token; None for the base model."""
+    """The version that draws the next token; None for the base model."""
     past: tuple[VersionSpan, ...] = ()
-    """The tokens that versions before that one have drawn."""
+    """The spans of tokens that earlier versions have drawn."""
     _table: list[TopkRow] | None = None
     """Rows of topk_sample_logprobs."""
     _matcher: Matcher | None = None
-    """Its position in the request's grammar, once it has one."""
+    """The sequence's position in the request's grammar, from the first draw on."""
 
     def __post_init__(self) -> None:
         self.version = self.group.version
@@ -181,28 +183,28 @@ class Sequence:
 
     @property
     def need(self) -> int:
-        """Cached tokens to reserve when it is admitted."""
+        """Number of cached tokens to reserve when the sequence is admitted."""
         return self.max_length if self.bounded else min(self.max_length, self.length + HEADROOM)
 
     @property
     def promised(self) -> int:
-        """Cached tokens that it has or will get."""
+        """Number of cached tokens that the sequence has or will get."""
         return self.reserved or self.need
 
     @property
     def passes(self) -> bool:
-        """Whether it ends with the token that its prompt gives."""
+        """Whether the sequence ends with its first token, which the prompt's pass gives."""
         return self.max_length <= self.length + 1
 
     @property
     def expected(self) -> int:
-        """Most tokens that it may draw. Without max_tokens it counts as the tokens that it reserves at first."""
+        """Most tokens that the sequence may draw. Without max_tokens, the number that it reserves at first."""
         most = self.max_length - self.prompt_length
         return most if self.bounded else min(most, HEADROOM)
 
     @property
     def expected_left(self) -> int:
-        """Most tokens that it may still draw; never more than `expected`."""
+        """Most tokens that the sequence may still draw; never more than `expected`."""
         return min(self.max_length - self.length, self.expected)
 
     @property
@@ -223,19 +225,19 @@ class Sequence:
 
     @property
     def namespace(self) -> int:
-        """Namespace of its keys and values in the prefix cache."""
+        """Namespace of the sequence's keys and values in the prefix cache."""
         return 0 if self.version is None else self.version.namespace
 
     def follow(self, *, has_lane: bool) -> None:
-        """From its next token on, the version of its group draws it. `has_lane`: from the keys and values that it has;
-        otherwise they are computed anew."""
+        """Lets the version of the group draw the sequence from the next token on. `has_lane`: whether it goes on from
+        the existing keys and values; otherwise these are computed anew."""
         if self.version is self.group.version:
             return
         self.mixed = self.mixed or has_lane
         self.past, self.version = self._spans(), self.group.version
 
     def begin_anew(self) -> None:
-        """Without a place, because a step broke off: all its tokens are computed anew."""
+        """Takes the sequence's place away, after a step that broke off: all its tokens will be computed anew."""
         self.reserved = 0
         self.mixed = False
         if self._table is not None:
@@ -257,8 +259,8 @@ class Sequence:
 
     @property
     def rotation_offset(self) -> int:
-        """Position of its text tokens for the rotation of queries and keys, in relation to their number. A picture
-        takes fewer positions than it has tokens."""
+        """Difference between the position of a text token for the rotation of queries and keys, and the token's number.
+        It is not 0 after pictures, because a picture takes fewer positions than it has tokens."""
         return self.group.rotation_offset
 
     def rotated_between(self, start: int, stop: int) -> Int64s:
@@ -278,13 +280,13 @@ class Sequence:
         return self._matcher
 
     def take_row(self, token_ids: Ints, logprobs: Floats) -> None:
-        """Adds a row of its top-k table, before the row's token is taken."""
+        """Adds a row of the sequence's top-k table, before the row's token is taken."""
         if self._table is None:
             self._table = []
         self._table.append((token_ids, logprobs))
 
     def delta(self, token: int, logprob: float) -> Delta:
-        """A token for the reader of a stream, before the sequence takes it."""
+        """The delta of a token, for the reader of a stream. Called before the sequence takes the token."""
         return Delta(self.index, (token,), (logprob,), self._topk_table((self._table or [])[-1:]))
 
     def take(self, token: int, logprob: float) -> bool:
@@ -322,14 +324,15 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """A request and its sequences. Belongs to what computes, from its submission to its end, but for what is said to
-    belong to the event loop, and for what never changes."""
+    """A request and its sequences. From its submission to its end it belongs to the thread that computes, except for
+    fields that never change and fields that are marked as the event loop's."""
 
     request: Request
     generation: Generation
     """Belongs to the event loop."""
     version: Version | None
-    """The version that its sequences begin with. A move changes it, and the sequences follow one by one."""
+    """The version with which the request's sequences begin. A move changes the field, and the sequences follow one by
+    one."""
     stop: StopRule
     keys: UInt64s
     """Keys of the sequences' random streams, by index."""
@@ -341,9 +344,9 @@ class SequenceGroup:
     """All num_samples, by index."""
     submitted: float = field(default_factory=time.perf_counter)
     begun: bool = False
-    """Whether it has a first token."""
+    """Whether the request has a first token."""
     trial_over: bool = False
-    """Whether it is on trial no more, although it may not have a first token."""
+    """Whether the request's trial is over. The request may lack a first token even then."""
     prompt_done: int = 0
     """Prompt tokens in the cache, computed or reused."""
     cache_hit_tokens: int = 0
@@ -351,18 +354,18 @@ class SequenceGroup:
     num_finished: int = 0
     """Sequences that have ended."""
     failure: ServiceError | None = None
-    """An error of this request alone, with which it ends after the step."""
+    """An error that concerns this request alone. The request ends with it after the step."""
     held: list[Version] = field(default_factory=list)
-    """Versions that it keeps resident, the newest last. Belongs to the event loop."""
+    """Versions that the request keeps resident, the newest last. Belongs to the event loop."""
     prompt_digests: dict[int, list[bytes]] = field(default_factory=dict)
     """Digests of the prompt's full blocks, for the prefix cache, by namespace."""
     rotated_3_P: Int64s | None = field(init=False, default=None)
     """Positions of the prompt's tokens for the rotation of queries and keys; None for a prompt without pictures, whose
     positions are the numbers of its tokens."""
     rotation_offset: int = field(init=False, default=0)
-    """Position of a token after the prompt, in relation to its number."""
+    """Difference between the position of a token after the prompt and the token's number."""
     _in_use: list[Version] = field(default_factory=list)
-    """Versions that its sequences use or will use."""
+    """Versions that the request's sequences use or will use."""
 
     def __post_init__(self) -> None:
         if self.request.pictures:
@@ -380,7 +383,7 @@ class SequenceGroup:
 
     @property
     def on_trial(self) -> bool:
-        """Whether its prompt has to be computed alone."""
+        """Whether the prompt has to be computed alone."""
         return self.request.on_trial and not self.begun and not self.trial_over
 
     @property
@@ -392,12 +395,12 @@ class SequenceGroup:
         return self.num_finished == len(self.sequences)
 
     def move(self, version: Version) -> None:
-        """Lets its sequences go on with this version."""
+        """Lets the request's sequences go on with this version."""
         self.version = version
         self._in_use.append(version)
 
     def take_unused(self) -> list[Version]:
-        """Versions that all its sequences have left since the last call."""
+        """Versions that all sequences of the request have left since the last call."""
         if len(self._in_use) < 2:
             return []
         used = [self.version, *(sequence.version for sequence in self.unfinished)]
@@ -414,8 +417,8 @@ class SequenceGroup:
             sequence.version = None
 
     def fail(self, error: Exception) -> ServiceError:
-        """Notes an error that concerns no other request, and returns the request's own; it ends with it after the
-        step."""
+        """Notes an error that concerns no other request, and returns the error with which the request will end after
+        the step."""
         logger.error("a request failed in the engine", exc_info=error)
         self.failure = self.failure or ServiceError(
             f"the engine failed in this request: {error}; the log has the cause"
@@ -423,7 +426,7 @@ class SequenceGroup:
         return self.failure
 
     def fail_alone(self, error: BaseException) -> ServiceError:
-        """The request's error when it found no memory, although nothing was computed beside one sequence of it."""
+        """The error of a request that found no memory although only one sequence of it was computed."""
         logger.error("a request found no memory, alone in a step", exc_info=error)
         return ServiceError(
             f"this request is out of memory, although nothing is computed beside one sequence of it ({error}); send a "
@@ -431,7 +434,7 @@ class SequenceGroup:
         )
 
     def outcome(self) -> Result | ServiceError:
-        """The answer, once all sequences have ended; an error when a prompt score is no number."""
+        """The answer, once all sequences have ended; an error when a score of the prompt is NaN."""
         try:
             return self.result()
         except ServiceError as error:
@@ -440,7 +443,7 @@ class SequenceGroup:
             return self.fail(error)
 
     def result(self) -> Result:
-        """Raises ServiceError when a prompt score is no number."""
+        """Raises ServiceError when a score of the prompt is NaN."""
         sequences = [sequence.finished for sequence in self.sequences if sequence.finished is not None]
         first = self.sequences[0]
         computed_by = first.past[0].version_id if first.past else first.version_id

@@ -37,8 +37,8 @@ class Sizes:
     def of(
         cls, base: BaseModel, config: SamplerConfig, *, for_pictures: int = 0, bytes_per_lane: int | None = None
     ) -> Sizes:
-        """With the model loaded. `for_pictures`: bytes that the vision tower needs beside it. `bytes_per_lane`: as the
-        torch engine keeps states unless it is given."""
+        """Measures sizes once the model is loaded. `for_pictures`: bytes that the vision tower needs beside the model.
+        `bytes_per_lane`: None means the size in which the torch engine keeps states."""
         free_bytes = _to_divide(free_bytes_of(base.device), base, for_pictures)
         cache = measured_cache(base)
         return cls.within(
@@ -111,8 +111,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def _to_divide(free_bytes: int, base: BaseModel, more: int) -> int:
-    """Bytes that are left once everything without a setting has grown to its bound, and `more` is taken; at least half
-    of `free_bytes`."""
+    """Bytes that remain after everything without a setting has grown to its bound, and after `more`; at least half of
+    `free_bytes`."""
     compiled = _PRODUCT_SHAPES * COMPILED_BYTES if base.head.prepacked is not None else 0
     return max(free_bytes // 2, free_bytes - MAX_KEPT_BYTES - compiled - more)
 

@@ -18,7 +18,7 @@ from tinsmith.rpc.paths import is_newer
 logger = logging.getLogger(__name__)
 
 PROBATION_S = 60.0
-"""A version that is not confirmed in this time is dropped."""
+"""A version that is not confirmed within this time is dropped, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +34,16 @@ class Version:
     version_id: str
     weights: Weights
     namespace: int
-    """Number of its keys and values in the prefix cache; each installation gets a new one. 0 is the base model's."""
+    """Number of the namespace of the version's keys and values in the prefix cache. Each installation gets a new
+    number; 0 is the base model's."""
     on_probation: bool = False
-    """Whether it is hidden from requests that do not ask for a version on probation."""
+    """Whether the version is hidden from requests that do not ask for a version on probation."""
     checksum: str = ""
-    """XXH3-128 of the bytes that it came as, in hexadecimal; empty where it did not come from a trainer."""
+    """XXH3-128 of the received bytes, in hexadecimal; empty if the version did not come from a trainer."""
     num_running: int = 0
-    """Generations that use it now."""
+    """Number of generations that use the version now."""
     timer: asyncio.TimerHandle | None = None
-    """Ends its probation. The event loop holds the version as long as this is not cancelled."""
+    """Timer that ends the probation. The event loop refers to the version until the timer is cancelled."""
 
     def stop_timer(self) -> None:
         if self.timer is not None:
@@ -51,7 +52,7 @@ class Version:
 
 
 class VersionStore:
-    """Belongs to one thread, the event loop's. A version in use is never evicted."""
+    """The resident versions. Belongs to the event loop's thread. A version in use is never evicted."""
 
     def __init__(self, *, max_bytes: int, metrics: Versions, on_gone: Callable[[Version], None]) -> None:
         """`on_gone` is called with each version that is neither resident nor in use any more."""
@@ -62,9 +63,9 @@ class VersionStore:
         self._resident: dict[str, Version] = {}
         """Least recently used first."""
         self._leaving: list[Version] = []
-        """Removed, and still in use."""
+        """Versions that were removed and are still in use."""
         self._newest: dict[str, str] = {}
-        """By followed run: the newest version that it was moved to, as long as that is visible."""
+        """For each followed run, the newest version to which it was moved, while that version is visible."""
         metrics.limit_bytes.set(max_bytes)
 
     @property
@@ -72,12 +73,13 @@ class VersionStore:
         return sum(version.weights.num_bytes for version in [*self._resident.values(), *self._leaving])
 
     def __contains__(self, version_id: str) -> bool:
-        """Whether it is visible."""
+        """Whether a version of this id is visible."""
         version = self._resident.get(version_id)
         return version is not None and not version.on_probation
 
     def acquire(self, version_id: str, *, on_probation: bool = False) -> Version:
-        """Counts one more user, of a version that may be `on_probation`. Raises VersionNotLoaded."""
+        """Counts one more user of a version. `on_probation`: whether the version may be on probation. Raises
+        VersionNotLoaded."""
         if not (version_id in self or (on_probation and version_id in self._resident)):
             raise _not_loaded(version_id)
         version = self._resident[version_id] = self._resident.pop(version_id)
@@ -92,7 +94,8 @@ class VersionStore:
             self._count()
 
     def make_room(self, version_id: str, num_bytes: int) -> list[Weights]:
-        """Evicts what must go before so many bytes come in, and returns it: nobody uses it any more.
+        """Evicts versions until there is room for so many bytes. Returns the evicted versions, which nobody uses any
+        more.
 
         A version of the same id that is on probation is dropped. Raises AlreadyExists, OutOfCapacity while those in
         use leave no room, InvalidRequest if it is too large; then nothing is evicted.
@@ -127,7 +130,7 @@ class VersionStore:
         return evicted
 
     def install(self, version_id: str, weights: Weights, *, on_probation: bool = False, checksum: str = "") -> None:
-        """Raises as make_room does, with nothing changed.
+        """Adds a version. Raises the errors of make_room; nothing has changed then.
 
         `on_probation`: hidden until it is confirmed, and dropped after PROBATION_S; needs a running event loop.
         """
@@ -172,9 +175,9 @@ class VersionStore:
         ]
 
     def move(self, run_id: str, version_id: str) -> bool:
-        """Notes that a followed run goes on with this version. False when the run is at a newer one.
+        """Records that a followed run goes on with this version. Returns False when the run is at a newer version.
 
-        Raises VersionNotLoaded, and InvalidRequest when it is no version of the run.
+        Raises VersionNotLoaded, and InvalidRequest when the version is not of this run.
         """
         if version_id not in self:
             raise _not_loaded(version_id)

@@ -4,9 +4,9 @@ One compute thread repeats: take commands, one step of the batch, deliver its ou
 next step and leaves it at its last token. The event loop checks requests, owns the versions and receives results. The
 two threads share nothing but the queue of commands, and what they hand over in commands and outputs.
 
-An error that concerns one request fails that request (SequenceGroup.fail). What was in a step that finds no memory is
-computed anew, fewer sequences at once (Scheduler.retreat). After any other error the state is unknown: the engine dies,
-and the process with it, and the gateway sends its requests to another sampler.
+An error that concerns one request fails that request (SequenceGroup.fail). If a step finds no memory, its tokens are
+computed anew with fewer sequences at once (Scheduler.retreat). After any other error the state is unknown: the engine
+dies, and the process with it, and the gateway sends its requests to another sampler.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ class Move:
     groups: list[SequenceGroup]
     version: Version
     future: asyncio.Future[int]
-    """Comes back in the StepOutput with the number of sequences that have moved."""
+    """Future that comes back in the StepOutput, with the number of sequences that have moved."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetVersion:
-    """Drops what is kept of a version that no request uses any more."""
+    """Drops the graphs and prefixes of a version that no request uses any more."""
 
     namespace: int
     weights: Weights
@@ -116,7 +116,8 @@ Command = Add | Cancel | BeginTrial | EndTrial | Move | ForgetVersion | ForgetWa
 
 @contextmanager
 def _at(groups: Collection[SequenceGroup]) -> Iterator[None]:
-    """Names these requests in an error of the block, unless it names some itself. Lack of memory has its own way."""
+    """A context that turns an error of its block into a StateUnknown with these requests. A StateUnknown and lack of
+    memory pass unchanged."""
     try:
         yield
     except (StateUnknown, torch.OutOfMemoryError, MemoryError):
@@ -126,7 +127,7 @@ def _at(groups: Collection[SequenceGroup]) -> Iterator[None]:
 
 
 class TorchEngine:
-    """A SamplingEngine. Made by load(), on the event loop that it will deliver to."""
+    """A SamplingEngine. `load` makes it, on the event loop to which it delivers."""
 
     name = "torch"
 
@@ -155,20 +156,20 @@ class TorchEngine:
         )
         self._queue = Queue()
         self._progress = Progress()
-        """The compute thread's progress, as it has told it."""
+        """The newest progress that the compute thread has reported."""
         self.scheduler = Scheduler(sizes, metrics=metrics)
         self._runner = Runner(base, self.scheduler.kv.caches, metrics=metrics, cores=cores)
         self._cores = cores
         self._loop = asyncio.get_running_loop()
         self.commands: SimpleQueue[Command] = SimpleQueue()
-        """For the compute thread."""
+        """Commands for the compute thread."""
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
 
     @classmethod
     async def load(cls, config: SamplerConfig, metrics: SamplerMetrics) -> TorchEngine:
         """Loads the base model, starts the compute thread and runs a first request through it.
 
-        Raises UnsupportedModel, ValueError for a cores_page that is none, or OSError when there is no such model or its
+        Raises UnsupportedModel, ValueError for an invalid cores_page, or OSError when there is no such model or its
         files are damaged.
         """
         cores = Cores(config.cores_page, most=config.num_threads, set_threads=torch.set_num_threads)
@@ -256,7 +257,7 @@ class TorchEngine:
         return FullWeights(self.base, flat)
 
     def memory_for(self, layout: Weights) -> None:
-        """Any will do: install() moves what lies elsewhere."""
+        """Returns None: a version may be received into any memory, because install() moves it to the device."""
 
     def make_room(self, version_id: str, num_bytes: int) -> list[Weights]:
         return self.store.make_room(version_id, num_bytes)
@@ -288,7 +289,8 @@ class TorchEngine:
         self.requests.end_stop()
 
     def _jobs(self, group: SequenceGroup) -> list[Job]:
-        """One job, or several when the samples cannot all run at once. Only the first scores the prompt."""
+        """The jobs of a request: one, or several if the samples cannot all run at once. Only the first job scores the
+        prompt."""
         sequences = group.sequences
         planner = self.scheduler.planner
         together = min(planner.max_running, planner.max_kv_tokens // sequences[0].need)
@@ -351,7 +353,8 @@ class TorchEngine:
             self._loop.call_soon_threadsafe(self._died, error, self.scheduler.take_output())
 
     def _take(self) -> bool:
-        """Executes the commands that have come, and waits for one when nothing runs. False: stop after this step."""
+        """Executes the commands that have come, and waits for one if nothing runs. Returns False when the thread is to
+        end after this step."""
         wait = self.scheduler.idle or self.scheduler.is_held
         while wait or not self.commands.empty():
             wait = False
@@ -394,7 +397,7 @@ class TorchEngine:
             return
         except (torch.OutOfMemoryError, MemoryError) as error:
             logger.warning("a step found no memory; it is tried again with fewer sequences", exc_info=error)
-            found = error.with_traceback(None)  # its frames hold tensors
+            found = error.with_traceback(None)  # the frames of the error hold tensors
         self._runner.clear()
         self.scheduler.retreat(found)
         self._runner.check_alive()
@@ -414,11 +417,11 @@ class TorchEngine:
         for group, started_at in output.admitted:
             self.requests.admit(group, started_at)
         for group, version in output.left:
-            if version in group.held:  # it may have ended meanwhile
+            if version in group.held:  # the request may have ended meanwhile
                 group.held.remove(version)
                 self.store.release(version)
         for moved, num_sequences in output.moved:
-            if not moved.done():  # its caller may have left
+            if not moved.done():  # the caller of the move may have left
                 moved.set_result(num_sequences)
         for group in output.on_trial:
             if group.generation.trial is not None:
@@ -429,7 +432,7 @@ class TorchEngine:
             self.requests.end(group, outcome)
 
     def _died(self, error: BaseException, output: StepOutput) -> None:
-        """`output`: of the step that has failed, which may have begun requests."""
+        """`output`: output of the step that has failed, which may have begun requests."""
         try:
             for group, started_at in output.admitted:
                 self.requests.admit(group, started_at)

@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
-"""Captures what a function computes. The result computes it again, from and to the same tensors."""
+"""Captures the computation of a function. Calling the result repeats the computation, from and to the same tensors."""
 
 MAX_GRAPHS = 16
 MAX_ADAPTERS = 8
 """Each adapter adds three kernels to each layer of a graph. Steps with more adapters use grouped products instead."""
 MIN_KEYS = 256
-"""Graphs are for at least this number of keys, so that short sequences need one."""
+"""Least number of keys of a graph, so that all short sequences share one."""
 STEPS_BEFORE = 2
-"""Steps of one kind that are computed without a graph before the next one is captured. Capturing takes about as long
-as two of them."""
+"""Number of steps of one kind that are computed without a graph before the next one is captured. Capturing takes about
+as long as two steps."""
 
 
 def why_no_graphs(base: BaseModel) -> str:
@@ -76,8 +76,8 @@ class _Buffers:
     positions_R: Tensor
     rotated_R: Tensor
     written_R: Tensor
-    """As of Cached. The rows after the running ones store the first sequence's new keys and values again. Nothing
-    else that they compute is read."""
+    """Where the new keys and values go, as in Cached. The rows after the running ones store the first sequence's keys
+    and values once more. Nothing else that these rows compute is read."""
     logits_R_V: Tensor
 
     @classmethod
@@ -100,7 +100,7 @@ class _Buffers:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured step, with what it reads besides the model and the buffers."""
+    """A captured step, with the tensors that it reads besides the model and the buffers."""
 
     replay: Replay
     cache: KVCache
@@ -123,17 +123,18 @@ class DecodeGraphs:
     _graphs: OrderedDict[Hashable, _Graph] = field(default_factory=OrderedDict)
     """Least recently used first."""
     _buffers: dict[int, _Buffers] = field(default_factory=dict)
-    """By the number of rows."""
+    """The buffers, by their number of rows."""
     _latest: Hashable = None
     _repeated: int = 0
-    """Number of steps of the kind of `_latest`, one after the other, without a graph."""
+    """Number of consecutive steps of the kind `_latest` that were computed without a graph."""
 
     def __post_init__(self) -> None:
         # Grouped products copy a table to the device in each step, which a graph cannot repeat.
         self.base = replace(self.base, kernels=replace(self.base.kernels, grouped_mm=None))
 
     def logits(self, step: DecodeStep) -> Tensor | None:
-        """float32 [B, V], valid until the next step. None if the step has no graph, and gets none now."""
+        """The logits of a step, float32 [B, V], valid until the next step. None if the step has no graph and gets none
+        now."""
         if self.why_not or len(step.runs) > MAX_ADAPTERS:
             return None
         count = len(step.tokens_B)
@@ -188,7 +189,7 @@ class DecodeGraphs:
         except torch.OutOfMemoryError:
             self.clear()
             raise
-        except Exception as error:  # a model may do on the host what no graph can repeat
+        except Exception as error:  # a model may compute on the host, which no graph can repeat
             logger.warning(
                 "decode steps of %s are started one operation at a time from now on, because capturing one in a CUDA "
                 "graph failed: %s",
@@ -212,14 +213,14 @@ class DecodeGraphs:
 
 
 class CudaCapture:
-    """Captures in graphs that share their memory. They may do so because one runs at a time, and none keeps anything
-    but the logits, which lie elsewhere."""
+    """Captures graphs that share their memory. They may share it because one graph runs at a time, and none keeps
+    anything there but the logits, which lie elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._keeper: torch.cuda.CUDAGraph | None = None
-        """A graph that does next to nothing. The pool exists as long as some graph uses it."""
+        """A graph that does next to nothing, and keeps the pool alive: a pool exists while some graph uses it."""
 
     def __call__(self, compute: Callable[[], None]) -> Replay:
         current = torch.cuda.current_stream()
@@ -247,7 +248,7 @@ class CudaCapture:
 
 
 def _end_broken(graph: torch.cuda.CUDAGraph) -> None:
-    """Ends a capture that an error has broken off. CUDA reports the error again."""
+    """Ends a capture that an error has broken off. CUDA reports that error again, which is ignored."""
     try:
         graph.capture_end()
     except RuntimeError:
@@ -255,8 +256,8 @@ def _end_broken(graph: torch.cuda.CUDAGraph) -> None:
 
 
 def _padded(runs: Sequence[Run], count: int, num_rows: int) -> list[Run]:
-    """The runs for R rows: one that reaches the last running sequence applies to the rows after it, too, so that a
-    sequence that ends does not change it."""
+    """The runs for R rows. The run of the last running sequence also covers the rows after it, so that it stays the
+    same when a sequence ends."""
     return [
         replace(run, rows=slice(run.rows.start, num_rows))
         if isinstance(run.rows, slice) and run.rows.stop == count

@@ -1,5 +1,5 @@
 """Keys, values and states of the running sequences, in lanes, and of earlier prompts and outputs, in the prefix cache.
-Both belong to the compute thread."""
+Lanes and prefix cache belong to the compute thread."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ IDLE_CACHE_BYTES = 64 * 1024 * 1024
 def digests_of(
     namespace: int, tokens: Ints, known: Iterable[bytes] = (), *, salt: str = "", pictures: Iterable[Placed] = ()
 ) -> list[bytes]:
-    """Digests of the full blocks of `tokens`; `known` are those of its first ones. A block with tokens of `pictures`
-    stands for the pictures, too."""
+    """Digests of the full blocks of `tokens`. `known`: digests of the first blocks. The digest of a block with tokens
+    of `pictures` covers the pictures, too."""
     digests = list(known)
     digest = digests[-1] if digests else _root(namespace, salt)
     data = memoryview(tokens.astype("<i4").tobytes())
     size = 4 * BLOCK_TOKENS
     for start in range(len(digests) * size, len(data) - size + 1, size):
-        # 128 bits, and not Python's hash(): nobody can find other tokens that meet another tenant's block.
+        # The digest has 128 bits, instead of Python's hash(), so that nobody can find tokens with the digest of another
+        # tenant's block.
         block = data[start : start + size]
         first, stop = start // 4, start // 4 + BLOCK_TOKENS
         for one in pictures:
             if one.start < stop and one.start + one.picture.num_tokens > first:
-                # A block has a fixed size otherwise, so that no tokens read like a picture.
+                # Blocks without pictures have one size, so that no tokens can be taken for a picture.
                 block = bytes(block) + one.picture.digest + (one.start - first).to_bytes(8, "little", signed=True)
         digest = blake2b(block, key=digest, digest_size=16).digest()
         digests.append(digest)
@@ -52,7 +53,7 @@ def digests_of(
 
 
 def _root(namespace: int, salt: str) -> bytes:
-    # `person` sets it apart from the digest of a block whose tokens have the salt's bytes.
+    # `person` distinguishes the root from the digest of a block whose tokens have the salt's bytes.
     return blake2b(salt.encode(), key=namespace.to_bytes(16, "little"), digest_size=16, person=b"salt").digest()
 
 
@@ -79,23 +80,24 @@ class PrefixCache:
     block, or before it when others need their room."""
 
     def __init__(self, *, max_bytes: int, bytes_per_token: int, bytes_per_lane: int = 0) -> None:
-        """`bytes_per_lane`: of a sequence's states, 0 without recurrent layers. They get half of `max_bytes`."""
+        """`bytes_per_lane`: bytes of a sequence's states, 0 without recurrent layers. States get half of
+        `max_bytes`."""
         self._block_bytes = max(BLOCK_TOKENS * bytes_per_token, _RECORD_BYTES)
         self._bytes_per_lane = bytes_per_lane
         self.max_states = max_bytes // 2 // bytes_per_lane if bytes_per_lane else 0
-        """Most states, those that running passes fill included."""
+        """Most states, including those that running passes are filling."""
         num_blocks = min((max_bytes - self.max_states * bytes_per_lane) // self._block_bytes, _MAX_BLOCKS)
         if bytes_per_lane and not self.max_states:
             num_blocks = 0
         self._blocks = KVBlocks(num_blocks, BLOCK_TOKENS)
         self._states: OrderedDict[int, RecurrentCache] = OrderedDict()
-        """By the number of the block after whose last token they are; least recently used first."""
+        """States by the number of the block after whose last token they are; least recently used first."""
         self._index: OrderedDict[bytes, _Block] = OrderedDict()
         """Least recently used first."""
         self._namespaces: dict[int, set[bytes]] = {}
         self._free: list[int] = []
         self._unused = range(num_blocks)
-        """Free, too, and never filled yet: a list of a million numbers takes 40 MB."""
+        """Numbers of free blocks that were never filled. A range, because a list of a million numbers takes 40 MB."""
 
     @property
     def enabled(self) -> bool:
@@ -107,7 +109,7 @@ class PrefixCache:
         return len(self._index) * self._block_bytes + len(self._states) * self._bytes_per_lane
 
     def match(self, digests: list[bytes]) -> list[int]:
-        """Blocks of the longest chain that is there; they count as used."""
+        """Numbers of the blocks of the longest cached chain. These blocks count as used now."""
         found = []
         for digest in digests:
             block = self._index.get(digest)
@@ -122,7 +124,7 @@ class PrefixCache:
         return block_id in self._states
 
     def up_to_states(self, ids: list[int]) -> list[int]:
-        """The first of these blocks, up to the last one with states, which count as used."""
+        """The first of these blocks, up to the last one with states. These states count as used now."""
         count = len(ids)
         while count and ids[count - 1] not in self._states:
             count -= 1
@@ -131,14 +133,14 @@ class PrefixCache:
         return ids[:count]
 
     def load(self, cache: KVCache, lane: int, ids: list[int], length: int) -> None:
-        """Copies `length` tokens of matched blocks into a lane, and the last block's states; before anything else is
-        put."""
+        """Copies `length` tokens of matched blocks into a lane, and the last block's states. Must be called before the
+        next `put`, which may evict the blocks."""
         self._blocks.load(cache, lane, ids, length)
         if (states := self._states.get(ids[-1])) is not None:
             cache.states.write(lane, states)
 
     def make_room(self, num_states: int) -> None:
-        """Drops states until there is room for so many, at most `max_states`, that are not here yet."""
+        """Drops states until there is room for `num_states` new ones, at most `max_states`."""
         while len(self._states) + num_states > self.max_states:
             self._states.popitem(last=False)
 
@@ -150,8 +152,8 @@ class PrefixCache:
         lane: int,
         states: Mapping[int, RecurrentCache] | None = None,
     ) -> None:
-        """Copies what is new of a lane's blocks out of it, the first of them if not all have room. `states`: of
-        recurrent layers, by the number of tokens before them; there must be room for them."""
+        """Copies those of a lane's blocks that are not cached yet. If not all fit, the first ones are copied. `states`:
+        states of recurrent layers, by the number of tokens before them; there must be room for these states."""
         chain = digests[: self._blocks.num_blocks]
         num_old = len(self.match(chain))
         new = chain[num_old:]
@@ -159,7 +161,7 @@ class PrefixCache:
             fresh = self._unused[: max(0, len(new) - len(self._free))]
             self._unused = self._unused[len(fresh) :]
             self._free += fresh
-            # The chain's own blocks have just been used, and others hold all the room that is missing.
+            # The chain's own blocks have just been used, so the least recently used blocks belong to others.
             while len(self._free) < len(new):
                 self._drop(next(iter(self._index)))
             ids = self._free[-len(new) :]
@@ -178,7 +180,7 @@ class PrefixCache:
                 self._states.move_to_end(block_id)
 
     def forget(self, namespace: int) -> None:
-        """Drops what belongs to a version that is gone."""
+        """Drops the blocks of a version that is gone."""
         for digest in list(self._namespaces.get(namespace, ())):
             self._drop(digest)
 
@@ -198,13 +200,13 @@ class PrefixCache:
 
 @dataclass(slots=True)
 class Wanted:
-    """Lanes and tokens that one cache must hold."""
+    """Numbers of lanes and tokens that one cache must hold."""
 
     lanes: int = 0
     tokens: int = 0
-    """Tokens of the longest lane in this step."""
+    """Number of tokens of the longest lane in this step."""
     promised: int = 0
-    """Tokens that the longest lane may grow to."""
+    """Number of tokens to which the longest lane may grow."""
 
     def add(self, lanes: int, tokens: int, promised: int) -> None:
         self.lanes += lanes
@@ -223,10 +225,11 @@ class KVCacheManager:
         bytes_per_lane: int,
         metrics: SamplerMetrics,
     ) -> None:
-        """`max_tokens`: lanes x tokens of one, of all caches; `prefix_bytes`: of the prefix cache, 0 for none;
-        `bytes_per_lane`: of the states of recurrent layers, 0 without such layers."""
+        """`max_tokens`: most tokens of all caches together; a cache counts its lanes times the tokens of one lane.
+        `prefix_bytes`: size of the prefix cache, 0 for none. `bytes_per_lane`: bytes of the states of recurrent layers,
+        0 without such layers."""
         self.caches: defaultdict[int, KVCache] = defaultdict(KVCache)
-        """By the size of sequences (planner.py)."""
+        """The caches, by the size of their sequences (planner.py)."""
         self.prefixes = PrefixCache(
             max_bytes=prefix_bytes, bytes_per_token=bytes_per_token, bytes_per_lane=bytes_per_lane
         )
@@ -244,8 +247,8 @@ class KVCacheManager:
         metrics.cache.prefix_limit_bytes.set(prefix_bytes)
 
     def fit(self, wanted: Mapping[int, Wanted]) -> None:
-        """Every cache has room for what is wanted. One that has none grows by doubling; where the bound is near, each
-        takes what is promised, which the scheduler keeps within the bound."""
+        """Resizes the caches so that each has room for what is wanted. A cache without room doubles. Near the bound
+        each cache takes what is promised, which the scheduler keeps within the bound."""
         grown: dict[int, tuple[int, int]] = {}
         for size, want in wanted.items():
             cache = self.caches[size]
@@ -259,12 +262,12 @@ class KVCacheManager:
             grown = {size: (want.lanes, want.promised) for size, want in wanted.items()}
             for size in self.caches.keys() - wanted.keys():
                 self.caches[size].clear()
-        # Caches that shrink go first, so that the bound holds in between.
+        # Shrinking caches are resized first, so that the bound holds in between.
         for size, (lanes, tokens) in sorted(grown.items(), key=lambda item: item[1][0] * item[1][1]):
             self.caches[size].resize(lanes, tokens)
 
     def place(self, job: Job, first: int, count: int) -> None:
-        """Copies a prompt to `count` lanes from `first` on, which lies at its own lane or below."""
+        """Copies a prompt to `count` lanes from `first` on. `first` is the prompt's own lane or lies below."""
         below = slice(first, min(job.lane, first + count))
         above = slice(job.lane + 1, first + count)
         for lanes in (below, above):
@@ -272,7 +275,7 @@ class KVCacheManager:
                 self.caches[job.size].fork(job.lane, lanes, job.length)
 
     def clear(self) -> None:
-        """After a step that broke off anywhere: what it left may be half written."""
+        """Drops all keys and values. Called after a step that broke off, because some of them may be half written."""
         self._clear_caches()
         self.prefixes.clear()
 
@@ -284,7 +287,7 @@ class KVCacheManager:
         return sum(cache.num_bytes() for cache in self.caches.values())
 
     def observe(self, *, running_tokens: int, idle: bool) -> None:
-        """After each step. `running_tokens`: of the running sequences, prompts included."""
+        """Updates the metrics after each step. `running_tokens`: tokens of the running sequences, including prompts."""
         self._metrics.cache.used_bytes.set(running_tokens * self._bytes_per_token)
         self._metrics.cache.allocated_bytes.set(self._num_bytes())
         self._metrics.cache.prefix_bytes.set(self.prefixes.num_bytes)
@@ -292,8 +295,8 @@ class KVCacheManager:
             self._clear_caches()
 
     def reuse(self, job: Job) -> int:
-        """How many of a job's tokens the prefix cache spares it: up to the first row that it scores, and never all, for
-        the last one gives the first draw."""
+        """Number of a job's tokens that need not be computed, because the prefix cache has them. Tokens from the first
+        scored row on are computed, and so is the last token, which gives the first draw."""
         if not self.prefixes.enabled:
             return 0
         group = job.group
@@ -315,8 +318,9 @@ class KVCacheManager:
         return tokens
 
     def _reuse_with_states(self, job: Job, digests: list[bytes], most: int) -> int:
-        """As `reuse`, up to a block with states, `most` tokens at most. The job is to give states at the last block
-        border that a request with the same tokens can begin at, and where others with the same beginning parted."""
+        """Like `reuse`, but up to a block with states, and at most `most` tokens. Asks the job for states at the last
+        block border at which a request with the same tokens can begin, and at the border where its tokens part from
+        other requests' tokens."""
         last = (job.length - 1) // BLOCK_TOKENS
         chain = self.prefixes.match(digests[:last])
         job.blocks = self.prefixes.up_to_states(chain[: most // BLOCK_TOKENS])
@@ -327,7 +331,8 @@ class KVCacheManager:
         return len(job.blocks) * BLOCK_TOKENS
 
     def want_states(self, pieces: list[Piece]) -> None:
-        """Has the next pass copy states at the borders within its pieces, as many as the prefix cache can hold."""
+        """Lets the next pass copy states at the block borders within its pieces, as many as the prefix cache can
+        hold."""
         room = self.prefixes.max_states - sum(len(piece.job.states) for piece in pieces)
         for piece in pieces:
             for border in piece.job.borders:
@@ -337,15 +342,15 @@ class KVCacheManager:
         self.prefixes.make_room(sum(len(piece.job.states) for piece in pieces))
 
     def load(self, piece: Piece) -> None:
-        """Brings a job's reused tokens to its lane, before its first piece is computed."""
+        """Copies a job's reused tokens into its lane, before the job's first piece is computed."""
         job = piece.job
         if job.blocks:
             self.prefixes.load(self.caches[job.size], job.lane, job.blocks, piece.start)
             job.blocks = []
 
     def remember(self, sequence: Sequence, lane: int, states: Mapping[int, RecurrentCache] | None = None) -> None:
-        """Keeps the computed tokens of a sequence, which lie in this lane of its size, before that is given away or
-        shared; unless they are of more than one version, for then no request may find them. `states`: as of
+        """Puts the computed tokens of a sequence into the prefix cache, before its lane is given away or shared. Tokens
+        of more than one version are not put there, because no request may find them. `states`: as in
         PrefixCache.put."""
         if self.prefixes.enabled and not sequence.mixed:
             cache = self.caches[sequence.size]
@@ -357,7 +362,8 @@ def power_of_two(number: int) -> int:
 
 
 def _digests(sequence: Sequence) -> list[bytes]:
-    """Digests of the full blocks of a sequence's tokens, without the newest, whose keys and values are not computed."""
+    """Digests of the full blocks of a sequence's tokens, without the newest token, whose keys and values are not
+    computed yet."""
     group = sequence.group
     namespace, salt, pictures = sequence.namespace, group.request.cache_salt, group.request.pictures
     prompt = group.prompt_digests.get(namespace)

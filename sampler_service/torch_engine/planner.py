@@ -40,10 +40,11 @@ SHORT_SHARE = 4
 """One part in so many of a step's prompt tokens is for short prompts."""
 
 RESTING_TOKENS = 16
-"""Tokens of long prompts in a step that is for the running sequences. They are few, but a step keeps one form."""
+"""Number of tokens of long prompts in a step that is for the running sequences. Some are computed, so that all steps
+have one form."""
 
 MOST_FIRST = 4
-"""Most owners in a step whose job goes before those of others, because they hold less than a share."""
+"""Most owners whose job goes before others in one step, because they hold less than a share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Piece:
     start: int
     length: int
     came_from: int
-    """Lane that holds the earlier pieces; differs from job.lane when they have to be moved first."""
+    """Lane that holds the earlier pieces. If it differs from job.lane, the pieces are moved first."""
 
     @property
     def stop(self) -> int:
@@ -72,7 +73,7 @@ class Reservations:
         self.lanes = 0
         self.tokens = 0
         self._by_size: dict[int, tuple[int, int]] = {}
-        """Lanes, and the longest one's tokens."""
+        """For each cache, the number of its lanes, and the tokens of the longest one."""
         for sequence in sequences:
             self.add(1, sequence.promised)
 
@@ -82,7 +83,7 @@ class Reservations:
         return room
 
     def with_more(self, lanes: int, tokens: int) -> int:
-        """Tokens with so many lanes more of so many tokens."""
+        """Number of promised tokens after `lanes` further lanes of `tokens` tokens each."""
         here, longest = self._by_size.get(size_of(tokens), (0, 0))
         return self.tokens - here * longest + (here + lanes) * max(longest, tokens)
 
@@ -94,8 +95,8 @@ class Reservations:
         self.lanes += lanes
 
     def longest(self, size: int, *, max_tokens: int) -> int:
-        """Most tokens of one more lane of this size, when all lanes together have no more than `max_tokens`; 0 when
-        there is no room for one."""
+        """Most tokens of one more lane of this size, if all lanes together may have `max_tokens` tokens; 0 if there is
+        no room for a lane."""
         here, longest = self._by_size.get(size, (0, 0))
         tokens = min((max_tokens - self.tokens + here * longest) // (here + 1), most_of(size))
         return tokens if tokens >= longest else 0
@@ -112,22 +113,23 @@ class Planner:
         tokens_per_step: int,
         reuse: Callable[[Job], int] = lambda job: 0,
     ) -> None:
-        """`reuse` is asked at a job's admission how many of its tokens need not be computed; fewer than all of them."""
+        """`reuse`: called when a job is admitted. Returns how many of the job's tokens need not be computed, always
+        fewer than all."""
         self.max_running = max_running
         self.max_kv_tokens = max_kv_tokens
         self.tokens_per_step = tokens_per_step
         self._reuse = reuse
         self.waiting: Waiting = Waiting(short_tokens=tokens_per_step // SHORT_SHARE)
         self.partial: Job | None = None
-        """Admitted, with some pieces computed."""
+        """The admitted job of which some pieces are computed, but not all."""
         self.running: list[Sequence] = []
-        """By size, then by lane."""
+        """The running sequences, by size, then by lane."""
         self.most_together: int | None = None
-        """Most sequences beside each other while memory is short; None: as many as otherwise."""
+        """Most sequences that run together while memory is short; None means the usual number."""
         self.trial: SequenceGroup | None = None
-        """The request whose prompt is computed while nothing else is; None: there is none."""
+        """The request whose prompt is computed while nothing else is; None without a trial."""
         self.may_begin = False
-        """Whether the caller of that request knows."""
+        """Whether the caller of the request on trial has been told that its prompt is next."""
 
     @property
     def idle(self) -> bool:
@@ -139,13 +141,13 @@ class Planner:
         return self.trial is not None and self._on_trial() is None
 
     def _on_trial(self) -> Job | None:
-        """The job of the trial, if it is to be computed now."""
+        """The job on trial, if it is to be computed now."""
         if self.trial is None or self.trial.begun or not self.may_begin:
             return None
         return self.partial or self.waiting.job_of(self.trial)
 
     def end_trial(self, group: SequenceGroup) -> None:
-        """Ends the trial of this request, which may not have begun."""
+        """Ends the trial of this request, even if it has not begun."""
         group.trial_over = True
         if self.trial is group:
             self.trial, self.may_begin = None, False
@@ -185,13 +187,13 @@ class Planner:
             pieces.append(_next_piece(job, budget, lane=lane, came_from=job.lane if job is partial else lane))
             budget -= pieces[-1].length
             lanes[job.size] += len(job.sequences)
-            if not pieces[-1].ends:  # there may be room left, for less than a picture
+            if not pieces[-1].ends:  # the rest of the budget may be less than a picture
                 self.partial = job
                 break
         return sorted(pieces, key=lambda piece: piece.job.size)
 
     def _passing(self, room: Reservations) -> list[Job]:
-        """Short jobs of one step, admitted although those before them wait for room."""
+        """Admits short jobs that stay for one step, although jobs before them wait for room."""
         if not self.waiting or self._has_room(self.waiting.first, room):
             return []
         budget = self.tokens_per_step // SHORT_SHARE
@@ -208,7 +210,7 @@ class Planner:
         return chosen
 
     def _overtaking(self, held: list[Job], room: Reservations) -> list[Job]:
-        """Short jobs that go before longer ones, admitted; there is room for those ahead of them as well."""
+        """Admits short jobs that go before longer ones. There is room for the jobs ahead of them as well."""
         budget = self.tokens_per_step // SHORT_SHARE
         if not self._more_than_a_step(held):
             return []  # nobody has to wait
@@ -286,8 +288,8 @@ class Planner:
         return room.with_more(lanes, tokens) <= self.max_kv_tokens
 
     def put_back(self, sequences: list[Sequence]) -> None:
-        """These sequences, which have no place any more, wait before all others: prompts first, as many of a prompt's
-        together as may run beside each other, because what begins needs most memory."""
+        """Lets sequences that have lost their places wait before all others. Prompts come first, because a beginning
+        needs most memory. As many sequences of a prompt stay together as may run together."""
         most = self.most_together or self.max_running
         prompts: dict[SequenceGroup, list[Sequence]] = {}
         for sequence in sequences:
@@ -303,7 +305,7 @@ class Planner:
             self.waiting.appendleft(job)
 
     def run_more(self) -> None:
-        """Lets twice as many sequences run beside each other, if memory was short."""
+        """Lets twice as many sequences run together, if memory was short."""
         if self.most_together is not None:
             more = 2 * self.most_together
             self.most_together = more if more < self.max_running else None
@@ -315,8 +317,8 @@ class Planner:
         job.done = self._reuse(job)
 
     def grow(self) -> list[Sequence]:
-        """Renews reservations that are used up. Returns the sequences that have to leave; they are queued. Others may
-        have outgrown their lanes (`outgrown`)."""
+        """Renews reservations that are used up. Returns the sequences that have to leave, which are queued again. Other
+        sequences may have outgrown their lanes (`outgrown`)."""
         if all(sequence.length <= sequence.reserved for sequence in self.running):
             return []
         leaving: list[Sequence] = []
@@ -331,7 +333,7 @@ class Planner:
         return leaving
 
     def _more_for(self, sequence: Sequence, leaving: list[Sequence]) -> int:
-        """Tokens to reserve for it: twice its length, or as many as are free; 0 when none are."""
+        """Number of tokens to reserve for a sequence: twice its length, or as many as are free; 0 if none is free."""
         held = self.partial.sequences if self.partial is not None else []
         room = Reservations([*(one for one in self.running if one is not sequence and one not in leaving), *held])
         wanted = min(sequence.max_length, 2 * sequence.length)
@@ -340,8 +342,9 @@ class Planner:
         return min(wanted, room.longest(size_of(sequence.length), max_tokens=self.max_kv_tokens))
 
     def give_way(self) -> list[Sequence]:
-        """Lets owners who hold less than a share of lanes and cache be the next, as far as the share goes. Returns the
-        running sequences, of owners who hold more, that have to leave for that; they are queued."""
+        """Lets owners who hold less than a share of lanes and cache be the next, as far as their share goes. Returns
+        the running sequences of owners with more than a share that have to leave for that. These sequences are queued
+        again."""
         partial = self.partial.sequences if self.partial is not None else []
         held = [*self.running, *partial]
         owners = {*self.waiting.owners, *map(owner_of, held)}
@@ -356,10 +359,10 @@ class Planner:
             need = job.sequences[0].need
             count = min(len(job.sequences), shares.lanes_left(job.owner, tokens=need))
             if self.waiting.may_pass(job) and not self._fits(count, need, Reservations(held)):
-                continue  # it needs no place
+                continue  # the job passes others, and needs no place
             giving = self._giving(count, need, held, shares)
             if giving is None:
-                break  # one sequence that needs more than a share; the next room is for it
+                break  # the job's sequence needs more than a share, so it gets the next room
             given += giving
             held = [*(one for one in held if one not in giving), *job.sequences[:count]]
             shares.hold(job.owner, lanes=count, tokens=need)
@@ -392,7 +395,7 @@ class Planner:
         return giving
 
     def _requeue(self, sequences: list[Sequence]) -> None:
-        """They go on before all others that wait. Running ones keep their lanes until they leave."""
+        """Queues sequences before all others that wait. Running sequences keep their lanes until they leave."""
         for sequence in sequences:
             sequence.reserved = 0
             if sequence in self.running:
@@ -406,14 +409,14 @@ class Planner:
         return [sequence for sequence in self.running if size_of(sequence.reserved) != sequence.size]
 
     def join(self, sequence: Sequence, *, size: int) -> None:
-        """It runs in the next lane of this size."""
+        """Lets a sequence run in the next lane of this size."""
         sequence.size, sequence.lane = size, sum(one.size == size for one in self.running)
         self.running.append(sequence)
         self.running.sort(key=lambda one: (one.size, one.lane))
 
     def leave(self, sequence: Sequence) -> Sequence | None:
-        """Returns the sequence whose lane moves into its place; None when it had the last one. For several, the last
-        lane leaves first."""
+        """Takes a running sequence out. Returns the sequence whose lane moves into the free place; None if the sequence
+        had the last lane. If several leave, the last lane must leave first."""
         last = max((one for one in self.running if one.size == sequence.size), key=lambda one: one.lane)
         self.running.remove(sequence)
         if last is sequence:
@@ -423,7 +426,8 @@ class Planner:
         return last
 
     def drop(self, group: SequenceGroup) -> list[Sequence]:
-        """Forgets a request that waits or is being prefilled. Returns those of its sequences that decode."""
+        """Removes the jobs of a request that wait or are being prefilled. Returns those of its sequences that
+        decode."""
         self.waiting.drop(group)
         if self.partial is not None and self.partial.group is group:
             self.partial = None

@@ -35,7 +35,8 @@ from tinsmith.modeling.logprobs import logits
 from tinsmith.modeling.tower import Placed, Sights
 
 MIN_SHARED_TOKENS = 32
-"""Shorter prompts are read as often as they are used: two products cost more."""
+"""Least number of tokens of a prompt that is read once for all its sequences. For a shorter prompt, two products cost
+more than reading it several times."""
 
 
 def runs_of(segments: Iterable[tuple[Adapter | None, int]]) -> list[Run]:
@@ -66,15 +67,15 @@ def runs_of(segments: Iterable[tuple[Adapter | None, int]]) -> list[Run]:
 
 @dataclass(slots=True)
 class Rows:
-    """How the sampling rows draw: the running sequences in their order, then new ones."""
+    """How the rows that sample draw: the running sequences in their order, then the new sequences."""
 
     sequences: list[Sequence]
     rules: Rules
     keys: UInt64s
     counters: UInt64s
-    """Index of the token that is drawn next."""
+    """int64 [R]: index of the token that each row draws next."""
     topk: list[tuple[int, int]]
-    """(row, k) of the rows that want a top-k table."""
+    """Pairs (row, k) of the rows that want a top-k table."""
     penalized: Penalized | None
     """The rows with penalties or biases; None when there are none."""
     with_grammar: list[int]
@@ -103,14 +104,14 @@ class Pass:
     """One forward pass: the sequences and pieces for which the base model has the same parameters."""
 
     parameters: FullWeights | None
-    """None: the base model's own."""
+    """The full version with the parameters; None for the base model's own."""
     rows: list[int] = field(default_factory=list)
     """Indices of running sequences, in order."""
     pieces: list[Piece] = field(default_factory=list)
 
 
 def passes_of(running: list[Sequence], pieces: list[Piece]) -> list[Pass]:
-    """One for each set of parameters; as a rule there is one."""
+    """The passes of a step, one for each set of parameters. As a rule there is one."""
     passes: dict[int, Pass] = {}
     for row, sequence in enumerate(running):
         parameters = sequence.parameters
@@ -122,7 +123,8 @@ def passes_of(running: list[Sequence], pieces: list[Piece]) -> list[Pass]:
 
 
 def shared_prompts_of(running: list[Sequence], device: torch.device) -> SharedPrompts | None:
-    """None where reading a prompt once for all its sequences would gain nothing."""
+    """The prompts that several running sequences share; None where reading a prompt once for all of them would gain
+    nothing."""
     groups: dict[int, list[int]] = {}
     for row, sequence in enumerate(running):
         groups.setdefault(id(sequence.origin), []).append(row)
@@ -139,7 +141,7 @@ def _size(sequence: Sequence) -> int:
 
 @dataclass(slots=True)
 class Decoding:
-    """The running sequences as tensors; kept from step to step while the same ones run."""
+    """The running sequences as tensors, which are kept from step to step while the same sequences run."""
 
     rows: Rows
     tokens_B: Tensor
@@ -230,7 +232,7 @@ class Runner:
         self.metrics = metrics
         self.cores = cores or Cores("", most=0, set_threads=lambda _: None)
         self.graphs: DecodeGraphs | None = None
-        """None where steps are not captured."""
+        """The CUDA graphs; None where steps are not captured."""
         if not why_no_graphs(base):
             self.graphs = DecodeGraphs(base, CudaCapture(base.device))
         self._decoding: Decoding | None = None
@@ -276,7 +278,7 @@ class Runner:
         return logits_R_V
 
     def _by_graph(self, running: list[Sequence], decoding: Decoding) -> Tensor | None:
-        """Logits of a step that only decodes, in one pass; None if no graph computes it."""
+        """Logits of a step that only decodes, in one pass; None if no graph computes the step."""
         if self.graphs is None or len(decoding.shared) > 1:
             return None
         (size,) = decoding.shared
@@ -301,12 +303,12 @@ class Runner:
             self.graphs.forget(weights)
 
     def clear(self) -> None:
-        """Gives memory back, after a step that found none."""
+        """Frees memory, after a step that found none."""
         if self.graphs is not None:
             self.graphs.clear()
 
     def _run_pass(self, batch: Batch, one: Pass) -> Tensor:
-        """float32 [r, V]: for its sequences, then for its prompts that end here."""
+        """Logits of a pass, float32 [r, V]: of its sequences, then of its prompts that end here."""
         self.parameters.use(one.parameters)
         hidden_T_H = self._hidden_states(batch, one)
         self._score(one, hidden_T_H)
@@ -361,13 +363,13 @@ class Runner:
                     found.append(sights.moved(first))
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # the request ends with it after the step; what it computes now is dropped
+            except Exception as error:  # the request ends with this error after the step
                 piece.job.group.fail(error)
             first += piece.length
         return Sights.joined(found) if found else None
 
     def _look(self, placed: list[Placed], piece: Piece) -> Sights:
-        """The features of pictures in a piece's prompt, by its version."""
+        """The features of pictures in a piece's prompt, encoded with the version of the piece."""
         assert self.base.tower is not None
         sequence = piece.job.sequences[0]
         runs = [] if sequence.adapter is None else [Run(sequence.adapter, slice(0, piece.job.length))]
@@ -384,7 +386,7 @@ class Runner:
             rows, lanes_B, shared = rows_of.get(size, []), None, None
             positions_B = torch.empty(0, dtype=torch.int64, device=self.base.device)
             if decoding is not None and rows:
-                # Rows go by size, then by lane: all of one size follow each other.
+                # Rows are in the order of size, then lane, so all rows of one size are consecutive.
                 is_whole = len(rows) == of_running[size]
                 positions_B = decoding.positions_B[slice(rows[0], rows[-1] + 1) if is_whole else rows]
                 if is_whole:
@@ -425,7 +427,7 @@ class Runner:
         return logits(self.base.head, hidden_T_H[rows], runs_of((adapter, 1) for adapter in adapters))
 
     def _kept_runs(self, one: Pass) -> list[Run] | None:
-        """Runs of the steps that only decode, all sequences in one pass."""
+        """The adapters' runs in steps that only decode, all sequences in one pass."""
         decoding = self._decoding
         if decoding is None or one.pieces or len(decoding.passes) > 1:
             return None
@@ -433,7 +435,7 @@ class Runner:
 
 
 def prefills_of(piece: Piece) -> Iterator[Prefill]:
-    """The piece, divided where a copy of the states is wanted."""
+    """The parts of a piece, which ends where a copy of the states is wanted."""
     job = piece.job
     wanted = [border for border in job.states if piece.start < border <= piece.stop]
     for start, stop in pairwise(sorted({piece.start, *wanted, piece.stop})):
@@ -456,7 +458,7 @@ def draw(batch: Batch, decoding: Decoding | None, logits_R_V: Tensor) -> Drawn:
         # num_samples draws from one row.
         counts = [1] * len(running) + [len(piece.job.sequences) for piece in batch.ending]
         if len(sequences) > len(counts):
-            # With the number of rows: else the host would have to ask the device for it.
+            # The number of rows is given, because otherwise the host would have to ask the device for it.
             logits_R_V = logits_R_V.repeat_interleave(
                 torch.tensor(counts, device=device), 0, output_size=len(sequences)
             )

@@ -31,7 +31,8 @@ from tinsmith.errors import ServiceError
 from tinsmith.modeling.kv_cache import KVCache
 
 GOOD_STEPS = 64
-"""After a step that found no memory, twice as many sequences may run beside each other after so many good ones."""
+"""After a step that found no memory, fewer sequences run together. Their number doubles again after this many good
+steps."""
 
 PROGRESS_S = 0.1
 """Time between two notes of the progress while nothing begins or ends, in seconds."""
@@ -39,7 +40,7 @@ PROGRESS_S = 0.1
 
 @dataclass(slots=True)
 class StepOutput:
-    """Outcome of a step, and of the commands before it, for the event loop."""
+    """Outcome of a step and of the commands before the step, for the event loop."""
 
     admitted: list[tuple[SequenceGroup, float]] = field(default_factory=list)
     """Requests whose computation has begun, and when, in seconds since 1970."""
@@ -52,11 +53,11 @@ class StepOutput:
     deltas: list[tuple[SequenceGroup, Delta]] = field(default_factory=list)
     ended: list[tuple[SequenceGroup, Result | ServiceError]] = field(default_factory=list)
     progress: Progress | None = None
-    """None: about as in the output before."""
+    """The progress; None if it is about that of the output before."""
 
     @property
     def groups(self) -> list[SequenceGroup]:
-        """The requests that it is about."""
+        """The requests to which the output belongs."""
         return [*self.on_trial, *(group for group, _ in (*self.admitted, *self.left, *self.deltas, *self.ended))]
 
     def __bool__(self) -> bool:
@@ -107,12 +108,12 @@ class Scheduler:
         return self.planner.is_held
 
     def begin_trial(self, group: SequenceGroup) -> None:
-        """Its caller knows that its prompt is the next."""
+        """Lets the request's prompt be computed: its caller has been told that the prompt is next."""
         if self.planner.trial is group:
             self.planner.may_begin = True
 
     def end_trial(self, group: SequenceGroup) -> None:
-        """From now on it is a request like any other."""
+        """Ends the request's trial."""
         self.planner.end_trial(group)
 
     @property
@@ -132,7 +133,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def cancel(self, group: SequenceGroup, outcome: ServiceError) -> None:
-        """Takes a request out; it leaves nothing behind in the cache. One that has ended already is left alone."""
+        """Removes a request, and leaves nothing of it in the cache. Does nothing for a request that has ended."""
         if group not in self._groups:
             return
         partial = self.planner.partial
@@ -183,7 +184,7 @@ class Scheduler:
             lost = [sequence for sequence in group.unfinished if sequence not in waiting]
             if group.failure is not None or group.complete:
                 outcome = group.failure or group.outcome()
-            elif len(lost) == 1 and self.planner.most_together == 1:  # none was beside it
+            elif len(lost) == 1 and self.planner.most_together == 1:  # the sequence was computed alone
                 outcome = group.fail_alone(error)
                 self.planner.most_together = None
             else:
@@ -217,7 +218,7 @@ class Scheduler:
         self.kv.prefixes.forget(namespace)
 
     def note_progress(self) -> None:
-        """For the next output, when something has begun or ended, or some time has passed."""
+        """Notes the progress for the next output, if a request has begun or ended, or some time has passed."""
         now = time.perf_counter()
         is_due = not self.idle and now - self._noted_at >= PROGRESS_S
         if is_due or self._output.admitted or self._output.ended:
@@ -293,7 +294,8 @@ class Scheduler:
         return self._place(self.planner.plan(rests=rests), moving=moving)
 
     def _place(self, pieces: list[Piece], *, moving: list[tuple[Sequence, KVCache]]) -> list[Piece]:
-        """Readies the lanes of pieces, and of sequences that have outgrown theirs, for the step. Returns the pieces."""
+        """Prepares lanes for the step: those of the pieces, and those of sequences that have outgrown their lanes.
+        Returns the pieces."""
         for piece in pieces:
             group = piece.job.group
             if piece.came_from > piece.job.lane:  # before the cache may shrink
@@ -308,7 +310,8 @@ class Scheduler:
                 group.prompt_done = piece.start + piece.length
         wanted: defaultdict[int, Wanted] = defaultdict(Wanted)
         for sequence in self.planner.running:
-            # Beside a trial its newest token, which may be one more than was promised, is not in the cache yet.
+            # Beside a trial, the newest token of a sequence may be one more than was promised. It is not in the cache
+            # yet.
             wanted[sequence.size].add(1, min(sequence.length, sequence.reserved), sequence.reserved)
         for piece in pieces:
             sequences = piece.job.sequences
@@ -325,17 +328,17 @@ class Scheduler:
         return pieces
 
     def _interrupt(self, leaving: list[Sequence]) -> None:
-        """Takes sequences out that go on later."""
+        """Removes sequences from the batch that will go on later."""
         if not leaving:
             return
         self.metrics.steps.preemptions.inc(len(leaving))
         for sequence in leaving:
             self.kv.remember(sequence, sequence.lane)
-            sequence.mixed = False  # all of it will be computed anew
+            sequence.mixed = False  # the whole sequence will be computed anew
         self._leave(leaving)
 
     def _move_out(self, outgrown: list[Sequence]) -> list[tuple[Sequence, KVCache]]:
-        """Gives sequences a lane of the size that they have by now, and what is to be written there."""
+        """Gives sequences a lane of their present size, and copies their keys and values there."""
         moving = [(one, self.kv.caches[one.size].read(one.lane, one.length - 1)) for one in outgrown]
         self._leave(outgrown)
         for sequence in outgrown:
@@ -343,7 +346,8 @@ class Scheduler:
         return moving
 
     def _advance(self, batch: Batch, drawn: Drawn) -> None:
-        """Gives the tokens to their sequences; those that ended leave, new ones take the lanes above the running."""
+        """Gives the tokens to their sequences. Ended sequences leave, and new sequences take the lanes above the
+        running ones."""
         sequences = batch.sampling
         ended: set[int] = set()
         for row, (sequence, token, logprob) in enumerate(zip(sequences, drawn.tokens_R, drawn.logprobs_R, strict=True)):
@@ -372,7 +376,7 @@ class Scheduler:
                 continue
             if not job.scored or job.group.scorer is None or job.group.scorer.finite:
                 self.kv.remember(job.sequences[0], job.lane, job.states)
-            job.states = {}  # the sequences keep the job
+            job.states = {}  # the sequences refer to the job, and would keep its states in memory
             self.kv.place(job, first, len(going_on))
             for sequence in going_on:
                 self.planner.join(sequence, size=job.size)
@@ -395,14 +399,17 @@ class Scheduler:
                 self._end(group, group.outcome())
 
     def _leave(self, sequences: list[Sequence]) -> None:
-        """Takes sequences out; the last ones move into their lanes, so that the rest stay dense."""
+        """Removes sequences from the batch. The sequences in the last lanes move into the free lanes, so that no lane
+        between them is free."""
         for sequence in sorted(sequences, key=lambda one: one.lane, reverse=True):
             came_from = sum(one.size == sequence.size for one in self.planner.running) - 1
             if (moved := self.planner.leave(sequence)) is not None:
                 self.kv.caches[sequence.size].move(came_from, moved.lane, moved.length)
         if sequences:
             self._changed = True
-            self.metrics.requests.running.set(len(self.planner.running))  # no step may follow that would
+            self.metrics.requests.running.set(
+                len(self.planner.running)
+            )  # set here, because no step may follow that would set it
 
     def _end(self, group: SequenceGroup, outcome: Result | ServiceError) -> None:
         del self._groups[group]

@@ -13,8 +13,8 @@ def owner_of(sequence: Sequence) -> str:
 
 
 class Shares:
-    """Owners who run or wait have equal shares of the lanes, and of the tokens of the cache. A share is one lane at
-    least."""
+    """The shares of owners who run or wait: equal parts of the lanes and of the cache's tokens. A share is at least one
+    lane."""
 
     def __init__(self, owners: Collection[str], *, max_lanes: int, max_tokens: int) -> None:
         self._max_lanes = max_lanes
@@ -27,18 +27,20 @@ class Shares:
         self._held_tokens = Counter[str]()
 
     def hold(self, owner: str, *, lanes: int, tokens: int) -> None:
-        """Counts lanes of `tokens` tokens each as the owner's; negative `lanes` are given back."""
+        """Counts `lanes` lanes of `tokens` tokens each as held by the owner. A negative number means that the owner
+        gives lanes back."""
         self._held_lanes[owner] += lanes
         self._held_tokens[owner] += lanes * tokens
 
     def lanes_left(self, owner: str, *, tokens: int) -> int:
-        """Lanes of `tokens` tokens each that the owner's share has room for. Whoever holds nothing may have one."""
+        """Number of lanes of `tokens` tokens each for which the owner's share has room. An owner who holds nothing may
+        have one lane in any case."""
         if not self._held_lanes[owner]:
             return max(1, min(self._lanes, self._tokens // tokens))
         return min(self._lanes - self._held_lanes[owner], (self._tokens - self._held_tokens[owner]) // tokens)
 
     def greediest(self) -> str | None:
-        """The owner who holds most, if that is more than a share and more than one lane."""
+        """The owner who holds most. None if that owner holds no more than a share, or only one lane."""
         above = [
             owner
             for owner, lanes in self._held_lanes.items()
@@ -47,5 +49,6 @@ class Shares:
         return max(above, key=self._part, default=None)
 
     def _part(self, owner: str) -> float:
-        """The larger one of the owner's parts of lanes and tokens (dominant resource fairness, Ghodsi et al., 2011)."""
+        """The owner's part of all lanes or of all tokens, whichever is larger (dominant resource fairness, Ghodsi et
+        al., 2011)."""
         return max(self._held_lanes[owner] / self._max_lanes, self._held_tokens[owner] / self._max_tokens)

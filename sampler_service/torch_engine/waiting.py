@@ -13,14 +13,14 @@ from sampler_service.torch_engine.shares import owner_of
 from tinsmith.modeling.recurrent_cache import RecurrentCache
 
 SHORT_TOKENS = 1024
-"""Most tokens of a sequence of size 0; each size is for 4 times as many as the one before it."""
+"""Most tokens of a sequence of size 0. Each further size is for sequences 4 times as long."""
 
 _GROUP = 32
-"""Tokens by which the lengths of jobs in one group differ at most."""
+"""Largest difference between the lengths of jobs in one group, in tokens."""
 
 
 def size_of(tokens: int) -> int:
-    """Number of the cache whose lanes are for sequences of so many tokens."""
+    """Number of the cache whose lanes are for sequences of `tokens` tokens."""
     return ((tokens - 1) // SHORT_TOKENS).bit_length() + 1 >> 1
 
 
@@ -38,24 +38,24 @@ class Job:
     length: int
     sequences: list[Sequence]
     scored: bool
-    """The prompt's own logprobs are wanted from this job."""
+    """Whether this job computes the prompt's own logprobs."""
     done: int = 0
-    """Tokens computed."""
+    """Number of tokens that are computed."""
     lane: int = 0
     blocks: list[int] = field(default_factory=list)
-    """Blocks of the prefix cache that its first `done` tokens come from, until they lie in its lane."""
+    """Blocks of the prefix cache from which the first `done` tokens come, until they are copied into the job's lane."""
     borders: list[int] = field(default_factory=list)
     """Numbers of tokens after which the prefix cache wants the states of recurrent layers."""
     states: dict[int, RecurrentCache] = field(default_factory=dict)
-    """These states by number of tokens, filled by the passes, until the prefix cache gets them."""
+    """The states by their number of tokens. The passes fill them, and then the prefix cache gets them."""
     run: str = ""
-    """The training run whose version computes it, none for the base model, and the owner. They take turns."""
+    """The queue of the job: training run of its version (empty for the base model), and owner. Queues take turns."""
     place: tuple[int, int] = (0, 0)
-    """Its start, in tokens, and its number among those that start there, while it waits."""
+    """Place of a waiting job: its start, in tokens, and its number among the jobs with that start."""
 
     @property
     def cost(self) -> int:
-        """Tokens of its prompt, and those that are promised to its sequences."""
+        """Cost of the job: tokens of its prompt, and tokens that are promised to its sequences."""
         return self.length + sum(sequence.need - sequence.length for sequence in self.sequences)
 
     @property
@@ -64,12 +64,13 @@ class Job:
 
     @property
     def size(self) -> int:
-        """Number of the cache that has its lanes. All its sequences need the same."""
+        """Number of the cache that has the job's lanes. All sequences of a job need lanes of one size."""
         return size_of(self.sequences[0].promised)
 
     def in_whole_pictures(self, length: int) -> int:
-        """The number of tokens of its next piece, when there is room for `length`. It cuts no picture whose tokens see
-        each other. If there is one at its beginning, it is that, and may be longer than `length`."""
+        """Number of tokens of the next piece, if there is room for `length`. A piece cuts no picture whose tokens see
+        each other. If such a picture is at the piece's beginning, the piece is that picture, and may be longer than
+        `length`."""
         stop = self.done + length
         for one in self.group.request.pictures:
             if one.whole(stop) < stop:
@@ -81,13 +82,13 @@ class Waiting:
     """Jobs that wait for a place. Jobs of one run keep their order, and runs take turns by tokens: start-time fair
     queueing (Goyal, Vin and Cheng, 1996). A job starts where its run's job before it ends, and no earlier than the
     first of all those that wait; the job with the earliest start is the first. So a run that comes with thousands of
-    jobs delays another one's by a job, not by thousands. Only iterating takes longer the more of them wait."""
+    jobs delays another one's by a job, not by thousands. Only iteration takes longer if more jobs wait."""
 
     def __init__(self, *, short_tokens: int) -> None:
         """`short_tokens`: most tokens of a job that may pass others."""
         self._short_tokens = short_tokens
         self._jobs: list[Job] = []
-        """By their places."""
+        """The waiting jobs, by their places."""
         self._numbers = count(1)
         self._start = 0
         """Start of the first job when one was last taken, in tokens."""
@@ -122,24 +123,24 @@ class Waiting:
         return self._by_owner[owner][0]
 
     def append(self, job: Job) -> None:
-        """Behind those of its run."""
+        """Adds a job behind the other jobs of its run."""
         first = self.first.place[0] if self._jobs else 0
         start = max(self._start, first, self._ends.get(job.run, 0))
         self._ends[job.run] = start + job.cost
         self._add(job, (start, next(self._numbers)))
 
     def appendleft(self, job: Job) -> None:
-        """Before all others."""
+        """Adds a job before all others."""
         start, number = self.first.place if self._jobs else (self._start, 0)
         self._add(job, (start, min(0, number) - 1))
 
     def take(self, job: Job) -> None:
         """Removes a job that gets a place."""
-        self._start = max(self._start, self.first.place[0])  # one that passes others moves nobody's start
+        self._start = max(self._start, self.first.place[0])  # a job that passes others changes no start
         self._remove(job)
 
     def put_first(self, job: Job, num_sequences: int) -> None:
-        """Lets so many sequences of a job go before all others. The rest keep its place."""
+        """Lets `count` sequences of a job go before all others. The other sequences keep the job's place."""
         first, rest, place = job, job.sequences[num_sequences:], job.place
         self._remove(job)
         if rest:
@@ -149,15 +150,15 @@ class Waiting:
         self.appendleft(first)
 
     def drop(self, group: SequenceGroup) -> None:
-        """Removes the jobs of a request, for which its run pays nothing."""
+        """Removes the jobs of a request. The run is not charged for them."""
         for job in reversed(list(self._of.get(group, ()))):
             if self._ends.get(job.run) == job.place[0] + job.cost:
                 self._ends[job.run] = job.place[0]
             self._remove(job)
 
     def first_short(self, fits: Callable[[Job], bool]) -> Job | None:
-        """The first job that may pass others and fits. Only the first of each group is asked about, for all others need
-        about as much."""
+        """The first job that may pass others and fits. Only the first job of each group is tried, because the others of
+        the group need about as much."""
         return min(filter(fits, (group[0] for group in self._short if group)), key=_place, default=None)
 
     def _add(self, job: Job, place: tuple[int, int]) -> None:

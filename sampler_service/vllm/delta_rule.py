@@ -1,4 +1,4 @@
-"""Gated DeltaNet on a CPU in every dtype but bfloat16, for which alone vLLM has kernels there.
+"""Gated DeltaNet on a CPU, for all dtypes but bfloat16: vLLM's CPU kernels compute bfloat16 only.
 
 Shapes: T tokens of a step, N sequences, F features of the convolution, w inputs that its window keeps, W its width, H
 heads of values, K and V features of a key and of a value.
@@ -27,7 +27,7 @@ def compute(qkv_T_F: Tensor, b_T_H: Tensor, a_T_H: Tensor, out_T_H_V: Tensor, la
     Changes their states, and writes the outputs."""
     context = get_forward_context()
     layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
-    if context.attn_metadata is None:  # vLLM measures its memory
+    if context.attn_metadata is None:  # vLLM measures memory in such calls
         return
     step = context.attn_metadata[layer.prefix]
     count = step.num_decodes + step.num_prefills

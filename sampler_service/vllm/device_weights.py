@@ -31,9 +31,10 @@ class DeviceWeights:
         """Tensors in the files that are no parameters; None until the first full version."""
 
     def register(self, number: int, version: FullSource) -> str:
-        """A version that steps may use from now on; or why this model can have none, with nothing changed.
+        """Registers a version that steps may use from now on. Returns the reason for which vLLM cannot load such
+        versions of this model, empty if it can; then nothing has changed.
 
-        The first one is tried here, so that a model that cannot be loaded so is no step's trouble.
+        The first version is loaded here on trial, so that no step fails if vLLM cannot load such versions.
         """
         self._versions[number] = version
         if self._others is not None:
@@ -64,7 +65,7 @@ class DeviceWeights:
         runner = self._runner
         model = runner.get_model()
         wanted = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
-        # Any gradient mode, such as a step's inference mode, is not what vLLM loads in.
+        # vLLM loads models outside inference mode, in which steps run, so the mode is switched off.
         with set_current_vllm_config(runner.vllm_config), torch.inference_mode(mode=False), torch.no_grad():
             initialize_layerwise_reload(model)
             try:

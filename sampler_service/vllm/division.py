@@ -21,8 +21,7 @@ class Devices:
     """ "cpu" or "cuda"."""
     count: int
     free_bytes: int
-    """Free bytes of the fullest device. On a CPU all workers share the machine's memory, and this is each one's
-    share."""
+    """Free memory of the fullest device, in bytes. On a CPU, each worker's share of the machine's memory."""
 
     @classmethod
     def of(cls, device_type: str, count: int) -> Devices:
@@ -38,8 +37,8 @@ class Devices:
 
 
 def check_division(model: PretrainedConfig, size: int) -> None:
-    """Attention is divided by whole heads. Key and value heads that are fewer than the workers lie on several workers.
-    Raises ValueError."""
+    """Checks that the workers can divide the attention by whole heads. If there are fewer key and value heads than
+    workers, several workers have the same head. Raises ValueError."""
     text = model.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     kv_heads = getattr(text, "num_key_value_heads", None)
@@ -64,8 +63,9 @@ def check_division(model: PretrainedConfig, size: int) -> None:
 def sizes_of_each(
     base: BaseModel, config: SamplerConfig, devices: Devices, *, for_pictures: int = 0, bytes_per_lane: int = 0
 ) -> Sizes:
-    """Sizes for one worker. `for_pictures`: bytes that the vision tower needs in each. `bytes_per_lane`: bytes of a
-    running sequence in each, beside its tokens. Raises ValueError when its part of the weights has no room."""
+    """Sizes for one worker. `for_pictures`: bytes that the vision tower needs in each worker. `bytes_per_lane`: bytes
+    of a running sequence in each worker, beside its tokens. Raises ValueError when a worker has no room for its part of
+    the weights."""
     weights = sum(parameter.nbytes for parameter in base.parameters.values()) // devices.count
     if weights >= devices.free_bytes:
         raise ValueError(

@@ -33,20 +33,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How the rows of a batch draw; the same while the same requests stand in the same rows."""
+    """How the rows of a batch draw. Used again as long as the same requests are in the same rows."""
 
     request_ids: Sequence[str]
     rules: Rules
     keys: UInt64s
     first: UInt64s
-    """Tokens that were drawn before the request."""
+    """uint64 [R]: number of tokens that were drawn before each request."""
     columns: int
-    """Columns of the widest top-k table."""
+    """Number of columns of the widest top-k table."""
     penalized: Penalized | None
     penalized_ids: Sequence[str]
     """Request id of each row of `penalized`."""
     with_grammar: Mapping[int, Draws]
-    """By row: the draws of requests with a grammar."""
+    """The draws of requests with a grammar, by row."""
 
     @classmethod
     def of(
@@ -74,7 +74,7 @@ class Rows:
 
 
 class RowGrammars:
-    """Positions of requests in their grammars. Only in the first worker, which draws."""
+    """Positions of requests in their grammars. Exists in the first worker only, which draws."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -88,7 +88,7 @@ class RowGrammars:
         """A token for each row, int64 [R], and the rows whose grammar has failed."""
         for one in self._newest.keys() - self._runner.requests.keys():
             del self._newest[one]
-            self._matchers.pop(one, None)  # no matcher is there when the grammar could not be compiled
+            self._matchers.pop(one, None)  # there is no matcher if the grammar could not be compiled
         masks: dict[int, Bools] = {}
         failed = []
         for row, how in rows.with_grammar.items():
@@ -140,11 +140,11 @@ class RowGrammars:
 
 
 class StreamSampler(Sampler):
-    """In the place of the model runner's sampler. Needs nothing of vLLM's sampling metadata."""
+    """Replaces the model runner's sampler. It needs none of vLLM's sampling metadata."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        self._runner = [runner]  # in a list: no submodule
+        self._runner = [runner]  # in a list, so that torch does not make it a submodule
         self._rows: Rows | None = None
         self._histories: dict[str, History] = {}
         """By request id: the history of each request with penalties."""
@@ -174,12 +174,12 @@ class StreamSampler(Sampler):
             tokens_R, failed = self._grammars.draw(rows, drawn_from_R_V, numbers_R)
         else:
             tokens_R = draw(drawn_from_R_V, rows.rules, numbers_R)
-        # Each worker has all logits. Were a sum rounded otherwise in one of them, it would draw another token, and go
-        # on with other keys and values than the rest.
+        # Each worker has all logits, but only the first one draws. If a sum were rounded differently in another worker,
+        # that worker would draw another token, and go on with other keys and values.
         tokens_R_1 = workers.broadcast(tokens_R[:, None])
         self._newest_R = tokens_R_1[:, 0]
         ids, logprobs = tokens_R_1, logprobs_R_V.gather(-1, tokens_R_1)
-        logprobs[failed] = float("nan")  # tells running.py that the grammar failed
+        logprobs[failed] = float("nan")  # by this token running.py knows that the grammar has failed
         if rows.columns:
             best, best_ids = logprobs_R_V.topk(rows.columns)
             ids, logprobs = torch.cat([ids, best_ids], 1), torch.cat([logprobs, best], 1)

@@ -80,16 +80,17 @@ class VllmEngine:
         self.max_running = reference.max_running
         self.device = reference.device
         self.weights_device = "cpu"
-        """They go on through shared memory. This process has nothing on the GPU, whose memory vLLM's processes need."""
+        """Versions reach vLLM's processes through shared memory. This process uses no GPU memory, which vLLM's
+        processes need."""
         self.eos_token_ids = reference.eos_token_ids
         self.targets: abc.Sequence[Target] = reference.targets
         self.processor = processor
         self.why_no_pictures = reference.why_no_pictures
         self.refused_groups: dict[Group, str] = {VISION: _NO_VISION} if reference.has_tower else {}
-        """Groups whose adapters vLLM does not serve for this model, and why."""
+        """Groups whose adapters vLLM does not serve for this model, with the reasons."""
         self._reference = reference
         self._refuses_full = ""
-        """Why vLLM cannot load other parameters into this model, once that is known."""
+        """The reason for which vLLM cannot load other parameters into this model; empty while none is known."""
         self._speed = speed
         self._max_waiting = config.max_waiting
         self._worker = WorkerVersions(process.call)
@@ -139,12 +140,12 @@ class VllmEngine:
         return FullVersion(self._reference.parameters, flat)
 
     def memory_for(self, layout: Weights) -> FullVersion | None:
-        """All parameters arrive where the workers find them, and never on a device, where there is no room for them
-        twice."""
+        """Shared memory for all parameters, from which the workers take them. They are never received on a device,
+        which has no room for a second copy."""
         return FullVersion.arriving(layout) if isinstance(layout, FullVersion) else None
 
     def make_room(self, version_id: str, num_bytes: int) -> list[Weights]:
-        """Returns nothing: the buffers of versions are shared memory, which workers may still have open."""
+        """Returns no versions, because their buffers are shared memory, which workers may still have open."""
         self.store.make_room(version_id, num_bytes)
         return []
 
@@ -198,7 +199,7 @@ class VllmEngine:
         self._worker.forget(version.weights)
 
     async def _set_up(self) -> None:
-        """Readies the workers, and checks them."""
+        """Prepares and checks the workers."""
         if (quantization := self._process.llm.model_config.quantization) is not None:
             self._refuses_full = no_full_versions(f"it is quantized ({quantization})")
         await self._process.call("tinsmith_set_up")
@@ -217,7 +218,7 @@ class VllmEngine:
         logger.warning("pictures are not served by vLLM for this model: %s", reason)
 
     def refuse_group(self, group: Group, reason: str) -> None:
-        """Its layers are no targets any more."""
+        """Refuses adapters of a group: its layers are no targets any more."""
         if group not in self.refused_groups:
             self.refused_groups[group] = reason
             logger.warning("train_%s is not served by vLLM for this model: %s", group, reason)

@@ -19,22 +19,22 @@ class Parameters:
 
     shapes: Mapping[str, tuple[int, ...]]
     by_columns: frozenset[str]
-    """As BaseModel.by_columns."""
+    """Names of the parameters that are stored column by column; see BaseModel.by_columns."""
     dtype: torch.dtype
 
 
 class FullVersion(FullWeights):
-    """Without a base model in this process."""
+    """Full weights in a process without a base model."""
 
     def __init__(self, parameters: Parameters, flat: Tensor, shared: SharedTensor | None = None) -> None:
-        """`shared` is the memory of `flat`, where that is shared."""
+        """`shared`: the shared memory of `flat`; None if `flat` is not in shared memory."""
         self.parameters = parameters
         self.flat = flat
         self.shared = shared
 
     @classmethod
     def arriving(cls, layout: FullVersion) -> FullVersion:
-        """Over new shared memory. Raises OutOfCapacity when there is none."""
+        """A version of this layout in new shared memory. Raises OutOfCapacity when there is no memory."""
         shared = SharedTensor(layout.flat.shape, layout.flat.dtype)
         return cls(layout.parameters, shared.tensor, shared)
 

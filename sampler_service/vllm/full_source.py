@@ -1,4 +1,4 @@
-"""Where the worker takes the parameters of a full version from. Needs no vLLM."""
+"""The parameters of a full version, as the worker takes them from shared memory. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sampler_service.vllm.shared_memory import Handle
 
 @dataclass(frozen=True, slots=True)
 class FullSource:
-    """All parameters, by the names that the files of the base model have for them."""
+    """All parameters of a version, by their names in the base model's files."""
 
     handle: Handle
     specs: Sequence[tuple[str, Sequence[int], bool]]

@@ -17,7 +17,7 @@ class DrawnToken:
     logprob: float
     table_ids: Ints
     table_logprobs: Floats
-    """Its row of the top-k table, best first."""
+    """The token's row of the top-k table, best first."""
 
     @staticmethod
     def table(drawn: Sequence[DrawnToken], k: int) -> TopkTable | None:

@@ -16,11 +16,11 @@ from sampler_service.core.sizing import Sizes, kv_bytes_per_token
 from tinsmith.modeling.kv_cache import KVCache
 
 BLOCK_TOKENS = 32
-"""Tokens of a block, if there are no states. On a CPU it must divide by 32, and the default of 128 lets the samples of
-one prompt share little of it."""
+"""Tokens of a block of a model without states. On a CPU vLLM needs a multiple of 32. With its default of 128, the
+samples of one prompt would share little of the prompt."""
 _STATES = 2
-"""States that a running sequence has, in each layer: with a prefix cache vLLM keeps the one of the last block beside
-the newest."""
+"""Number of states that a running sequence has in each layer: with a prefix cache, vLLM keeps the state of the last
+block beside the newest state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class Pages:
     block_tokens: int
     block_bytes: int
     token_groups: int = 1
-    """Groups of layers with keys and values. Each needs blocks for all tokens."""
+    """Number of groups of layers with keys and values. Each group needs blocks for all tokens."""
     state_groups: int = 0
-    """Groups of layers with states."""
+    """Number of groups of layers with states."""
 
     @classmethod
     def of(cls, cache: KVCache, *, kv_part: Fraction, num_devices: int) -> Pages:
-        """For a model whose cache of one token this is. `kv_part`: a device's share of keys and values. States are
-        divided evenly."""
+        """The blocks for a model. `cache`: a cache of one token of this model. `kv_part`: a device's share of keys and
+        values. States are divided evenly."""
         token_bytes = ceil(kv_bytes_per_token(cache) * kv_part)
         state_layers = {layer for _, layer, _ in cache.states.stores}
         if not state_layers:
@@ -54,8 +54,8 @@ class Pages:
 
     @property
     def bytes_per_lane(self) -> int:
-        """Bytes that a running sequence takes beside its tokens: for its states, and what its newest blocks do not yet
-        use."""
+        """Bytes that a running sequence takes beside its tokens: those of its states, and those that its newest blocks
+        do not use yet."""
         return self.block_bytes * (_STATES * self.state_groups + self.token_groups) if self.state_groups else 0
 
     def cache_bytes(self, sizes: Sizes) -> int:
@@ -74,7 +74,7 @@ class Pages:
 
 
 def _state_bytes(cache: KVCache, layer: int) -> int:
-    """Bytes of a layer's states of one sequence. vLLM has recurrences in float32, or smaller."""
+    """Bytes of a layer's states of one sequence. vLLM keeps them in float32 or in a smaller type."""
     return sum(
         store.numel() * max(4, store.itemsize) if kind == "state" else store.nbytes
         for (kind, number, _), store in cache.states.stores.items()

@@ -49,8 +49,8 @@ def exchange_weights_before_steps(runner: Any, use: Callable[[int], None]) -> No
 
 
 def replace_picture_processor(make: Callable[[Any], Any]) -> None:
-    """Takes `make(ModelConfig)` in the place of vLLM's processor of pictures. Belongs to each process of vLLM's, and to
-    the one that starts it."""
+    """Uses `make(ModelConfig)` instead of vLLM's processor of pictures. Must be applied in each of vLLM's processes,
+    and in the process that starts them."""
     MULTIMODAL_REGISTRY.create_processor = lambda model_config, **_: make(model_config)
     MULTIMODAL_REGISTRY.get_processing_info = make
 

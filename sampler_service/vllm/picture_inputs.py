@@ -20,11 +20,12 @@ class Form:
     """How the tower of a kind of model takes a picture in vLLM."""
 
     inputs: Callable[[Mapping[str, Tensor], int], Mapping[str, Tensor]]
-    """Makes them of the output of the image processor for one picture, and of the id of the pictures' token."""
+    """Function that makes the tower's inputs from the image processor's output for one picture, and from the id of the
+    pictures' token."""
     stacked: Sequence[str] = ()
-    """Names of those which have no axis of pictures."""
+    """Names of the inputs that have no axis of pictures."""
     on_host: Sequence[str] = ()
-    """Names of those which vLLM reads on the host."""
+    """Names of the inputs that vLLM reads on the host."""
 
 
 _PIXELS = Form(lambda made, _: {"pixel_values": made["pixel_values"][0]}, stacked=["pixel_values"])
@@ -58,18 +59,18 @@ FORMS: Mapping[str, Form] = {
         on_host=["image_num_patches", "image_token_id"],
     ),
 }
-"""By the rule by which the family counts the tokens of a picture."""
+"""The inputs of each family, by the rule by which the family counts the tokens of a picture."""
 
 
 class PictureInputs:
     """The pictures of running requests, in one worker."""
 
     def __init__(self, path: str) -> None:
-        """`path`: of the base model."""
+        """`path`: folder or name of the base model."""
         self._path = path
         self._processor: Processor | None = None
         self._pictures: dict[int, np.ndarray] = {}
-        """By number: the scaled pixels."""
+        """The scaled pixels of each picture, by number."""
 
     def take(self, number: int, shape: Sequence[int], pixels: bytes) -> None:
         self._pictures[number] = np.frombuffer(pixels, np.uint8).reshape(shape)
@@ -101,7 +102,7 @@ class PictureInfo:
         self._most_tokens = (model_config.multimodal_config.mm_processor_kwargs or {}).get("most_tokens", 1)
 
     def get_dummy_mm_inputs(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM warms its processor up by this."""
+        """vLLM calls this to warm its processor up."""
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
         return {MODALITY: min(self._most_tokens, seq_len)}

@@ -30,7 +30,7 @@ MODALITY = "image"
 
 @dataclass(slots=True)
 class _Held:
-    """A picture that the workers have, or are being told."""
+    """A picture that the workers have, or that is on its way to them."""
 
     number: int
     sent: asyncio.Future[Any]
@@ -44,7 +44,7 @@ class WorkerPictures:
         self._rpc = rpc
         self._numbers = itertools.count(1)
         self._held: dict[bytes, _Held] = {}
-        """By digest."""
+        """The pictures that the workers have, by digest."""
         self._leaving: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
@@ -101,8 +101,8 @@ def picture_prompt(
     base_weights: int,
     cache_salt: str | None,
 ) -> Any:
-    """A prompt with pictures, in vLLM's words. `numbers`: by which the workers know them. `base_weights`: number of the
-    base weights, on which the features of a picture depend."""
+    """A prompt with pictures, as vLLM takes it. `numbers`: numbers by which the workers know the pictures.
+    `base_weights`: number of the base weights, on which the features of a picture depend."""
     from vllm.inputs.engine import mm_input  # pyright: ignore[reportMissingImports]
     from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange  # pyright: ignore[reportMissingImports]
 

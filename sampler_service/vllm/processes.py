@@ -18,7 +18,7 @@ _TRACKER_S = 2.0
 
 
 def die_with_parent() -> None:
-    """This process, from now on; also while it waits for another worker that is gone."""
+    """Makes this process end with its parent from now on, even while it waits for another worker that is gone."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
@@ -41,5 +41,5 @@ def kill_all_below() -> None:
                 process.kill()
                 process.wait()
     if trackers and (fd := resource_tracker.getfd()) is not None:
-        os.close(fd)  # nobody else has it any more, and so the tracker ends
+        os.close(fd)  # no other process has the pipe open any more, so the tracker ends
         psutil.wait_procs(trackers, timeout=_TRACKER_S)

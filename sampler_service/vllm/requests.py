@@ -1,4 +1,4 @@
-"""A sequence and its version in vLLM's words."""
+"""Makes vLLM's objects for a sequence and its version."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tinsmith.pictures.processing import Processor
 def prompt(
     sequence: Sequence, version: Version | None, processor: Processor | None, pictures: abc.Sequence[int]
 ) -> Any:
-    """With what the sequence has drawn so far. Its salt keeps keys and values of different base weights apart.
-    `pictures`: numbers by which the workers know the pictures."""
+    """The prompt for vLLM: the sequence's prompt and the tokens drawn so far. Its salt keeps keys and values of
+    different base weights apart. `pictures`: numbers by which the workers know the pictures."""
     from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
 
     request, number = sequence.group.request, _base_weights(version)
@@ -29,7 +29,7 @@ def prompt(
 
 
 def sampling_params(sequence: Sequence, version: Version | None, scores: Scores | None, *, topk: int) -> Any:
-    """`topk`: columns of the sampled tokens' table."""
+    """`topk`: number of columns of the sampled tokens' table."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
     group = sequence.group
@@ -46,7 +46,7 @@ def sampling_params(sequence: Sequence, version: Version | None, scores: Scores 
         grammar=group.request.grammar,
         grammar_eos=[] if group.grammar is None else sorted(group.grammar.eos_token_ids),
     )
-    # Every token at once where somebody waits for it, or it may be the last.
+    # vLLM delivers every token at once if somebody waits for it, or if it may be the last.
     interval = 1 if group.generation.stream or group.request.follow_run else 4 if group.stop.strings else 16
     return SamplingParams(
         max_tokens=sequence.max_length - sequence.length,
@@ -64,7 +64,7 @@ def sampling_params(sequence: Sequence, version: Version | None, scores: Scores 
 
 
 def lora_request(version: Version | None) -> Any:
-    """None where the version has no adapter."""
+    """vLLM's request for the version's adapter; None if the version has none."""
     from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
     if version is None or not isinstance(version.weights, SharedAdapter):

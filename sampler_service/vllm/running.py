@@ -1,4 +1,5 @@
-"""Sequences as vLLM's requests: handed over in order, heard of token by token, broken off and begun again.
+"""Runs sequences as vLLM's requests: hands them over in order, receives their tokens, aborts them and begins them
+again.
 
 Each sequence is a request of its own, so that a move, a stop string or a cancel ends one sequence and no other; they
 share the blocks of their prompt.
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VllmRequest:
-    """One of vLLM's requests: a sequence from its prompt, or from where it moved to another version."""
+    """One of vLLM's requests: a sequence from its prompt on, or from the token at which it moved to another version."""
 
     group: SequenceGroup
     sequence: Sequence
@@ -68,7 +69,7 @@ class VllmSequences:
         """Sequences that wait for a place."""
         self._runs: dict[Sequence, VllmRequest] = {}
         self._leaving: dict[VllmRequest, None] = {}
-        """Runs that were cancelled, until vLLM has heard of it."""
+        """Runs that were cancelled, until vLLM has been told."""
         self._names = itertools.count()
 
     @property
@@ -81,7 +82,7 @@ class VllmSequences:
         first, *others = group.sequences
         has_place = group.request.on_probation or len(self._runs) < self._max_running + PASSING
         if first.passes and not others and has_place:
-            self._begin(first)  # it need not wait for running ones to end
+            self._begin(first)  # such a request need not wait for running sequences to end
         else:
             self._queue.extend(group.sequences)
             self._admit()
@@ -94,7 +95,7 @@ class VllmSequences:
         return moved
 
     def drop(self, group: SequenceGroup) -> None:
-        """Breaks off what is left of a request that has ended."""
+        """Aborts the sequences of a request that has ended."""
         if any(sequence not in self._runs and sequence.finished is None for sequence in group.sequences):
             self._queue = deque(sequence for sequence in self._queue if sequence.group is not group)
         current = asyncio.current_task()
@@ -142,7 +143,7 @@ class VllmSequences:
                             await self._take_scores(group, name)
                             scores = None
                         if self._deliver(sequence, output) and not output.finished:
-                            break  # vLLM would go on
+                            break  # vLLM would go on computing the sequence
             if sequence.finished is None:
                 reason = f"vLLM ended a sequence early, after {len(sequence.tokens)} tokens"
                 self._requests.end(group, ServiceError(reason))
@@ -155,10 +156,11 @@ class VllmSequences:
             # else the health check ends everything
         finally:
             if scores is not None and self._process.answers:
-                await self._process.call("tinsmith_take_scores", name)  # nobody wants them any more
+                await self._process.call("tinsmith_take_scores", name)  # nobody wants these tokens any more
 
     def _scores_of(self, sequence: Sequence, name: str) -> Scores | None:
-        """Scores for this run to compute: the request's, on the first sequence until it has a token; else None."""
+        """The scores that this run computes. Those of the request belong to its first sequence, until it has a token;
+        None for other runs."""
         group = sequence.group
         if group.scorer is None or sequence.index or sequence.tokens:
             return None
@@ -223,7 +225,7 @@ class VllmSequences:
         run.generating.cancel()
 
     def _left(self, run: VllmRequest) -> None:
-        """vLLM has nothing of the run any more, or will have heard so before anything that is said to it now."""
+        """Called when vLLM has nothing of the run any more, or will be told so before any later call."""
         with self._requests.dying_of_errors():
             self._leaving.pop(run, None)
             if self._runs.get(run.sequence) is run:

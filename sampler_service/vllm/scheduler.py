@@ -44,7 +44,7 @@ class _ByBaseWeights(_Base):
             for request in parked_waiting:
                 self.waiting.add_request(request)
         if not output.total_num_scheduled_tokens:
-            self._turns.give_up()  # others hold the blocks that it needs
+            self._turns.give_up()  # other requests hold the blocks that it needs
         output.tinsmith_base_weights = chosen
         return output
 
@@ -62,8 +62,8 @@ class AsyncVersionScheduler(_ByBaseWeights, AsyncScheduler):
 
 
 def make_scheduler(*, vllm_config: Any, **options: Any) -> VersionScheduler | AsyncVersionScheduler:
-    """The scheduler of the kind that vLLM would take. It runs in the engine's process, which from now on ends with its
-    parent: a sampler that is killed cannot stop it."""
+    """Makes a scheduler of the class that vLLM would take. This runs in the engine's process, and makes that process
+    end with its parent, because a sampler that is killed cannot stop it."""
     die_with_parent()
     patches.replace_picture_processor(PictureInfo)
     is_async = vllm_config.scheduler_config.async_scheduling

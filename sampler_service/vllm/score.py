@@ -27,15 +27,15 @@ class PromptScoring:
         self.runner = runner
         self._has_scores: bool = get_tp_group().is_first_rank
         self._begun: dict[str, tuple[Scores, PromptScorer]] = {}
-        """By vLLM's request id."""
+        """The scores in progress, by vLLM's request id."""
         self._done: dict[str, PromptScorer] = {}
-        """By the name that the request gave its scores."""
+        """Complete scores, by the name that their request gave them."""
         self._plain: set[str] = set()
         """Ids of running requests that ask for no scores."""
 
     def take(self, name: str) -> list[bytes] | None:
-        """The scores of a prompt, once. None when it is not computed, and then it is forgotten; and where another
-        worker has them."""
+        """Hands the scores of a prompt over, once. None in workers other than the first, and if the scores are not
+        complete. Incomplete scores are forgotten."""
         for request_id, (scores, _) in list(self._begun.items()):
             if scores.name == name:
                 del self._begun[request_id]

@@ -1,4 +1,4 @@
-"""Holds vLLM against what our own model says of the base model, before it serves."""
+"""Compares vLLM with our own model of the base model, before the sampler serves."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Checked(SamplingEngine, Protocol):
 
 
 async def check_engine(engine: Checked, reference: Reference, *, max_waiting: int) -> None:
-    """Refuses groups of layers that vLLM takes no adapters for, or computes otherwise. Raises UnsupportedModel when it
-    computes the base model otherwise.
+    """Refuses groups of layers for which vLLM takes no adapters, or whose adapters it computes differently. Raises
+    UnsupportedModel when it computes the base model differently.
 
     `max_waiting`: requests that the engine takes at once.
     """
@@ -100,7 +100,7 @@ async def _check_decoding(engine: Checked, reference: Reference, *, max_waiting:
 
 
 async def _check_pictures(engine: Checked, reference: Reference, *, max_waiting: int, tolerance: float) -> None:
-    """Refuses pictures if vLLM computes prompts with them, or tokens drawn after them, otherwise."""
+    """Refuses pictures if vLLM gives other logprobs for prompts with pictures, or for tokens drawn after them."""
     gap = max([await _gap(engine, reference, sample) for sample in reference.pictures], default=float("inf"))
     if gap > tolerance:
         engine.refuse_pictures(f"with pictures {_reason(gap, tolerance)}")
@@ -113,7 +113,7 @@ async def _check_pictures(engine: Checked, reference: Reference, *, max_waiting:
 
 
 async def _compare(engine: Checked, requests: Sequence[Request], *, max_waiting: int, tolerance: float) -> None:
-    """Raises UnsupportedModel when what the requests draw has other logprobs in a prompt."""
+    """Raises UnsupportedModel when tokens that the requests draw have other logprobs in a prompt."""
     generations = [await engine.submit(request) for request in requests[:max_waiting]]
     for request, generation in zip(requests, generations, strict=False):
         for one in Comparison.of(request, await generation.result()):

@@ -11,8 +11,8 @@ from sampler_service.vllm.reference import Reference
 from tinsmith.sizing import slot_rank
 
 _FREE_AT_START = 0.01
-"""Part of a GPU without which vLLM refuses to start. It is nothing else, where the bytes of its cache are given; and
-how much is free when it starts nobody knows: a trainer beside it may be loading."""
+"""Part of a GPU's memory that must be free for vLLM to start. It has no other effect, because the size of the cache is
+given in bytes. It is small, because a trainer on the same GPU may be loading at that time."""
 WORKER_EXTENSION = "sampler_service.vllm.worker.WorkerExtension"
 SCHEDULER = "sampler_service.vllm.scheduler.make_scheduler"
 
@@ -25,7 +25,7 @@ def set_environment(config: SamplerConfig, *, device: str) -> None:
     """Sets vLLM's environment variables, before vllm is imported. A variable that the user has set stays, unless the
     engine cannot run with it."""
     os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # a single worker is in the engine's process
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # a single worker runs in the engine's process
         VLLM_USE_V2_MODEL_RUNNER="0",  # worker.py extends the other one
         VLLM_WORKER_MULTIPROC_METHOD="spawn",
     )
@@ -35,9 +35,9 @@ def set_environment(config: SamplerConfig, *, device: str) -> None:
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # workers have nothing to save
     }
     if device == "cpu":
-        # Else a first request compiles for seconds, and without a C++ compiler the engine dies of it.
+        # Without this setting the first request compiles for seconds, and the engine dies if there is no C++ compiler.
         defaults["TORCH_COMPILE_DISABLE"] = "1"
-        # vLLM's own choice is a NUMA node for each worker, and no start where there are fewer.
+        # By default vLLM takes a NUMA node for each worker, and does not start if there are fewer nodes.
         if config.tensor_parallel > 1:
             defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if config.num_threads:

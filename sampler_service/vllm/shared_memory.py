@@ -21,7 +21,7 @@ from tinsmith.memory import host_bytes
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Where another process finds the memory."""
+    """Identifies the memory to another process."""
 
     pid: int
     fd: int
@@ -41,7 +41,7 @@ class SharedTensor:
     valid."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Zeros. Raises OutOfCapacity when there is no memory."""
+        """Makes a tensor of zeros. Raises OutOfCapacity when there is no memory."""
         num_bytes = dtype.itemsize * prod(shape)
         available = host_bytes()
         if num_bytes > available:  # the kernel would hand out pages until it ends some process
@@ -63,7 +63,7 @@ class SharedTensor:
 
     @classmethod
     def copy_of(cls, tensor: Tensor) -> Self:
-        """In the tensor's own type. Raises OutOfCapacity when there is no memory."""
+        """A copy of a tensor, with its type. Raises OutOfCapacity when there is no memory."""
         shared = cls(tensor.shape, tensor.dtype)
         shared.tensor.copy_(tensor)
         return shared

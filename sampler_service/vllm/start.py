@@ -32,22 +32,22 @@ class VllmProcess:
 
     @property
     def answers(self) -> bool:
-        """Whether the process is there."""
+        """Whether the process is alive."""
         return not self._is_stopped and not self.llm.errored
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of the worker extension. Gives what it returns in each worker; the first one draws and
+        """Calls a method of the worker extension. Returns one result for each worker; the first worker draws and
         scores. Raises EngineDead."""
         if not self.answers:
             raise EngineDead("the engine has died; the log has the cause")
         return await self.llm.collective_rpc(method, args=args)
 
     async def stop(self) -> None:
-        """The process is gone when this returns."""
+        """Ends the process, and returns when it is gone."""
         self._is_stopped = True
-        if self.llm.output_handler is not None:  # or it logs that the process has died
+        if self.llm.output_handler is not None:  # otherwise vLLM logs that the process has died
             self.llm.output_handler.cancel()
-        await in_thread(lambda: self.llm.shutdown(timeout=0))  # it has nothing to save
+        await in_thread(lambda: self.llm.shutdown(timeout=0))  # the process has nothing to save
 
 
 def start(config: SamplerConfig, reference: Reference, metrics: SamplerMetrics, speed: Speed) -> VllmProcess:
@@ -70,5 +70,5 @@ def start(config: SamplerConfig, reference: Reference, metrics: SamplerMetrics, 
     stats = StepStats(metrics, speed, cache_bytes=args.kv_cache_memory_bytes * config.tensor_parallel)
     try:
         return VllmProcess(AsyncLLM.from_engine_args(args, stat_loggers=[lambda _config, _index=0: stats]))
-    except RuntimeError as error:  # what its process died of is in the log
+    except RuntimeError as error:  # the log has the error of vLLM's process
         raise UnsupportedModel(f"{reference.architecture}: vLLM does not start with it: {error}") from error

@@ -12,17 +12,17 @@ from sampler_service.metrics import SamplerMetrics
 
 
 class StepStats(StatLoggerBase):
-    """Hears of every step, on the event loop."""
+    """vLLM calls this object for every step, on the event loop."""
 
     def __init__(self, metrics: SamplerMetrics, speed: Speed, *, cache_bytes: int) -> None:
-        """`cache_bytes`: of all keys and values that vLLM has room for, those of its prefix cache among them."""
+        """`cache_bytes`: size of vLLM's cache of keys and values, prefix cache included."""
         self._metrics = metrics
         self._cache_bytes = cache_bytes
         self._speed = speed
         metrics.cache.allocated_bytes.set(cache_bytes)
         metrics.cache.limit_bytes.set(cache_bytes)
         self._last: float | None = None
-        """When the last step ended, while there was more to do."""
+        """Time at which the last step ended; None if there was nothing more to do."""
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
         now, metrics = time.perf_counter(), self._metrics
@@ -42,4 +42,4 @@ class StepStats(StatLoggerBase):
             self._last = now if busy else None
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Does nothing; vLLM calls it."""

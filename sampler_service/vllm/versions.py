@@ -14,7 +14,7 @@ from tinsmith.errors import Unsupported
 from tinsmith.modeling.adapter import Adapter
 
 Rpc = Callable[..., Awaitable[list[Any]]]
-"""Calls a method of the workers by its name, with arguments; gives what it returns in each."""
+"""Calls a method of the workers by its name, with arguments. Returns one result for each worker."""
 
 
 class SharedAdapter(Adapter):
@@ -36,7 +36,7 @@ class SharedFull(FullVersion):
 
 
 class WorkerVersions:
-    """Tells the workers what comes and goes. A number is never used again, and so is no name of vLLM's prefix cache."""
+    """Tells the workers which versions come and go. No number is used twice, and so no name in vLLM's prefix cache."""
 
     def __init__(self, rpc: Rpc) -> None:
         self._rpc = rpc
@@ -52,18 +52,19 @@ class WorkerVersions:
         return resident
 
     async def register_full(self, version: FullVersion, shared: SharedTensor) -> SharedFull:
-        """Once the workers know it. Raises Unsupported when vLLM cannot load such versions of this model."""
+        """Registers a full version, and returns once the workers know it. Raises Unsupported when vLLM cannot load such
+        versions of this model."""
         resident = SharedFull(version, shared, next(self._numbers))
         columns = version.parameters.by_columns
         specs = [(name, list(shape), name in columns) for name, shape in resident.specs()]
         reasons = await self._rpc("tinsmith_register_full", resident.number, astuple(shared.handle), specs)
         if reason := next(filter(None, reasons), ""):
-            await self._rpc("tinsmith_forget_full", resident.number)  # where it was good
+            await self._rpc("tinsmith_forget_full", resident.number)  # in workers that could load it
             raise Unsupported(no_full_versions(reason))
         return resident
 
     def forget(self, resident: SharedAdapter | SharedFull) -> None:
-        """When no request uses it. It is gone some time later."""
+        """Called when no request uses a version any more. The workers forget it some time later."""
         leaving = asyncio.create_task(self._forget(resident))
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)

@@ -1,4 +1,4 @@
-"""WeightTurns of full versions on the device, which has the weights of one at a time; an exchange takes a while.
+"""Turns of full versions on the device, which has the weights of one version at a time. An exchange takes a while.
 
 A turn ends when its version has nothing to do, or when it has lasted and another version has. So a version waits for at
 most one turn of each other one, however much they have to do, and no more than a fifth of the time goes into exchanges.
@@ -16,7 +16,7 @@ _SHORTEST_TURN_S = 0.1
 class WeightTurns:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.current = 0
-        """0: the base model's own weights."""
+        """Number of the current version; 0 means the base model's own weights."""
         self._clock = clock
         self._line: list[int] = []
         """Versions that have something to do and wait for a turn, the one that has waited for longest first."""
@@ -26,10 +26,10 @@ class WeightTurns:
         self._is_given_up = False
 
     def choose(self, with_work: Collection[int]) -> int:
-        """Before each step: the version that it computes. `with_work`: versions that have something to do, in the order
-        in which they came."""
+        """The version that the next step computes. Called before each step. `with_work`: versions that have something
+        to do, in the order in which they came."""
         now = self._clock()
-        if self._is_first_step:  # the exchange, and one step, lie between the last call and this one
+        if self._is_first_step:  # the time since the last call includes the exchange and one step
             self._exchange_s, self._began, self._is_first_step = now - self._began, now, False
         line = [version for version in self._line if version in with_work]
         self._line = [*line, *(one for one in with_work if one not in line and one != self.current)]
@@ -43,7 +43,7 @@ class WeightTurns:
         return following
 
     def give_up(self) -> None:
-        """The current version could do nothing of what it has to do."""
+        """Records that the current version could do none of its work."""
         self._is_given_up = True
 
     def _is_over(self, now: float) -> bool:

@@ -19,14 +19,14 @@ class Draws:
     """How a sequence draws."""
 
     key: int
-    """Key of its random stream."""
+    """Key of the sequence's random stream."""
     first: int
-    """Tokens that it has drawn before this request: a sequence that moved to another version goes on here."""
+    """Number of tokens that the sequence has drawn before this request; above 0 after a move to another version."""
     temperature: float
     top_k: int
     top_p: float
     topk: int
-    """Columns of its top-k table."""
+    """Number of columns of the sequence's top-k table."""
     min_p: float = 0.0
     penalties: Penalties = field(default_factory=Penalties)
     grammar: Grammar | None = None
@@ -61,7 +61,7 @@ class Scores:
     prompt_alt_tokens_k: int
     target_rows: bytes | None
     target_tokens: bytes | None
-    """int64; None when there are none."""
+    """int64; None when no cells are named."""
 
     @classmethod
     def of(cls, request: Request, *, name: str, seed: int) -> Self:
@@ -85,7 +85,7 @@ class Scores:
 
     @staticmethod
     def drop(extra_args: dict[str, Any]) -> None:
-        """So that a prompt that is computed again, after a preemption, is not scored again."""
+        """A copy without scores, so that a prompt that is computed again after a preemption is not scored again."""
         extra_args.pop(_SCORES, None)
 
     def request(self, prompt: list[int]) -> Request:

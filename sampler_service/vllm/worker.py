@@ -26,7 +26,7 @@ from sampler_service.vllm.processes import die_with_parent
 from sampler_service.vllm.score import PromptScoring
 from sampler_service.vllm.shared_memory import Handle
 
-patches.replace_picture_processor(PictureInfo)  # now: vLLM asks for it when it makes the model runner
+patches.replace_picture_processor(PictureInfo)  # set here, because vLLM asks for it when it makes the model runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class Registered:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's Worker, whose names it must not have."""
+    """Mixed into vLLM's Worker, so its names must differ from the Worker's."""
 
     model_runner: Any
 
     def tinsmith_set_up(self) -> None:
-        """Once, before the first request."""
+        """Prepares the worker. Called once, before the first request."""
         runner = self.model_runner
         if get_tp_group().world_size > 1:  # else it is in the engine's process, which the scheduler has seen to
             die_with_parent()
@@ -76,23 +76,24 @@ class WorkerExtension:
     def tinsmith_register(
         self, number: int, handle: tuple[int, int, int], specs: Sequence[Any], rank: int, scaling: float
     ) -> None:
-        """A version that requests may name from now on."""
+        """Registers a version, which requests may name from now on."""
         self.tinsmith_versions[number] = Registered(Handle(*handle), specs, rank, scaling)
 
     def tinsmith_forget(self, number: int) -> None:
-        """No request names it any more."""
+        """Forgets a version, which no request names any more."""
         self.tinsmith_versions.pop(number, None)
         self.model_runner.lora_manager.remove_adapter(number)
 
     def tinsmith_register_full(self, number: int, handle: tuple[int, int, int, str], specs: Sequence[Any]) -> str:
-        """All parameters, which requests may name from now on; or why this model can have none."""
+        """Registers a full version, which requests may name from now on. Returns the reason for which vLLM cannot load
+        such versions of this model; empty if it can."""
         return self.tinsmith_weights.register(number, FullSource(Handle(*handle), specs))
 
     def tinsmith_forget_full(self, number: int) -> None:
         self.tinsmith_weights.forget(number)
 
     def tinsmith_take_picture(self, number: int, shape: Sequence[int], pixels: bytes) -> None:
-        """A picture that requests may have from now on."""
+        """Registers a picture, which requests may have from now on."""
         self.tinsmith_pictures.take(number, shape, pixels)
 
     def tinsmith_forget_picture(self, number: int) -> None:

@@ -65,13 +65,13 @@ class _Update:
 
     version_id: str
     weights: Weights
-    """Over the buffer that is being filled."""
+    """The weights, over the buffer that is being filled."""
     sent_dtype: torch.dtype
     bucket_bytes: int
     started: float
     receiving: bool = False
     received: str = ""
-    """Checksum of the whole, once it has arrived."""
+    """Checksum of all received bytes, once they have arrived."""
     in_new_memory: bool = False
 
 
@@ -94,7 +94,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         self._metrics = metrics
         self._probed = ProbedConnections()
         self._links: dict[str, _Link] = {}
-        """By trainer id."""
+        """The links, by trainer id."""
         self._spare: Tensor | None = None
         """A buffer for the next adapter, in memory that has been used."""
         self._preparing: asyncio.Task[None] | None = None
@@ -133,7 +133,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         link = self._link(request)
         if link.update is not None and link.update.receiving:
             raise FailedPrecondition(f"version {link.update.version_id!r} of this trainer is being received")
-        link.update = None  # what was announced before gives its buffer back
+        link.update = None  # a version that was announced before gives its buffer back
         link.update = self._begin(request, self.slot.get(), device=link.inlet.device)
         return pb.StartWeightUpdateResponse()
 
@@ -179,8 +179,9 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
             )
 
     async def _prepare(self, flat: Tensor) -> None:
-        """Memory for the next adapter of this size, used once: its first use may take longer than the transfer. The
-        canary and the first samples of the version that has just come go before."""
+        """Prepares memory for the next adapter of this size. It writes to the memory, because its first use may take
+        longer than a transfer. It waits at first, so that the canary and the first samples of the newest version are
+        not delayed."""
         await asyncio.sleep(_PREPARE_AFTER_S)
         try:
             self._spare = await in_thread(lambda: torch.empty_like(flat).zero_())
@@ -199,7 +200,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
                     lambda: receive(link.inlet, flat, dtype=update.sent_dtype, bucket_bytes=update.bucket_bytes)
                 )
         except BaseException as error:
-            # Also when this call is cancelled: nobody knows how far the trainer has got.
+            # The group is dropped even when this call is cancelled, because nobody knows how far the trainer has got.
             self._drop(request.trainer_id, link)
             # The frames of an error live until Python looks for cycles, and would keep the buffer.
             traceback.clear_frames(error.__traceback__)
@@ -284,7 +285,8 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
 
     @contextmanager
     def _ending_with_device(self) -> Iterator[None]:
-        """Lets the engine die, as in a step, when the device fails in the block and can compute no more."""
+        """A context that lets the engine die when its block meets a fault after which the device can compute no
+        more."""
         try:
             yield
         except (RuntimeError, FailedPrecondition) as error:
@@ -317,7 +319,8 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
 
 
 def _sent_dtype(request: pb.StartWeightUpdateRequest, config: AdapterConfig) -> torch.dtype:
-    """Checks the bucket size against it."""
+    """The type in which weights are sent. Raises InvalidRequest for another type, and for a bucket size that does not
+    fit it."""
     name = types.Dtype.Name(request.dtype)
     dtype = _DTYPES.get(request.dtype)
     if dtype is None or (config.rank and dtype != torch.float32):
@@ -351,12 +354,12 @@ def _layout(config: AdapterConfig, engine: SamplingEngine) -> Weights:
         return Adapter(config, engine.targets, torch.empty(numel, device="meta"))
     layout = engine.full_weights(torch.empty(0, device="meta"))
     numel = sum(prod(shape) for _, shape in layout.specs())
-    # In the type that this engine computes in, whatever comes.
+    # The weights have the type that this engine computes in, whatever type is sent.
     return layout.like(torch.empty(numel, dtype=layout.sent_dtype, device="meta"))
 
 
 def _buffer(like: Tensor, device: torch.device, spare: Sequence[Tensor]) -> Tensor:
-    """A spare one that fits, else a new one: the system needs longer for the first use of memory than it takes to come.
+    """A spare buffer that fits, or else a new one. The first use of new memory takes longer than receiving a version.
 
     Raises RuntimeError when there is no memory.
     """
