@@ -55,7 +55,7 @@ class TrainerAdminServicer(trainer_admin_pb2_grpc.TrainerAdminServiceServicer):
 
 
 def _id(value: str, *, field: str) -> str:
-    """Raises InvalidRequest for another form than that of the ids of moves and trainers."""
+    """Raises InvalidRequest unless the value has the form of an id of a move or a trainer."""
     if not _ID.fullmatch(value):
         raise InvalidRequest(f"{field}: {value!r} is not 32 hexadecimal digits", field=field)
     return value

@@ -98,7 +98,7 @@ async def assemble(
         snapshots,
     )
     importer = Importer(base, checkpoints, max_rank=config.max_lora_rank, max_bytes=config.max_import_bytes)
-    exempt_from_collections()  # before there are models, which may be deleted
+    exempt_from_collections()  # before models are made, which may be deleted
     restorer = Restorer(journal, snapshots, operations, scheduler, metrics)
     try:
         await restorer.run()

@@ -189,12 +189,12 @@ class CheckpointServicer(trainer_pb2_grpc.TrainerServiceServicer):
                     raise dead(error) from error
                 raise
 
-        # A call that is cancelled does not end its thread, so it must not end the record of it either.
+        # Cancelling the call does not end its thread, so the record of the work stays until the thread has ended.
         return await asyncio.shield(scheduler.tasks.spawn(noted()))
 
 
 def _check_not_last(message: pb.ImportCheckpointRequest) -> None:
-    """Raises InvalidRequest for what only the last message of an import may hold."""
+    """Raises InvalidRequest for a message with a field that only the last message of an import may hold."""
     if message.HasField("max_checkpoint_bytes"):
         field = "max_checkpoint_bytes"
         raise InvalidRequest(f"{field}: goes with complete, in the last message", field=field)

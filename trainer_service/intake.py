@@ -60,8 +60,8 @@ class Intake:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._told: dict[str, Told] = {}
-        """The batches whose answers callers have, by model_id. It serves callers that send no failure_seen; the gateway
-        does."""
+        """The batches whose answers callers have, by model_id. It is used for callers that send no failure_seen; the
+        gateway always sends one."""
         self._num_checks_of_no_model = 0
         """Calls of CheckCustomLoss that run or wait."""
         self._check_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -84,13 +84,14 @@ class Intake:
         name = other_work("check custom-loss", request.SerializeToString(deterministic=True))
         self._trainer.scheduler.executing.check(*name)
         self._num_checks_of_no_model += 1
-        # A call that is cancelled does not end the check on its thread, so it must not end the record of it either.
+        # Cancelling the call does not end the check on its thread, so the record of the check stays until the thread
+        # has ended.
         await asyncio.shield(self._trainer.scheduler.tasks.spawn(self._check_custom_loss(request, name)))
 
     async def _check_custom_loss(self, request: pb.CheckCustomLossRequest, name: Name) -> None:
         trainer = self._trainer
         try:
-            # One at a time, so that models' own checks find threads. No model has the empty id.
+            # These checks run one at a time, so that checks for models find free threads. No model has the empty id.
             turn = self._check_turns.setdefault("", asyncio.Lock())
             async with turn, trainer.scheduler.executing.stage(*name):
                 await in_pool_of(trainer.operations.loss_checks, trainer.operations.check_custom_loss, request)
@@ -116,7 +117,7 @@ class Intake:
             told.sent(seq_id)
         accepting = self._trainer.scheduler.tasks.spawn(self._accept_or_forget(kind, request, seq_id, pack))
         accepting.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieve its error in any case
-        # A call that is cancelled leaves no operation without work.
+        # The shield keeps a cancelled call from leaving an operation without work.
         operation, is_new = await asyncio.shield(accepting)
         is_taken_over()  # the scheduler counts the memory of accepted operations
         await context.send_initial_metadata((ACCEPTED,) if is_new else (ACCEPTED, REPEATED))
@@ -149,7 +150,7 @@ class Intake:
         try:
             executing.check(*arrival)
         except ServiceError as error:
-            if not seq_id:  # there is no model, and so nobody waits for this operation
+            if not seq_id:  # a creation: there is no model yet, so no operation waits for this one
                 raise
             given_up = error
             request = pb.SkipOperationRequest(
@@ -171,14 +172,16 @@ class Intake:
             operation, is_new = await scheduler.accept(
                 request.model_id, seq_id, body, message_bytes=decoded, held_bytes=held_bytes
             )
-        except SequenceConflict as error:  # one that was given up is perhaps the repeat of an accepted operation
+        except SequenceConflict as error:  # the request that was given up may repeat an accepted operation
             raise given_up or error from None
         if is_new:
             self._note(kind, request, seq_id)
             work = await self._work_of(operation, request, held_bytes=needed, on_thread=on_thread)
             await scheduler.begin(operation, work)
         if not is_new and given_up is None:
-            executing.forget(*arrival)  # of a new operation, the scheduler does this once it is in the journal
+            executing.forget(
+                *arrival
+            )  # for a new operation the scheduler does this, once the operation is in the journal
         return operation, is_new
 
     def _note(self, kind: str, request: Request, seq_id: int) -> None:
@@ -234,8 +237,8 @@ class Intake:
         return answer
 
     def _packed(self, request: Request, pack: Callable[[], Body]) -> tuple[Body, int | None, int]:
-        """The body of a request, the memory that a batch takes until it is answered, None for other requests, and the
-        memory of the message, in bytes."""
+        """Three values for a request: its body; the memory that its batch takes until the answer, in bytes (None for a
+        request that is no batch); and the memory of its message, in bytes."""
         body = pack()
         decoded = message_bytes(request, body.num_bytes)
         if not isinstance(request, pb.ForwardBackwardRequest):
@@ -258,7 +261,7 @@ def _is_large(request: Message) -> bool:
         return True
     num_bytes = 0
     for datum in request.data:
-        if any(chunk.HasField("image") for chunk in datum.model_input):  # which is decoded, whatever its size
+        if any(chunk.HasField("image") for chunk in datum.model_input):  # a batch has been decoded, whatever its size
             return True
         num_bytes += sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input)
         num_bytes += sum(tensors.num_bytes(tensor) for tensor in datum.loss_fn_inputs.values())

@@ -24,10 +24,10 @@ class Turn(Protocol):
     """An operation's place in its model's order."""
 
     async def run(self, call: Callable[[], T], *, canary_tokens: int | None = None) -> T:
-        """Runs `call` on the compute thread, after everything before it, and before everything after it.
-        `canary_tokens`: tokens of the canary, when the call scores that; None for another call.
+        """Runs `call` on the compute thread in the model's order: after all its earlier operations, and before all
+        later ones. `canary_tokens`: tokens of the canary, when the call scores that; None for another call.
 
-        Once for each operation. The model's next operation may start as soon as this call waits for its turn.
+        An operation may call this once. The model's next operation may start as soon as this call waits for its turn.
         """
         ...
 
@@ -110,7 +110,7 @@ class Operation:
     is_computed: bool = False
     """True when the compute thread has nothing more to do for the operation."""
     stored: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the result is in the journal, or will never be."""
+    """Set when the result is in the journal, or can never be stored there."""
 
     @property
     def batch(self) -> Batch | None:

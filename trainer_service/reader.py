@@ -16,7 +16,7 @@ _LONGEST_PAUSE_S = 1.0
 
 
 class Reader:
-    """Reads one message at a time: it holds the interpreter's lock, for which the compute thread waits.
+    """Reads one message at a time, because reading holds the interpreter's lock, for which the compute thread waits.
 
     While the compute thread is busy, a reading is followed by a pause of the same length, 1 s at most. Large messages
     that were read one right after the other would make each micro-batch take several times as long.

@@ -14,16 +14,17 @@ from tinsmith.v1 import trainer_pb2, types_pb2
 _DATUM_BYTES = 1024
 """Memory of a datum's Python objects, without its arrays, in bytes."""
 _DATUM_PART_BYTES = 64
-"""Memory of a datum in a message that is decoded, without its parts, in bytes. On the wire an empty one has 2."""
+"""Memory of a datum in a decoded message, without its parts, in bytes. An empty datum takes 2 bytes on the wire."""
 _SPAN_BYTES = 48
-"""Memory of a span in a message that is decoded, in bytes. On the wire an empty one has 2."""
+"""Memory of a span in a decoded message, in bytes. An empty span takes 2 bytes on the wire."""
 _INPUT_BYTES = 192
-"""Memory of an input, or of a setting of the loss, in a message that is decoded, without its values, in bytes. On the
-wire an empty one has 13."""
+"""Memory of an input, or of a setting of the loss, in a decoded message, without its values, in bytes. An empty input
+takes 13 bytes on the wire."""
 _DIMENSION_BYTES = 16
-"""Memory of a dimension of a tensor's shape in a message that is decoded, in bytes. On the wire a small one has 1."""
+"""Memory of a dimension of a tensor's shape in a decoded message, in bytes. A small dimension takes 1 byte on the
+wire."""
 _MOST_DECODED = 16
-"""Most memory of a decoded message, as a multiple of its size on the wire. Messages that are no batch are small, or
+"""Most memory of a decoded message that is no batch, as a multiple of its size on the wire. Such messages are small, or
 wrong."""
 _PICTURE_BYTES = 1024
 """Memory of a picture's Python objects, without its pixels, in bytes."""
@@ -34,7 +35,7 @@ logprob (4), of which there are two copies while the answer is made (8)."""
 
 def message_bytes(request: Message, num_bytes: int) -> int:
     """Memory of a request as a message, in bytes: its serialized form, which gRPC keeps for as long as the call lasts,
-    and what it takes decoded, however small its parts are on the wire.
+    and its decoded form, in which parts count however small they are on the wire.
 
     `num_bytes`: size of the serialized form. ByteSize takes a millisecond for each megabyte, and holds the
     interpreter's lock meanwhile.

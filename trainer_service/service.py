@@ -98,7 +98,8 @@ async def serve(config: TrainerConfig, group: RankGroup | None, cores: Cores) ->
 
 
 def _end_superseded(reason: Superseded) -> NoReturn:
-    """Ends a process whose journal belongs to another one. That one computes again what this one still computes."""
+    """Ends this process, because its journal belongs to another one by now. The other process repeats the operations
+    that this one still computes."""
     logger.error("%s; this process ends", reason)
     _leave("ended, because another trainer has taken over the journal", status=1)
 
@@ -146,7 +147,7 @@ def _begin_background(config: TrainerConfig, trainer: Trainer) -> set[asyncio.Ta
 
 
 async def _end_with_device(trainer: Trainer) -> None:
-    """Lets the trainer end when the device fails where no operation meets it."""
+    """Lets the trainer end when the device fails outside any operation."""
     await trainer.operations.publishing.publisher.sender.device_failed.wait()
     trainer.scheduler.compute.engine_died.set()
 
@@ -209,7 +210,7 @@ def run(config: TrainerConfig) -> None:
     if place.rank == 0:
         try:
             asyncio.run(serve(config, group, cores))
-        except SystemExit as error:  # after a regular exit the others would take this rank for stopped, and kill it
+        except SystemExit as error:  # after a regular exit the other ranks would take this one for stopped, and kill it
             group.end(str(error))
         except Exception as error:
             logger.exception("this rank has failed")

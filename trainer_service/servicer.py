@@ -66,7 +66,7 @@ class TrainerServicer(CheckpointServicer):
         if (deleting := self._deleting.get(model_id)) is not None:
             await asyncio.wait([deleting])
         trainer = self._ready
-        # A call that is cancelled does not end the step.
+        # Cancelling the call does not end the step.
         await asyncio.shield(trainer.scheduler.tasks.spawn(call(trainer.moving)))
         if model_id in trainer.scheduler.models.moved:
             self._intake.forget(model_id)
@@ -172,7 +172,7 @@ class TrainerServicer(CheckpointServicer):
         return answer.optim_step
 
     async def SkipOperation(self, request: pb.SkipOperationRequest, context: Context) -> pb.SkipOperationResponse:
-        # The journal keeps no more of it than callers are told.
+        # The journal keeps no more of the error than callers are told.
         request.reason = shortened(request.reason)
         await self._intake.submit("skip", request, context)
         return pb.SkipOperationResponse()

@@ -31,8 +31,8 @@ class DeviceWeights:
         """Tensors in the files that are no parameters; None until the first full version."""
 
     def register(self, number: int, version: FullSource) -> str:
-        """Registers a version that steps may use from now on. Returns the reason for which vLLM cannot load such
-        versions of this model, empty if it can; then nothing has changed.
+        """Registers a version that steps may use from now on. Returns an empty text; or, if vLLM cannot load
+        such versions of this model, the reason, and changes nothing.
 
         The first version is loaded here on trial, so that no step fails if vLLM cannot load such versions.
         """

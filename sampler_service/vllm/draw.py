@@ -174,12 +174,12 @@ class StreamSampler(Sampler):
             tokens_R, failed = self._grammars.draw(rows, drawn_from_R_V, numbers_R)
         else:
             tokens_R = draw(drawn_from_R_V, rows.rules, numbers_R)
-        # Each worker has all logits, but only the first one draws. If a sum were rounded differently in another worker,
-        # that worker would draw another token, and go on with other keys and values.
+        # Only the first worker draws, although each has all logits. If all drew, a sum that one worker rounds
+        # differently could give it another token, and so other keys and values than the rest.
         tokens_R_1 = workers.broadcast(tokens_R[:, None])
         self._newest_R = tokens_R_1[:, 0]
         ids, logprobs = tokens_R_1, logprobs_R_V.gather(-1, tokens_R_1)
-        logprobs[failed] = float("nan")  # by this token running.py knows that the grammar has failed
+        logprobs[failed] = float("nan")  # NaN tells running.py that the grammar has failed
         if rows.columns:
             best, best_ids = logprobs_R_V.topk(rows.columns)
             ids, logprobs = torch.cat([ids, best_ids], 1), torch.cat([logprobs, best], 1)

@@ -85,7 +85,8 @@ class Scores:
 
     @staticmethod
     def drop(extra_args: dict[str, Any]) -> None:
-        """A copy without scores, so that a prompt that is computed again after a preemption is not scored again."""
+        """Removes the scores from a request, so that a prompt that is computed again after a preemption is not scored
+        again."""
         extra_args.pop(_SCORES, None)
 
     def request(self, prompt: list[int]) -> Request:

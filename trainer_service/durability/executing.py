@@ -51,7 +51,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SLOT_BYTES = 256
 """Size of a slot. It fits any operation: a model id has at most 200 bytes."""
 _POLL_S = 0.005
-"""Pause between two attempts to begin, of an operation that waits for a suspect, or of a suspect that waits for all."""
+"""Pause between two attempts of a waiting operation to begin, in seconds. Operations wait for a suspect, and a suspect
+waits for all operations."""
 _PATIENCE_S = 30.0
 """Longest wait for suspects, or of a suspect for others, before a checkpoint is read or written. The suspect's model
 may never come back, and a storage may hang."""
@@ -180,10 +181,10 @@ class Executing:
             self.end(names)
 
     async def turn_to_store(self, model_id: str, seq_id: int, *, of_model: bool = False) -> None:
-        """Waits before work reads or writes a checkpoint, at most _PATIENCE_S: while a suspect of another model does,
-        and a suspect also until the suspects of other models have been executed and no other model's work reads or
-        writes one. Then raises ServiceError for work that has been given up. Call `storing` or `other` at once
-        afterwards."""
+        """Waits, at most _PATIENCE_S, until work may read or write its checkpoint. All work waits while a suspect of
+        another model reads or writes one. A suspect also waits until the suspects of other models have been executed,
+        and until no other model's work reads or writes a checkpoint. Then raises ServiceError for work that has been
+        given up. Call `storing` or `other` at once afterwards."""
         name = model_id, seq_id
         until = time.monotonic() + _PATIENCE_S
         try:
@@ -237,7 +238,8 @@ class Executing:
         self.forget(*name)  # not after another error: a fault of the device is a death, too
 
     def blame(self, name: Name) -> None:
-        """Records work as executed until the process ends, so that its end counts as a death in this work."""
+        """Records the work as being executed until the process ends, so that the end of the process counts as a death
+        in this work."""
         with self._lock:
             self._executing[name] += 1
             self._write(name)
@@ -264,7 +266,7 @@ class Executing:
             suspect = next((name for name in names if self.is_suspect(*name)), None)
             if self._alone is not None and self._alone != suspect:
                 return False
-            self._alone = suspect  # from here on no other operation enters
+            self._alone = suspect  # no other operation begins from here on
             if suspect is not None and self._num_entered:
                 return False
             self._num_entered += 1

@@ -111,8 +111,8 @@ class Journal:
             if not inserted.rowcount:
                 if not database.execute("SELECT 1 FROM models WHERE model_id = ?", (model_id,)).fetchone():
                     raise ModelNotFound(f"model_id: {model_id!r} was deleted", model_id=model_id)
-                # An earlier attempt was written, but an outage kept its outcome from us, so nobody was told of it. This
-                # one is told, so it is the one that stays.
+                # An earlier attempt to append this operation was written in an outage, and its caller got an error.
+                # This attempt's caller will get an answer, so this attempt replaces the earlier one.
                 waiting = _waiting_bytes(database, model_id, seq_id)
                 if waiting is None:
                     raise ServiceError(f"{model_id}, seq_id {seq_id}, is in the journal already", model_id=model_id)
@@ -198,7 +198,7 @@ class Journal:
             outcome = self._damaged("answer", model_id, seq_id, str(error))
         return Record(kind, digest, EntryState(number), outcome)
 
-    # What a restart reads
+    # Reading for a restart
 
     async def live_models(self) -> list[LiveModel]:
         """All live models, in the order of their creation."""
@@ -316,7 +316,7 @@ class Journal:
         operation has no answer yet, when the model has a newer snapshot, or when the model was deleted.
         """
 
-        # The previous snapshot, by an earlier call of `run` whose transaction may have taken place.
+        # The previous snapshot, as found by an earlier call of `run`, whose transaction may have taken place.
         found: list[int] = []
 
         def run(database: Database) -> int | None:

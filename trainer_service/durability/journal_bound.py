@@ -46,7 +46,7 @@ class Bound:
                 f"the journal holds {pending} bytes of operations that have not run; "
                 f"{num_bytes} more are above journal_max_bytes {max_bytes}"
             )
-        if within_share and 2 * (pending + num_bytes) > max_bytes:  # below that, no model can be above its share
+        if within_share and 2 * (pending + num_bytes) > max_bytes:  # with less, no model can be above its share
             own = Sizes.of(database, model_id=model_id).pending
             if own + num_bytes > max_bytes - pending - num_bytes:
                 raise OutOfCapacity(

@@ -359,7 +359,7 @@ class PostgresDatabase:
         """Connects again, as the same generation. Raises Superseded, and errors that are outages."""
         try:
             self._connect()
-            if self._backend is not None:  # its server process may not have noticed yet, and may hold locks
+            if self._backend is not None:  # the server process of the lost connection may still hold locks
                 self._terminate(*self._backend)
             if not self._enter(self.generation, self.generation):
                 raise self._superseded()

@@ -26,7 +26,7 @@ class Summary:
     state: str
     """"live", "lost" or "failed"."""
     reason: str
-    """Why the model was lost; empty for others."""
+    """The reason for which the model was lost; empty for other models."""
     created_at: float
     """Seconds since 1970, as all times here."""
     snapshot_seq_id: int | None
@@ -55,7 +55,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was deleted, or would be."""
+    """Numbers of what was deleted, or of what a dry run would have deleted."""
 
     num_results: int
     num_bodies: int

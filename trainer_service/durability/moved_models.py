@@ -112,7 +112,7 @@ class MovedModels:
 
         def run(database: Database) -> bool:
             if database.execute("SELECT 1 FROM models WHERE model_id = ?", (model_id,)).fetchone():
-                return True  # an earlier call took it, whose caller was not told
+                return True  # an earlier call took the model, but its caller got no answer
             if not database.take_over(model_id, trainer_id):
                 return False
             self._count(database, model_id)

@@ -39,7 +39,8 @@ class Body:
 
     def storing(self, request: Message) -> Body:
         """A body that stores `request` under the digest of this one. `request` is the request of this body, to which
-        the trainer has added what a replay needs. A repeat lacks that, so the digest does not cover it."""
+        the trainer has added what a replay needs. A repeat of the request lacks these additions, so the digest does not
+        cover them."""
         return replace(self, compressed=Body.pack(self.kind, request).compressed)
 
     @property

@@ -53,7 +53,7 @@ class BatchLimits:
     why_no_pictures: str = "it sees text only"
     """Why the base model takes no pictures, when `processor` is None."""
     share_prefixes: bool = False
-    """Whether datums of a micro-batch that begin alike are computed once to where they part."""
+    """Whether tokens with which several datums of a micro-batch begin are computed only once."""
     longest_datum: int | None = None
     """Largest charge of one datum that fits into memory, in tokens; None means no limit."""
 
@@ -163,7 +163,8 @@ class Batch:
 
     def charge_pictures(self, cost: float) -> None:
         """Charges for the activations of pictures in an adapted tower, before the first datum is taken: `cost` tokens
-        for each token of a picture. A micro-batch encodes a picture once that a datum and the one before it have."""
+        for each token of a picture. If a datum and the datum before it have a picture in common, a micro-batch encodes
+        the picture once."""
         charges, shared, before = [], [], {}
         for datum, charge, saved in zip(self.datums, self.charges, self.shared, strict=True):
             own = {one.picture.digest: one.picture.num_tokens for one in datum.pictures}
@@ -175,11 +176,12 @@ class Batch:
         self.set_costs(charges)
 
     def next_cost(self, *, begins: bool) -> int:
-        """Cost of the next datum in a micro-batch. `begins`: it would be the batch's first one there."""
+        """Cost of the next datum in a micro-batch. `begins`: whether the micro-batch has no datum of this batch yet."""
         return self.costs[self.num_taken] - (0 if begins else self.shared[self.num_taken])
 
     def rest_cost(self, *, begins: bool) -> int:
-        """Cost of all datums that have not been taken, in one micro-batch. `begins`: none was taken into it before."""
+        """Cost of all datums that have not been taken, in one micro-batch. `begins`: whether the micro-batch has no
+        datum of this batch yet."""
         if not self.num_waiting:
             return 0
         return self.num_waiting_tokens + (self.shared[self.num_taken] if begins else 0)
@@ -274,13 +276,13 @@ class Example:
 
     @property
     def previous(self) -> Example:
-        """The datum before it in its batch. Equal to no datum for the first one."""
+        """The datum before this one in its batch. For the first datum, an Example that equals no datum."""
         return Example(self.batch, self.index - 1)
 
 
 def charges_of(examples: Sequence[Example]) -> list[int]:
-    """Tokens that each datum counts for in a micro-batch of these. One that begins as the datum before it in its batch
-    counts for the tokens after that only."""
+    """Tokens that each datum counts for in a micro-batch of these examples. A datum that begins like the datum before
+    it in its batch counts only for the tokens after the common beginning."""
     present = set(examples)
     return [
         one.batch.charges[one.index] - (one.batch.shared[one.index] if one.previous in present else 0)
@@ -313,7 +315,7 @@ def log_ratio(logprobs: Floats, datum: Datum) -> float:
         return -math.inf
     gaps = logprobs.astype(np.float64) - sampled
     counted = np.isfinite(gaps)
-    for name in ("weights", "sampled_mask"):  # where one is 0, losses do not read the sampling logprob
+    for name in ("weights", "sampled_mask"):  # losses do not read sampling logprobs where one of these is 0
         if (mask := datum.inputs.get(name)) is not None and mask.shape == gaps.shape:
             counted &= mask != 0
     return float(np.max(gaps, where=counted, initial=-math.inf))

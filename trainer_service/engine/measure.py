@@ -37,9 +37,9 @@ more."""
 _MOST_PROBE_TOKENS = 2048
 """Most tokens of the shorter probe."""
 _TOKENS_WITHOUT_CHECKPOINTING = {"cpu": 1, "cuda": 2048}
-"""Where fewer tokens fit at once, micro-batches are larger, with activation checkpointing. On CUDA a pass of few tokens
-takes almost as long as one of many, because the device waits for the host. With 600 tokens at once an H100 trained 8
-billion parameters at 2,400 tokens/s, and at 13,000 with 8,192; recomputing costs a third."""
+"""If fewer tokens than this fit at once, micro-batches are made larger, with activation checkpointing. On CUDA a pass
+of few tokens takes almost as long as one of many, because the device waits for the host. With 600 tokens at once an
+H100 trained 8 billion parameters at 2,400 tokens/s, and at 13,000 with 8,192; recomputing costs a third."""
 
 
 @dataclass(frozen=True, slots=True)

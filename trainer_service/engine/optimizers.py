@@ -134,7 +134,8 @@ class AdamW:
     def moved(self, parameter: float, moment: float, params: AdamParams) -> float:
         rate = params.learning_rate / (1 - params.beta1 ** (self.num_steps.item() + 1))
         decay = abs(1 - params.learning_rate * params.weight_decay)
-        # Infinite in the kernel's float32, which multiplies before it divides: infinity times 0 would be NaN.
+        # The kernel multiplies in float32 before it divides. A product this large would be infinite there, and infinity
+        # times 0 is NaN.
         if max(rate, decay, rate * moment) >= LARGEST:
             return math.inf
         return _ROUNDED * (decay * parameter + rate * moment / params.eps)

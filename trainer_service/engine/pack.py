@@ -41,7 +41,7 @@ class Pack:
     sizes: Sequence[int]
     """Number of targets of each datum."""
     order_M: Ints | None
-    """For each of the datums' targets, in their order, its number in `targets_M`; None if that is the order, too."""
+    """Index in `targets_M` of each target, in the order of the datums; None if both orders are the same."""
 
     @classmethod
     def of(cls, examples: Sequence[Example], *, share: bool) -> Pack:
@@ -101,7 +101,7 @@ class Pack:
 
     @property
     def num_shared(self) -> int:
-        """Number of tokens that are not computed, because they lie where another datum's do."""
+        """Number of tokens that are not computed, because they share their rows with another datum's tokens."""
         return self.num_tokens - self.tokens_T.numel()
 
     def by_datum(self, logprobs_M: Tensor) -> Sequence[Tensor]:
@@ -111,7 +111,8 @@ class Pack:
 
 
 def num_shared(datums: Sequence[Datum]) -> list[int]:
-    """For each datum the number of tokens that it need not compute beside the datum before it."""
+    """For each datum the number of its tokens that need not be computed, because the datum before it begins with
+    them."""
     (numbers,) = _alike([datums])
     found = [0]
     for datum, before, own in zip(datums[1:], numbers, numbers[1:], strict=False):

@@ -26,7 +26,7 @@ MAX_ELEMENTS = 2**28
 """Limit on the elements of all operations for one datum, its gradient included. It bounds memory, since torch allocates
 only results. It bounds time, since no allowed operation takes much more than 10 ns per element (80 ns for _SLOW)."""
 SECONDS_PER_ELEMENT = 2e-9
-"""Time of a typical operation per element, on one core. compute.py learns this machine's factor to it."""
+"""Time of a typical operation per element, on one core. compute.py measures by which factor this machine differs."""
 SECONDS_PER_OPERATION = 1e-5
 """Time of an operation on few elements, with its part of the gradient."""
 _MULTIPLY_ADDS_PER_ELEMENT = 64

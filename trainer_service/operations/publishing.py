@@ -90,9 +90,11 @@ class Publishing:
         state: CapturedState,
         scores: asyncio.Future[Scores],
     ) -> tuple[types_pb2.CheckpointInfo, Certified | None]:
-        """Both at once. Without files there must be no version; without a sampler that serves it, files are enough.
+        """Writes the files and publishes the version at the same time. If the files cannot be written, there must be no
+        version. If no sampler serves the version, the files are enough.
 
-        The weights have a head start: a CPU that writes files delays each call to the samplers by some milliseconds.
+        Sending the weights begins first, because a CPU that writes files delays each call to the samplers by some
+        milliseconds.
         """
         version = Version(info.version_id, info.base_model, state.adapter)
         sent = asyncio.Event()

@@ -298,7 +298,10 @@ class Restorer:
         if entry.state != EntryState.ACCEPTED and not entry.num_bytes:  # the operation did not change the model
             return _nothing
         executing = self.scheduler.executing
-        reading = f"replay {model_id}", entry.seq_id  # counted apart: one that must not run again can still be read
+        reading = (
+            f"replay {model_id}",
+            entry.seq_id,
+        )  # deaths in reading count apart, so that an operation that must not run again can still be read
         try:
             executing.check(*reading, of_model=entry.state != EntryState.ACCEPTED)
         except ServiceError as error:

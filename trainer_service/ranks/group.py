@@ -69,7 +69,8 @@ class RankGroup:
         assert isinstance(control, dist.ProcessGroup)
         shape = place.num_rows, place.tensor_parallel
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
-        # Twice: a rank that is missing within a command is noticed after once the time, and the log then says more.
+        # The roll call waits twice as long, because a rank that is missing within a command is noticed after
+        # `timeout_s` without it, and the log then says more.
         roll_call = RollCall(store, rank=place.rank, world_size=place.world_size, longest_s=2 * timeout_s)
         group = cls(place, idle, control, mesh, roll_call, timeout)
         roll_call.start(group.end)

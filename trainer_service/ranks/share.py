@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 _TRIED = 4
-"""Groups are divided at most this many times the number of shares."""
+"""Most divisions of groups, as a multiple of the number of shares."""
 
 
 def balanced(charges: Sequence[int], saved: Sequence[int], num_shares: int) -> list[list[int]]:
@@ -16,9 +16,10 @@ def balanced(charges: Sequence[int], saved: Sequence[int], num_shares: int) -> l
 
     Every rank that has a part of a group computes the group's common beginning. So groups are whole at first. Then,
     again and again, the group with the largest part is divided into one part more. Each time the parts, the largest
-    first, go to the share that has least (Graham 1969: the largest share is at most 4/3 of that of these parts' best
-    division). The division whose largest share is smallest wins, because ranks wait for each other; among equals that
-    with the fewest tokens in all. The result depends on the arguments only, so every rank gets the same.
+    first, go to the share that has least (Graham 1969: the largest share is at most 4/3 of the largest share in the
+    best division of these parts). The division whose largest share is smallest wins, because ranks wait for each other.
+    Among equal divisions, the one with the fewest tokens in all wins. The result depends on the arguments only, so
+    every rank gets the same.
     """
     groups = [_Group(charges, saved, numbers) for numbers in _groups(saved)]
     best = _divided(groups, num_shares)
@@ -41,7 +42,7 @@ def _groups(saved: Sequence[int]) -> Iterator[range]:
 
 
 class _Group:
-    """Datums of which each begins as the one before it, in one or several parts."""
+    """Datums, in one or several parts. Each datum begins like the datum before it."""
 
     def __init__(self, charges: Sequence[int], saved: Sequence[int], numbers: range) -> None:
         self.numbers = numbers

@@ -94,7 +94,7 @@ class AnswerStore:
 
     def release(self, model: ModelQueue, operation: Operation) -> None:
         """Forgets an operation that needs nothing more."""
-        model.operations.pop(operation.seq_id, None)  # one that could not be appended is gone already
+        model.operations.pop(operation.seq_id, None)  # an operation that could not be appended is gone already
         self._held.release(operation)
         operation.stored.set()
         model.used_s = time.monotonic()

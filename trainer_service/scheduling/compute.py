@@ -45,7 +45,8 @@ class BatchEngine(Protocol):
     """
 
     def charge(self, batch: Batch) -> None:
-        """Sets what the batch's datums count for, where that depends on its model, or the batch's error."""
+        """Sets the charges of the batch's datums if they depend on its model. Sets the batch's error if a datum can
+        never fit."""
         ...
 
     @property
@@ -168,7 +169,7 @@ class ComputeThread:
             self._changed.notify()
 
     def charge(self, batch: Batch) -> None:
-        """Sets what the batch's datums count for, before `put`."""
+        """Sets the charges and costs of the batch's datums. Called before `put`."""
         self._engine.charge(batch)
         if (speed := self.loss_speed) is not None:
             more = [speed.loss_tokens(datum.loss_s) if datum.loss_s else 0 for datum in batch.datums]
@@ -197,7 +198,7 @@ class ComputeThread:
     async def run_alone(
         self, call: Callable[[], T], *, canary_tokens: int | None = None, name: Name | None = None
     ) -> T:
-        """Runs what belongs to no operation, after what runs now. For the other arguments see Call."""
+        """Runs a call that belongs to no operation, after the current work. For the other arguments see Call."""
         result: asyncio.Future[T] = self._loop.create_future()
         with self._changed:
             if self._closed:
@@ -219,13 +220,14 @@ class ComputeThread:
 
     @contextmanager
     def dying_of_errors(self) -> Iterator[None]:
-        """Sets `engine_died` when the block raises, and drops the error: after an error in the books on operations some
-        would wait for ever, or fail without a fault of their own."""
+        """A context that sets `engine_died` when its block raises, and drops the error. The block changes the records
+        of waiting operations. After an error there, some operations would wait for ever, or fail without a fault of
+        their own."""
         try:
             yield
         except Exception:
             logger.critical(
-                "the books on waiting operations are wrong, and the trainer ends; operations run again after a restart",
+                "the records of waiting operations are wrong: the trainer ends, and they run again after a restart",
                 exc_info=True,
             )
             self.engine_died.set()
@@ -468,7 +470,7 @@ def _batch(operation: Operation) -> Batch:
 
 def _resolve(results: Sequence[tuple[asyncio.Future[Any], object]]) -> None:
     for future, result in results:
-        if future.done():  # cancelled meanwhile
+        if future.done():  # the call was cancelled meanwhile
             continue
         if isinstance(result, StopIteration):
             future.set_exception(storable(result))

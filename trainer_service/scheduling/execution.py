@@ -2,8 +2,9 @@
 
 An operation that is executed gets a place on the compute thread, in its model's lane (packing.py). A batch gets it as
 soon as the operation before it has its own. Every other operation is a coroutine that asks for its place with
-`Turn.run`, at most once. While it waits for something before that, only its own model is delayed. After that, only its
-own result is delayed. When it has its outcome, it is settled: the outcome is logged, counted and stored in the journal.
+`Turn.run`, at most once. Anything for which the coroutine waits before that delays only its own model. Anything after
+that delays only its own result. An operation with an outcome is settled: the outcome is logged, counted and stored in
+the journal.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Execution:
         self._tasks = tasks
 
     def advance(self, model: ModelQueue) -> None:
-        """Starts the model's next operations, up to the first that does not ask for its place at once."""
+        """Starts the model's next operations, up to and including the first one that does not ask for its place at
+        once."""
         while not (model.gone or model.head or self._tasks.is_closing):
             operation = model.operations.get(model.next_to_enter)
             if operation is None or operation.work is None:
@@ -77,7 +79,9 @@ class Execution:
     def _enter_batch(self, model: ModelQueue, operation: Operation, batch: Batch) -> asyncio.Future[Output]:
         """Gives a batch its place on the compute thread. Returns its result."""
         result: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
-        with self.compute.dying_of_errors():  # its model would wait for ever; failed, it would add no gradients
+        with (
+            self.compute.dying_of_errors()
+        ):  # a failed batch adds no gradients, and a lost one stops its model for ever
             self.compute.charge(batch)
             batch.alone = self.executing.is_suspect(model.model_id, operation.seq_id)
             self.enter(model, operation, result)
@@ -104,7 +108,7 @@ class Execution:
                     outcome = await in_pool(_answer, output) if large else _answer(output)
         except ServiceError as error:
             outcome = error
-        except Exception as error:  # making the answer failed; the compute thread itself raises only ServiceError
+        except Exception as error:  # the answer could not be made; the compute thread itself raises only ServiceError
             if self.compute.ends_with(error, (model.model_id, operation.seq_id)):
                 return
             logger.exception("%s, seq_id %d: no answer can be made", model.model_id, operation.seq_id)
@@ -129,7 +133,7 @@ class Execution:
             outcome = internal_error()
         if operation.seq_id == 0 and not operation.replayed and isinstance(outcome, ServiceError):
             self.abandon(model, ModelNotFound(f"model_id: the creation of {model.model_id!r} failed: {outcome}"))
-        if model.head is operation:  # it ended without asking for a place
+        if model.head is operation:  # the operation ended without asking for a place
             _leave_head(model)
             self.advance(model)
         self.settle(model, operation, outcome)
@@ -154,7 +158,9 @@ class Execution:
         operation.outcome.set_result(outcome)
         if not operation.has_begun and operation.work is not None:
             self._metrics.operations.queue_length.labels(operation.kind).dec()
-        if isinstance(outcome, ModelMoved):  # it stays in the journal as it is, and runs at the other trainer
+        if isinstance(
+            outcome, ModelMoved
+        ):  # the operation stays in the journal unchanged, and runs at the other trainer
             self._answers.release(model, operation)
             return
         if model.restoration is not None:

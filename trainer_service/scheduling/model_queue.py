@@ -15,7 +15,7 @@ from trainer_service.metrics import Metrics
 from trainer_service.operation import Operation
 
 _AHEAD = 16
-"""Most operations of a model whose bodies are in memory ahead of their turn in a replay."""
+"""Most operations of a model whose bodies are in memory before their turn, during a replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Restoration:
     """The restoration of a model, after a restart or after it was parked."""
 
     num_left: int
-    """Number of operations that have answers from before and have not run again yet."""
+    """Number of operations that were answered before, and have not run again yet."""
     forget: Callable[[], Awaitable[object]]
     """Frees the model's memory."""
     unparks: bool = False
@@ -70,7 +70,7 @@ class ModelQueue:
     unsettled: set[Operation] = field(default_factory=set)
     """Operations that have started and have no result."""
     gone: ServiceError | None = None
-    """Set when the model was deleted or given up: the error of its remaining operations."""
+    """Error of the model's remaining operations; set when the model was deleted or given up."""
     restoration: Restoration | None = None
     """The restoration of a model from before a restart or from being parked; None for a model made by this process."""
     used_s: float = field(default_factory=time.monotonic)
@@ -189,7 +189,7 @@ class ModelQueues:
             raise error
 
     def forget_moved(self, model_id: str, move_id: str) -> None:
-        """Forgets a model that was released in this move: calls for it fail from now on because there is none."""
+        """Forgets a model that was released in this move. Calls for the model fail with ModelNotFound from now on."""
         if (error := self.moved.get(model_id)) is not None and error.metadata.get("move_id") == move_id:
             del self.moved[model_id]
 

@@ -86,7 +86,7 @@ class Lanes:
         return self._ring.is_crowded
 
     def end_micro_batch(self) -> None:
-        """Called after a micro-batch. The calls that wait now run before the next micro-batch."""
+        """Records the end of a micro-batch. The calls that wait now run before the next micro-batch."""
         self._calls_before_batch = len(self._calls)
 
     def end(self, operation: Operation) -> None:
@@ -357,7 +357,7 @@ class DeficitRoundRobin:
         while idle and self._is_owed(self._members[idle[0][1]]):
             charged, model_id = heappop(idle)
             del self._members[model_id]
-            self._total -= charged  # so the mean of the others does not fall
+            self._total -= charged  # so that the mean of the others does not fall
 
 
 class _MicroBatch:
@@ -421,7 +421,7 @@ class _MicroBatch:
         return False
 
     def take(self, member: _Member) -> int:
-        """Takes and charges what `next_cost` is the cost of. Returns that, in tokens."""
+        """Takes the datums whose cost is `next_cost`, and charges for them. Returns the cost, in tokens."""
         batch = member.batches[0]
         begins = batch not in self.starts
         num_datums = batch.num_waiting if batch.rest_cost(begins=begins) <= self._most_uncut else 1

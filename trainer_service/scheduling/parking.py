@@ -190,7 +190,7 @@ class Parking:
             if isinstance(error := self._models.unrestored.get(model_id), OutOfCapacity):
                 del self._models.unrestored[model_id]
                 raise error
-        except BaseException:  # the model is still on disk, and the next call tries again
+        except BaseException:  # the model is still on disk, and the next call for it tries again
             self._models.parked.add(model_id)
             raise
         finally:

@@ -49,7 +49,7 @@ _KEPT = 20
 class _Lane:
     """The operations of one model that wait for the compute thread, in order, with sums over the first n of them.
 
-    It names the operations, and does not keep them: it may outlive them, and their data may take gigabytes.
+    A lane names the operations and does not refer to them. It may outlive them, and their data may take gigabytes.
     """
 
     places: Mapping[int, int]
@@ -63,7 +63,8 @@ class _Lane:
         return len(self.places)
 
     def beside(self, num_tokens: int) -> int:
-        """Number of operations that the model computes, at least in part, while another one computes so many tokens."""
+        """Number of operations that this model computes, at least in part, while another model computes `num_tokens`
+        tokens."""
         if num_tokens:
             return bisect_left(self.tokens, num_tokens, hi=len(self))
         return bisect_right(self.tokens, 0) - 1  # the calls before its first batch
@@ -88,8 +89,8 @@ def _lane_of(works: Sequence[tuple[Operation, int]]) -> _Lane:
 
 
 class Queue:
-    """The lanes of all models, added up. Clients ask about each of tens of thousands of waiting operations, and these
-    questions belong to the event loop. So sums over many operations serve for all questions of some time."""
+    """The lanes of all models, added up. Clients ask about each of tens of thousands of waiting operations, and the
+    event loop answers. So sums over many operations are kept, and serve all questions for some time."""
 
     def __init__(self, backlog: Callable[[], Backlog]) -> None:
         self._backlog = backlog

@@ -50,7 +50,7 @@ class Replay:
         self._started_at = time.monotonic()
         self._held = held
         self._reading = asyncio.Lock()
-        """Lets one body be read at a time: how much memory it takes is known only afterwards."""
+        """Lets one body be read at a time, because the memory of its work is known only afterwards."""
         self._num_sure = 0
         """Number of operations with an answer whose work has been made. They will run, and release their memory."""
 
@@ -77,7 +77,9 @@ class Replay:
         """
         loop = asyncio.get_running_loop()
         known = {entry.seq_id: entry for entry in history if entry.seq_id >= start}
-        known.setdefault(start, Entry(start, "create_model", b"", EntryState.DONE, 0))  # its row may have been deleted
+        known.setdefault(
+            start, Entry(start, "create_model", b"", EntryState.DONE, 0)
+        )  # the operation's row may have been deleted
         entries = sorted(known.values(), key=lambda entry: entry.seq_id)
         restoration = Restoration(sum(entry.state != EntryState.ACCEPTED for entry in entries), forget, unparks)
         model = self._models.add(ModelQueue(model_id, next_to_enter=start, restoration=restoration))
@@ -147,14 +149,14 @@ class Replay:
             model.restoration.forgetting = self._tasks.spawn(_forget(model, model.restoration))
 
     def has_settled(self, model: ModelQueue, operation: Operation) -> None:
-        """Called when an operation has its outcome. Lets the body of a further one be read."""
+        """Lets the body of a further operation be read. Called when an operation has its outcome."""
         if (restoration := model.restoration) is not None and operation.seq_id in restoration.fed:
             restoration.fed.discard(operation.seq_id)
             self._num_sure -= operation.replayed
             restoration.ahead.release()
 
     def has_run_again(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
-        """Called when an operation with an answer has run again. The restoration is over after the last one, and fails
+        """Counts an operation with an answer that has run again. The restoration is over after the last one, and fails
         if one fails."""
         del model.operations[operation.seq_id]
         self._held.release(operation)

@@ -117,7 +117,7 @@ class Scheduler:
         await _accepted(operation)
         if not isinstance(work, Batch) and operation.held_bytes:  # a refused batch has no arrays
             self.held.hold(operation, operation.message_bytes)
-        if not operation.outcome.done():  # the model may have been deleted meanwhile
+        if not operation.outcome.done():  # the model may have been deleted in the meantime
             self._metrics.operations.queue_length.labels(operation.kind).inc()
             operation.work = work
             self.execution.advance(self.models[operation.model_id])
@@ -234,7 +234,7 @@ class Scheduler:
                 return await self._accept(model_id, seq_id, body, message_bytes=message_bytes, held_bytes=held_bytes)
         if model.gone is not None:
             raise model.gone
-        # An operation that closes a gap is always taken: others wait for it.
+        # An operation that closes a gap is always accepted, because others wait for it.
         closes_gap = seq_id <= max(model.operations, default=0)
         if not closes_gap and model.num_queued >= self._max_queued_operations:
             self._check_near(model, seq_id, still_queued=model.num_queued)
@@ -242,7 +242,8 @@ class Scheduler:
                 f"{model_id}: {model.num_queued} operations are queued, this server's max_queued_operations"
             )
         self._check_near(model, seq_id)
-        # A model's next operation may exceed the memory limit: the operations that fill it may wait for this one.
+        # A model's next operation may exceed the memory limit, because the operations that fill the memory may wait for
+        # it.
         is_next = seq_id == model.next_to_enter and model.has_settled_before(seq_id)
         if seq_id:  # a creation was checked before it got its place in memory
             check = self.held.check_next if is_next else self.held.check
@@ -278,7 +279,7 @@ class Scheduler:
         )
 
     async def _append(self, model: ModelQueue, operation: Operation, body: Body, *, within_share: bool) -> None:
-        """Appends a new operation to the journal. After an error nothing of it is left."""
+        """Appends a new operation to the journal. After an error nothing of the operation is left."""
         error: ServiceError | None = None
         arrival = arriving(operation.kind, model.model_id), operation.seq_id
         try:
@@ -299,8 +300,8 @@ class Scheduler:
         operation.accepted.set_result(error)
 
     async def _stored(self, model_id: str, seq_id: int) -> Operation | None:
-        """A finished operation from the journal; None when the journal does not have it, or has it without anybody
-        having been told.
+        """A finished operation from the journal. None when the journal does not have the operation, or has it although
+        its acceptance was never acknowledged.
 
         Raises ModelLost for an unfinished operation of a model that could not be restored.
         """

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from statistics import median
 
 _SHARED_MICRO_BATCH_S = {"cpu": 0.1, "cuda": 0.5}
-"""Time that a micro-batch should take otherwise, in seconds. Operations that arrive meanwhile wait for its end. On CUDA
-a micro-batch takes 0.2 to 0.5 s however few its tokens are, while the host starts its operations
-(benchmarks/README.md, "On one GPU")."""
+"""Time that a micro-batch should take when several models share the trainer, in seconds. Operations that arrive
+meanwhile wait for its end. On CUDA a micro-batch takes 0.2 to 0.5 s however few its tokens are, while the host starts
+its operations (benchmarks/README.md, "On one GPU")."""
 _LATE = 2.0
 """A micro-batch that takes more than this many times _SHARED_MICRO_BATCH_S makes the next short ones smaller."""
 _KEPT = 0.9
@@ -60,7 +60,7 @@ class Speed:
         """Most tokens of a micro-batch that should take _SHARED_MICRO_BATCH_S.
 
         When other processes take the cores, the median notices it after three large micro-batches. Other models would
-        wait for each of them. So a late micro-batch lowers the limit at once, and each one in time doubles it.
+        wait for each of these. So a late micro-batch lowers the limit at once, and each micro-batch in time doubles it.
         """
         return int(min(self.tokens_of(_SHARED_MICRO_BATCH_S[self.device_type]), self._most_short))
 
@@ -88,8 +88,8 @@ class Speed:
             self._large.append(num_tokens / seconds)
 
     def _note_late(self, num_tokens: int, seconds: float) -> None:
-        """Lowers the limit of short micro-batches after a late one, and raises it after one in time that used at least
-        half of it."""
+        """Lowers the limit of short micro-batches after a late one. Raises it after a micro-batch in time that used at
+        least half of the limit."""
         wanted_s = _SHARED_MICRO_BATCH_S[self.device_type]
         if seconds > _LATE * wanted_s:
             self._most_short = max(_MIN_TOKENS[self.device_type], num_tokens * wanted_s / seconds)

@@ -61,8 +61,8 @@ async def _model_at_rest(scheduler: Scheduler, model_id: str) -> ModelQueue | No
 
 
 def resume(scheduler: Scheduler, model_id: str, *, is_covered: bool) -> None:
-    """Lets a withheld model, which is not in memory, go on from its snapshot and the journal. `is_covered`: no
-    operation of it waits."""
+    """Lets a withheld model, which is not in memory, go on from its snapshot and the journal. `is_covered`: whether no
+    operation of the model waits."""
     scheduler.models.remove(model_id)
     scheduler.models.moved.pop(model_id, None)
     scheduler.models.parked.add(model_id)

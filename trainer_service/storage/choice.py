@@ -50,7 +50,7 @@ def trainer_id(state_dir: Path) -> str:
 
 
 def keep_trainer_id(state_dir: Path, trainer_id: str) -> None:
-    """Makes `trainer_id` the id of this state folder. It is that of a trainer whose journal is elsewhere, and whose
+    """Makes `trainer_id` the id of this state folder. It is the id of a trainer whose journal is elsewhere, and whose
     last state folder may be lost."""
     state_dir.mkdir(parents=True, exist_ok=True)
     new = state_dir / "writer_id.new"

@@ -125,7 +125,7 @@ class Importer:
         max_checkpoint_bytes: int | None,
         converting: AbstractContextManager[None],
     ) -> pb.ImportCheckpointResponse:
-        with converting:  # here, because a call that is cancelled does not end its thread
+        with converting:  # on this thread, which a cancelled call does not end
             return self._converted(header, folder, max_checkpoint_bytes)
 
     def _converted(
@@ -168,7 +168,9 @@ def unpack(
     """
     try:
         with archive.open("rb") as file:
-            stream: Any = _Bounded(_decompressed(file))  # not a whole file object, but it has all that tarfile calls
+            stream: Any = _Bounded(
+                _decompressed(file)
+            )  # no complete file object, but it has all methods that tarfile calls
             with tarfile.open(fileobj=stream, mode="r:") as tar:
                 _extract(tar, folder, max_bytes=max_bytes, check_room=check_room)
     except _BROKEN as error:

@@ -11,7 +11,7 @@ A marker is written before the first file of a generation, and again before a ge
 all that a dead writer has left. A writer is a trainer with its state folder: when it starts, its markers are those of a
 dead process. Markers of other writers are left alone until they are old.
 
-A generation that is being read is deleted when its last reader is done. A file is copied to this machine and compared
+If a generation is being read, it is deleted when its last reader is done. A file is copied to this machine and compared
 with the manifest before it is read.
 """
 
@@ -310,7 +310,7 @@ class ObjectStorage:
                     raise missing(location) from None
                 raise found.damaged(name, "it is missing", location=str(location)) from None
             except DataCorrupted:
-                if is_last:  # damaged twice: in the store, and not by the transfer
+                if is_last:  # two copies were damaged, so the damage is in the store and not in the transfer
                     raise
 
     def _find(self, folder: str) -> list[str]:

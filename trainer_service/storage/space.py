@@ -69,7 +69,7 @@ class Space:
             num_released, free = self._num_released, self.free_bytes
             with self._lock:
                 if num_released != self._num_released:
-                    continue  # what was written under an ended reservation may be missing in both numbers
+                    continue  # bytes that were written under an ended reservation may be missing in both numbers
                 others = self._reserved
                 if num_bytes + others + self.min_free_bytes <= free:
                     self._reserved += num_bytes if reserves else 0

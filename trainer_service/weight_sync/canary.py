@@ -29,7 +29,7 @@ class Pictured:
     """A sequence with a picture, which shows whether an adapter of the vision tower is applied."""
 
     tokens: Tokens
-    """With those of the picture."""
+    """The sequence's tokens, with those that stand for the picture."""
     placed: Placed
     png: bytes
 
@@ -73,7 +73,7 @@ def with_picture(base: BaseModel) -> Sequence[Pictured]:
     Image.fromarray(rng.integers(256, size=(height, width, 3), dtype=np.uint8)).save(file, "PNG")
     picture = base.tower.processor.picture(file.getvalue(), "png", expected_tokens=None, field="canary")
     text = rng.integers(base.vocab_size, size=_LENGTH, dtype=np.int32)
-    text[text == base.tower.processor.picture_token] += 1  # text never has it
+    text[text == base.tower.processor.picture_token] += 1  # texts never contain this token
     before, after = np.split(text, 2)
     tokens = np.concatenate([before, picture.tokens, after])
     if tokens.size >= base.max_context_length:

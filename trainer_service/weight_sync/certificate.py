@@ -51,10 +51,9 @@ _NO = 0.25
 _RIGHT = 2 / 3, 3 / 2
 """Least and largest factor between the sampler's change and the trainer's. Outside, the version is refused."""
 _TOLD = 1 / 2, 2
-"""A factor within these bounds is neither that of a version which is applied by half, nor of one which is applied
-twice."""
+"""A factor within these bounds excludes a version that is applied by half, and one that is applied twice."""
 _ERRORS = 3.0
-"""A factor is outside or within bounds if it is so by this many standard errors."""
+"""A factor counts as outside or within bounds if its distance from the bound is this many standard errors."""
 _DEVIATES = 0.25
 """A sampler whose change deviates from the trainer's by this share of it, in the median over the tokens, does not apply
 the version as the trainer does, whatever the factor is: one that applies a strong version twice shows no certain

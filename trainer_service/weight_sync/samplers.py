@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LeftOut = Literal["gone", "not_serving", "full", "no_group", "not_measured", "not_confirmed"]
-"""Why a home of a version does not have it. gone: no connection. not_serving: a connection, but the sampler loads or
-does not answer. full: it had no room for a version lately. no_group: no transport to it yet. not_measured: it did not
-score the canary in time. not_confirmed: it was measured, and then did not answer."""
+"""Reasons for which a home of a version, a sampler that was chosen for it, does not have the version. gone: no
+connection. not_serving: a connection, but the sampler loads or does not answer. full: it had no room for a version
+lately. no_group: no transport to it yet. not_measured: it did not score the canary in time. not_confirmed: it was
+measured, and then did not answer."""
 
 _RECONNECT_S = 0.5
 _INFO_S = 5.0
@@ -59,13 +60,14 @@ class Sampler:
         """The sampler's answer when it was last found serving; None until then."""
         self.watching: asyncio.Task[None] | None = None
         self.lock = asyncio.Lock()
-        """Held while a group with it is formed, and while a version is sent to it."""
+        """Held while a group with this sampler is formed, and while a version is sent to the sampler."""
         self.full_until = 0.0
-        """Until when no version is sent to it, because it had no room for one, on the monotonic clock."""
+        """Time on the monotonic clock until which no version is sent to this sampler, because it had no room for
+        one."""
 
     @property
     def absence(self) -> LeftOut:
-        """Why a version that has just been published was not sent to it."""
+        """The reason for which the newest version was not sent to this sampler."""
         if not self.serving:
             return "not_serving" if self.channel.get_state() == grpc.ChannelConnectivity.READY else "gone"
         return "full" if self.full_until > time.monotonic() else "no_group"
@@ -100,8 +102,8 @@ class Samplers:
         serve."""
         self._connect = partial(Sampler, api_key=api_key, certificates=certificates)
         self.known = {address: self._connect(address) for address in addresses}
-        """All samplers that were ever listed, by address. One that is listed no more keeps its connection, on which a
-        publish may still be waiting, until the trainer stops."""
+        """All samplers that were ever listed, by address. A sampler that is no longer listed keeps its connection until
+        the trainer stops, because a publish may still wait on it."""
         self.all = list(self.known.values())
         self._silence_s = silence_s
         self._on_change = on_change
@@ -110,7 +112,7 @@ class Samplers:
         return [sampler for sampler in self.all if sampler.serving]
 
     def with_room(self) -> list[Sampler]:
-        """The serving samplers that have not lately been full; all that serve when every one has been."""
+        """The serving samplers that have not lately been full. If all of them have been full, all serving samplers."""
         serving, now = self.serving(), time.monotonic()
         return [sampler for sampler in serving if sampler.full_until < now] or serving
 
@@ -123,8 +125,8 @@ class Samplers:
         return sorted(samplers, key=lambda each: xxhash.xxh3_128_digest(f"{run_id} {each.address}".encode()))
 
     def check_servable(self, config: AdapterConfig, *, num_bytes: int) -> None:
-        """Raises InvalidRequest for versions that a sampler could never serve, by what it said when last seen. Samplers
-        that have not been seen are ignored. `num_bytes`: of one version."""
+        """Raises InvalidRequest for versions that a sampler could never serve, by its newest known limits. Samplers
+        that have never answered are ignored. `num_bytes`: size of one version."""
         rank = config.rank
         for sampler in self.all:
             info = sampler.info

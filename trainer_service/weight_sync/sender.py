@@ -66,7 +66,7 @@ class Version:
 
     @property
     def run_id(self) -> str:
-        """The run that has made it."""
+        """The run that has made the version."""
         return self.version_id.rpartition("@")[0]
 
     @property
@@ -76,7 +76,7 @@ class Version:
 
     @property
     def sent_bytes(self) -> int:
-        """Size of what one sampler, or one group of samplers, is sent, in bytes."""
+        """Number of bytes that are sent to one sampler or one group of samplers."""
         return self.adapter.flat.numel() * self.adapter.sent_dtype.itemsize
 
 
@@ -94,7 +94,7 @@ class Published:
     """Addresses of those of the version's homes that hold it: all that serve and have room for it. New holders have it
     on probation."""
     left_out: Mapping[str, LeftOut] = field(default_factory=dict)
-    """Why homes do not hold it, by address. Other samplers may have taken their places."""
+    """The reasons for which homes do not hold the version, by address. Other samplers may have taken their places."""
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class _Offer:
     """The answers of samplers to the announcement of a version."""
 
     group: Group | None = None
-    """The samplers that lack it and have room for it; None if there are none."""
+    """The samplers that lack the version and have room for it; None if there are none."""
     held: dict[Sampler, str] = field(default_factory=dict)
     """The checksum of the weights under the version's id, by sampler that holds them; it may be empty."""
     full: dict[Sampler, OutOfCapacity] = field(default_factory=dict)
@@ -157,9 +157,9 @@ class WeightSender:
 
         An adapter has `version_homes` homes, or `num_samplers` if that is more: those that `Samplers.ranked` names
         first for its run. All parameters of a model go to every sampler that serves. A sampler without room for the
-        version is left out, and for `_FULL_S` from the next ones, too. One whose group is not formed yet is left out
-        while others have theirs. The next ones of the ranking are tried when no home takes the version. A request for
-        a version goes to the samplers that hold it.
+        version is left out, and for `_FULL_S` from the next ones, too. A sampler whose group is not formed yet is left
+        out while others have their groups. If no home takes the version, the next samplers of the ranking are tried. A
+        request for a version goes to the samplers that hold it.
 
         Raises NotReady when all attempts have failed, OutOfCapacity when no sampler has room, another error of a
         sampler when it refuses the version, VersionConflict when a sampler has other weights of the same id, and the
@@ -199,7 +199,9 @@ class WeightSender:
         ceased to serve. Raises as `publish`."""
         failures: list[str] = []
         async with AsyncExitStack() as locks:
-            for member in sorted(members, key=lambda member: member.address):  # one order, so that no two wait in turn
+            for member in sorted(
+                members, key=lambda member: member.address
+            ):  # locked in one order, so that no two publishes wait for each other
                 await locks.enter_async_context(member.lock)
             members = [member for member in members if member.serving]
             while members and len(failures) < _ATTEMPTS:
@@ -260,7 +262,7 @@ class WeightSender:
         asked = [sampler for sampler in self.samplers.all if sampler.address in addresses]
         for sampler in asked:
             if (late := self.withdrawing.pop((sampler.address, version_id), None)) is not None:
-                late.cancel()  # the version was refused before, and has passed now
+                late.cancel()  # an earlier certificate refused the version, and this one passed
         answers = await asyncio.gather(*(confirmed(sampler) for sampler in asked))
         return [sampler.address for sampler, answer in zip(asked, answers, strict=True) if answer]
 
