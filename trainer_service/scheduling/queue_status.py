@@ -46,10 +46,10 @@ _KEPT = 20
 
 
 @dataclass(slots=True)
-class _Lane:
+class _Sums:
     """The operations of one model that wait for the compute thread, in order, with sums over the first n of them.
 
-    A lane names the operations and does not refer to them. It may outlive them, and their data may take gigabytes.
+    The sums name the operations and do not refer to them: they may outlive the operations, whose data takes gigabytes.
     """
 
     places: Mapping[int, int]
@@ -70,22 +70,22 @@ class _Lane:
         return bisect_right(self.tokens, 0) - 1  # the calls before its first batch
 
 
-_NOTHING = _Lane({}, [0], [0])
+_NOTHING = _Sums({}, [0], [0])
 
-Lanes = Mapping[str, _Lane]
-"""The lane of each model that has operations on the compute thread."""
+Lanes = Mapping[str, _Sums]
+"""Sums over the lane of each model that has operations on the compute thread."""
 
 
 def added_up(backlog: Backlog) -> Lanes:
-    return {model_id: _lane_of(list(backlog.waiting(model_id))) for model_id in backlog.operations}
+    return {model_id: _sums_of(list(backlog.waiting(model_id))) for model_id in backlog.operations}
 
 
-def _lane_of(works: Sequence[tuple[Operation, int]]) -> _Lane:
+def _sums_of(works: Sequence[tuple[Operation, int]]) -> _Sums:
     tokens, calls = [0], [0]
     for _, number in works:
         tokens.append(tokens[-1] + number)
         calls.append(calls[-1] + (number == 0))
-    return _Lane({operation.seq_id: place for place, (operation, _) in enumerate(works)}, tokens, calls)
+    return _Sums({operation.seq_id: place for place, (operation, _) in enumerate(works)}, tokens, calls)
 
 
 class Queue:
