@@ -10,11 +10,11 @@ from pydantic import (
     Tag,
 )
 
-from gateway.openai.schemas import HARMLESS, UNSUPPORTED, Body, Only
+from gateway.openai.schemas import HARMLESS, UNSUPPORTED, Only, OpenAIBody
 from gateway.schema_types import Listed
 
 
-class OutputPart(Body):
+class OutputPart(OpenAIBody):
     """Text of a message, as a client writes it or as an earlier response had it."""
 
     HARMLESS = frozenset({"annotations", "logprobs"})
@@ -22,14 +22,14 @@ class OutputPart(Body):
     text: str
 
 
-class InputImage(Body):
+class InputImage(OpenAIBody):
     type: Literal["input_image"]
     image_url: str
     """The URL of a picture, as in a chat."""
     detail: Annotated[Any, Only("auto")] = None
 
 
-class InputMessage(Body):
+class InputMessage(OpenAIBody):
     HARMLESS = frozenset({"id", "status", "phase"})
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -38,7 +38,7 @@ class InputMessage(Body):
     """Text; parts of text are put together. Pictures by their URLs, for models that see."""
 
 
-class FunctionCall(Body):
+class FunctionCall(OpenAIBody):
     HARMLESS = frozenset({"id", "status"})
     type: Literal["function_call"]
     call_id: str
@@ -46,7 +46,7 @@ class FunctionCall(Body):
     arguments: str
 
 
-class FunctionCallOutput(Body):
+class FunctionCallOutput(OpenAIBody):
     HARMLESS = frozenset({"id", "status", "name"})
     type: Literal["function_call_output"]
     call_id: str
@@ -71,7 +71,7 @@ InputItem = Annotated[
 ]
 
 
-class ResponseTool(Body):
+class ResponseTool(OpenAIBody):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -79,25 +79,25 @@ class ResponseTool(Body):
     strict: bool | None = None
 
 
-class ResponseToolChoice(Body):
+class ResponseToolChoice(OpenAIBody):
     type: Literal["function"]
     name: str
 
 
-class ResponseText(Body):
+class ResponseText(OpenAIBody):
     HARMLESS = frozenset({"verbosity"})
     format: dict[str, Any] | None = None
     """Form of the text: the response_format of a chat, with the fields of json_schema beside `type`."""
 
 
-class ResponseStreamOptions(Body):
+class ResponseStreamOptions(OpenAIBody):
     include_obfuscation: Annotated[Any, Only(False)] = None
 
 
 _NOTHING_KEPT = "this server keeps nothing of earlier requests; leave it out, and send the conversation as input"
 
 
-class Respond(Body):
+class Respond(OpenAIBody):
     HARMLESS = HARMLESS - {"metadata"}
 
     model: str = Field(min_length=1, max_length=1000)

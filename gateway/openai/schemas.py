@@ -61,7 +61,7 @@ class Only:
         return value
 
 
-class Body(Known):
+class OpenAIBody(Known):
     model_config = ConfigDict(strict=True, protected_namespaces=(), use_attribute_docstrings=True)
 
 
@@ -83,7 +83,7 @@ def _biases(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-class StreamOptions(Body):
+class StreamOptions(OpenAIBody):
     include_usage: bool | None = None
     """Send the usage in a last chunk."""
     include_obfuscation: Annotated[Any, Only(False)] = None
@@ -105,7 +105,7 @@ HARMLESS = frozenset(
 of them changes what is sampled here."""
 
 
-class Generate(Body):
+class Generate(OpenAIBody):
     """Fields of completions and of chats."""
 
     HARMLESS = HARMLESS
@@ -211,37 +211,37 @@ class Completion(Generate):
         return self
 
 
-class TextPart(Body):
+class TextPart(OpenAIBody):
     HARMLESS = frozenset({"annotations"})
     type: Literal["text"]
     text: str
 
 
-class ImageUrl(Body):
+class ImageUrl(OpenAIBody):
     url: str
     """A data URL, data:image/png;base64,... or data:image/jpeg;base64,...; or an https URL of one of image_hosts."""
     detail: Annotated[Any, Only("auto")] = None
 
 
-class ImagePart(Body):
+class ImagePart(OpenAIBody):
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
-class ToolCallFunction(Body):
+class ToolCallFunction(OpenAIBody):
     HARMLESS = frozenset({"parsed_arguments"})
     name: str
     arguments: str | dict[str, Any]
 
 
-class ToolCall(Body):
+class ToolCall(OpenAIBody):
     HARMLESS = frozenset({"index"})
     type: Literal["function"] = "function"
     id: str | None = None
     function: ToolCallFunction
 
 
-class Message(Body):
+class Message(OpenAIBody):
     """A message of a chat. The model's chat template decides how its fields are used."""
 
     HARMLESS = frozenset({"annotations", "parsed", "provider_specific_fields"})
@@ -256,7 +256,7 @@ class Message(Body):
     tool_call_id: str | None = None
 
 
-class FunctionTool(Body):
+class FunctionTool(OpenAIBody):
     type: Literal["function"]
     function: dict[str, Any]
     """The function as the chat template gets it: `name`, `description`, and `parameters`, a JSON Schema. With `strict`
@@ -288,11 +288,11 @@ class FunctionTool(Body):
         return compiled_text({"type": "object", **(self.function.get("parameters") or {})}, strict=self.is_strict)
 
 
-class ToolName(Body):
+class ToolName(OpenAIBody):
     name: str
 
 
-class NamedTool(Body):
+class NamedTool(OpenAIBody):
     type: Literal["function"]
     function: ToolName
 
@@ -300,7 +300,7 @@ class NamedTool(Body):
 ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
-class JsonSchema(Body):
+class JsonSchema(OpenAIBody):
     name: str = Field(min_length=1)
     """Only for the client's own use."""
     description: str | None = None
@@ -310,7 +310,7 @@ class JsonSchema(Body):
     """Refuse a schema with keywords that cannot be enforced; otherwise these are left to the model."""
 
 
-class ResponseFormat(Body):
+class ResponseFormat(OpenAIBody):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     """Only with type json_schema."""
