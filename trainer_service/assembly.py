@@ -23,7 +23,7 @@ from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_database import Database
 from trainer_service.durability.journal_postgres import PostgresDatabase
 from trainer_service.durability.snapshot_files import SnapshotFiles
-from trainer_service.durability.snapshots import Policy, Snapshots
+from trainer_service.durability.snapshots import SnapshotPolicy, Snapshots
 from trainer_service.durability.stored_snapshots import SnapshotStore, StoredSnapshots
 from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import TrainingEngine
@@ -248,8 +248,8 @@ def engine_settings(config: TrainerConfig) -> dict[str, Any]:
     }
 
 
-def snapshot_policy(config: TrainerConfig) -> Policy:
-    return Policy(config.snapshot_steps, config.snapshot_interval_s, config.snapshot_journal_bytes)
+def snapshot_policy(config: TrainerConfig) -> SnapshotPolicy:
+    return SnapshotPolicy(config.snapshot_steps, config.snapshot_interval_s, config.snapshot_journal_bytes)
 
 
 def plan(engine: TrainingEngine, config: TrainerConfig) -> Plan:

@@ -34,7 +34,7 @@ _MOST_WAITING = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class SnapshotPolicy:
     """When a model's next snapshot is due: at its first step after one of these limits, counted from the last snapshot.
 
     0 means no limit.
@@ -68,7 +68,7 @@ class Snapshots:
     loop."""
 
     def __init__(
-        self, files: SnapshotStore, journal: Journal, policy: Policy, metrics: Metrics, executing: Executing
+        self, files: SnapshotStore, journal: Journal, policy: SnapshotPolicy, metrics: Metrics, executing: Executing
     ) -> None:
         self.files = files
         self._executing = executing

@@ -28,7 +28,7 @@ from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_database import Database
 from trainer_service.durability.records import Body
 from trainer_service.durability.snapshot_files import SnapshotFiles
-from trainer_service.durability.snapshots import Policy, Snapshots
+from trainer_service.durability.snapshots import SnapshotPolicy, Snapshots
 from trainer_service.durability.stored_snapshots import SnapshotStore, StoredSnapshots
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
@@ -47,7 +47,7 @@ from trainer_service.weight_sync import WeightSender
 from trainer_service.weight_sync.canary import Canary, canary_of
 from trainer_service.weight_sync.certificate import GapRule, Publisher
 
-NEVER = Policy(0, 0, 0)
+NEVER = SnapshotPolicy(0, 0, 0)
 KINDS = {
     "CreateModelRequest": "create_model",
     "ForwardBackwardRequest": "forward_backward",
@@ -79,7 +79,7 @@ class Process:
         folder: Path,
         base: BaseModel,
         *,
-        policy: Policy = NEVER,
+        policy: SnapshotPolicy = NEVER,
         max_bytes: int = 1 << 24,
         base_models: Sequence[str] = ("tiny",),
         allow_other_weights: bool = False,

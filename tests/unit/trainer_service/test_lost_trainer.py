@@ -27,7 +27,7 @@ from tests.unit.trainer_service.test_moving import (
 from tests.unit.trainer_service.test_restore import MODEL, SCRIPT, batch, creation, run, step
 from tinsmith.errors import FailedPrecondition, ModelNotFound, NotReady
 from trainer_service.durability.journal_database import Superseded
-from trainer_service.durability.snapshots import Policy
+from trainer_service.durability.snapshots import SnapshotPolicy
 
 __all__ = ["trainers", "undisturbed"]
 LEASE = {"lease_s": 0.05, "renew_s": 3600.0}
@@ -98,10 +98,12 @@ async def fenced(target: Process, trainer_id: str) -> None:
                 await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("policy", [Policy(0, 0, 0), Policy(2, 0, 0)], ids=["no-snapshots", "snapshots"])
+@pytest.mark.parametrize(
+    "policy", [SnapshotPolicy(0, 0, 0), SnapshotPolicy(2, 0, 0)], ids=["no-snapshots", "snapshots"]
+)
 @pytest.mark.parametrize("num_done", fast_ones([0, 8, 20], [8]))
 async def test_the_runs_of_a_trainer_that_stands_still_go_on_elsewhere_without_a_difference(
-    trainers: Trainers, undisturbed: Undisturbed, num_done: int, policy: Policy
+    trainers: Trainers, undisturbed: Undisturbed, num_done: int, policy: SnapshotPolicy
 ) -> None:
     trainers.settings["policy"] = policy
     source, target = await trainers.start("source"), await trainers.start("target")

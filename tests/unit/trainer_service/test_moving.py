@@ -44,7 +44,7 @@ from trainer_service.durability.journal import Journal
 from trainer_service.durability.moved_models import MovedModels
 from trainer_service.durability.packages import ROWS, Packages
 from trainer_service.durability.run_file import Move
-from trainer_service.durability.snapshots import Policy
+from trainer_service.durability.snapshots import SnapshotPolicy
 from trainer_service.operation import Answer
 from trainer_service.operations import moving
 from trainer_service.operations.restore import Restorer
@@ -346,7 +346,7 @@ STEPS = [
 async def test_at_every_step_of_a_move_a_trainer_may_die_and_exactly_one_has_the_model_in_the_end(
     trainers: Trainers, undisturbed: Undisturbed, dies: str, owner: Any, method: str
 ) -> None:
-    trainers.settings = {"policy": Policy(2, 0, 0)}
+    trainers.settings = {"policy": SnapshotPolicy(2, 0, 0)}
     source, target = await trainers.start("source"), await trainers.start("target")
     sent = [await source.send(one) for one in SCRIPT]
     await asyncio.wait([sent[9].outcome])
@@ -433,7 +433,7 @@ async def test_a_target_without_room_lets_the_model_wait(trainers: Trainers) -> 
 async def test_a_damaged_snapshot_of_a_parked_model_is_not_taken_along(trainers: Trainers, alone: Process) -> None:
     script = [creation(), batch(1), step(2), batch(3), step(4)]
     await run(alone, [*script, batch(5), step(6)])
-    trainers.settings = {"policy": Policy(1, 0, 0)}
+    trainers.settings = {"policy": SnapshotPolicy(1, 0, 0)}
     source, target = await trainers.start("source"), await trainers.start("target")
     await run(source, script[:3])
     await until(lambda: source.snapshots.files.seq_ids(MODEL))  # no step takes a snapshot while one is being written

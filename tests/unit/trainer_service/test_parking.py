@@ -34,7 +34,7 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.executing import NAME, Deaths, Executing, other_work
-from trainer_service.durability.snapshots import Policy
+from trainer_service.durability.snapshots import SnapshotPolicy
 from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import CapturedState, TrainingEngine
 from trainer_service.operation import Answer
@@ -176,7 +176,7 @@ async def test_500_runs_in_16_places_have_the_weights_of_500_runs_alone(
 async def test_a_kill_at_any_moment_of_parking_and_coming_back_changes_no_bit(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = await start(tmp_path / "0", policy=Policy(1, 0, 0))
+    process = await start(tmp_path / "0", policy=SnapshotPolicy(1, 0, 0))
     script = [creation(MODEL), batch(MODEL, 1), step(MODEL, 2), batch(MODEL, 3)]
     await run(process, script)
     await settled(process)
@@ -272,7 +272,7 @@ async def test_runs_that_are_parked_at_every_moment_end_where_those_alone_end(
 ) -> None:
     """Batches are pipelined, asked about and deleted, while everything idle is parked all the time."""
     monkeypatch.setattr(parking, "_PATIENCE_S", 60)  # however slow the machine is, a run has its place in the end
-    process = await start(tmp_path / "0", max_models=2, policy=Policy(2, 0, 0))
+    process = await start(tmp_path / "0", max_models=2, policy=SnapshotPolicy(2, 0, 0))
     scripts: dict[str, list[Any]] = {}
     for n in range(6):
         name = f"run-{n}"
@@ -408,7 +408,7 @@ async def test_a_model_for_which_the_disk_has_no_room_stays_in_memory(
 async def test_a_parked_model_whose_snapshot_is_damaged_comes_back_from_the_one_before(
     start: Start, tmp_path: Path
 ) -> None:
-    process = await start(tmp_path / "0", policy=Policy(1, 0, 0))
+    process = await start(tmp_path / "0", policy=SnapshotPolicy(1, 0, 0))
     await run(process, [creation("a"), batch("a", 1), step("a", 2), batch("a", 3)])
     expected = await process.weights("a")
     await park(process)

@@ -36,7 +36,7 @@ from trainer_service.durability.executing import (
 )
 from trainer_service.durability.records import Body, EntryState, sum_of
 from trainer_service.durability.snapshot_files import SnapshotFiles
-from trainer_service.durability.snapshots import Policy
+from trainer_service.durability.snapshots import SnapshotPolicy
 from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.operation import Answer
 from trainer_service.operations.operations import Operations
@@ -45,7 +45,7 @@ from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.locations import Location
 
 MODEL = "s:train:0"
-EVERY_STEP, EVERY_OTHER = Policy(1, 0, 0), Policy(2, 0, 0)
+EVERY_STEP, EVERY_OTHER = SnapshotPolicy(1, 0, 0), SnapshotPolicy(2, 0, 0)
 TRAINING = types_pb2.CHECKPOINT_KIND_TRAINING
 EPHEMERAL = types_pb2.CHECKPOINT_KIND_EPHEMERAL
 
@@ -171,7 +171,7 @@ async def test_a_step_that_started_afresh_behind_a_failure_does_so_again_after_a
 @pytest.mark.parametrize("policy", [NEVER, EVERY_STEP], ids=["no snapshots", "snapshots"])
 @pytest.mark.parametrize("creation_id", ["0c3f", ""], ids=["", "made by an earlier version"])
 async def test_the_versions_of_a_model_have_the_creation_in_their_ids_after_restarts_too(
-    start: Start, tmp_path: Path, policy: Policy, creation_id: str
+    start: Start, tmp_path: Path, policy: SnapshotPolicy, creation_id: str
 ) -> None:
     process = await start(tmp_path / "0", policy=policy)
     await run(process, [creation(creation_id=creation_id), batch(1), step(2), save(3, "before")])
@@ -207,7 +207,7 @@ async def test_a_save_that_a_crash_has_interrupted_does_not_finish_with_files_of
     ],
 )
 async def test_a_crash_after_any_operation_changes_no_bit_and_no_answer(
-    start: Start, tmp_path: Path, policy: Policy, first: int
+    start: Start, tmp_path: Path, policy: SnapshotPolicy, first: int
 ) -> None:
     undisturbed = await start(tmp_path / "undisturbed", policy=policy)
     crashes = []
@@ -513,7 +513,7 @@ async def test_a_model_of_another_base_model_stays_in_the_journal_until_that_is_
 
 @pytest.mark.parametrize("policy", [NEVER, EVERY_STEP], ids=["from its creation", "from a snapshot"])
 async def test_a_model_of_other_base_weights_of_the_same_name_waits_for_its_own(
-    base: BaseModel, start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: Policy
+    base: BaseModel, start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: SnapshotPolicy
 ) -> None:
     process = await start(tmp_path / "0", policy=policy)
     await run(process, [creation(base_weights=base.weights_sum), batch(1), step(2), save(3, "one")])
@@ -566,7 +566,7 @@ async def test_a_snapshot_that_cannot_be_written_is_a_warning_and_training_goes_
 async def test_a_journal_at_its_bound_takes_snapshots_instead_of_losing_what_a_replay_needs(
     start: Start, tmp_path: Path
 ) -> None:
-    process = await start(tmp_path / "0", max_bytes=20_000, policy=Policy(0, 3600, 0))
+    process = await start(tmp_path / "0", max_bytes=20_000, policy=SnapshotPolicy(0, 3600, 0))
     await run(process, [creation()])
     for seq_id in range(1, 41, 2):
         await run(process, [batch(seq_id), step(seq_id + 1)])
@@ -814,7 +814,7 @@ async def test_a_snapshot_that_ends_the_trainer_each_time_it_is_written_is_given
         return written(files, *arguments)
 
     monkeypatch.setattr(SnapshotFiles, "write", noting)
-    process = await start(folder, policy=Policy(1, 0, 0))
+    process = await start(folder, policy=SnapshotPolicy(1, 0, 0))
     await run(process, [creation(), batch(1), step(2)])
     await until(lambda: process.count("snapshot_bytes_total") > 0)
     assert f"storing 0 0 {name[1]} {name[0]}".encode() in noted[0]
@@ -823,7 +823,7 @@ async def test_a_snapshot_that_ends_the_trainer_each_time_it_is_written_is_given
     executing = Executing(folder)
     executing.deaths[name] = Deaths(storing=MOST_DEATHS_OF_MODEL - 1)
     with executing.storing(*name):
-        again = await start(folder, policy=Policy(1, 0, 0))
+        again = await start(folder, policy=SnapshotPolicy(1, 0, 0))
     noted.clear()
     await run(again, [batch(3), step(4), batch(5), step(6)])
     assert isinstance(await again.outcome(MODEL, 6), Answer)

@@ -62,7 +62,7 @@ from trainer_service.durability.executing import (
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.records import EntryState
 from trainer_service.durability.snapshot_files import SnapshotFiles
-from trainer_service.durability.snapshots import Policy
+from trainer_service.durability.snapshots import SnapshotPolicy
 from trainer_service.engine.engine import CapturedState, TrainingEngine
 from trainer_service.intake import _is_large
 from trainer_service.operations.operations import Operations
@@ -105,7 +105,7 @@ async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
             process = await Process.start(
                 tmp_path,
                 base,
-                policy=Policy(2, 0, 0),
+                policy=SnapshotPolicy(2, 0, 0),
                 base_models=["tiny", "alias"],
                 result_retention_s=60,
                 max_queued_operations=20,
