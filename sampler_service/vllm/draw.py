@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class DrawRows:
     """How the rows of a batch draw. Used again as long as the same requests are in the same rows."""
 
     request_ids: Sequence[str]
@@ -57,7 +57,7 @@ class Rows:
         *,
         vocab_size: int,
         device: torch.device,
-    ) -> Rows:
+    ) -> DrawRows:
         changed = [(row, one) for row, one in enumerate(request_ids) if draws[row].penalties]
         return cls(
             request_ids=request_ids,
@@ -84,7 +84,7 @@ class RowGrammars:
         self._newest: dict[str, int] = {}
         """By request id: the token that was drawn last. Whether vLLM has taken it is known at the next draw."""
 
-    def draw(self, rows: Rows, logprobs_R_V: Tensor, numbers_R: Tensor) -> tuple[Tensor, list[int]]:
+    def draw(self, rows: DrawRows, logprobs_R_V: Tensor, numbers_R: Tensor) -> tuple[Tensor, list[int]]:
         """A token for each row, int64 [R], and the rows whose grammar has failed."""
         for one in self._newest.keys() - self._runner.requests.keys():
             del self._newest[one]
@@ -145,7 +145,7 @@ class StreamSampler(Sampler):
     def __init__(self, runner: Any) -> None:
         super().__init__()
         self._runner = [runner]  # in a list, so that torch does not make it a submodule
-        self._rows: Rows | None = None
+        self._rows: DrawRows | None = None
         self._histories: dict[str, History] = {}
         """By request id: the history of each request with penalties."""
         self._counted: dict[str, int] = {}
@@ -186,7 +186,7 @@ class StreamSampler(Sampler):
         ranks_R = torch.zeros(count, dtype=torch.int64, device=logits.device)  # nobody asks for them
         return SamplerOutput(tokens_R_1.to(torch.int32), LogprobsTensors(ids.to(torch.int32), logprobs, ranks_R))
 
-    def _rows_of(self, batch: Any, logits: Tensor) -> Rows:
+    def _rows_of(self, batch: Any, logits: Tensor) -> DrawRows:
         request_ids = batch.req_ids[: logits.shape[0]]
         if self._rows is not None:
             self._count(self._rows)
@@ -194,10 +194,10 @@ class StreamSampler(Sampler):
             requests, vocab_size, device = self._runner[0].requests, logits.shape[1], logits.device
             draws = [Draws.read(requests[one].sampling_params.extra_args) for one in request_ids]
             self._keep_histories(self._rows, dict(zip(request_ids, draws, strict=True)), vocab_size, device)
-            self._rows = Rows.of(list(request_ids), draws, self._histories, vocab_size=vocab_size, device=device)
+            self._rows = DrawRows.of(list(request_ids), draws, self._histories, vocab_size=vocab_size, device=device)
         return self._rows
 
-    def _count(self, rows: Rows) -> None:
+    def _count(self, rows: DrawRows) -> None:
         """Puts the newest tokens into the histories, but for those that vLLM threw away.
 
         vLLM lets a prompt that is computed in pieces draw after each piece. It knows how many tokens it took, and may
@@ -214,7 +214,7 @@ class StreamSampler(Sampler):
         self._newest_R = None
 
     def _keep_histories(
-        self, before: Rows | None, draws: Mapping[str, Draws], vocab_size: int, device: torch.device
+        self, before: DrawRows | None, draws: Mapping[str, Draws], vocab_size: int, device: torch.device
     ) -> None:
         """Drops the histories of requests that vLLM no longer has, and makes those of the next batch. `before`: the
         last batch. `draws`: of the next one, by request id."""
