@@ -174,8 +174,9 @@ class PublishingMetrics:
             self.applied.labels(state)
         self.left_out = declare.counter(
             "publish_left_out",
-            "Homes that do not serve a published version, by reason: gone (no connection), not_serving (no answer, or "
-            "loading), full, no_group (no transport to it yet), not_measured, not_confirmed.",
+            "Samplers that were chosen for a published version (its homes) and do not serve it, by reason: gone (no "
+            "connection), not_serving (no answer, or loading), full, no_group (no transport to it yet), not_measured, "
+            "not_confirmed.",
             "reason",
         )
         for reason in ("gone", "not_serving", "full", "no_group", "not_measured", "not_confirmed"):
