@@ -85,11 +85,11 @@ def constraints_of(settings: Settings, machine: Machine, env: Mapping[str, str])
         trainers=settings.trainers,
         samplers=settings.samplers,
         max_lora_rank=settings.max_lora_rank
-        or _number(env, "TRAINER_MAX_LORA_RANK")
-        or _number(env, "SAMPLER_MAX_LORA_RANK"),
-        trainer_tensor_parallel=_number(env, "TRAINER_TENSOR_PARALLEL") or 1,
+        or _number(env, "TRAINER_MAX_LORA_RANK", least=1)
+        or _number(env, "SAMPLER_MAX_LORA_RANK", least=1),
+        trainer_tensor_parallel=_number(env, "TRAINER_TENSOR_PARALLEL", least=1) or 1,
         shard_base=None if not shard else shard in ("1", "true", "yes", "on", "t", "y"),
-        sampler_tensor_parallel=_number(env, "SAMPLER_TENSOR_PARALLEL"),
+        sampler_tensor_parallel=_number(env, "SAMPLER_TENSOR_PARALLEL", least=1),
         engine=_engine(settings, env),
         trainer_dtype=settings.dtype or _choice(env, "TRAINER_DTYPE", _DTYPES) or "auto",
         sampler_dtype=settings.dtype or _choice(env, "SAMPLER_DTYPE", (*_DTYPES, "float16")) or "auto",
@@ -98,10 +98,10 @@ def constraints_of(settings: Settings, machine: Machine, env: Mapping[str, str])
         memory_bytes=_number(env, "TRAINER_MEMORY_BYTES") or 0,
         max_kv_tokens=_number(env, "SAMPLER_MAX_KV_TOKENS") or 0,
         prefix_cache_bytes=_number(env, "SAMPLER_PREFIX_CACHE_BYTES"),
-        adapter_memory_bytes=_number(env, "SAMPLER_ADAPTER_MEMORY_BYTES"),
-        max_device_versions=_number(env, "SAMPLER_MAX_DEVICE_VERSIONS"),
-        max_running=_number(env, "SAMPLER_MAX_RUNNING") or 64,
-        max_models=_number(env, "TRAINER_MAX_MODELS") or 64,
+        adapter_memory_bytes=_number(env, "SAMPLER_ADAPTER_MEMORY_BYTES", least=1),
+        max_device_versions=_number(env, "SAMPLER_MAX_DEVICE_VERSIONS", least=1),
+        max_running=_number(env, "SAMPLER_MAX_RUNNING", least=1) or 64,
+        max_models=_number(env, "TRAINER_MAX_MODELS", least=1) or 64,
     )
 
 
@@ -123,11 +123,14 @@ def _choice(env: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
     return text
 
 
-def _number(env: Mapping[str, str], name: str) -> int | None:
+def _number(env: Mapping[str, str], name: str, *, least: int = 0) -> int | None:
     text = env.get(name)
     if text is None:
         return None
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
         raise UsageError(f"{name}: {text!r} is not a whole number") from None
+    if value < least:
+        raise UsageError(f"{name}: {value} is not at least {least}")
+    return value

@@ -10,7 +10,7 @@ from tinsmith_cli.planning.config_files import find
 from tinsmith_cli.planning.constraints import constraints_of
 from tinsmith_cli.planning.families import UnknownModel
 from tinsmith_cli.planning.machine import Machine
-from tinsmith_cli.planning.plan import Plan
+from tinsmith_cli.planning.plan import DoesNotFit, Plan
 from tinsmith_cli.planning.planner import plan
 from tinsmith_cli.planning.shape import Shape
 from tinsmith_cli.settings import Settings
@@ -50,7 +50,10 @@ def placed(
             plans.append(None)
             continue
         constraints = constraints_of(settings, part, env)
-        found = plan(model.names[0], shape, part, constraints)
+        try:
+            found = plan(model.names[0], shape, part, constraints)
+        except DoesNotFit as error:
+            raise DoesNotFit(f"{model.names[0]} does not fit: {error.reason}", error.change) from None
         if found.device_type == "cpu":
             machine = replace(machine, host_bytes=machine.host_bytes - found.weights_bytes)
             plans.append(None)

@@ -124,6 +124,8 @@ def test_what_does_not_fit_ends_with_1_and_a_mistake_with_2(
     ("name", "value", "message"),
     [
         ("TRAINER_MEMORY_BYTES", "much", "'much' is not a whole number"),
+        ("TRAINER_MEMORY_BYTES", "-1", "-1 is not at least 0"),
+        ("TRAINER_TENSOR_PARALLEL", "0", "0 is not at least 1"),
         ("TRAINER_DTYPE", "float17", "'float17' is not one of auto, float32, bfloat16"),
         ("SAMPLER_DTYPE", "bf16", "'bf16' is not one of auto, float32, bfloat16, float16"),
         ("TRAINER_QUANTIZE", "int4", "'int4' is not one of int8, nf4"),
@@ -238,7 +240,9 @@ def test_up_refuses_what_does_not_fit_before_anything_starts(
         model = folder_of(name, tmp_path)
         code, started = services_of(["--base-model", str(model)], monkeypatch, tmp_path)
         assert (code, started) == (2, [])
-        assert "the smallest change that makes it fit" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert f"{name} does not fit: " in error
+        assert "the smallest change that makes it fit" in error
 
 
 def test_up_on_a_cpu_sets_nothing_but_the_pages_that_services_share(
