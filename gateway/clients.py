@@ -113,7 +113,7 @@ class Clients:
         self._changed = asyncio.Condition()
         self.samplers = Replicas(config, changed=self._changed, metrics=metrics, may_join=self._services.may_change)
         self._watches: dict[str, asyncio.Task[None]] = {}
-        """By address of the trainer."""
+        """The tasks that watch the trainers, by the trainer's address."""
         self._started_s = time.monotonic()
         self._following: asyncio.Task[None] | None = None
 
@@ -226,7 +226,8 @@ class Clients:
         return [] if serves and not is_patient else self.unreached
 
     def num_homes(self, base_model: str) -> int:
-        """To how many samplers the base model's trainers send each version; 0 while no trainer has said so."""
+        """Number of samplers to which the base model's trainers send each version; 0 while no trainer has reported
+        it."""
         served = (info for info in self.trainer_infos() if base_model in info.base_models)
         return max((info.version_homes or len(self.samplers.all) for info in served), default=0)
 

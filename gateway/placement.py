@@ -38,7 +38,7 @@ _BUSY_S = 10.0
 class _Place(NamedTuple):
     base_model: str
     trainer_id: str
-    """Empty: the row names no trainer."""
+    """Id of the run's trainer; empty if the row names none."""
 
 
 class Placement:

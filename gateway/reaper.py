@@ -84,7 +84,7 @@ class Reaper:
         self.forgetting = Forgetting(config, store=store)
         self._metrics = metrics
         self._heard_until = 0.0
-        """When silent sessions were last looked for, in seconds since 1970."""
+        """Time of the last search for silent sessions, in seconds since 1970."""
         self._hears_since = 0.0
         """Since when heartbeats could arrive without interruption, in seconds since 1970."""
         self._wake = asyncio.Event()

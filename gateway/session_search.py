@@ -46,7 +46,7 @@ class _Scanned(NamedTuple):
     created_at: float
     display_name: str | None
     fits: bool
-    """Whether it has one of the projects and statuses, and a part of the metadata, that are asked for."""
+    """Whether a session has one of the projects and statuses, and a part of the metadata, that are asked for."""
 
 
 class SessionSearch:
@@ -86,7 +86,8 @@ class SessionSearch:
             fits.append(or_(*[_has_status(status) for status in asked.statuses]))
         if asked.user_metadata:
             fits.append(_has_part(asked.user_metadata))
-        # In the result and not in WHERE, where a query would go through all sessions of the owner until enough fit.
+        # The condition is a column of the result. In WHERE, it would make a query go through all sessions of the owner
+        # until enough fit.
         scanned = select(Session.session_id, Session.created_at, Session.display_name, and_(true(), *fits))
         query = scanned.order_by(Session.created_at.desc(), Session.session_id.desc())
         if not caller.admin:

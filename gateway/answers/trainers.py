@@ -16,13 +16,13 @@ class Trainer(TypedDict):
     base_models: list[str]
     state: Literal["serving", "loading", "gone"]
     is_drained: bool
-    """It takes no new runs, and its runs move to others."""
+    """True for a drained trainer, which takes no new runs, and whose runs move to other trainers."""
     can_be_stopped: bool
-    """It is drained, and no run would be lost or wait without it."""
+    """True for a drained trainer that may be stopped: no run would be lost or wait without it."""
     num_runs: int
     num_moving: int
     problems: dict[str, str]
-    """Why runs could not be moved at the last attempt, by model_id."""
+    """The reasons for which runs could not be moved at the last attempt, by model_id."""
 
 
 class Trainers(TypedDict):

@@ -143,7 +143,8 @@ class CountRequests:
         try:
             return await self._app(scope, receive, watch)
         finally:
-            # By the handler's name: paths with ids would make a time series each. An unknown path has no handler.
+            # Requests are counted by the handler's name, because each path with an id would make a time series. An
+            # unknown path has no handler.
             endpoint = scope.get("endpoint")
             route = endpoint.__name__ if inspect.isfunction(endpoint) else "none"
             self._metrics.http.requests.labels(scope["method"], route, status).inc()

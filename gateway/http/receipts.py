@@ -1,4 +1,5 @@
-"""From the body of a training operation to its receipt, which the client gets once the trainer has the operation.
+"""Takes the body of a training operation, and answers with its receipt, which the client gets once the trainer has the
+operation.
 
 A mistake inside such a request fails its future and not the request itself. The client goes on with the next `seq_id`
 either way, and a 4xx on one of several chunks would leave it waiting for ever.

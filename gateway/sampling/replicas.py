@@ -90,7 +90,7 @@ class Replica:
         """The last answer to GetSamplerInfo; kept while the sampler is unreachable."""
         self.state: ReplicaState = "gone"
         self.serving_since = 0.0
-        """When it began to serve, or served again, on the monotonic clock."""
+        """Time at which the sampler began to serve, or served again, on the monotonic clock."""
         self.versions: set[str] = set()
         """version_ids that it holds, by its last answer."""
         self.held: set[_Held] = set()

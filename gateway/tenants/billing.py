@@ -84,7 +84,8 @@ class Billing:
 
     async def stored_now(self, project_id: str | None, *, owner: str | None) -> list[tuple[str, str, int, int]]:
         """Project, owner, number of checkpoints and their bytes. None: all projects, or all owners."""
-        # As a literal, because PostgreSQL takes the parameters of SELECT and GROUP BY for two different values.
+        # The text is a literal, because PostgreSQL takes the parameters of SELECT and GROUP BY for two different
+        # values.
         project = func.coalesce(Session.project_id, literal_column(f"'{DEFAULT_PROJECT}'"))
         query = (
             select(project, Checkpoint.owner, func.count(), func.sum(Checkpoint.size_bytes))

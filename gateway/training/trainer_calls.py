@@ -78,7 +78,8 @@ class TrainerCalls:
                             raise error  # the trainer's queue is full: the client has to send the operation again
                         if isinstance(error, InvalidRequest) and error.metadata.get("field") == "seq_id":
                             raise TooFarAhead(error.message, field="seq_id")
-                        # Not every refusal without the metadata: gRPC may drop it if the operation fails at once.
+                        # Only refusals marked UNREAD are raised: an accepted operation may lack the acknowledgement,
+                        # too, because gRPC may drop it if the operation fails at once.
                         if isinstance(error, InvalidRequest) and UNREAD in error.metadata and rpc != "CreateModel":
                             raise error
                     if await self._has_moved(model_id, trainer, error):
@@ -145,7 +146,7 @@ class TrainerCalls:
             return getattr(found, found.WhichOneof("result"))
 
     def watch(self, submission: Submission) -> None:
-        """From now on polls of the future ask the trainer what the operation waits for."""
+        """Lets polls of the future ask the trainer, from now on, what the operation waits for."""
         request = pb.DescribeOperationRequest(model_id=submission.model_id, seq_id=submission.seq_id)
 
         async def ask() -> types_pb2.QueueStatus:

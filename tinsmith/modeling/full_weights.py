@@ -47,7 +47,7 @@ class FullWeights:
 
     config = FULL
     weights: Mapping[str, LoraWeights] = {}
-    """Empty: no layer has a low-rank share."""
+    """The adapters' A and B by layer; empty, because full weights change no layer by an adapter."""
 
     def __init__(self, base: BaseModel, flat: Tensor) -> None:
         self.base = base

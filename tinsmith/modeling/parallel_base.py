@@ -79,7 +79,7 @@ class ShardedLayers:
         self._layers = [cast(FSDPModule, layer) for layer in layers]
 
     def begin(self) -> None:
-        """To be called before each pass of the base model."""
+        """Prepares a pass. Must be called before each pass of the base model."""
         self._gather.count = 0
 
     def catch_up(self, *, backward: bool) -> None:

@@ -42,7 +42,7 @@ _FOREIGN = {
 @dataclass(frozen=True, slots=True)
 class Imported:
     adapter: Adapter
-    """In host memory."""
+    """The adapter's weights, in host memory."""
     notes: Sequence[str]
     """Changes that the import made, for the user."""
 

@@ -18,7 +18,7 @@ class Family:
     """The needs of one family."""
 
     name: str
-    """As in messages to users."""
+    """Name of the family, as in messages to users."""
     tokens: str
     """How many tokens a picture has, in words for docs/models.md."""
     processor: str
@@ -162,7 +162,7 @@ FAMILIES: Mapping[str, Family] = {
         options={"crop_to_patches": False},
     ),
 }
-"""By the `model_type` of a model's configuration."""
+"""The families, by the `model_type` of a model's configuration."""
 
 
 def family_of(config: Any) -> Family:

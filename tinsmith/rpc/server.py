@@ -49,15 +49,15 @@ REPEATED = ("x-tinsmith-repeated", "1")
 """Further initial metadata of an operation that the trainer had in its journal already."""
 
 UNREAD = "unread"
-"""In the metadata of the error of a message that was refused before its service saw it. An operation's number is still
-free then."""
+"""Key in the metadata of an error. It means that the message was refused before its service saw it, so an operation's
+number is still free."""
 
 RAN = "x-tinsmith-ran"
 """Key of the trailing metadata "<start>:<end>", the time in which the service computed the call, in seconds since
 1970."""
 
 _UNLIMITED = Arrivals(0, message_bytes=0)
-"""For calls that need no room: calls of clients that bound their memory themselves, and calls of health."""
+"""Unlimited room, for calls of clients that bound their memory themselves, and for health checks."""
 
 _FEW_BYTES = 64 * 1024
 """Messages up to this size are decoded without a walk along the wire, which counts parts and finds unknown fields."""

@@ -22,9 +22,9 @@ class Span(Base):
     request_id: Mapped[str]
     submitted_at: Mapped[float]
     started_at: Mapped[float | None]
-    """When a service began to compute; absent when that is not known."""
+    """Time at which a service began to compute; absent when that is not known."""
     computed_at: Mapped[float | None]
-    """When that service had computed the result."""
+    """Time at which that service had computed the result."""
     ended_at: Mapped[float] = mapped_column(index=True)
     outcome: Mapped[str]
     """ok, user, server, unknown or dropped."""
@@ -43,7 +43,7 @@ class MetricPoint(Base):
     """seq_id of the last operation."""
     first_seq_id: Mapped[int] = mapped_column(BigInteger)
     at: Mapped[float] = mapped_column(index=True)
-    """When the last operation was computed."""
+    """Time at which the last operation was computed."""
     num_steps: Mapped[int]
     """Number of optimizer steps among the operations."""
     num_operations: Mapped[int]

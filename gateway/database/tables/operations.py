@@ -33,7 +33,7 @@ class Operation(Base):
     gateway_id: Mapped[str | None]
     """The gateway that stores the results of the operation."""
     settled_at: Mapped[float | None]
-    """When the results were stored. A checkpoint among them may have been deleted since."""
+    """Time at which the results were stored. A checkpoint among them may have been deleted since."""
 
     __table_args__ = (
         Index("ix_operations_model_id", "model_id"),

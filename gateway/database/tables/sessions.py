@@ -56,9 +56,9 @@ class Model(Base):
     user_metadata: Mapped[dict[str, str]] = mapped_column(JSON)
     created_at: Mapped[float]
     ended_at: Mapped[float | None]
-    """When the run was ended by unload_model; absent for a run that ends with its session."""
+    """Time at which unload_model ended the run; absent for a run that ends with its session."""
     released_at: Mapped[float | None]
-    """When the trainer was told to free the model."""
+    """Time at which the trainer was told to free the model."""
     last_request_at: Mapped[float | None]
     """Time of the last training operation; written in batches."""
     inflight_version_id: Mapped[str | None]

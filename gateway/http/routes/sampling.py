@@ -194,7 +194,7 @@ async def asample(request: Request) -> answers.training.SampleReceipt | Response
                 config=config,
             )
         hold = None
-        # It outlives this request, because the sample may have to be sent again.
+        # This share outlives the request, because the sample may have to be sent again.
         held = Share(gateway.bodies, caller.owner, beside=request.state.held)
         if gateway.futures.fingerprint(request_id) is None:
             held.take(convert.held_bytes(message))
