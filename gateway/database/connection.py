@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 
 from alembic import command
 from alembic.config import Config
+from alembic.util import CommandError
 from sqlalchemy import Connection, ExceptionContext, Executable, Table, delete, event, func, make_url, select
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import InstrumentedAttribute
 from sqlalchemy.sql import ColumnElement
@@ -71,7 +72,12 @@ def _upgrade(connection: Connection) -> None:
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    try:
+        command.upgrade(config, "head")
+    except CommandError as error:  # the database names a revision that is not in MIGRATIONS
+        raise InvalidRequestError(
+            f"a newer Tinsmith has changed its tables ({error}); start that version, or restore a backup"
+        ) from error
 
 
 def _count_error(metrics: Metrics, context: ExceptionContext) -> None:

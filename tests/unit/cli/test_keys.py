@@ -6,6 +6,7 @@ import json
 import sqlite3
 import stat
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,17 @@ def test_budgets_are_set_with_a_key_or_later(keys: Any) -> None:
         ("ada", None, 20 * 10**9),
         ("bob", None, None),
     ]
+
+
+def test_a_database_of_a_newer_version_is_refused_with_a_message(keys: Any, tmp_path: Path) -> None:
+    keys("create", "--owner", "ada")
+    (file,) = tmp_path.rglob("gateway.db")
+    with closing(sqlite3.connect(file)) as db, db:
+        db.execute("UPDATE alembic_version SET version_num = '9999'")
+    said = keys("list", status=2)
+    assert f"{file} cannot be used: a newer Tinsmith has changed its tables" in said
+    assert "'9999'" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(
