@@ -56,6 +56,22 @@ NO_LIMIT = 2**20
 
 
 @dataclass(frozen=True, slots=True)
+class _Options:
+    """How a model is read and prepared. BaseModel.load describes the fields."""
+
+    path: str | Path
+    device: torch.device
+    kernels: Setting
+    trainable: bool = False
+    prepack: bool | None = False
+    division: Division | None = None
+    pictures: bool = True
+    quantization: LoadingConfig | None = None
+    from_files: bool = False
+    """Whether `path` is where the model was loaded from, with the processor of its pictures."""
+
+
+@dataclass(frozen=True, slots=True)
 class BaseModel:
     """A frozen model whose linear layers take adapters.
 
@@ -145,40 +161,20 @@ class BaseModel:
             preparation.check_quantize(quantize, trainable=trainable, prepack=prepack, division=division)
             prepack = False
 
-        quantization = None if quantize is None else LoadingConfig(quantize, dtype, quantizable)
-
-        def read() -> PreTrainedModel:
-            cut = None if division is None else partial(division.cut, device=device)
-            return preparation.load(path, dtype, quantization, tower=pictures or trainable, cut=cut)
-
-        def prepare(model: PreTrainedModel) -> tuple[BaseModel, Probe]:
-            if division is None:
-                model.to(device)  # type: ignore[arg-type]  # transformers' decorated signature
-            return cls._prepared(
-                model,
-                path=str(path),
-                device=device,
-                trainable=trainable,
-                kernels=kernels,
-                prepacks=prepack,
-                division=division,
-                from_files=True,
-                pictures=pictures,
-                quantization=quantization,
-            )
-
-        def load() -> Callable[[], tuple[BaseModel, Probe]]:
-            """A rank that has read a whole model divides it before the next one reads."""
-            model = read()
-            if in_parts(model):
-                move(model, device)
-                return partial(prepare, model)
-            prepared = prepare(model)
-            return lambda: prepared
-
+        options = _Options(
+            path,
+            device,
+            kernels,
+            trainable=trainable,
+            prepack=prepack,
+            division=division,
+            pictures=pictures,
+            quantization=None if quantize is None else LoadingConfig(quantize, dtype, quantizable),
+            from_files=True,
+        )
         shares = can_share(pages, device, trainable=trainable, divided=division is not None)
         with blocks_at_page_starts() if shares else nullcontext():
-            base, probe = prepare(read()) if division is None else division.in_turns(load)()
+            base, probe = cls._loaded(options, dtype) if division is None else cls._divided(options, dtype, division)
         base = checked(base, probe)
         if shares:
             share_base(base, pages)
@@ -190,30 +186,35 @@ class BaseModel:
 
         Raises UnsupportedModel as `load` does.
         """
-        base, probe = cls._prepared(
-            model, path=path, device=model.device, trainable=False, kernels=kernels, prepacks=False, division=None
-        )
-        return checked(base, probe)
+        return checked(*cls._prepared(model, _Options(path, model.device, kernels)))
 
     @classmethod
-    def _prepared(
-        cls,
-        model: PreTrainedModel,
-        *,
-        path: str,
-        device: torch.device,
-        trainable: bool,
-        kernels: Setting,
-        prepacks: bool | None,
-        division: Division | None,
-        from_files: bool = False,
-        pictures: bool = True,
-        quantization: LoadingConfig | None = None,
-    ) -> tuple[BaseModel, Probe]:
-        """Adapts and divides the model. Also returns the probe, which its own forward pass computed before that.
+    def _loaded(cls, options: _Options, dtype: torch.dtype) -> tuple[BaseModel, Probe]:
+        """A model that is not divided."""
+        model = _read(options, dtype)
+        model.to(options.device)  # type: ignore[arg-type]  # transformers' decorated signature
+        return cls._prepared(model, options)
 
-        `from_files`: `path` is where the model was loaded from, with the processor of its pictures.
-        """
+    @classmethod
+    def _divided(cls, options: _Options, dtype: torch.dtype, division: Division) -> tuple[BaseModel, Probe]:
+        """This rank's part of a model. The ranks of a machine read one after the other."""
+
+        def load() -> Callable[[], tuple[BaseModel, Probe]]:
+            """A rank that has read a whole model divides it before the next one reads."""
+            model = _read(options, dtype)
+            if in_parts(model):
+                move(model, options.device)
+                return partial(cls._prepared, model, options)
+            prepared = cls._prepared(model, options)
+            return lambda: prepared
+
+        return division.in_turns(load)()
+
+    @classmethod
+    def _prepared(cls, model: PreTrainedModel, options: _Options) -> tuple[BaseModel, Probe]:
+        """Adapts and divides the model. Also returns the probe, which its own forward pass computed before that."""
+        path, device, division = str(options.path), options.device, options.division
+        trainable, quantization = options.trainable, options.quantization
         # torch's default rounds the inputs of a convolution, which cuts a picture into patches, to 10 bits in float32.
         torch.backends.cudnn.allow_tf32 = False
         model = model.eval().requires_grad_(trainable)
@@ -222,13 +223,13 @@ class BaseModel:
         with preparation.lent(division, model):
             probe = Probe.run(model)  # with its own attention
         why_no_pictures = preparation.why_no_pictures(
-            model, trainable, division, pictures=pictures, from_files=from_files
+            model, trainable, division, pictures=options.pictures, from_files=options.from_files
         )
         tower = None
         if not why_no_pictures:
             tower, why_no_pictures = preparation.tower_or_reason(model, path, probe)
         with preparation.lent(division, model):
-            kernels_here = choose(kernels, device, model.dtype)
+            kernels_here = choose(options.kernels, device, model.dtype)
             chosen = preparation.install_kernels(model, kernels_here, device, trainable=trainable)
         linear, buffers = preparation.linear_weights(model), persistent_buffers(model)
         active = ActiveRuns()
@@ -243,8 +244,8 @@ class BaseModel:
             if chosen.elementwise is CPU and not trainable:
                 take_over(decoder, layers, active)
         head = preparation.head_of(model)
-        may_prepack = not trainable and prepacks is not False
-        if may_prepack and preparation.prepack_matrices(model, head, device, path=path, always=prepacks):
+        may_prepack = not trainable and options.prepack is not False
+        if may_prepack and preparation.prepack_matrices(model, head, device, path=path, always=options.prepack):
             head = head.with_prepacked()
         base = cls(
             path=path,
@@ -441,3 +442,11 @@ class BaseModel:
 def positions_of(lengths: Sequence[int], device: torch.device) -> Tensor:
     """int64 [T]: 0, 1, 2, ... for each sequence, end to end."""
     return on_device(torch.cat([torch.arange(length) for length in lengths]), device)
+
+
+def _read(options: _Options, dtype: torch.dtype) -> PreTrainedModel:
+    """The model as transformers makes it; with a division, perhaps this rank's parts of it."""
+    division = options.division
+    cut = None if division is None else partial(division.cut, device=options.device)
+    tower = options.pictures or options.trainable
+    return preparation.load(options.path, dtype, options.quantization, tower=tower, cut=cut)
