@@ -252,7 +252,7 @@ class Settings:
     trainer_threads: int | None = _threads("trainer")
     sampler_threads: int | None = _threads("sampler")
     startup_timeout: float = _flag(
-        1800.0, type=float, metavar="SECONDS",
+        1800.0, type=float, metavar="SECONDS", least=1,
         help="give up if the models have not loaded after this time. A restarted service has the same time, after "
         "which it is killed and restarted again (default %(default)g)",
     )  # fmt: skip

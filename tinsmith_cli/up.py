@@ -225,7 +225,12 @@ def _prepared(stack: Stack) -> Sequence[ModelGroup]:
     """The groups of the stack, with what must be there before a service starts. Raises UsageError."""
     groups = stack.groups()
     where = f"--address {stack.site.host} " if stack.site else ""
-    taken = {stack.settings.port: "--port"} if stack.runs("gateway") else {}
+    taken: dict[int, str] = {}
+    if stack.runs("gateway"):
+        if stack.site and stack.settings.join_port == stack.settings.port:
+            raise UsageError(f"--join-port: {stack.settings.port} is also a port of --port; take another")
+        taken = {stack.settings.join_port: "--join-port"} if stack.site else {}
+        taken[stack.settings.port] = "--port"
     for flag, addresses in (("--trainer-port", stack.trainers(groups)), ("--sampler-port", stack.samplers(groups))):
         for address in addresses:
             host, _, text = address.rpartition(":")

@@ -58,6 +58,11 @@ def test_a_port_of_a_service_that_is_in_use_is_refused_before_anything_starts(
     code, error = run("--port", str(port), flag, "65535", "--trainers", "2", "--samplers", "2", *flags, capsys=capsys)
     assert code == 2
     assert f"{flag}: 65536 is no port" in error
+    first = ["--address", "127.0.0.1", "--join-port", str(port)]
+    for other, its_port in ((flag, free_ports(1)[0]), ("--join-port", port)):
+        code, error = run(*first, "--port", str(its_port), flag, str(port), *flags, capsys=capsys)
+        assert code == 2
+        assert f"{other}: {port} is also a port of --" in error
     assert not (tmp_path / "state" / "logs").exists()
 
 
@@ -72,6 +77,8 @@ def test_a_port_of_a_service_that_is_in_use_is_refused_before_anything_starts(
         (["--checkpoint-dir", "s4://bucket"], "--checkpoint-dir: 's4://bucket' is neither a path, nor s3://BUCKET"),
         (["--trainer-ranks", "0"], "--trainer-ranks: 0"),
         (["--log-mb", "0.5"], "--log-mb: 0.5 is not at least 1"),
+        (["--startup-timeout", "0"], "--startup-timeout: 0.0 is not at least 1"),
+        (["--startup-timeout", "nan"], "--startup-timeout: nan is not at least 1"),
         (["--log-mb", "nan"], "--log-mb: nan is not at least 1"),
         (["--base-model", "/no/such/model"], "/no/such/model"),
     ],
