@@ -30,7 +30,7 @@ from trainer_service.config import TrainerConfig
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.records import Body
 from trainer_service.durability.snapshot_files import SnapshotFiles
-from trainer_service.durability.snapshots import Policy, Snapshots
+from trainer_service.durability.snapshots import SnapshotPolicy, Snapshots
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.operation import Operation
@@ -50,7 +50,7 @@ LENGTHS = [256] * 4
 class Trainer:
     """The parts of a trainer behind its gRPC server."""
 
-    def __init__(self, base: BaseModel, folder: Path, policy: Policy) -> None:
+    def __init__(self, base: BaseModel, folder: Path, policy: SnapshotPolicy) -> None:
         metrics = Metrics(CollectorRegistry())
         self._folder = folder
         self._seq_id = 0
@@ -111,8 +111,8 @@ class Trainer:
 async def measure(base: BaseModel, folder: Path, arguments: argparse.Namespace, report: Report) -> None:
     alone = TrainingEngine(base, max_tokens_per_microbatch=MAX_TOKENS)
     alone.create_model(MODEL, AdapterConfig(rank=arguments.rank, seed=0), "adamw")
-    journalled = Trainer(base, folder / "journalled", Policy(0, 0, 0))
-    snapshotted = Trainer(base, folder / "snapshotted", Policy(1, 0, 0))
+    journalled = Trainer(base, folder / "journalled", SnapshotPolicy(0, 0, 0))
+    snapshotted = Trainer(base, folder / "snapshotted", SnapshotPolicy(1, 0, 0))
     for trainer in (journalled, snapshotted):
         await trainer.create(arguments.rank)
     rounds = []
@@ -147,7 +147,7 @@ async def measure(base: BaseModel, folder: Path, arguments: argparse.Namespace, 
         for n in range(3):
             shutil.copytree(folder / source, folder / f"{source}-{n}")
             begin = time.perf_counter()
-            trainer = Trainer(base, folder / f"{source}-{n}", Policy(0, 0, 0))
+            trainer = Trainer(base, folder / f"{source}-{n}", SnapshotPolicy(0, 0, 0))
             await trainer.restore()
             times.append(1e3 * (time.perf_counter() - begin))
             await trainer.close()
