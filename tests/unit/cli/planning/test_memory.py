@@ -119,13 +119,13 @@ def test_the_trainer_finds_the_longest_sequence_beside_an_adapter_of_the_tower(t
 
 @pytest.mark.parametrize("dtype", fast_ones(DTYPES, ["bfloat16"]))
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
-def test_no_fewer_activations_are_foreseen_than_measured_and_at_most_a_third_more(
+def test_no_fewer_activations_are_foreseen_than_measured_and_at_most_two_fifths_more(
     changes: dict[str, Any], dtype: str, tmp_path: Path
 ) -> None:
     base, shape = loaded(make_model(tmp_path, **{**USUAL, **changes}), dtype)
     for checkpointing in (False, True):
         foreseen = _foreseen(shape, dtype, checkpointing=checkpointing)
-        assert 1 <= foreseen / _measured(base, checkpointing=checkpointing) <= 1.35, f"{checkpointing=}"
+        assert 1 <= foreseen / _measured(base, checkpointing=checkpointing) <= 1.4, f"{checkpointing=}"
 
 
 def test_activations_of_experts_are_foreseen(tmp_path: Path) -> None:
