@@ -1,4 +1,4 @@
-"""What the schemas of JSON bodies and URL parameters are made of: the types of their fields, and their base classes."""
+"""The parts of the schemas of JSON bodies and URL parameters: the types of their fields, and their base classes."""
 
 from __future__ import annotations
 

@@ -356,10 +356,10 @@ class Stack:
         return {"channel-host": self.site.host} if self.site else {}
 
     def _sampler(self, group: ModelGroup, sampler: Instance) -> Service:
-        # vLLM cannot serve full-parameter versions of every model, so only --engine vllm selects it for them.
         engine = self.settings.engine
-        if self.settings.full_training and engine == "auto":
-            engine = "torch"
+        if engine == "auto":
+            # vLLM cannot serve full-parameter versions of every model, so only --engine vllm selects it for them.
+            engine = "torch" if self.settings.full_training else _planned_engine(group.plan)
         flags = {
             "base-model": group.model.source,
             "model-names": json.dumps(group.model.names),
@@ -489,6 +489,13 @@ def _command(module: str, flags: dict[str, str], *, launcher: Sequence[str] = ()
         module,
         *(part for name, value in flags.items() for part in (f"--{name}", value)),
     ]
+
+
+def _planned_engine(plan: Plan | None) -> str:
+    """The engine for whose memory the GPUs are divided; "auto" where SAMPLER_ENGINE names one, and without a plan."""
+    if plan is None or os.environ.get("SAMPLER_ENGINE", "auto") != "auto":
+        return "auto"
+    return plan.engine
 
 
 def _folder_name(model: ServedModel) -> str:

@@ -210,6 +210,15 @@ async def _run_further(settings: Settings, named: Sequence[ServedModel], token: 
         await joined.leave(gives_up_trainers=not is_ready)
 
 
+def _take(taken: dict[int, str], flag: str, port: int) -> None:
+    """Notes that a flag has the port. Raises UsageError if there is no such port, or another flag has it."""
+    if port > 65535:
+        raise UsageError(f"{flag}: {port} is no port; take a smaller first one")
+    if port in taken:
+        raise UsageError(f"{flag}: {port} is also a port of {taken[port]}; take another")
+    taken[port] = flag
+
+
 def _plans(settings: Settings, machine: Machine, models: Sequence[ServedModel]) -> Sequence[Plan | None]:
     """The plan of each model, which is reported. Raises UsageError."""
     if not {"trainer", "sampler"} & set(settings.roles):
@@ -227,19 +236,14 @@ def _prepared(stack: Stack) -> Sequence[ModelGroup]:
     where = f"--address {stack.site.host} " if stack.site else ""
     taken: dict[int, str] = {}
     if stack.runs("gateway"):
-        if stack.site and stack.settings.join_port == stack.settings.port:
-            raise UsageError(f"--join-port: {stack.settings.port} is also a port of --port; take another")
-        taken = {stack.settings.join_port: "--join-port"} if stack.site else {}
-        taken[stack.settings.port] = "--port"
+        _take(taken, "--port", stack.settings.port)
+        if stack.site:
+            _take(taken, "--join-port", stack.settings.join_port)
     for flag, addresses in (("--trainer-port", stack.trainers(groups)), ("--sampler-port", stack.samplers(groups))):
         for address in addresses:
-            host, _, text = address.rpartition(":")
-            if int(text) > 65535:
-                raise UsageError(f"{flag}: {text} is no port; take a smaller first one")
-            if other := taken.get(port := int(text)):
-                raise UsageError(f"{flag}: {port} is also a port of {other}; take another")
-            taken[port] = flag
-            _probe(host.strip("[]"), port, flags=f"{where}{flag} {port}")
+            host, _, port = address.rpartition(":")
+            _take(taken, flag, int(port))
+            _probe(host.strip("[]"), int(port), flags=f"{where}{flag} {port}")
     stack.make_cores_page()
     folders = {stack.trainer_folder(group, number) for group in groups for number in range(len(group.trainers))}
     for folder, num_runs in with_live_runs(stack.settings.state_dir / "trainers", served=folders).items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import grpc.aio
@@ -88,6 +90,22 @@ def assert_same(found: pb.SampleResponse, wanted: pb.SampleResponse) -> None:
         np.testing.assert_allclose(
             to_numpy(ours.logprobs, field="l"), to_numpy(theirs.logprobs, field="l"), atol=TOLERANCE
         )
+
+
+async def assert_alone_and_together_the_same(
+    service: Service, engine: TorchEngine, requests: Mapping[str, pb.SampleRequest]
+) -> dict[str, pb.SampleResponse]:
+    """Checks that each request gets the torch engine's answer, alone and in a batch of all. Returns the torch engine's
+    answers. Those of "two, base" and "two, all" must differ by the adapter."""
+    wanted = {name: await torch_sample(engine, request) for name, request in requests.items()}
+    together = await asyncio.gather(*(service.call("Sample", request) for request in requests.values()))
+    for name, found in zip(wanted, together, strict=True):
+        assert_same(found, wanted[name])
+    for name, request in requests.items():
+        assert_same(await service.call("Sample", request), wanted[name])
+    base, adapted = (floats(wanted[f"two, {version}"].sequences[0].logprobs) for version in ("base", "all"))
+    assert np.abs(base - adapted).max() > 0.01
+    return wanted
 
 
 def assert_same_table(found: types.TopkLogprobs, wanted: types.TopkLogprobs) -> None:

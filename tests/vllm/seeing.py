@@ -27,7 +27,7 @@ COMPARED = {
     "Gemma3": "text only on a CPU",
     "Gemma4": "yes; where two-way, text only on a CPU",
 }
-"""What tests have seen of pictures in vLLM, in words for docs/models.md, by family of VISION."""
+"""Results of the tests with pictures in vLLM, in words for docs/models.md, by family of VISION."""
 
 
 def make(folder: Path, family: str = "Qwen3VL", **more: Any) -> Path:

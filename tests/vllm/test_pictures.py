@@ -9,7 +9,14 @@ import pytest
 
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.unit.sampler_service.serving import floats, ints, make_adapter
-from tests.vllm.client import TOLERANCE, Service, assert_same, moved_midway, torch_sample
+from tests.vllm.client import (
+    TOLERANCE,
+    Service,
+    assert_alone_and_together_the_same,
+    assert_same,
+    moved_midway,
+    torch_sample,
+)
 from tests.vllm.seeing import HIGH, OTHER, WIDE, asked, chunk, make, prompts, requests, text
 from tests.vllm.service import VllmService, flags
 from tinsmith.errors import InvalidRequest, Unsupported
@@ -48,14 +55,7 @@ def server(model: Path) -> Iterator[VllmService]:
 async def test_each_request_alone_and_all_in_one_batch_give_what_the_torch_engine_gives(
     service: Service, torch_engine: TorchEngine, adapters: dict[str, Adapter]
 ) -> None:
-    wanted = {name: await torch_sample(torch_engine, request) for name, request in requests().items()}
-    together = await asyncio.gather(*(service.call("Sample", request) for request in requests().values()))
-    for name, found in zip(wanted, together, strict=True):
-        assert_same(found, wanted[name])
-    for name, request in requests().items():
-        assert_same(await service.call("Sample", request), wanted[name])
-    base, adapted = (floats(wanted[f"two, {version}"].sequences[0].logprobs) for version in ("base", "all"))
-    assert np.abs(base - adapted).max() > 0.01
+    wanted = await assert_alone_and_together_the_same(service, torch_engine, requests())
     table = wanted["tables"].topk_prompt_logprobs
     assert floats(table.logprobs).reshape(table.length, table.k)[3:18].max() < -1000  # none at a picture
 

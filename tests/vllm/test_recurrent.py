@@ -1,16 +1,14 @@
 """Qwen3.5 in its published form, with recurrent layers and a tower, for vLLM, held against the torch engine in this
 process, which is held against transformers."""
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from sampler_service.torch_engine.engine import TorchEngine
-from tests.unit.sampler_service.serving import floats, sample
-from tests.vllm.client import Service, assert_same, tokens_of, torch_sample
+from tests.unit.sampler_service.serving import sample
+from tests.vllm.client import Service, assert_alone_and_together_the_same, assert_same, tokens_of, torch_sample
 from tests.vllm.seeing import make, requests
 from tests.vllm.service import VllmService, flags
 from tinsmith.modeling.adapter import Adapter
@@ -52,14 +50,7 @@ async def test_each_request_alone_and_all_in_one_batch_give_what_the_torch_engin
         "in_proj_z",
         "out_proj",
     }
-    wanted = {name: await torch_sample(torch_engine, request) for name, request in requests().items()}
-    together = await asyncio.gather(*(service.call("Sample", request) for request in requests().values()))
-    for name, found in zip(wanted, together, strict=True):
-        assert_same(found, wanted[name])
-    for name, request in requests().items():
-        assert_same(await service.call("Sample", request), wanted[name])
-    base, adapted = (floats(wanted[f"two, {version}"].sequences[0].logprobs) for version in ("base", "all"))
-    assert np.abs(base - adapted).max() > 0.01
+    await assert_alone_and_together_the_same(service, torch_engine, requests())
 
 
 async def test_samples_go_on_from_the_states_at_the_end_of_a_common_prompt(

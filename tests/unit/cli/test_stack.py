@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.cli.planning.plan_rows import planned
 from tinsmith.cores import Cores, usable_cores
 from tinsmith.rpc.server import Server
 from tinsmith_cli.base_models import ServedModel
@@ -162,6 +163,23 @@ def test_the_engine_is_a_flag_of_the_samplers_and_full_training_takes_the_one_th
         trainer, sampler, gateway = changed(stack, **given).services(stack.groups())
         assert flag(sampler, "engine") == engine
         assert "--engine" not in [*trainer.argv, *gateway.argv]
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_a_sampler_has_the_engine_whose_memory_was_planned_unless_one_is_named(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SAMPLER_ENGINE", raising=False)
+    plan = planned("2x-h100", "Qwen3-0.6B", engine=engine)
+    stack = replace(make_stack([ServedModel("/m/a", ("a",))]), plans=[plan])
+
+    def sampler(stack: Stack) -> Service:
+        return next(one for one in stack.services(stack.groups()) if one.name.startswith("sampler"))
+
+    assert flag(sampler(stack), "engine") == engine
+    assert flag(sampler(changed(stack, engine="vllm")), "engine") == "vllm"
+    monkeypatch.setenv("SAMPLER_ENGINE", "vllm")
+    assert "--engine" not in sampler(stack).argv
 
 
 def test_samplers_serve_the_ranks_that_their_trainers_accept(monkeypatch: pytest.MonkeyPatch) -> None:
