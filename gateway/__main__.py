@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 _LONGEST_STOP_S = 6.0
-"""Longest stop. It is shorter than supervisors wait: `tinsmith up` 7 s, Docker 10 s."""
+"""Longest time of a stop, in seconds. Supervisors wait longer before they kill: `tinsmith up` 7 s, Docker 10 s."""
 
 
 async def run(config: GatewayConfig) -> None:
@@ -42,7 +42,7 @@ async def _limit_stop(stop: asyncio.Event) -> None:
 
 
 def _give_up(loop: asyncio.AbstractEventLoop) -> None:
-    """Ends a stop that hangs, and logs what it waited for. Like a kill, this loses nothing that was accepted."""
+    """Ends a stop that hangs, and logs the tasks that it waited for. Like a kill, this loses no accepted operation."""
     tasks = "".join(f"\n{task!r}" for task in asyncio.all_tasks(loop))
     logger.error("not stopped after %g s, so it is cut short; still at work:%s", _LONGEST_STOP_S, tasks)
     faulthandler.dump_traceback()
@@ -56,7 +56,7 @@ def main() -> None:
     if config.tracing:
         tracing.setup("gateway")
     logger.info("starting with %s", config)
-    cores(config.cores_page)  # a page that is none must not come out with the first large body
+    cores(config.cores_page)  # a wrong cores_page fails here, and not with the first large body
     try:
         uvloop.run(run(config))
     finally:

@@ -1,9 +1,9 @@
 """Pictures that a request names by their location: an https URL, a file below a folder, or a data URL.
 
-A location is a client's word, so a fetch must not become the client's way to this server's own network. The operator
-lists the hosts. The address to which a host's name resolves is checked, and the connection goes to that very address,
-so that a second resolution cannot give another one. Redirects are not followed, proxies of the environment are not
-used, and answers must not be compressed.
+Clients choose the locations, so a fetch must not let a client reach this server's own network. The operator lists the
+hosts. The address to which a host's name resolves is checked, and the connection goes to that very address, so that a
+second resolution cannot give another one. Redirects are not followed, proxies of the environment are not used, and
+answers must not be compressed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from tinsmith.pictures.headers import MAX_BYTES
 from tinsmith.threads import in_pool
 
 POINTER = "image_asset_pointer"
+"""Type of a chunk that names a picture by its location."""
 _AT_ONCE = 16
-"""Most fetches at the same time, of all requests."""
+"""Most fetches of all requests at the same time."""
 _AT_ONCE_OF_REQUEST = 4
-"""Most reads at the same time, of one request."""
+"""Most pictures of one request that are read at the same time."""
 _MAX_LOCATION = 2048
 """Longest URL or path of a file, in characters."""
 _TRANSLATED = [ipaddress.ip_network(one) for one in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")]
@@ -60,11 +61,11 @@ class Assets:
         return bool(self._hosts)
 
     async def fill(self, chunks: Iterable[tuple[str, dict[str, Any]]], share: Share) -> None:
-        """Replaces pointers by their pictures, in place. `chunks`: chunks in JSON, each with the name of its field.
-        `share`: takes the bytes.
+        """Replaces pointers by their pictures, in place. `chunks`: the pointers, which are chunks in JSON, each with
+        the name of its field. `share`: counts the bytes of the pictures.
 
-        Raises InvalidRequest or Unsupported, naming field and location, and OutOfCapacity when there is no room for the
-        pictures.
+        Raises InvalidRequest or Unsupported, which name field and location, when a picture cannot be read. Raises
+        OutOfCapacity when there is no room for the pictures.
         """
         chunks = list(chunks)
         asked: dict[str, Asked] = {}
@@ -78,8 +79,8 @@ class Assets:
             chunk.update(type="image", data=found[chunk.pop("location")])
 
     async def read(self, asked: Mapping[str, Asked], share: Share) -> dict[str, bytes]:
-        """The pictures of a request by their locations. `asked`: for each location its field and its format, which is
-        compared with that of a data URL. Raises as `fill` does."""
+        """The pictures of a request, by their locations. `asked`: location -> its field, and the format that a data URL
+        must have. Raises the errors of `fill`."""
         found: dict[str, bytes] = {}
         turns = asyncio.Semaphore(_AT_ONCE_OF_REQUEST)
 
@@ -193,7 +194,7 @@ class Assets:
             resolved = (folder / path).resolve()
             if not resolved.is_relative_to(folder):  # after links and dots are resolved
                 raise none
-            # Without waiting for a writer, if it is a pipe.
+            # O_NONBLOCK keeps the opening of a pipe from waiting for a writer.
             with open(os.open(resolved, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise none
@@ -206,20 +207,20 @@ class Assets:
 
 
 def pointers(chunks: Any, *, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The pointers among chunks in JSON, each with the name of its field; nothing in what is no list of chunks."""
+    """The pointers among chunks in JSON, each with the name of its field. There are none if `chunks` is no list."""
     for index, chunk in enumerate(chunks if isinstance(chunks, list) else ()):
         if isinstance(chunk, dict) and type_of(chunk) == POINTER:
             yield f"{field}[{index}]", chunk
 
 
 def pointers_of_prompt(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """As `pointers`, for the body of a sample in JSON."""
+    """The pointers in the body of a sample in JSON, as `pointers` gives them."""
     prompt = body.get("prompt")
     yield from pointers(prompt.get("chunks") if isinstance(prompt, dict) else None, field="prompt.chunks")
 
 
 def pointers_of_batch(batch: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """As `pointers`, for a batch in JSON."""
+    """The pointers in a batch in JSON, as `pointers` gives them."""
     data = batch.get("data") if isinstance(batch, dict) else None
     for index, datum in enumerate(data if isinstance(data, list) else ()):
         model_input = datum.get("model_input") if isinstance(datum, dict) else None

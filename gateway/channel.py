@@ -1,4 +1,4 @@
-"""Channels to trainers and samplers. A failed call raises the ServiceError that it means."""
+"""Channels to trainers and samplers, on which a failed call raises a ServiceError instead of gRPC's error."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-"""Codes of a service that went away or is not ready, so that the call may be made again."""
+"""Status codes of a call whose service went away or is not ready, so that the call may be made again."""
 _NESTED = ("request", "chat", "header")
 """Fields of gRPC requests (StreamSample, Tokenize, ImportCheckpoint) whose content HTTP requests have at their root."""
 
 
 class ConnectionLost(NotReady):
-    """The connection broke with a call in work, so it is not known what became of the call."""
+    """The connection failed, so it is not known whether the service executed the call."""
 
 
 class DeadlineExceeded(ServiceError):
@@ -36,7 +36,7 @@ class DeadlineExceeded(ServiceError):
 def connect(
     address: str, *, api_key: str = "", certificates: Certificates | None = None, resends: bool = True
 ) -> grpc.aio.Channel:
-    """`tinsmith.rpc.channel.connect`, but calls raise `meaning(error)` instead of AioRpcError."""
+    """A channel of `tinsmith.rpc.channel.connect` whose calls raise `meaning(error)` instead of AioRpcError."""
     channel = rpc.connect(address, api_key=api_key, certificates=certificates, resends=resends)
     for kind in _KINDS:
         setattr(channel, kind, _mapped(getattr(channel, kind), is_written=kind.startswith("stream")))
@@ -52,7 +52,7 @@ def _mapped(make: Callable[..., Any], *, is_written: bool) -> Callable[..., Any]
 
 
 class _Call:
-    """A call of an RPC. Not an interceptor, for the reason that `tinsmith.rpc.channel` gives.
+    """A call of an RPC that raises ServiceErrors. An interceptor would be slower, as `tinsmith.rpc.channel` explains.
 
     A call to which messages are written keeps the error with which it ended. If a message was being written then, gRPC
     replaces the error by "INTERNAL: Internal error from Core".
@@ -105,7 +105,8 @@ class _Call:
             raise meaning(self._error or error) from error
 
     def _keep_error(self, call: Any) -> None:
-        """Called when gRPC sets the call's status, which it does a second time to replace it."""
+        """Keeps the error with which the call ended. gRPC calls this whenever it sets the call's status, so a second
+        time when it replaces the status."""
         code = _result(call.code())
         if code != grpc.StatusCode.OK:
             error = grpc.aio.AioRpcError(
@@ -119,7 +120,7 @@ class _Call:
 
 
 def _result(done: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that has nothing to wait for."""
+    """The result of a coroutine that has nothing to wait for. Raises RuntimeError if it waits."""
     try:
         done.send(None)
     except StopIteration as stop:
@@ -128,7 +129,8 @@ def _result(done: Coroutine[Any, Any, T]) -> T:
 
 
 def meaning(error: grpc.aio.AioRpcError) -> ServiceError:
-    """The ServiceError of a failed call. NotReady when the service is lost: ConnectionLost unless it said so itself."""
+    """The ServiceError of a failed call. It is NotReady when the service went away or is not ready, and the subclass
+    ConnectionLost when the connection failed and the service itself did not answer."""
     meant = from_rpc_error(error)
     for message in _NESTED:
         meant.move(f"{message}.", "")

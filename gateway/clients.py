@@ -34,7 +34,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""How long a gateway waits for all services after its start, in seconds, although some base model is served."""
+"""Time after its start for which the gateway waits for all services, even if some base model is served already, in
+seconds."""
 
 _TRAINER = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
 _REPLIES: dict[str, Any] = {
@@ -48,7 +49,7 @@ _REPLIES: dict[str, Any] = {
 
 
 class Trainer:
-    """The connection to a trainer, and what it serves."""
+    """The connection to a trainer, and the trainer's description of itself."""
 
     def __init__(self, address: str, *, api_key: str, certificates: Certificates | None) -> None:
         self.address = address
@@ -67,12 +68,13 @@ class Trainer:
 
     @property
     def trainer_id(self) -> str:
-        """Stable id of the trainer; empty before it has said it, and of one of an earlier version."""
+        """Stable id of the trainer; empty until the trainer has been reached, and for a trainer of a version without
+        ids."""
         return self.info.trainer_id if self.info is not None else ""
 
     @property
     def store_id(self) -> str:
-        """Id of its checkpoint store; empty as `trainer_id`."""
+        """Id of the trainer's checkpoint store; empty in the same cases as `trainer_id`."""
         return self.info.store_id if self.info is not None else ""
 
     @property
@@ -86,14 +88,14 @@ class Trainer:
         return "loading" if self.info is None else "serving"
 
     def start(self, rpc: str, body: bytes, *, request_id: str, wait_for_ready: bool) -> Any:
-        """Starts a call of an RPC that is acknowledged by initial metadata. Iterate it for its one reply.
-        `wait_for_ready`: waits for a trainer that is away; otherwise such a call fails at once."""
+        """Starts a call of an RPC that is acknowledged by initial metadata. Iterate the call for its one reply. With
+        `wait_for_ready` the call waits for a trainer that is away; otherwise it fails at once."""
         # A call keeps its request until the reply. The list is emptied when the body is serialized, which frees it.
         metadata = ((REQUEST_ID_METADATA, request_id),)
         return self._operations[rpc]([body], metadata=metadata, wait_for_ready=wait_for_ready)
 
     async def ask(self) -> None:
-        """Asks what the trainer serves; waits for its connection."""
+        """Waits for the connection to the trainer, and asks what the trainer serves. Raises ServiceError."""
         self.info = await self.stub.GetTrainerInfo(trainer_pb2.GetTrainerInfoRequest(), wait_for_ready=True)
 
 
@@ -106,8 +108,8 @@ class Clients:
             Trainer, api_key=config.service_key.get_secret_value(), certificates=config.certificates
         )
         self._known: dict[str, Trainer] = {}
-        """All trainers that were ever listed, by address. One that is listed no more keeps its connection, on which
-        calls may still be in work, until the gateway stops."""
+        """All trainers that were ever listed, by address. A trainer that is no longer listed keeps its connection until
+        the gateway stops, because calls may still be in work there."""
         self.trainers: list[Trainer] = []
         self._metrics = metrics
         self._changed = asyncio.Condition()
@@ -189,7 +191,8 @@ class Clients:
     def unreached(self) -> list[str]:
         """Addresses of the services that have not said yet what they serve.
 
-        Empty when all trainers have said so, and each of their base models has a sampler: the others are not needed.
+        Empty when all trainers have said so and each of their base models has a sampler, because no other sampler is
+        needed then.
         """
         trainers = [trainer.address for trainer in self.trainers if trainer.info is None]
         if self._services.may_change:
@@ -202,8 +205,8 @@ class Clients:
         return trainers + samplers
 
     def of_each_store(self) -> list[Trainer]:
-        """A trainer for each store of checkpoints, a connected one where there is one. Raises NotReady while a trainer
-        has not said yet which store it has."""
+        """One trainer for each store of checkpoints, a connected trainer if the store has one. Raises NotReady while a
+        trainer has not said yet which store it has."""
         if any(trainer.info is None for trainer in self.trainers):
             raise NotReady("not every trainer has been reached yet")
         stores: dict[str, Trainer] = {}
@@ -217,8 +220,8 @@ class Clients:
     def awaited(self) -> list[str]:
         """Addresses of the services without which this gateway is not ready.
 
-        These are the unreached ones. `PATIENCE_S` after the start there are none if some base model can be trained and
-        sampled: a service that is down keeps nobody from the others.
+        These are the unreached services. After `PATIENCE_S` there are none if some base model can be trained and
+        sampled, so that a service that is down keeps nobody from the others.
         """
         is_patient = time.monotonic() < self._started_s + PATIENCE_S
         sampled = {name for info in self.samplers.infos() for name in info.base_models}
@@ -249,10 +252,11 @@ class Clients:
         return any(trainer.info is None for trainer in self.trainers) or not self.trainers
 
     def find_trainer(self, base_model: str, trainer_id: str, *, what: str) -> Trainer:
-        """The trainer with this id; for an empty id, one that serves the base model. `what`: the run, for the messages.
+        """The trainer with this id; for an empty id, a trainer that serves the base model. `what`: model_id of the run,
+        for error texts.
 
-        Raises NotReady while a trainer in the list, which may be this one, has not been reached, ModelNotFound when the
-        trainer is not in the list, and what `serving` raises.
+        Raises NotReady while a trainer in the list has not been reached, because it may have this id. Raises
+        ModelNotFound when no trainer in the list has the id, and the errors of `serving`.
         """
         if not trainer_id:
             return self.serving(base_model)[0]
@@ -263,7 +267,7 @@ class Clients:
             raise NotReady(f"the trainer of {what} ({trainer_id}) has not been reached yet")
         serving = self.serving(base_model)
         if len(serving) == 1 and not serving[0].trainer_id:
-            return serving[0]  # it went back to an earlier version, without an id
+            return serving[0]  # the trainer went back to a version without ids
         addresses = ", ".join(trainer.address for trainer in self.trainers)
         raise ModelNotFound(
             f"model_id: {what} is at trainer {trainer_id}, which is none of this gateway's trainers ({addresses}); its "
@@ -274,7 +278,8 @@ class Clients:
     def serving(self, base_model: str) -> list[Trainer]:
         """The trainers that serve the base model and have been reached since the start, at least one.
 
-        Raises NotReady while there is none and one that has not been reached may serve it, else InvalidRequest.
+        Raises NotReady when there is none, but a trainer that has not been reached may serve the base model. Raises
+        InvalidRequest when no trainer serves it.
         """
         serving = [each for each in self.trainers if each.info is not None and base_model in each.info.base_models]
         if serving:
@@ -290,8 +295,8 @@ class Clients:
         )
 
     def check_agreement(self, base_model: str) -> None:
-        """Raises FailedPrecondition, with both values, when two trainers of the base model differ in what a run must
-        not depend on, or have different checkpoint stores."""
+        """Raises FailedPrecondition when two trainers of the base model have different checkpoint stores, or differ in
+        weights or settings that change a run's results. The error gives both values."""
         first, *others = self.serving(base_model)
         for other in others:
             pair = f"base_model: {base_model!r} is served by {first.address} and {other.address}, which"
@@ -323,26 +328,27 @@ class Clients:
                     )
 
     def counting(self, base_model: str) -> Counting | None:
-        """How the pictures of this base model are counted; None when no trainer that has been reached takes any."""
+        """The rule by which pictures count as tokens of this base model; None when no trainer that has been reached
+        takes pictures for it."""
         found = self.picture_counting(base_model)
         if found is None:
             return None
         return counting_of(found.rule, found.settings)
 
     def picture_counting(self, base_model: str) -> trainer_pb2.PictureCounting | None:
-        """The rule of the base model's trainer for counting pictures; None as in `counting`."""
+        """The message in which the base model's trainer gives that rule; None in the same cases as `counting`."""
         for info in self.trainer_infos():
             if base_model in info.base_models and info.HasField("picture_counting"):
                 return info.picture_counting
         return None
 
     def are_same(self, one: str, other: str) -> bool:
-        """Whether both are names of one base model, as far as the services have said."""
+        """Whether both are names of one base model, according to the services that have been reached."""
         infos = (*self.trainer_infos(), *self.samplers.infos())
         return one == other or any(one in info.base_models and other in info.base_models for info in infos)
 
     def names_of(self, base_model: str) -> set[str]:
-        """All names of this base model, as far as the services have said."""
+        """All names of this base model, according to the services that have been reached."""
         infos = (*self.trainer_infos(), *self.samplers.infos())
         return {base_model}.union(*(info.base_models for info in infos if base_model in info.base_models))
 

@@ -58,7 +58,9 @@ _KEEPS_CANCELS = (3, 12)
 IDS_BYTES = 4096
 """Bytes at either end of a forward_backward in which its ids lie: first in protobuf, last in JSON."""
 _MAX_DRAINED_BYTES = 2**30
+"""Most bytes of a body that are read although it is too large."""
 _MAX_KEY_CHARACTERS = 300
+"""Longest X-Idempotency-Key, in characters."""
 
 _PARSER = ThreadPoolExecutor(1, "bodies")
 """One thread, which parses one body at a time. A parser holds the interpreter's lock, so with several threads the event
@@ -73,7 +75,8 @@ def json_response(content: object, *, status: int = 200, headers: dict[str, str]
 
 
 def no_such_path(request: requests.Request) -> str:
-    """The text of a 404. The base URL of the SDK has no path; that of OpenAI's clients ends with /v1."""
+    """The text of a 404. It says how to correct the base URL: that of the SDK has no path, and that of OpenAI's clients
+    ends with /v1."""
     path = request.url.path
     prefix, api, _ = path.partition("/api/v1/")
     if prefix and api:
@@ -86,10 +89,12 @@ def no_such_path(request: requests.Request) -> str:
 
 
 def detail(status: int, text: str, *, headers: dict[str, str] | None = None) -> Response:
+    """The response for an error, {"detail": text}."""
     return json_response({"detail": text}, status=status, headers=headers)
 
 
 def status_of(error: ServiceError) -> int:
+    """The HTTP status for an error."""
     match error:
         case NotFound():
             return 404
@@ -118,7 +123,7 @@ async def service_error(request: requests.Request, error: Exception) -> Response
 
 
 def invalid(error: ValidationError, body: Any) -> InvalidRequest:
-    """The error for the first wrong field of a body: it names the field, its value, and what would be right."""
+    """The error for the first wrong field of a body. It names the field, its value, and what would be right."""
     first = error.errors(include_url=False)[0]
     field = field_of(first, body)
     if first["type"] == "extra_forbidden":
@@ -140,8 +145,8 @@ def message_of(error: ErrorDetails) -> str:
 def field_of(error: ErrorDetails, body: Any) -> str:
     """The path in a body of the field that an error is about.
 
-    pydantic puts names of its own into a place, of the branches of a union: such as `str` behind `stop`, and a class. A
-    client knows only what is in the body.
+    For a union, pydantic puts the name of the branch into its path, such as `str` behind `stop`, or the name of a
+    class. These names are left out, because a client knows only those in the body.
     """
     place: list[str | int] = []
     value: Any = body
@@ -149,7 +154,9 @@ def field_of(error: ErrorDetails, body: Any) -> str:
         if (isinstance(part, int) and isinstance(value, list)) or (isinstance(value, dict) and part in value):
             place.append(part)
             value = cast(Any, value)[part]
-    if error["type"] == "missing" and error["loc"][-1] not in place[-1:]:  # null is missing, too, but in the body
+    if (
+        error["type"] == "missing" and error["loc"][-1] not in place[-1:]
+    ):  # a null field counts as missing, too, and was found in the body above
         place.append(error["loc"][-1])
     return name_of(place)
 
@@ -168,7 +175,7 @@ def too_many_bytes(size: str, limit: int) -> str:
 
 
 class TooLarge(HTTPException):
-    """HTTPException 413 for a body. `start` and `end`: its beginning and its end, at most `IDS_BYTES` each."""
+    """HTTPException 413 for a body. `start` and `end`: the body's beginning and end, at most `IDS_BYTES` each."""
 
     def __init__(self, detail: str, *, start: bytes = b"", end: bytes = b"") -> None:
         super().__init__(413, detail)
@@ -177,7 +184,7 @@ class TooLarge(HTTPException):
 
 
 async def read(request: Request) -> bytes:
-    """The body as it was sent. While it comes in, a large one takes a slot of its owner's (Receiving).
+    """The body as it was sent. A large body takes a slot of its owner (`Receiving`) while it comes in.
 
     Raises TooLarge above max_body_bytes, and OutOfCapacity when max_held_body_bytes leaves no room for it. The rest of
     a refused body is still read, up to a bound, because a client that is sending would miss the answer.
@@ -224,7 +231,7 @@ class Request(requests.Request):
     """A request, with the gateway that it came to and the caller who sent it."""
 
     raw: bytes
-    """The body as it was sent; there after `json_object`."""
+    """The body as it was sent. `json_object` sets it."""
 
     @property
     def gateway(self) -> Gateway:
@@ -255,9 +262,9 @@ class Request(requests.Request):
         return key
 
     async def json_object(self) -> dict[str, Any]:
-        """The JSON object in the body, which `raw` has from then on. Integers of any size stay exact.
+        """The JSON object in the body. Integers of any size stay exact. Sets `raw`.
 
-        Raises what `read` raises, HTTPException 400 when the body is no JSON object, and TooLarge when it holds more
+        Raises the errors of `read`, HTTPException 400 when the body is no JSON object, and TooLarge when it holds more
         than max_body_values.
         """
         config = self.gateway.config
@@ -266,13 +273,14 @@ class Request(requests.Request):
             return await off_loop(lambda: json_object(body, config), num_bytes=len(body), config=config)
 
     async def work(self, work: Callable[[], T]) -> T:
-        """The result of work on the content of the body; on a large one in the caller's turn, and in a thread."""
+        """The result of `work` on the content of the body. On a large body, `work` waits for a turn of the caller, and
+        runs in a thread."""
         num_bytes = len(self.raw)
         async with self.turn(num_bytes):
             return await off_loop(work, num_bytes=num_bytes, config=self.gateway.config)
 
     def turn(self, num_bytes: int) -> AbstractAsyncContextManager[None]:
-        """The caller's turn to have a body worked on; for a small one there is nothing to wait for."""
+        """A context for work on a body of this size. It waits for a turn of the caller if the body is large."""
         gateway = self.gateway
         return nullcontext() if num_bytes <= gateway.config.thread_body_bytes else gateway.turns.turn(self.owner)
 
@@ -300,7 +308,8 @@ def json_object(body: bytes, config: GatewayConfig) -> dict[str, Any]:
 
 
 def parse(schema: type[Schema], content: dict[str, Any]) -> Schema:
-    """Validates a body. Raises InvalidRequest, naming field and value; also for an unknown field that is set."""
+    """Validates a body. Raises InvalidRequest, which names field and value, for a wrong field, and for an unknown field
+    that is set."""
     try:
         return schema.model_validate(content)
     except ValidationError as error:
@@ -319,8 +328,9 @@ def parse_ids(schema: type[Schema], content: dict[str, Any]) -> Schema:
 # So a body is counted first, and one with too many values is not parsed.
 
 _CONTAINER_COST = 10
+"""Count of a list or an object; a number counts 1."""
 _MEMBER_COST = 3
-"""Count of a list or an object, and of each member of an object beside its value; a number counts 1."""
+"""Count of a member of an object, besides that of the member's value."""
 _PIECE_BYTES = 2**16
 """Bytes of a body that are counted in one go. The event loop can run between two pieces."""
 _VARINT, _FIXED64, _SIZED, _FIXED32 = 0, 1, 2, 5
@@ -333,7 +343,7 @@ def json_values(body: bytes, *, limit: int) -> int:
     """
     if (at_most := 1 + _punctuation(body)) <= limit:
         return at_most
-    # The quick count includes punctuation inside texts, which may make it too high. Count again without that.
+    # The quick count includes punctuation inside texts, which may make it too high. So count again without texts.
     count, is_text, rest = 1, False, b""
     for start in range(0, len(body), _PIECE_BYTES):
         piece = rest + body[start : start + _PIECE_BYTES]
@@ -355,15 +365,17 @@ def _punctuation(text: bytes) -> int:
 
 @functools.cache
 def _inside(kind: Descriptor) -> dict[int, Descriptor | None]:
-    """Field number -> type of the message in a field with a size; None for packed numbers. Texts are left out."""
+    """Number of a field -> type of its message; None for a field of numbers, which may be packed. Fields of text or
+    bytes are left out."""
     texts = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
     return {field.number: field.message_type for field in kind.fields if field.type not in texts}
 
 
 def protobuf_values(body: bytes, kind: Descriptor, *, limit: int) -> int:
-    """Number of fields of a message and the messages in it, plus bytes of packed numbers. Stops counting above `limit`.
+    """Number of fields of a message and of all messages in it, plus the bytes of packed numbers. Stops counting above
+    `limit`.
 
-    In a broken message, only what comes before the break is counted.
+    In a broken message, only the fields before the break are counted.
     """
     count = 0
     messages = [(kind, 0, len(body))]
@@ -396,7 +408,8 @@ def protobuf_values(body: bytes, kind: Descriptor, *, limit: int) -> int:
 
 
 async def off_loop(work: Callable[[], T], *, num_bytes: int, config: GatewayConfig) -> T:
-    """Does work on a number of bytes; in a thread when they are many, so that other requests go on."""
+    """The result of `work` on `num_bytes` bytes. Above thread_body_bytes, `work` runs in a thread, so that other
+    requests go on."""
     if num_bytes <= config.thread_body_bytes:
         return work()
     return await in_pool_of(_PARSER, _announced, work, config.cores_page)
@@ -417,7 +430,7 @@ def cores(page: str) -> Cores:
 
 
 async def negotiate(request: requests.Request, answer: Answer, config: GatewayConfig) -> Response:
-    """The answer in protobuf if the header Accept names that, else in JSON: SDKs before 0.18.1 read only JSON."""
+    """The answer in protobuf if the header Accept names protobuf, else in JSON. SDKs before 0.18.1 read only JSON."""
     if (to_json := answer.as_json) is None:
         return Response(answer.body, media_type=JSON)
     weights = _weights(request.headers.get("accept", ""))
@@ -442,13 +455,13 @@ def _weights(accept: str) -> dict[str, float]:
 
 
 def knows_external_checkpoints(request: Request) -> bool:
-    """Whether the client can read lists with checkpoints of type external. Other clients than the SDK can."""
+    """Whether the client can read lists with checkpoints of type external. Clients other than the SDK can."""
     return _is_since(_KNOWS_EXTERNAL, request, "x-stainless-package-version")
 
 
 def sends_parts_at_once(request: Request) -> bool:
-    """Whether the client sends all parts of a batch before it asks for an answer. Other clients than the SDK have
-    to."""
+    """Whether the client sends all parts of a batch before it asks for an answer. Clients other than the SDK must do
+    so."""
     return _is_since(_SENDS_PARTS_AT_ONCE, request, "x-stainless-package-version")
 
 

@@ -45,7 +45,8 @@ class GatewayConfig(GrpcTls, BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on."""
     tls_cert: Path | None = None
-    """Certificate for HTTPS (PEM, with its intermediate certificates); needs tls_key. Absent: plain HTTP."""
+    """Certificate for HTTPS (PEM, with its intermediate certificates); needs tls_key. Without it, the gateway serves
+    plain HTTP."""
     tls_key: Path | None = None
     """Private key (PEM) of tls_cert, without a passphrase."""
     trainers: list[str] = ["127.0.0.1:8001"]
@@ -59,17 +60,17 @@ class GatewayConfig(GrpcTls, BaseSettings):
     change while the gateway runs: within a second the gateway takes up services that came, and asks nothing of those
     that went. `tinsmith up` writes it."""
     sampler_timeout_s: float = Field(default=3.0, gt=0, le=60)
-    """A sampler that has not answered a health check for this long gets no requests, and other samplers take its
-    work."""
+    """A sampler that has not answered a health check for this long, in seconds, gets no requests, and other samplers
+    take its work."""
     sampler_load_factor: float = Field(default=1.25, ge=1)
     """Requests that share a prefix go to one sampler, until its load reaches this factor of the mean load."""
     state_dir: Path = Path("state/gateway")
     """Folder of the default database."""
     database_url: SecretStr = SecretStr("")
-    """SQLAlchemy URL with an async driver. Empty: SQLite in state_dir."""
+    """SQLAlchemy URL with an async driver. Empty means SQLite in state_dir."""
     peer_url: str = ""
-    """URL under which other gateways on the same database reach this one, such as http://10.0.0.2:8000. Empty: it is
-    the only gateway of its database."""
+    """URL under which other gateways on the same database reach this one, such as http://10.0.0.2:8000. Empty means
+    that this is the only gateway of its database."""
     api_keys: list[AnyKey] = []
     """Keys that clients may use, as a JSON list. A key is "KEY" or {"key": "KEY", ...} with the optional fields name,
     note and email, which the server shows; owner (all keys of an owner share its sessions, runs and checkpoints);
@@ -82,28 +83,30 @@ class GatewayConfig(GrpcTls, BaseSettings):
     jwt_auth: bool = False
     """Let the SDK exchange its key for a JWT, and send the JWT with its requests. whoami needs this."""
     jwt_lifetime_s: int = Field(default=3600, ge=1)
-    """How long a JWT is valid. The SDK renews it at half of that, and before each request in its last minute."""
+    """Time for which a JWT is valid, in seconds. The SDK renews a JWT after half of that time, and before each request
+    in the last minute."""
     jwt_secret: SecretStr = SecretStr("")
-    """Secret that signs JWTs, at least 32 characters. Empty: made at the first start, and stored in the database."""
+    """Secret that signs JWTs, at least 32 characters. If it is empty, the gateway makes one at its first start, and
+    stores it in the database."""
 
     allowed_hosts: list[str] = []
     """For a server without keys: further host names under which clients may reach it, as a JSON list. Loopback names
     and the host of public_url are always allowed. This keeps pages in a browser from reaching the gateway under a host
     name of their own."""
     max_connections: int = Field(default=4096, ge=16)
-    """Most open HTTP connections. A further one is closed at once; if another address has more of them, one of that
-    address is closed instead."""
+    """Most open HTTP connections. A further one is closed at once. If another address has more connections, one of
+    that address is closed instead."""
     max_idle_connections: int = Field(default=256, ge=0)
     """Most HTTP connections that are kept open between two requests. Above it, those idle for longest are closed, after
     at least 15 s without a request. The SDK leaves connections of ended sessions open, and uses none after 5 s idle."""
     max_header_bytes: int = Field(default=64 * 2**10, ge=4096)
     """Largest headers of a request, about; larger ones are answered 431."""
     header_timeout_s: float = Field(default=20.0, gt=0)
-    """How long the headers of a request may take to arrive before a 408. The first byte of a new connection may take
-    six times as long."""
+    """Longest time in which the headers of a request may arrive, in seconds; then the request is answered 408. The
+    first byte of a new connection may take six times as long."""
     transfer_grace_s: float = Field(default=30.0, gt=0)
-    """How much longer than at min_transfer_bytes_s a body may take to arrive, or an answer to be read. After that a
-    body is answered 408, and the connection of an answer is closed."""
+    """Time that a body may take to arrive, or an answer to be read, beyond the time at min_transfer_bytes_s, in
+    seconds. After that a body is answered 408, and the connection of an answer is closed."""
     min_transfer_bytes_s: int = Field(default=1024, gt=0)
     """Slowest rate of bodies and of answers, in bytes per second."""
     max_sessions: int = Field(default=4096, gt=0)
@@ -112,57 +115,63 @@ class GatewayConfig(GrpcTls, BaseSettings):
     """Most sampling sessions of one owner. Above it create_sampling_session is answered 429, and an ephemeral save
     fails. Sampling sessions of an ended session count until they are forgotten, ended_session_retention_s later."""
     max_body_bytes: int = Field(default=_BODY_BYTES, gt=0)
-    """Largest request body, also after decompression; a larger one is answered 413."""
+    """Largest request body, also after decompression, in bytes; a larger one is answered 413."""
     max_held_body_bytes: int = Field(default_factory=lambda: max(_BODY_BYTES, total_bytes() // 4), gt=0)
-    """Most bytes of request bodies in memory, for all clients together; at least max_body_bytes. Default: a quarter of
-    the machine's memory, or of the limit of the process's cgroup. An owner with several bodies may hold as many bytes
-    as stay free, so at most half. A body without room is answered 429. Bodies up to 64 KiB, such as heartbeats and
-    polls, do not count."""
+    """Most bytes of request bodies in memory, for all clients together; at least max_body_bytes. The default is a
+    quarter of the machine's memory, or of the limit of the process's cgroup. An owner with several bodies may hold as
+    many bytes as stay free, so at most half. A body for which there is no room is answered 429. Bodies up to 64 KiB,
+    such as heartbeats and polls, do not count."""
     max_body_values: int = Field(default=1_000_000, ge=1000)
     """Most values in a request body. In JSON a list or an object counts as 10, and a member of an object as 3 more than
     its value. A body with more values is answered 413, because parsing it would block other requests, and take many
     times its size in memory."""
     max_import_bytes: int = Field(default=4 * 2**30, gt=0)
-    """Largest archive of an adapter to import, in bytes; a larger one is answered 413. The trainer has its own
-    bound."""
+    """Largest archive of an adapter to import, in bytes; a larger one is answered 413. The trainer has a bound of its
+    own."""
     image_hosts: list[Host] = []
     """Hosts from which pictures that a request names by an https URL are fetched, as a JSON list of HOST or HOST:PORT.
-    Empty: none. Redirects are not followed, and a host's address must be public or in image_networks."""
+    Redirects are not followed, and a host's address must be public or in image_networks."""
     image_networks: list[IPvAnyNetwork] = []
     """Private networks in which hosts of image_hosts may be, such as 10.1.2.0/24, as a JSON list."""
     image_folder: Path | None = None
-    """Folder of pictures that requests may name by a path below it. Every user of this server can read them. Absent:
-    none are read."""
+    """Folder of pictures that requests may name by a path below it. Every user of this server can read them. Without
+    it, pictures named by a path are refused."""
     image_timeout_s: float = Field(default=20.0, gt=0)
-    """How long fetching the pictures of a request may take, with the wait for those of others."""
+    """Longest time for fetching the pictures of a request, in seconds. The wait for pictures of other requests
+    counts."""
     thread_body_bytes: int = Field(default=256 * 2**10, gt=0)
-    """Bodies above this are decompressed and parsed in a thread, so that other requests go on."""
+    """Bodies above this size, in bytes, are decompressed and parsed in a thread, so that other requests go on."""
     cores_page: str = ""
     """PATH:PLACE of a page that says which services of this machine need cores; `tinsmith up` sets it."""
     long_poll_s: float = Field(default=30.0, gt=0, le=40)
-    """How long retrieve_future waits before it answers try_again; the SDK itself gives up after 45 s."""
+    """Time for which retrieve_future waits before it answers try_again, in seconds. The SDK itself gives up after
+    45 s."""
     submit_timeout_s: float = Field(default=20.0, gt=0)
-    """How long a request waits for the trainer's acknowledgement, or for a service that is not up yet, before a 503."""
+    """Longest time for which a request waits for the trainer's acknowledgement, or for a service that is not up yet, in
+    seconds; then the request is answered 503."""
     sample_timeout_s: float = Field(default=3600.0, gt=0)
-    """How long a sample may take before it fails, including the wait for an unreachable or full sampler."""
+    """Longest time of a sample before it fails, in seconds. The wait for an unreachable or full sampler counts."""
     openai_wait_s: float = Field(default=60.0, ge=0)
-    """How long a request to /v1 waits for a sampler that is unreachable or full, before a 503 or a 429."""
+    """Longest time for which a request to /v1 waits for a sampler, in seconds. Then the request is answered 503 if the
+    sampler is unreachable, and 429 if it is full."""
     openai_default_max_tokens: int = Field(default=4096, ge=0)
-    """Longest output of a chat or a response of /v1 that names no maximum, in tokens; 0: only the context bounds it."""
+    """Longest output of a chat or a response of /v1 that names no maximum, in tokens. 0 means that only the context
+    bounds the output."""
     session_timeout_s: float = Field(default=1800.0, gt=0)
-    """A session without a heartbeat for this long is ended."""
+    """Time without a heartbeat after which a session is ended, in seconds."""
     adopt_after_s: float = Field(default=60.0, ge=0)
     """Time after which a trainer that is away may be lost, in seconds. Its runs are then adopted by other trainers, if
     these have their journals in the same PostgreSQL database and find there that it is dead. 0 means never."""
     reap_interval_s: float = Field(default=30.0, gt=0)
-    """How often ended sessions are released and expired checkpoints are deleted."""
+    """Time between two rounds of the reaper, which frees the models of ended sessions and deletes expired checkpoints,
+    in seconds."""
     tokenizers: dict[str, str] = {}
     """Base model -> tokenizer that TrainingClient.get_tokenizer() of the SDK loads: a hub id, or a folder on the
-    clients' machines. For base models whose names the Hugging Face hub does not know."""
+    clients' machines. Base models need an entry if the Hugging Face hub does not know their names."""
     max_num_samples: int = Field(default=1024, gt=0)
     """Most sequences in one sample request."""
     max_pending_samples: int = Field(default=4096, gt=0)
-    """Most samples in work, of both APIs; above it a sample is answered 429, on which the SDK slows down."""
+    """Most samples in work, of both APIs together; above it a sample is answered 429, and the SDK slows down."""
     max_pending_samples_per_owner: int = Field(default=2048, gt=0)
     """Most samples of one owner in work, so that no owner takes all places; above it a sample is answered 429."""
     max_pending_operations: int = Field(default=1024, gt=0)
@@ -171,39 +180,42 @@ class GatewayConfig(GrpcTls, BaseSettings):
     """Memory for answers that clients may ask for again, in bytes; the newest answer may exceed it. Above it, the owner
     whose answers take most memory loses the least recently used one."""
     metadata_only_bytes: int = Field(default=2**20, gt=0)
-    """A larger answer is announced by its size first, to clients that allow it, so that they can limit their memory."""
+    """Size above which an answer is first announced by its size, to clients that allow this, in bytes. So these clients
+    can limit their memory."""
     sample_use_retrieve_futures: bool = True
-    """Clients wait for all samples of a sampling session with one poll, instead of one poll for each sample."""
+    """Let clients wait for all samples of a sampling session with one poll, instead of one poll for each sample."""
     sample_cancel_enabled: bool = True
-    """Clients tell the server which samples they no longer wait for, and these are stopped."""
+    """Let clients tell the server for which samples they no longer wait. These samples are stopped."""
     custom_loss_server_side: bool = True
-    """Clients send traced losses, which the trainer computes, instead of computing them themselves."""
+    """Let clients send traced losses, which the trainer computes, instead of computing them themselves."""
     max_custom_losses: int = Field(default=256, gt=0)
     """Most custom losses that one session may create."""
     record_retention_s: float = Field(default=86400.0, gt=0)
-    """How long sequences sampled with record_stability_info are stored after their last use."""
+    """Time for which sequences sampled with record_stability_info are stored after their last use, in seconds."""
     max_owner_record_bytes: int = Field(default=2**30, ge=1)
-    """Most bytes that such sequences of one owner take. Above it those that were not used for longest are deleted."""
+    """Most bytes that one owner's sequences sampled with record_stability_info take. Above it the sequences that were
+    not used for longest are deleted."""
     public_url: str = ""
-    """URL under which clients reach the gateway, such as https://tinker.example.org; download URLs begin with it.
-    Empty: the URL of the request that asks for a download."""
+    """URL under which clients reach the gateway, such as https://tinker.example.org; download URLs begin with it. If it
+    is empty, a download URL begins as the URL of the request that asks for it."""
     download_secret: SecretStr = SecretStr("")
-    """Secret that signs download URLs. Empty: made at the first start, and stored in the database."""
+    """Secret that signs download URLs. If it is empty, the gateway makes one at its first start, and stores it in the
+    database."""
     download_url_s: float = Field(default=3600.0, ge=600)
-    """How long a download URL works."""
+    """Time for which a download URL works, in seconds."""
     retention: Policy = Policy()
     """Retention policy of training runs that have none of their own, as JSON, such as {"training": {"keep_last": 5},
     "sampler": {"keep_within_seconds": 86400}}; docs/checkpoints.md has the rules. By default all checkpoints are
     kept."""
     span_retention_s: float = Field(default=7 * 86400.0, gt=0)
-    """How long the times of finished requests are kept, for the export of traces."""
+    """Time for which the times of finished requests are kept for the export of traces, in seconds."""
     max_spans: int = Field(default=1_000_000, ge=1)
     """Most finished requests whose times are kept; the oldest go first."""
     audit_retention_s: float = Field(default=365 * 86400.0, gt=0)
-    """How long the audit log of checkpoints, projects and keys is kept."""
+    """Time for which entries of the audit log of checkpoints, projects and keys are kept, in seconds."""
     ended_session_retention_s: float = Field(default=7 * 86400.0, gt=0)
-    """How long the samplers and custom losses of an ended session are remembered. Its checkpoints and its usage stay;
-    max_owner_rows bounds the rest."""
+    """Time for which the sampling sessions and custom losses of an ended session are remembered, in seconds. Its
+    checkpoints and its usage stay; max_owner_rows bounds the rest."""
     max_owner_rows: int = Field(default=100_000, ge=1)
     """Most rows of each kind that one owner leaves in the database. Above it the oldest ended sessions, ended runs and
     entries of the audit log are forgotten, except runs and sessions with checkpoints; so is the progress of clients of
@@ -212,16 +224,16 @@ class GatewayConfig(GrpcTls, BaseSettings):
     history_points: int = Field(default=4096, ge=0)
     """Most points of a run's metrics that the dashboard keeps, however long the run is; at least 64, or 0 for none."""
     history_retention_s: float = Field(default=180 * 86400.0, gt=0)
-    """How long points of metrics are kept."""
+    """Time for which points of metrics are kept, in seconds."""
     max_history_points: int = Field(default=2_000_000, ge=1)
     """Most points of metrics of all runs together, about; the oldest go first."""
     recent_samples: int = Field(default=64, ge=0, le=1024)
-    """Most recent sequences that the dashboard keeps for each run and owner: the end of the prompt, tokens and
-    logprobs. 0: none, so that no text of samples is stored."""
+    """Number of recent sequences that the dashboard keeps for each run and owner: the end of the prompt, tokens and
+    logprobs. 0 means none, so that no text of samples is stored."""
     recent_sample_retention_s: float = Field(default=7 * 86400.0, gt=0)
-    """How long recent sequences are kept."""
+    """Time for which recent sequences are kept, in seconds."""
     max_recent_samples: int = Field(default=100_000, ge=1)
-    """Most recent sequences of all runs together, about; the oldest go first."""
+    """Largest number of recent sequences of all runs together, about; the oldest go first."""
     token_prices_usd: dict[str, dict[TokenKind, Annotated[float, Field(ge=0)]]] = {}
     """Prices in USD per million tokens, by base model (or "*") and kind. A kind that is not listed costs nothing."""
     storage_price_usd: float = Field(default=0.0, ge=0)
@@ -289,13 +301,13 @@ class GatewayConfig(GrpcTls, BaseSettings):
 
     @property
     def services(self) -> AddressSource:
-        """The addresses of trainers and samplers. Raises ValueError for ones that cannot be used."""
+        """The addresses of trainers and samplers. Raises ValueError when an address cannot be used."""
         listed = Addresses(tuple(self.trainers), tuple(self.samplers))
         return AddressSource(listed, self.services_file, encrypted=self.certificates is not None)
 
     @property
     def own_hosts(self) -> list[str]:
-        """Host names of the gateway beside the loopback ones."""
+        """Host names of the gateway besides the loopback names: those of allowed_hosts and of public_url."""
         return [*self.allowed_hosts, *filter(None, [urlsplit(self.public_url).hostname])]
 
     @property

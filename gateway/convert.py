@@ -27,7 +27,9 @@ from tinsmith.rpc.words import value_of, word_of
 from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
 
 MIN_TTL_S = 3600
+"""Shortest lifetime of a checkpoint, in seconds."""
 MAX_TTL_S = 10 * 365 * 86400
+"""Longest lifetime of a checkpoint, in seconds."""
 _SEED_MASK = 2**63 - 1
 _DATA_URL = re.compile(r"data:image/(png|jpeg);base64,")
 _INT32 = np.iinfo(np.int32)
@@ -45,6 +47,7 @@ def fold_seed(seed: int) -> int:
 
 
 def check_int32(value: int, *, field: str) -> int:
+    """Returns the value. Raises InvalidRequest when it does not fit into 32 bits."""
     if not _INT32.min <= value <= _INT32.max:
         raise InvalidRequest(f"{field}: {value} does not fit into 32 bits", field=field)
     return value
@@ -61,11 +64,12 @@ def optimizer(kind: str) -> types_pb2.Optimizer:
 
 
 def ttl_of(ttl_seconds: int | None) -> Duration | None:
-    """A lifetime in seconds as the Duration that the services take; None: it does not expire."""
+    """A lifetime in seconds as the Duration that the services take. None means that the checkpoint does not expire."""
     return None if ttl_seconds is None else duration(ttl_seconds)
 
 
 def check_ttl(ttl_seconds: int | None) -> int | None:
+    """Returns the lifetime. Raises InvalidRequest when it is shorter than MIN_TTL_S or longer than MAX_TTL_S."""
     if ttl_seconds is not None and not MIN_TTL_S <= ttl_seconds <= MAX_TTL_S:
         raise InvalidRequest(
             f"ttl_seconds: {ttl_seconds} is outside {MIN_TTL_S} (one hour) .. {MAX_TTL_S} (ten years)",
@@ -146,15 +150,15 @@ def base64_bytes(value: Any, *, field: str) -> bytes:
 
 
 def picture_of(data_url: str, *, field: str) -> tuple[str, bytes] | None:
-    """The format and the bytes of a data URL of a PNG or JPEG; None for any other text. Raises InvalidRequest for what
-    is not base64, naming the field."""
+    """The format and the bytes of a data URL of a PNG or JPEG; None for any other text. Raises InvalidRequest, which
+    names the field, when the picture is not in base64."""
     found = _DATA_URL.match(data_url)
     return None if found is None else (found[1], base64_bytes(data_url[found.end() :], field=field))
 
 
 def type_of(value: dict[str, Any]) -> Any:
-    """The type of a chunk in JSON. One that names none has the type of its fields: early SDKs leave out fields with
-    their default."""
+    """The type of a chunk in JSON. If the chunk names no type, its other fields tell the type: early SDKs leave out
+    fields with their default."""
     if value.get("type") is not None:
         return value["type"]
     kinds = {"tokens": "encoded_text", "location": "image_asset_pointer", "data": "image"}
@@ -169,7 +173,7 @@ _CHUNK_FIELDS = {
 
 
 def check_fields(value: Mapping[str, Any], known: Collection[str], *, field: str) -> None:
-    """Raises InvalidRequest for an unknown field that is set. For objects without a schema."""
+    """Raises InvalidRequest for an unknown field that is set, in an object that has no schema."""
     for name, content in value.items():
         if content is not None and name not in known and name not in Body.HARMLESS:
             place = f"{field}.{shown_name(name)}" if field else shown_name(name)
@@ -202,7 +206,7 @@ def chunk(value: dict[str, Any], *, field: str) -> types_pb2.Chunk:
                     field=f"{field}.expected_tokens",
                 )
             image = types_pb2.Image(
-                # Bytes: of a picture that was named by its location (assets.py).
+                # A picture that was named by its location is in bytes already (assets.py).
                 data=data if isinstance(data, bytes) else base64_bytes(data, field=f"{field}.data"),
                 format=str(value.get("format")),
                 expected_tokens=expected
@@ -217,16 +221,17 @@ def chunk(value: dict[str, Any], *, field: str) -> types_pb2.Chunk:
 
 
 def num_tokens(chunks: Iterable[types_pb2.Chunk], counting: Counting | None) -> int:
-    """Number of tokens of an input, with `tokens_of_pictures`."""
+    """Number of tokens of an input: its token ids, the expected tokens of pictures, and `tokens_of_pictures` for
+    pictures without an expected number."""
     chunks = list(chunks)
     expected = sum(len(one.encoded_text.tokens) // 4 + max(0, one.image.expected_tokens) for one in chunks)
     return expected + tokens_of_pictures(sizes_of_pictures(chunks), counting)
 
 
 def sizes_of_pictures(chunks: Iterable[types_pb2.Chunk]) -> list[tuple[int, int]]:
-    """Width and height, by their headers, of the pictures whose sender does not say how many tokens it expects. Those
-    that will be refused are left out. The others have as many tokens as their sender expects: the service that computes
-    with them refuses another number."""
+    """Width and height of the pictures that have no expected number of tokens, by their headers. Pictures that will be
+    refused are left out. A picture with an expected number has that many tokens, because the service that computes with
+    the picture refuses another number."""
     sizes = []
     for one in chunks:
         if one.HasField("image") and not one.image.HasField("expected_tokens"):
@@ -236,8 +241,8 @@ def sizes_of_pictures(chunks: Iterable[types_pb2.Chunk]) -> list[tuple[int, int]
 
 
 def tokens_of_pictures(sizes: Iterable[tuple[int, int]], counting: Counting | None) -> int:
-    """Number of tokens of pictures of these sizes. `counting`: of the base model; None when it takes no pictures, and
-    refuses them."""
+    """Number of tokens of pictures of these sizes. `counting`: the base model's rule; None for a base model that takes
+    no pictures, so that the request will be refused."""
     num_tokens = 0
     for size in sizes if counting is not None else ():
         assert counting is not None
@@ -275,14 +280,15 @@ def tensor(value: Mapping[str, Any], *, field: str) -> types_pb2.Tensor:
 
 
 def _numbers(values: Any, dtype: np.dtype[Any], *, field: str) -> npt.NDArray[Any]:
-    """A flat JSON list as an array. Raises InvalidRequest for a fraction, or an integer beyond 64 bits, as int64."""
+    """A flat JSON list of numbers as an array. Raises InvalidRequest for any other value, and, if `dtype` is int64, for
+    a list with fractions or with integers beyond 64 bits."""
     if not isinstance(values, list):
         raise InvalidRequest(f"{field}: {shown_given(values)} is not a list of numbers", field=field)
     try:
         array = np.array(values)
     except (ValueError, OverflowError):  # it holds lists of different lengths
         array = np.empty((), object)
-    # numpy makes an array of floats of an empty list, and one of objects of integers beyond 64 bits.
+    # numpy makes an array of floats from an empty list, and an array of objects from integers beyond 64 bits.
     if array.ndim != 1 or array.dtype.kind not in ("i" if dtype.kind == "i" and values else "if"):
         wanted = "integers of 64 bits" if dtype.kind == "i" else "numbers"
         raise InvalidRequest(f"{field}: {shown_given(values)} is not a flat list of {wanted}", field=field)
@@ -291,8 +297,8 @@ def _numbers(values: Any, dtype: np.dtype[Any], *, field: str) -> npt.NDArray[An
 
 
 def stop_condition(stop: str | Sequence[str] | Sequence[int] | None) -> sampler_pb2.StopCondition | None:
-    """The texts or token ids at which to stop, beside the model's end-of-sequence tokens. None: those only. []: nothing
-    stops the output."""
+    """The texts or token ids at which the output stops, besides the model's end-of-sequence tokens. None means that
+    only those tokens stop the output, and [] that nothing stops it."""
     if stop is None:
         return None
     if isinstance(stop, str):
@@ -316,12 +322,13 @@ def sampling_params(params: schemas.SamplingParams) -> sampler_pb2.SamplingParam
 
 
 def held_bytes(request: sampler_pb2.SampleRequest) -> int:
-    """Memory of a request, in bytes."""
+    """Memory that a request for a sample takes, in bytes."""
     return request.ByteSize() + tensors.CHUNK_BYTES * len(request.prompt)
 
 
 def sample_request(body: schemas.Sample, *, version_id: str) -> sampler_pb2.SampleRequest:
-    """The request for the sampler, with every field that the client set; the sampler refuses what it cannot do."""
+    """The request for the sampler, with every field that the client set. The sampler refuses what it cannot do. Raises
+    InvalidRequest or Unsupported, which name the field."""
     for field in ("base_model", "model_path"):
         if getattr(body, field) is not None:
             raise Unsupported(f"{field}: a sample names its weights by sampling_session_id only")

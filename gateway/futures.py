@@ -32,7 +32,7 @@ from tinsmith.v1 import types_pb2
 logger = logging.getLogger(__name__)
 
 _ASK_TIMEOUT_S = 0.5
-"""Longest wait for a service's report on what a request waits for."""
+"""Longest wait for a service's report on what a request waits for, in seconds."""
 
 
 JSON = "application/json"
@@ -60,7 +60,7 @@ class Kept:
     owner: str
     answer: Answer
     fingerprint: str | None
-    """Hash of the request; None when only the request id is known."""
+    """Hash of the request that is answered; None when only the request id is known."""
 
     @property
     def num_bytes(self) -> int:
@@ -151,7 +151,7 @@ class Progress:
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """One request of a client for work, until its answer is there."""
+    """A client's request for work, from its arrival to its answer."""
 
     request_id: str
     kind: str
@@ -225,16 +225,16 @@ def in_words(status: types_pb2.QueueStatus) -> Progress:
 
 
 class Listener(Protocol):
-    """Is told when samples end."""
+    """An object that `Futures` tells when samples end."""
 
     def ended(self, request_id: str, target: Target) -> None:
-        """The sample of this client has ended, with or without an answer."""
+        """Called when a sample of the client `target` has ended, with or without an answer."""
 
     def cancelled(self, of: Callable[[str], bool]) -> None:
-        """The models or sampling sessions whose id `of` accepts have ended."""
+        """Called when the models or sampling sessions whose id `of` accepts have ended."""
 
     def closing(self) -> None:
-        """The gateway is going down."""
+        """Called when the gateway is going down."""
 
 
 class Futures:
@@ -250,7 +250,8 @@ class Futures:
         self._closing = False
 
     def num_pending(self, kind_or_group: str, *, owner: str | None = None) -> int:
-        """Number of pending futures of a kind or a group. `owner`: only those of a kind whose hold is this owner's."""
+        """Number of pending futures of a kind or a group. With `owner`, only futures of the kind count whose hold
+        belongs to this owner."""
         return self._num_pending[kind_or_group if owner is None else (kind_or_group, owner)]
 
     def numbers(self, model_id: str) -> set[int]:
@@ -273,13 +274,13 @@ class Futures:
         return None if kept is None else kept.fingerprint
 
     def fail(self, request_id: str, error: ServiceError, *, fingerprint: str) -> None:
-        """Makes a future that has failed already. An answer that is kept stays."""
+        """Makes a future that has already failed. Does nothing if an answer with this id is kept."""
         if request_id not in self._answers:
             self._keep(request_id, fingerprint, failed(error))
             self._ended(request_id)
 
     def answer(self, request_id: str) -> Answer | None:
-        """The answer; None when there is none, or it is no longer kept."""
+        """The answer of a future; None when there is none yet, or it is no longer kept."""
         kept = self._answers.get(request_id)
         return None if kept is None else kept.answer
 
@@ -288,8 +289,8 @@ class Futures:
         self._answers.forget(request_id)
 
     def start(self, pending: Pending, work: Coroutine[None, None, Answer]) -> None:
-        """Runs the work as a task. It replaces other work with the same id; whoever waits for that still gets its
-        answer."""
+        """Runs the work as a task. The task replaces other work with the same id. Clients that wait for the replaced
+        work still get its answer."""
         self._pending[pending.request_id] = pending
         self._num_pending.update(_counted(pending))
         self._metrics.submissions.pending_futures.labels(kind=pending.kind).inc()
@@ -357,7 +358,8 @@ class Futures:
         self._answers.put(request_id, Kept(owner, answer, fingerprint))
 
     async def poll(self, request_id: str, *, timeout_s: float) -> Answer | Progress:
-        """Waits for the answer. Returns the progress when there is no answer in time. Raises Gone for an unknown id."""
+        """Waits for the answer. Returns the progress when there is no answer after `timeout_s`. Raises Gone when the id
+        is unknown, or the work has ended without an answer."""
         if (kept := self._answers.get(request_id)) is not None:
             self._answers.use(request_id)
             return kept.answer
@@ -392,14 +394,15 @@ class Futures:
             self.listener.cancelled(of)
 
     def abandon(self, request_id: str, *, kind: str) -> None:
-        """Ends work that the client no longer wants. Does nothing when it is of another kind, over, or unknown."""
+        """Ends work that the client no longer wants. Does nothing when the work is of another kind, over, or
+        unknown."""
         if (pending := self._pending.get(request_id)) is None or pending.kind != kind or pending.task is None:
             return
-        pending.answer = failed(FailedPrecondition("the client has cancelled it"))
+        pending.answer = failed(FailedPrecondition("the client has cancelled the request"))
         pending.task.cancel()
 
     def end_polls(self) -> None:
-        """Answers all long polls with try_again now, and later ones without waiting, since the gateway is going
+        """Answers all long polls with try_again now, and later polls without waiting, because the gateway is going
         down."""
         self._closing = True
         for pending in self._pending.values():

@@ -147,7 +147,7 @@ class Sampling:
         self.completions = Completions(store, core.futures, home=peers.gateway_id if peers.are_several else None)
         self.suspects = Suspects(store)
         self.forwarding = Forwarding(store, peers, self.completions, self.suspects) if peers.are_several else None
-        """None: this gateway has all samples."""
+        """None if this gateway is the only one of its database, and so has all samples."""
         self.unnamed = Unnamed(store)
         self.records = Records(store, retention_s=config.record_retention_s)
         self.publishing = Publishing(clients, core.placement, storage.retired)
@@ -230,14 +230,14 @@ class Gateway(Core):
     async def start(self) -> None:
         """Prepares the database, and starts the background tasks.
 
-        Raises StartError when the database cannot be used, other gateways use it, or a key is required and there is
-        none.
+        Raises StartError when the database cannot be used, when other gateways use it and this one has no peer_url, or
+        when a key is required and there is none.
         """
         try:
             if not self.config.database_url.get_secret_value():
                 self.config.state_dir.mkdir(parents=True, exist_ok=True)
                 database = self.config.state_dir / DATABASE
-                database.touch(mode=0o600)  # it holds secrets for signing
+                database.touch(mode=0o600)  # the database holds the secrets that sign JWTs and download URLs
                 database.chmod(0o600)
             await self.store.migrate()
             await self.tenants.tokens.start(self.store)
@@ -277,7 +277,7 @@ class Gateway(Core):
             await to_its_end(self.tenants.callers.refresh())
 
     async def stop(self) -> None:
-        """Stops all tasks, and writes what is gathered.
+        """Stops all tasks, and writes the rows that are written behind.
 
         Accepted operations go on in the trainer. Samples in work are lost, and the SDK submits them again.
         """

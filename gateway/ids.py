@@ -5,7 +5,7 @@
     <session>:train:<n>:<seq_id>     a training operation; 0 is the creation of the model
     <session>:train:<n>:unload       the end of a run
     <session>:sample:<n>             a sampling session
-    <session>:sample:<n>:<seq_id>    a sample; its sequences have ":<i>" behind it
+    <session>:sample:<n>:<seq_id>    a sample; the ids of its sequences have ":<i>" behind this
     <session>:loss:<n>               a custom loss
     refused:<caller>:<text>          a request that was refused; the text of the refusal is in hexadecimal digits
 
@@ -26,11 +26,12 @@ LAST_SEQ_ID = 2**63 - 1
 CLONE_BLOCK = 10**9
 """Number of seq_ids of one client of a sampling session; the first seq_id of client n is n times this."""
 LAST_CLONE_ID = LAST_SEQ_ID // CLONE_BLOCK
+"""Largest number of a client of a sampling session."""
 
 _UNLOAD = ":unload"
 _REFUSED = "refused"
 _MAX_TOLD = 1000
-"""Characters of a refusal that a request id holds."""
+"""Most characters of the text of a refusal that a request id holds."""
 
 _OPERATION = re.compile(r"(.+:train:[0-9]+):([0-9]{1,10})")
 _SAMPLE = re.compile(r"(.*:sample:.*):([0-9]{1,19})", re.DOTALL)
@@ -53,7 +54,7 @@ def model_id_of(session_id: str, number: int) -> str:
 
 
 def is_model(group: str) -> bool:
-    """Whether the id is a model's, and not one of a session or a sampling session."""
+    """Whether the id of a model, a sampling session or a session is a model's."""
     return ":train:" in group
 
 
@@ -62,7 +63,7 @@ def request_id_of(model_id: str, seq_id: int) -> str:
 
 
 def operation_of(request_id: str) -> tuple[str, int] | None:
-    """model_id and seq_id of a training operation; None when the id is no operation's."""
+    """The model_id and the seq_id of a training operation; None when the id is no operation's."""
     match = _OPERATION.fullmatch(request_id)
     return None if match is None or int(match[2]) > MAX_SEQ_ID else (match[1], int(match[2]))
 
@@ -73,7 +74,7 @@ def unload_id_of(model_id: str) -> str:
 
 
 def unloaded_by(request_id: str) -> str | None:
-    """The model whose run a request ends; None when it ends none."""
+    """The model_id of the run that an unload request ends; None when the id is that of another request."""
     return request_id.removesuffix(_UNLOAD) if request_id.endswith(_UNLOAD) else None
 
 
@@ -98,7 +99,7 @@ def is_sampling_session(sampling_session_id: str) -> bool:
 
 
 def is_of_sampler(group: str) -> bool:
-    """Whether the id is a sampling session's, and not one of a session or a model."""
+    """Whether the id of a model, a sampling session or a session is a sampling session's."""
     return ":sample:" in group
 
 
@@ -145,7 +146,8 @@ def refusal_of(request_id: str) -> tuple[str, str] | None:
 
 
 def fingerprint(*parts: bytes | str | None) -> str:
-    """A hash of the parts of a request, which tells a repeat from a conflict."""
+    """A hash of the parts of a request. A second request with the same id is a repeat if it has the same hash, else a
+    conflict."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         encoded = part.encode() if isinstance(part, str) else part or b""
@@ -155,5 +157,5 @@ def fingerprint(*parts: bytes | str | None) -> str:
 
 
 def batch_fingerprint(body: bytes) -> str:
-    """A hash of a batch of up to megabytes: 50 times as fast as `fingerprint`."""
+    """A hash of the body of a batch. It is 50 times as fast as `fingerprint`, because a batch may have megabytes."""
     return xxhash.xxh3_128_hexdigest(body)

@@ -89,7 +89,7 @@ def _datum(value: Mapping[str, Any], *, field: str) -> types_pb2.Datum:
         name = f"{field}.model_input.chunks[{index}]"
         datum.model_input.append(convert.chunk(dict(_object(chunk, field=name)), field=name))
     for key, tensor in _object(value.get("loss_fn_inputs"), field=f"{field}.loss_fn_inputs").items():
-        if tensor is None:  # as absent, as everywhere
+        if tensor is None:  # null means absent, as in all bodies
             continue
         name = f"{field}.loss_fn_inputs.{key}"
         datum.loss_fn_inputs[key].CopyFrom(convert.tensor(_object(tensor, field=name), field=name))
@@ -163,7 +163,8 @@ def _values(data: bytes, dtype: types_pb2.Dtype) -> tuple[Array, str, int]:
 
 
 def _floats(values: Array, *, nan: str | None = "nan") -> Array | list[float | str | None]:
-    """The values for orjson, which would write null for NaN and infinities: NaN becomes `nan`, infinities text."""
+    """The values in a form for orjson, which would write NaN and infinities as null. NaN becomes `nan`, and infinities
+    become texts."""
     if np.isfinite(values).all():
         return values
     return [x if math.isfinite(x) else nan if math.isnan(x) else str(x) for x in values.tolist()]

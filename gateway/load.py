@@ -1,5 +1,5 @@
-"""A bound on the memory of bodies, turns for large ones and a pace at which samples begin, so that many or large
-requests do not hold up all others."""
+"""Parts that keep many or large requests from holding up all others: a bound on the memory of bodies, turns for large
+bodies, and a pace at which requests and samples begin."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from prometheus_client import Gauge, Histogram
 from tinsmith.errors import OutOfCapacity
 
 SMALL_BYTES = 64 * 2**10
-"""Bytes of a body that do not count."""
+"""Largest body that does not count, in bytes."""
 _PER_PASS = 4
-"""Turns in one pass of the event loop: about 10 ms of work. More turns make a pass longer, and no work cheaper."""
+"""Turns in one pass of the event loop: about 10 ms of work. More turns would make a pass longer, and no work
+cheaper."""
 _LONGEST_TURN_S = 1.0
-"""A body's turn lasts at most this long, because the trainer may be away for longer."""
+"""Longest turn of a body, in seconds. A turn is bounded because the trainer may be away for longer."""
 
 _RECEIVED_AT_ONCE = 4
-"""Large bodies of one owner that come in at once."""
+"""Most large bodies of one owner that come in at once."""
 
 _LOOK_S = 0.02
+"""Pause between two looks at the processor time of the event loop, in seconds."""
 
 
 async def watch_event_loop(stalls: Histogram) -> None:
-    """Observes for how long the event loop's thread computes before a task gets its turn that is due every _LOOK_S.
+    """Measures how long the event loop's thread computes between two runs of a task that is due every _LOOK_S.
 
-    In processor time of that thread, so that other processes, and other threads of this one, do not count.
+    The unit is seconds of processor time of that thread. So other processes, and other threads of this process, do not
+    count.
     """
     before = time.thread_time()
     while True:
@@ -44,8 +47,8 @@ class Bodies:
     """Bounds the memory of request bodies, for all clients together.
 
     An owner's only body may have all bytes that are free. An owner with several bodies may hold at most as many bytes
-    as stay free, as a model of the trainer (HeldBytes): half of the bound when it is alone. So an owner whose bodies
-    never end, or whose samples wait for long, leaves room for other owners.
+    as stay free, so half of the bound when no other owner has bodies. (`HeldBytes` has this rule for the trainer's
+    models.) So an owner whose bodies never end, or whose samples wait for long, leaves room for other owners.
 
     A body counts from its first byte until its request is answered. For a training operation that is when the trainer
     has it in its journal. The body of a sample counts until the sample is done, because it may have to be sent again.
@@ -59,7 +62,7 @@ class Bodies:
         self._gauge = gauge
 
     def has_room(self, owner: str, more: int, *, own_share: int) -> bool:
-        """Whether the owner may hold so many more bytes. `own_share`: bytes that the same request holds."""
+        """Whether the owner may hold `more` further bytes for a request. `own_share`: bytes that the request holds."""
         free = self.max_bytes - self.num_bytes - more
         held = self._by_owner[owner]
         return free >= 0 and (held == own_share or held + more <= free)
@@ -76,7 +79,7 @@ class Share:
     """The share of one request in `Bodies`."""
 
     def __init__(self, bodies: Bodies, owner: str, *, beside: Share | None = None) -> None:
-        """`beside`: another share of the same request, with which this one counts as one body."""
+        """`beside`: another share of the same request. The two shares count as one body."""
         self._bodies = bodies
         self._owner = owner
         self._beside = beside
@@ -111,7 +114,7 @@ class _Waiting:
 
     def __init__(self) -> None:
         self._owners: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """owner -> who waits; the first owner is the next."""
+        """owner -> futures of its waiting requests. The first owner has the next turn."""
 
     def __bool__(self) -> bool:
         return bool(self._owners)
@@ -122,7 +125,7 @@ class _Waiting:
         return waiting
 
     def wake(self) -> bool:
-        """Ends the wait of the next one. False when nobody waits."""
+        """Ends the wait of the next request. Returns False when no request waits."""
         while self._owners:
             owner, waiting = self._owners.popitem(last=False)
             first = waiting.popleft()
@@ -138,13 +141,13 @@ class Turns:
     """Turns for work on large bodies, one at a time.
 
     Reading a body of megabytes takes tenths of a second of the interpreter's lock and of a core, here and then in the
-    trainer. Bodies that were read one right after the other would hold up all that computes and answers meanwhile. So a
-    turn is followed by a pause of the same length. Owners take turns: whatever one owner sends delays another owner's
-    body by one of them.
+    trainer. Bodies that were read one right after the other would hold up all other requests and computations. So a
+    turn is followed by a pause of the same length. Owners take turns one after the other, so the bodies of one owner
+    delay a body of another owner by one turn.
     """
 
     def __init__(self, *, longest_s: float = _LONGEST_TURN_S) -> None:
-        """`longest_s`: a turn that takes longer no longer delays others."""
+        """`longest_s`: seconds after which a turn no longer delays the next one."""
         self.longest_s = longest_s
         self.is_taken = False
         """True in a turn, and in the pause after it."""
@@ -152,6 +155,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, owner: str) -> AsyncIterator[None]:
+        """A context that is entered when the owner has a turn, which lasts until the context ends."""
         if self.is_taken:
             turn = self._waiting.join(owner)
             try:
@@ -182,20 +186,22 @@ class Turns:
 
 
 class Receiving:
-    """Lets few large bodies of an owner come in at once, for at most 1 s each; then the next ones begin, too.
+    """Lets few large bodies of an owner come in at once. A body that takes longer than 1 s gives its place to the next
+    one, and goes on.
 
-    Reading from a connection takes the event loop's time, whether the body will ever end or not. The connections of the
-    bodies that wait are not read.
+    Reading from a connection takes the event loop's time, whether the body will ever end or not. The connections of
+    waiting bodies are not read.
     """
 
     def __init__(self, *, at_once: int = _RECEIVED_AT_ONCE, longest_s: float = _LONGEST_TURN_S) -> None:
-        """`longest_s`: a body that takes longer no longer delays others."""
+        """`longest_s`: seconds after which a body no longer delays others."""
         self._at_once = at_once
         self._longest_s = longest_s
         self._slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     @asynccontextmanager
     async def slot(self, owner: str) -> AsyncIterator[None]:
+        """A context in which a large body of the owner comes in. It is entered when the owner has a free place."""
         slots = self._slots.setdefault(owner, asyncio.Semaphore(self._at_once))
         await slots.acquire()
         is_held = True
@@ -215,13 +221,13 @@ class Receiving:
 
 
 class Pacer:
-    """Gives out turns, a few in each pass of the event loop.
+    """Spreads work over passes of the event loop: each piece of work takes a turn first, and a pass has a few turns.
 
     The event loop runs everything that is ready before it reads new input. A client that submits a thousand samples at
-    once, or a sampler that ends a hundred, would thus keep all heartbeats waiting for seconds. So each sample first
-    takes a turn. A few turns begin in each pass of the loop, and other work waits for those few only. Owners take turns
-    one after the other, and the work of one owner goes in its order of arrival. So a burst of ten thousand delays
-    another owner's work by at most as many turns as there are owners.
+    once, or a sampler that ends a hundred, would thus keep all heartbeats waiting for seconds. So each request, and
+    each sample, first takes a turn. A few turns begin in each pass of the loop, and other work waits for those few
+    only. Owners take turns one after the other, and the work of one owner goes in its order of arrival. So a burst of
+    ten thousand delays another owner's work by at most as many turns as there are owners.
 
     A turn is not held, so work that fails, waits or is cancelled does not block the next turn.
     """
@@ -229,11 +235,12 @@ class Pacer:
     def __init__(self, *, per_pass: int = _PER_PASS) -> None:
         self._per_pass = per_pass
         self._num_begun = 0
-        """Turns that were given in this pass."""
+        """Number of turns that were given in this pass."""
         self._waiting = _Waiting()
 
     async def turn(self, owner: str = "") -> None:
-        """Waits for a turn; returns at once while this pass has turns left. "" counts as one owner more."""
+        """Waits for a turn; returns at once while this pass has turns left. The empty string counts as a further
+        owner."""
         loop = asyncio.get_running_loop()
         if self._num_begun < self._per_pass:  # nobody can be waiting then
             self._num_begun += 1

@@ -30,7 +30,9 @@ class SubmissionsMetrics:
     """Training operations and samples, which clients submit and wait for."""
 
     def __init__(self, declare: Declare) -> None:
-        self.accept_seconds = declare.seconds("accept", "Time until the trainer had a submission in its journal.")
+        self.accept_seconds = declare.seconds(
+            "accept", "Time from a submission until the trainer had it in its journal."
+        )
         self.future_seconds = declare.seconds(
             "future", "Time from submission to answer: queue and work.", "kind", "outcome"
         )
@@ -54,14 +56,16 @@ class StoredMetrics:
         self.checkpoints = declare.gauge(
             "checkpoints", "Stored checkpoints by kind, at the last round of the reaper.", "kind"
         )
-        self.checkpoint_bytes = declare.gauge("checkpoint_bytes", "Bytes of these checkpoints.", "kind")
+        self.checkpoint_bytes = declare.gauge(
+            "checkpoint_bytes", "Bytes of stored checkpoints by kind, at the last round of the reaper.", "kind"
+        )
         self.swept_checkpoints = declare.counter(
             "swept_checkpoints_total",
             "Checkpoints that the reaper removed: expired, by retention, or deleted while the trainer was unreachable.",
             "reason",
         )
         self.database_seconds = declare.seconds(
-            "database", "One transaction, from the wait for a connection to its commit."
+            "database", "Time of a database transaction, from the wait for a connection to the commit."
         )
         self.database_errors = declare.counter(
             "database_errors_total",

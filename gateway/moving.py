@@ -93,7 +93,7 @@ class TrainerState:
 
 
 class Moving:
-    """Makes the moves. Of several gateways behind one database only one does so: the holder of the reaper's lease."""
+    """Makes the moves. Among several gateways behind one database, only the holder of the reaper's lease does so."""
 
     def __init__(
         self,
@@ -112,16 +112,16 @@ class Moving:
         self._metrics = metrics
         self._adopt_after_s = adopt_after_s
         self._away_since_s: dict[str, float] = {}
-        """By trainer_id of a trainer that has runs and is not connected, the time at which it is taken to have gone, by
-        time.monotonic."""
+        """Times since which trainers with runs are taken to be away, by trainer_id, on the monotonic clock. A failed
+        attempt to fence a trainer sets its time anew."""
         self._lost: set[str] = set()
         """The trainer_ids of lost trainers, in this round."""
         self._wake = asyncio.Event()
         self._failures: dict[str, _Failure] = {}
-        """By model_id. A run that its trainer does not have is tried again, too, because the trainer may come back with
-        it."""
+        """Runs whose last attempt to move has failed, by model_id. A run that its trainer does not have is tried again,
+        too, because the trainer may come back with it."""
         self._noted: dict[str, dict[str, Problem]] = {}
-        """For each drained trainer, by trainer_id, the problems that were stored last."""
+        """The problems of each drained trainer that were stored last, by trainer_id."""
 
     async def run(self) -> None:
         """Moves runs until it is cancelled."""
@@ -137,9 +137,9 @@ class Moving:
     # Draining
 
     async def drain(self, trainer: Trainer, *, until_restart: bool = False) -> None:
-        """Begins to drain a trainer. With `until_restart` it takes runs again, by itself, as soon as another process of
-        it serves. A repeat changes nothing. Raises FailedPrecondition when no other trainer can take its runs, and
-        NotReady when the gateway has not reached the trainer yet."""
+        """Begins to drain a trainer. With `until_restart` the trainer takes runs again as soon as it has restarted. A
+        repeat changes nothing. Raises FailedPrecondition when no other trainer can take its runs, and NotReady when the
+        gateway has not reached the trainer yet."""
         if trainer.info is None:
             raise NotReady(f"trainer: {trainer.address} has not been reached yet")
         if not trainer.trainer_id:
@@ -162,8 +162,8 @@ class Moving:
         logger.info("the trainer at %s takes runs again", trainer.address)
 
     async def _round(self) -> None:
-        """Finishes the moves that have begun. Then moves the runs of drained and lost trainers, as long as they have
-        any."""
+        """Finishes the moves that have begun. Then moves the runs of drained and lost trainers, until none is left that
+        can be moved now."""
         if not await self._peers.has_lease("reaper"):
             self._failures.clear()
             self._noted.clear()
@@ -190,8 +190,8 @@ class Moving:
             await self._note_problems(trainer_id)
 
     async def _still_drained(self) -> set[str]:
-        """The trainer_ids of the trainers that are being drained. Lets those take runs again that were drained until
-        they restart, and have."""
+        """The trainer_ids of the trainers that are being drained. A trainer that was drained until its restart, and has
+        restarted, is undrained here."""
         boots = {one.trainer_id: one.info.boot_id for one in self._clients.trainers if one.info and one.is_connected}
         drained = set[str]()
         for row in await self._store.moves.drained_rows():
@@ -215,8 +215,8 @@ class Moving:
         return {trainer_id for trainer_id in long_away if await self._fence(trainer_id)}
 
     async def _fence(self, trainer_id: str) -> bool:
-        """Has a trainer fence a trainer that is away. Returns False when that one is alive, or nobody can adopt its
-        runs; then this is tried again after `adopt_after_s`."""
+        """Asks the connected trainers, one after the other, to fence a trainer that is away. Returns False when none
+        could: the trainer is alive, or nobody can adopt its runs. The next attempt is after `adopt_after_s`."""
         why = "no trainer is connected"
         for trainer in self._clients.trainers:
             if not trainer.is_connected or trainer.info is None:
@@ -233,7 +233,8 @@ class Moving:
         return False
 
     async def _note_problems(self, trainer_id: str) -> None:
-        """Stores why runs of a drained trainer could not be moved, because every gateway may be asked for that."""
+        """Stores the reasons for which runs of a drained trainer could not be moved, because every gateway may be asked
+        for them."""
         runs = await self._store.moves.runs_of(trainer_id, but=set(), limit=_MOST_PROBLEMS)
         problems = {
             run.model_id: self._failures[run.model_id].problem for run in runs if run.model_id in self._failures
@@ -253,7 +254,7 @@ class Moving:
         return failure is None or failure.again_s <= time.monotonic()
 
     def _failed(self, model_id: str, why: str, *, is_gone: bool = False) -> None:
-        """Notes a failed attempt. For `is_gone` see Problem."""
+        """Notes a failed attempt to move a run. For `is_gone` see Problem."""
         before, problem = self._failures.get(model_id), Problem(why=why, is_gone=is_gone)
         pause_s = _AGAIN_S if before is None else min(2 * before.pause_s, _LONGEST_PAUSE_S)
         if before is None or before.problem != problem:
@@ -331,7 +332,7 @@ class Moving:
                 self._failed(move.model_id, not_at_source.message, is_gone=True)
             return False
         except DataCorrupted:
-            await self._call(move.source_id, "ReleaseModel", release)  # writes the package again, which is damaged
+            await self._call(move.source_id, "ReleaseModel", release)  # the source writes the damaged package again
             raise
         await self._store.moves.finish(move)
         self._placement.forget(move.model_id)
@@ -346,7 +347,7 @@ class Moving:
         """Makes the last steps of a move whose run is at the target: both trainers delete what they keep for it."""
         forget = pb.ForgetMoveRequest(model_id=move.model_id, move_id=move.move_id)
         await self._call(move.target_id, "ForgetMove", forget)
-        if move.source_id in self._lost:  # the target has taken over the rows, those of a release, too
+        if move.source_id in self._lost:  # the target has taken over all rows, also those of a release
             await self._store.moves.delete(move)
             return
         try:

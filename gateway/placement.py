@@ -28,11 +28,13 @@ from tinsmith.v1 import trainer_pb2
 logger = logging.getLogger(__name__)
 
 _MAX_KNOWN = 100_000
+"""Most runs whose trainers are kept in memory."""
 _ASK_TIMEOUT_S = 1.0
+"""Longest time in which a trainer may tell its load, in seconds."""
 _LOOK_S = 2.0
 """Pause between two looks for the trainer of a run whose trainer has not been reached, in seconds."""
 _BUSY_S = 10.0
-"""Queued work, in seconds, that counts as much as half of the memory for models."""
+"""Queued work that counts as much as half of the memory for models, in seconds."""
 
 
 class _Place(NamedTuple):
@@ -50,16 +52,17 @@ class Placement:
         self._clients = clients
         self._timeout_s = timeout_s
         self._known: LRUCache[str, _Place] = LRUCache(_MAX_KNOWN)
-        """By model_id. So a call that waits for its trainer needs no database."""
+        """The places of runs, by model_id, so that a call that waits for its trainer needs no database."""
         self._choosing = asyncio.Lock()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def choose(self, base_model: str, *, but: str | None = None) -> Trainer:
-        """The trainer of the base model that has most room and least work, of those that are not being drained. A
-        trainer that is the only one takes runs even then. `but`: the trainer_id of one that is left out.
+        """The trainer of the base model that has most room and least work. Drained trainers are left out, but the only
+        trainer of a base model takes runs even when it is drained. `but`: trainer_id of a further trainer that is left
+        out.
 
-        Raises NotReady when none can be asked, FailedPrecondition when the trainers of the base model do not agree, and
-        InvalidRequest when no trainer serves it.
+        Raises NotReady when no trainer can be asked, FailedPrecondition when the trainers of the base model do not
+        agree, and InvalidRequest when no trainer serves it.
         """
         serving = await self._clients.settle(lambda: self._clients.serving(base_model), timeout_s=self._timeout_s)
         if len(serving) == 1 and but is None:
@@ -85,13 +88,14 @@ class Placement:
             return None
 
     async def add(self, model: Model) -> None:
-        """Chooses the run's trainer and adds its row; a repeat changes nothing. Raises what `choose` raises."""
+        """Chooses the run's trainer, and adds the run's row with it. A row that exists already stays. Raises the errors
+        of `choose`."""
         async with self._choosing:  # the next choice counts this run
             model.trainer_id = (await self.choose(model.base_model)).trainer_id or None
             await self._store.models.add(model)
 
     async def of_run(self, model_id: str, *, timeout_s: float | None = None) -> Trainer:
-        """The trainer of the run; waits until it has been reached once since the start.
+        """The trainer of the run. Waits until the gateway has reached this trainer once since its start.
 
         Raises NotReady after `timeout_s` (None: never), ModelNotFound when there is no such run or its trainer is no
         longer in the list, and InvalidRequest when no trainer serves its base model.
@@ -127,11 +131,11 @@ class Placement:
         return len(self._clients.trainers) > 1
 
     def turn(self, model_id: str) -> asyncio.Lock:
-        """A lock for what decides whether a run stays: the beginning of a move, and its deletion."""
+        """The lock under which a move of the run begins, or the run is deleted, so that the two never cross."""
         return self._turns.setdefault(model_id, asyncio.Lock())
 
     def forget(self, model_id: str) -> None:
-        """Drops what is known of the run's trainer: the run moves, or has moved."""
+        """Drops the run's trainer from memory, because the run moves, or has moved."""
         self._known.pop(model_id, None)
 
     async def has_moved(self, model_id: str, trainer: Trainer) -> bool:
@@ -151,10 +155,10 @@ class Placement:
         return is_moving or (row.trainer_id is not None and row.trainer_id != trainer.trainer_id)
 
     async def of_checkpoint(self, location: str, base_model: str) -> Trainer:
-        """A trainer that can read and change the checkpoint at this location: its run's trainer, or another one with
-        the same store while that one is away.
+        """A trainer that can read and change the checkpoint at this location: the trainer of the checkpoint's run, or
+        another one with the same store while that trainer is away.
 
-        Raises NotReady when none has been reached yet, and InvalidRequest when no trainer serves the base model.
+        Raises NotReady when no trainer of the base model has been reached yet, and InvalidRequest when none serves it.
         """
         serving = self._clients.serving(base_model)
         if len(serving) == 1:
@@ -171,7 +175,7 @@ class Placement:
         return next((trainer for trainer in serving if trainer.is_connected), serving[0])
 
     async def _place(self, model_id: str, *, is_newest: bool = False) -> _Place:
-        """Raises ModelNotFound, and what `_locate` raises."""
+        """The place of a run, read from its row. Raises ModelNotFound, and the errors of `_locate`."""
         row = await self._store.models.get(model_id, is_newest=is_newest or self._store.is_shared)
         if row is None:
             raise ModelNotFound(f"model_id: there is no model {model_id!r}", model_id=model_id)
@@ -184,8 +188,9 @@ class Placement:
         return place
 
     async def _locate(self, model: Model) -> str | None:
-        """The trainer of a run whose row is older than the column: the only one of the base model, or else the one that
-        has the run. None when it cannot be told. Raises NotReady when a trainer that may have it cannot be asked."""
+        """The trainer_id for a run whose row is older than the column `trainer_id`. It is the id of the base model's
+        only trainer, or else of the trainer that has the run; None if no such id is found. Raises NotReady when a
+        trainer that may have the run cannot be asked, and the errors of `Clients.serving`."""
         serving = await self._clients.settle(lambda: self._clients.serving(model.base_model), timeout_s=self._timeout_s)
         if len(serving) == 1 and not self._clients.has_unreached_trainers:
             return serving[0].trainer_id or None
@@ -209,8 +214,8 @@ class Placement:
 def least_loaded(
     infos: Sequence[tuple[Trainer, trainer_pb2.GetTrainerInfoResponse]], coming: dict[str, int]
 ) -> Trainer:
-    """The trainer with most room for a further run and least work. `coming`: by trainer_id, the number of runs that
-    were placed there and are not in its figures yet."""
+    """The trainer with most room for a further run and least work. `coming`: trainer_id -> number of runs that were
+    placed there and that the trainer's figures do not contain yet."""
     num_models = sum(info.num_models for _, info in infos)
     run_bytes = sum(info.reserved_bytes for _, info in infos) / num_models if num_models else 0.0
 

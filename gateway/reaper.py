@@ -42,7 +42,7 @@ from tinsmith.v1 import trainer_pb2
 logger = logging.getLogger(__name__)
 
 _LAST_S = 5.0
-"""Time in which operations that were let in before the end of their run reach the trainer, in seconds."""
+"""Time within which operations that were let in before the end of their run reach the trainer, in seconds."""
 EXPIRED = "expired"
 """Reason of a session that ended because it sent no heartbeats."""
 
@@ -86,24 +86,24 @@ class Reaper:
         self._heard_until = 0.0
         """Time of the last search for silent sessions, in seconds since 1970."""
         self._hears_since = 0.0
-        """Since when heartbeats could arrive without interruption, in seconds since 1970."""
+        """Time since which heartbeats could arrive without interruption, in seconds since 1970."""
         self._wake = asyncio.Event()
 
     async def end_session(self, session_id: str, *, reason: str, detail: str | None) -> None:
-        """Ends a session; a repeat changes nothing. Its samples end now, and its models are freed once their work is
-        done."""
+        """Ends a session; a repeat changes nothing. The session's samples end now, and its models are freed once their
+        work is done."""
         if await self._store.sessions.end(session_id, reason=reason, detail=detail):
             logger.info("session %s ended: %s", session_id, reason)
             self._ended(session_id)
 
     async def end_run(self, model_id: str) -> None:
-        """Ends a run, so that it takes no more operations. Its model is freed once its work is done."""
+        """Ends a run, so that it takes no more operations. The run's model is freed once its work is done."""
         await self._store.models.end(model_id)
         logger.info("run %s was ended", model_id)
         self._wake.set()
 
     async def attach_end(self, request_id: str, model_id: str) -> None:
-        """Makes a future of an unload_model. Raises Gone when the run was not ended."""
+        """Makes the future of an unload_model request, unless there is one. Raises Gone when the run was not ended."""
         model = await self._store.models.get(model_id, is_newest=True)
         if model is None or model.ended_at is None:
             raise Gone
@@ -113,7 +113,8 @@ class Reaper:
             self._futures.start(pending, self._freed(model_id))
 
     async def _freed(self, model_id: str) -> Answer:
-        """Waits until a gateway has freed the model. Returns the answer of unload_model. Raises Gone."""
+        """Waits until a gateway has freed the model. Returns the answer of unload_model. Raises Gone when the run's row
+        is gone."""
         pause = Pause()
         while (model := await self._store.models.get(model_id, is_newest=True)) is not None:
             if model.released_at is not None:
@@ -151,7 +152,7 @@ class Reaper:
             await self._try(step)
 
     async def reap(self) -> None:
-        """The steps of the one gateway that has the lease; none at another gateway."""
+        """Runs the steps that only the gateway with the reaper's lease runs. Does nothing at another gateway."""
         if not await self._peers.has_lease("reaper"):
             return
         for step in (
@@ -179,8 +180,9 @@ class Reaper:
 
     async def end_silent_sessions(self) -> None:
         now, timeout_s = time.time(), self._config.session_timeout_s
-        # The last look is long ago, so heartbeats may have been lost: this gateway was down, its machine slept, the
-        # database had an outage, or another gateway was the reaper. Or the clock was set. All sessions get time anew.
+        # If the last search is long ago, heartbeats may have been lost meanwhile: this gateway was down, its machine
+        # slept, the database had an outage, or another gateway was the reaper. Or the clock was set. Then the timeout
+        # of all sessions begins anew.
         if abs(now - self._heard_until) > max(timeout_s / 2, 2 * self._config.reap_interval_s):
             self._hears_since = now
         if now - self._hears_since >= timeout_s:
@@ -191,8 +193,8 @@ class Reaper:
 
     async def release_models(self) -> None:
         for model, session in await self._store.models.unreleased():
-            # A client may close its session while its last save is queued, so the model waits for its work. Not for
-            # ever: a gap in the seq_ids may keep the work from running.
+            # A client may close its session while its last save is queued, so the model waits for its work. The wait is
+            # bounded, because a gap in the seq_ids may keep the work from running.
             ended_at = min(at for at in (model.ended_at, session.ended_at) if at is not None)
             ended_s = time.time() - max(ended_at, self._hears_since)
             overdue = session.end_reason == EXPIRED or ended_s > self._config.session_timeout_s
@@ -202,7 +204,7 @@ class Reaper:
                 await self._give_up_missing(model)
 
     async def _give_up_missing(self, model: Model) -> None:
-        """Gives up the seq_ids for which the work of an ended run waits: they come no more."""
+        """Gives up the missing seq_ids for which the operations of an ended run wait, because nobody will send them."""
         try:
             trainer = await self._placement.of_run(model.model_id, timeout_s=0)
             found = await trainer.stub.GetModel(trainer_pb2.GetModelRequest(model_id=model.model_id))
@@ -211,13 +213,13 @@ class Reaper:
                 if seq_id not in numbers:
                     missing = Submission.of("forward_backward", model.model_id, seq_id, base_model=model.base_model)
                     missing.refuse(FailedPrecondition(f"seq_id {seq_id} has not arrived, and the run has ended"))
-                    with suppress(SequenceConflict):  # the trainer has it
+                    with suppress(SequenceConflict):  # the trainer has the operation meanwhile
                         await self._operations.submit(missing)
         except ServiceError as error:
             logger.info("the work of the ended model %s goes on waiting: %s", model.model_id, error.message)
 
     def _is_busy_elsewhere(self, model: Model, ended_s: float) -> bool:
-        """Whether the model may have work at another gateway, which this one learns with a delay."""
+        """Whether the model may have work at another gateway. This gateway hears of such work with a delay."""
         is_heard_of = ended_s > 3 * BEAT_S
         return self._peers.are_several and (not is_heard_of or model.model_id in self._peers.busy_models())
 
@@ -243,7 +245,8 @@ class Reaper:
         self._futures.cancel(model.model_id.__eq__, error=error)
 
     async def _trainer_of(self, model: Model) -> Trainer:
-        """The trainer that has the run; when it is gone for good, one that deletes what the run has left in the store.
+        """The trainer that has the run. When that trainer is gone for good, a trainer that can delete the run's files
+        in the store.
 
         Raises NotReady, and InvalidRequest when no trainer serves the base model.
         """
@@ -255,8 +258,8 @@ class Reaper:
     async def _keep_ephemeral(self, model: Model) -> None:
         """Keeps the run's ephemeral versions that live samplers use, because the trainer deletes them with the model.
 
-        Samplers use the version that they were made of. Those that follow the run, of any session, use its newest
-        inflight version.
+        A sampling session uses the version from which it was made. If it follows the run, it uses the run's newest
+        inflight version; such sampling sessions may belong to any session.
         """
         versions = await self._store.samplers.ephemeral(model)
         location, version_id = model.inflight_location, model.inflight_version_id

@@ -1,4 +1,4 @@
-"""The parts of the schemas of JSON bodies and URL parameters: the types of their fields, and their base classes."""
+"""Parts of the schemas of JSON bodies and URL parameters: types of fields, and base classes."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ RequestId = Annotated[str, Field(max_length=20_000), AfterValidator(_storable)]
 
 
 def _as_text(value: Any) -> str:
-    """The value as text: any JSON but a string becomes its JSON, because the SDKs read notes as text."""
+    """The value as text. A value that is no string becomes its JSON, because the SDKs read notes as text."""
     return _storable(value if isinstance(value, str) else json.dumps(value))
 
 
 Note = Annotated[Any, AfterValidator(_as_text)]
-"""Any JSON; stored as text."""
+"""Any JSON value, which is stored as text."""
 
 
 def _short_together(notes: Any) -> Any:
@@ -52,8 +52,8 @@ def _short_together(notes: Any) -> Any:
 
 
 def _few(notes: Any) -> Any:
-    """Refuses more than MAX_ENTRIES entries before they are validated: an error for each of a hundred thousand wrong
-    ones would block the event loop."""
+    """Refuses more than MAX_ENTRIES entries before they are validated, because an error for each of a hundred thousand
+    wrong entries would block the event loop."""
     if isinstance(notes, dict | list) and len(notes) > MAX_ENTRIES:
         raise ValueError(f"has {len(notes)} entries, and this server keeps at most {MAX_ENTRIES}")
     return notes
@@ -65,7 +65,7 @@ Tags = Annotated[list[Text], Field(max_length=MAX_ENTRIES), _Bounded, AfterValid
 
 
 class _UpToOneError:
-    """Marks a list whose validation ends at the first wrong item; a million errors would block the event loop.
+    """Marks a list whose validation ends at the first wrong item, because a million errors would block the event loop.
 
     pydantic's own mark, FailFast, cannot be part of a union.
     """
@@ -105,11 +105,9 @@ class Known(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _only_what_is_set(cls, content: Any) -> Any:
-        """Leaves out unknown fields that are null or harmless, and known ones that are null, except where null does not
-        mean absent. One of the other unknown fields stays, and pydantic refuses it.
-
-        An error for each of a hundred thousand unknown fields would block the event loop.
-        """
+        """Leaves out unknown fields that are null or harmless, and known fields that are null, unless null is one of
+        the field's values. Keeps only the first other unknown field, which pydantic refuses, because an error for each
+        of a hundred thousand unknown fields would block the event loop."""
         fields = _fields(cls)
         if not isinstance(content, dict) or (None not in content.values() and all(name in fields for name in content)):
             return content
@@ -126,8 +124,9 @@ class Known(BaseModel):
 
 @cache
 def _fields(schema: type[Known]) -> Mapping[str, bool]:
-    """The schema's fields in its order: names as clients write them -> whether null does not mean that the field is
-    absent, because null is one of its values, or because JSON makes null of nan and inf."""
+    """The schema's fields in its order: the name as clients write it -> whether the field can have the value null.
+    Otherwise null means that the field is absent. A required field whose type includes None can have it, and so can a
+    float, because JSON makes null of nan and inf."""
     return {
         field.alias or name: field.annotation is float
         or (field.is_required() and type(None) in get_args(field.annotation))

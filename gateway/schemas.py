@@ -88,7 +88,7 @@ class OperationIds(Body):
 
 
 class GivenIds(Body):
-    """Ids of a training operation; without seq_id it gets the next number."""
+    """Ids of a training operation, as a client sends them. An operation without seq_id gets the next number."""
 
     model_id: Text = Field(min_length=1, max_length=300)
     seq_id: int | None = Field(default=None, ge=1, lt=2**31)
@@ -131,7 +131,7 @@ class SaveWeightsForSampler(OperationIds):
 
 
 class LoadWeights(Body):
-    """Fields of both forms of load_weights; the ids of each form are checked separately."""
+    """Fields that both forms of load_weights have. The ids of each form have schemas of their own."""
 
     path: Id
     optimizer: bool = False
@@ -168,7 +168,8 @@ class SampleIds(Body):
 
 
 class GivenSampleIds(Body):
-    """Ids of a sample; without sampling_session_id it names its weights, and without seq_id it gets the next number."""
+    """Ids of a sample, as a client sends them. A sample without sampling_session_id names its weights, and a sample
+    without seq_id gets the next number."""
 
     sampling_session_id: Text | None = Field(default=None, min_length=1, max_length=300)
     seq_id: int | None = Field(default=None, ge=0, lt=2**63)
@@ -214,7 +215,7 @@ class Sample(SampleIds):
 
 class RetrieveFuture(Body):
     HARMLESS = Body.HARMLESS | {"model_id", "sample_sequence_ids"}
-    """A client may send back a whole receipt."""
+    """Fields of a receipt. A client may send back a whole receipt."""
 
     request_id: RequestId
     allow_metadata_only: bool = False
@@ -303,7 +304,7 @@ class Policy(Known):
 
 class Prune(Body):
     policy: Policy | None = None
-    """Policy to apply; the run's own unless given."""
+    """Policy to apply. Without one, the run's own policy is applied."""
     paths: Listed[str] | None = None
     """Delete only these paths, even if the policy keeps fewer by now."""
     dry_run: bool = False
@@ -311,7 +312,7 @@ class Prune(Body):
 
 class SetTtl(Body):
     ttl_seconds: int | None
-    """Lifetime from now on, in seconds; null: it does not expire."""
+    """Lifetime from now on, in seconds. null means that the checkpoint does not expire."""
 
 
 class CopyWeights(Body):
@@ -334,11 +335,11 @@ class TrainerName(Body):
 
 class Drain(TrainerName):
     until_restart: bool = False
-    """Let the trainer take runs again, by itself, as soon as another process of it serves."""
+    """Let the trainer take runs again as soon as it has restarted."""
 
 
 class Query(Known):
-    """Parameters of a URL, which are all text."""
+    """Parameters of a URL. All of them are text, so they are converted to the types of the fields."""
 
 
 class ScopedQuery(Query):

@@ -56,7 +56,7 @@ class SessionSearch:
         self._store = store
 
     async def ids(self, *, owner: str | None, limit: int, offset: int) -> list[str]:
-        """Ids of sessions, newest first. `owner` None: of all owners."""
+        """Ids of sessions, newest first. `owner` None means the sessions of all owners."""
         query = select(Session.session_id).order_by(Session.created_at.desc(), Session.session_id.desc())
         if owner is not None:
             query = query.where(Session.owner == owner)
@@ -72,13 +72,14 @@ class SessionSearch:
     async def search(
         self, asked: schemas.SearchSessions, *, caller: Caller
     ) -> tuple[list[Found], Session | _Scanned | None]:
-        """One page of sessions, newest first, and the session after which the next page begins; None: no next page.
+        """One page of sessions, newest first, and the session after which the next page begins, or None if there is no
+        next page.
 
         The search stops after MAX_SCANNED sessions. So a page may hold fewer sessions than were asked for, and still
         have a next page.
         """
-        # Without tags and metadata: each may have 64 Ki characters of JSON, parsed on the event loop. As tuples:
-        # SQLAlchemy takes 25 us of the event loop to make an object.
+        # The scan reads no tags and no metadata, because each may have 64 Ki characters of JSON, parsed on the event
+        # loop. It reads tuples, because SQLAlchemy takes 25 us of the event loop to make an object.
         fits: list[ColumnElement[bool]] = []
         if asked.project_ids is not None:
             fits.append(or_(false(), *[in_project(project_id) for project_id in asked.project_ids]))
@@ -165,12 +166,12 @@ class SessionSearch:
 def _comes_after(created_at: float, session_id: str) -> ColumnElement[bool]:
     """True for sessions that come later in the order newest first."""
     later = or_(Session.created_at < created_at, Session.session_id < session_id)
-    return and_(Session.created_at <= created_at, later)  # in this form an index finds the first of them
+    return and_(Session.created_at <= created_at, later)  # in this form an index finds the first such session
 
 
 def _has_part(wanted: Mapping[str, str]) -> ColumnElement[bool]:
-    """Whether the text of a session's metadata has the longest of these entries. The database removes most of the
-    others by that, which costs the event loop nothing."""
+    """Whether the text of a session's metadata has the longest of these entries. By this condition the database leaves
+    out most sessions without all entries, at no cost for the event loop."""
     longest = max((json.dumps({key: value})[1:-1] for key, value in wanted.items()), key=len)
     return cast(Session.user_metadata, Text).contains(longest[:_COMPARED], autoescape=True)
 
@@ -181,7 +182,7 @@ def _has_status(status: schemas.StatusQuery) -> ColumnElement[bool]:
             return Session.ended_at.is_(None)
         case schemas.FinishedQuery(reasons=reasons):
             return Session.end_reason.in_(reasons or FINISH_REASONS)
-    return Session.session_id.in_([])  # a session here is never cancelled, and a failed request does not fail it
+    return Session.session_id.in_([])  # no session is ever cancelled here, or failed by a request
 
 
 def _is_named(session: _Scanned, asked: schemas.SearchSessions) -> bool:

@@ -6,12 +6,15 @@ from itertools import islice
 from typing import Any
 
 _LONGEST = 100
+"""Most characters of a value that are shown."""
 _ITEMS = 20
+"""Most items of a list or an object of which the text is made."""
 _DEPTH = 3
+"""Levels of nested lists and objects of which the text is made."""
 
 
 def shown_name(name: object) -> str:
-    """The beginning of a key of a client's object, which may be as long as the body."""
+    """The beginning of a key of a client's object. A key may be as long as the body."""
     return str(name)[:_LONGEST]
 
 
@@ -34,5 +37,5 @@ def _beginning(value: Any, depth: int) -> Any:
 
 
 def shown_given(value: Any) -> str:
-    """`shown`, but "nothing" for a value that is null or missing."""
+    """The text of `shown`, or "nothing" for a value that is null or missing."""
     return "nothing" if value is None else shown(value)

@@ -1,4 +1,5 @@
-"""Rows as the JSON of the public API. Their types are those of the OpenAPI document."""
+"""Functions that make the JSON of the public API from rows. The types of this JSON are those of the OpenAPI
+document."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ _APPLIED: dict[int, Literal["yes", "too weak to tell", "no", "differently"] | No
 
 
 def certificate_view(certificate: types_pb2.PublishCertificate) -> answers.Certificate:
-    """The certificate as JSON. A gap that is not finite becomes the text "inf", as in metrics."""
+    """The certificate as JSON. A gap or a change that is not finite becomes the text "inf", as in metrics."""
     return {
         "version_id": certificate.version_id,
         "passed": certificate.passed,
@@ -124,7 +125,8 @@ def run_view(
 
 
 def status_view(session: Session) -> Json | None:
-    """The session's status. None for one that ended for want of heartbeats: it may have finished or not."""
+    """The session's status. None for a session that ended for want of heartbeats, because its client may have finished
+    or not."""
     if session.ended_at is None:
         return {"type": "active"}
     if session.end_reason in FINISH_REASONS:

@@ -10,9 +10,9 @@ from typing_extensions import TypedDict
 class Trainer(TypedDict):
     address: str
     trainer_id: str
-    """Empty until the trainer has said it."""
+    """Empty until the gateway has reached the trainer."""
     boot_id: str
-    """Id of the trainer's process; each start has another one. Empty until the trainer has said it."""
+    """Id of the trainer's process, which changes at each start. Empty until the gateway has reached the trainer."""
     base_models: list[str]
     state: Literal["serving", "loading", "gone"]
     is_drained: bool

@@ -18,7 +18,7 @@ from gateway.views import DEFAULT_PROJECT
 
 @dataclass(frozen=True, slots=True)
 class RunWithCheckpoints:
-    """A training run, its owner, and its newest checkpoints for training (`last`) and for samplers."""
+    """A training run, its owner, and its newest checkpoints: `last` for training, `last_sampler` for samplers."""
 
     model: Model
     owner: str
@@ -50,7 +50,8 @@ class Catalog:
     async def runs(
         self, *, owner: str | None, project_id: str | None, limit: int, offset: int
     ) -> tuple[list[RunWithCheckpoints], int]:
-        """One page of runs, newest first, and the number of all. None: all owners, or all projects.
+        """One page of runs, newest first, and the number of all. `owner` None means the runs of all owners, and
+        `project_id` None those of all projects.
 
         A run whose creation was refused is left out.
         """
@@ -79,8 +80,9 @@ class Catalog:
         return await self._store.all(query.order_by(Checkpoint.created_at, Checkpoint.path))
 
     async def size_of_save(self, model: Model, *, kind: str, base_models: Collection[str]) -> int | None:
-        """The size in bytes that a new checkpoint of this run will have: that of the run's newest one of this kind,
-        else of the largest one of the same shape, whoever owns it. None when there is none.
+        """The expected size of a new checkpoint of this run, in bytes. It is the size of the run's newest checkpoint of
+        this kind, or else of the largest checkpoint of the same shape, whoever owns that. None when there is no such
+        checkpoint.
 
         `base_models`: all names of the run's base model.
         """

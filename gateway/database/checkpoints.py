@@ -20,8 +20,8 @@ class CheckpointRows:
         self._database = database
 
     async def put(self, checkpoint: Checkpoint, *, settles: str | None = None, note: Note | None = None) -> None:
-        """Adds the checkpoint, or replaces the one at the same path. Without `settles`, the row of the same version
-        stays.
+        """Adds the checkpoint, or replaces the one at the same path. Without `settles`, a row of the same version is
+        left as it is.
 
         `settles`: id of the operation that made the checkpoint. Nothing is written when it was settled before, because
         the checkpoint may have been deleted since. `note`: writes more in the same transaction.
@@ -45,6 +45,7 @@ class CheckpointRows:
         return await self._database.get(Checkpoint, path)
 
     async def expired(self) -> list[Checkpoint]:
+        """Checkpoints whose files are to be deleted: expired ones that are not pinned, and deleted ones."""
         async with self._database.begin() as db:
             over = Checkpoint.expires_at <= time.time()
             query = select(Checkpoint).where(over, or_(~Checkpoint.pinned, Checkpoint.expires_at == DELETED_AT))
@@ -58,7 +59,7 @@ class CheckpointRows:
         return {kind: found.get(kind, (0, 0)) for kind in KINDS}
 
     async def delete(self, path: str, *, version_id: str) -> bool:
-        """Deletes the row. False when it is gone already, or holds another version by now."""
+        """Deletes the row. Returns False when it is gone already, or has another version by now."""
         is_this = Checkpoint.path == path, Checkpoint.version_id == version_id
         return await self._database.run(delete(Checkpoint).where(*is_this)) > 0
 

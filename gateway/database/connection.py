@@ -33,20 +33,21 @@ Note = Callable[[AsyncSession], Awaitable[None]]
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 _MIGRATION_LOCK = 0x74696E736D697468
-"""Number of an advisory lock of PostgreSQL."""
+"""Number of the advisory lock that a gateway takes in PostgreSQL while it migrates."""
 _PER_PASS = 50
 """Most rows of a list that are read in one pass of the event loop: up to 20 ms, with metadata of 64 Ki characters
 each."""
 PER_QUERY = 500
 """Most items that one query names, because databases limit its parameters."""
 _CONNECT_TIMEOUT_S = 10.0
+"""Longest time in which a connection to PostgreSQL is made, in seconds."""
 _CONNECTIONS = 10
 """Most connections of a gateway to PostgreSQL, half of which stay open. PostgreSQL itself takes 100 by default."""
 _LOCKED_S = 30
-"""How long SQLite waits for a lock that another connection holds."""
+"""Longest time for which SQLite waits for a lock that another connection holds, in seconds."""
 _SILENT_S = 10
-"""A PostgreSQL server whose machine does not answer is given up after one to two times this. Its name may lead to
-another machine by then."""
+"""Time after which a connection to a PostgreSQL server is given up whose machine does not answer, in seconds; it may
+take up to twice as long. The server's name may lead to another machine by then."""
 
 
 def parts(items: Sequence[T], size: int = PER_QUERY) -> Iterator[Sequence[T]]:
@@ -138,12 +139,12 @@ class Database:
     # Transactions of one statement
 
     async def get(self, table: type[Row], key: Any) -> Row | None:
-        """The row with this primary key."""
+        """The row with this primary key; None when there is none."""
         async with self.begin() as db:
             return await db.get(table, key)
 
     async def first(self, query: Executable) -> Any:
-        """The first column of the first row; None without any row."""
+        """The first column of the first row; None when there is no row."""
         async with self.begin() as db:
             return await db.scalar(query)
 
@@ -158,7 +159,8 @@ class Database:
             return await rows_of(db, query)
 
     async def run(self, statement: Executable, values: Sequence[Mapping[str, Any]] | None = None) -> int:
-        """Executes an UPDATE, DELETE or INSERT, for each of `values` if given. Returns the number of rows it met."""
+        """Executes an UPDATE, DELETE or INSERT, once for each of `values` if they are given. Returns the number of
+        changed, deleted or added rows."""
         async with self.begin() as db:
             result: Any = await db.execute(statement, values)
             return result.rowcount
@@ -170,10 +172,10 @@ class Database:
     async def delete_old(
         self, at: InstrumentedAttribute[float], *which: ColumnElement[bool], before: float, keep_newest: int
     ) -> None:
-        """Deletes, of the rows for which `which` is true, those from before this time and all but the `keep_newest`
-        newest ones.
+        """Deletes rows from before a time, and all but the `keep_newest` newest rows. Only rows count for which `which`
+        is true.
 
-        `at`: the column with a row's time, which needs an index. Rows with the same time as a deleted one go, too.
+        `at`: the column with a row's time, which needs an index. Rows with the same time as a deleted row go, too.
         """
         table: Any = at.class_
         async with self.begin() as db:
@@ -205,7 +207,8 @@ class _Sqlite(sqlite3.Connection):
 
     def _to_wal(self) -> None:
         """Switches to WAL. When two gateways do this to a new database at the same time, SQLite detects a deadlock, and
-        reports a locked database to one of them at once, without waiting for busy_timeout. So this tries again."""
+        reports a locked database to one of them at once, without waiting for busy_timeout. So this method tries
+        again."""
         deadline = time.monotonic() + _LOCKED_S
         while True:
             try:

@@ -1,7 +1,7 @@
 """Deletes rows that nobody needs any more, so that the database of a service that runs for years stays small.
 
-Checkpoints and usage stay. Of sessions, runs, clients that sample and entries of the audit log each owner has a number
-that stays, and of recorded sequences a number of bytes.
+Checkpoints and amounts of usage stay. Each owner keeps a bounded number of sessions, runs, clients that sample and
+entries of the audit log, and a bounded number of bytes of recorded sequences.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ from gateway.database.tables.tenants import AuditEvent, CountedOperation, Ledger
 from gateway.ids import session_of
 
 FORGET_S = 60.0
-"""Pause between two rounds of deletion."""
+"""Pause between two rounds of deletion, in seconds."""
 BOUND_S = 600.0
-"""Pause between two counts of the rows of each owner, which read whole tables."""
+"""Pause between two counts of the rows of each owner, which read whole tables, in seconds."""
 _ROW_BYTES = 256
-"""Bytes for which a recorded sequence counts beside its prompt, tokens and logprobs, at least for its ids and index."""
+"""Bytes that count for the ids and the index of a recorded sequence, besides its prompt, tokens and logprobs; a lower
+bound."""
 _CREATION_S = 3600.0
-"""A run that the trainer has not made after this time was refused, or its trainer is away."""
+"""Time after which a run that no trainer has made counts as ended, in seconds. It was refused, or its trainer is
+away."""
 _BATCH_S = 30 * 86400.0
-"""How long the row of a ledger's newest batch is kept. No gateway sends a batch again after that long."""
+"""Time for which the row of a ledger's newest batch is kept, in seconds. No gateway writes a batch again after that
+time."""
 _PER_TIME = 50_000
-"""Most rows of a table with many rows that are deleted in one transaction, so that others can write in between."""
+"""Most rows of one table that are deleted in one transaction, so that other transactions can write in between."""
 
 
 class Forgetting:
@@ -70,7 +73,7 @@ class Forgetting:
             await db.execute(delete(Span).where(Span.span_id <= newest - self._config.max_spans))
 
     async def _forget_ended(self, *, before: float) -> None:
-        """Deletes samplers and custom losses of sessions that ended before this time."""
+        """Deletes sampling sessions and custom losses of sessions that ended before this time."""
         samplers = select(SamplingSession.sampling_session_id).join(Session)
         losses = select(CustomLoss.loss_id).join(Session)
         async with self._store.begin() as db:
@@ -94,7 +97,8 @@ class Forgetting:
                 await db.execute(delete(CountedOperation).where(CountedOperation.model_id.in_(some)))
 
     async def _forget_operations(self, *, before: float) -> None:
-        """Deletes operations whose copy or import is gone, and those that were written after their model's release."""
+        """Deletes settled copies and imports whose checkpoint is gone, and operations that a gateway wrote after the
+        release of their model."""
         there = exists().where(Checkpoint.path == Operation.request_id)
         released = exists().where(Model.model_id == Operation.model_id, Model.released_at < before)
         is_transfer = Operation.kind.in_(TRANSFERS)
@@ -143,8 +147,9 @@ class Forgetting:
                 await db.execute(delete(RetentionPolicy).where(RetentionPolicy.run_id.in_(some)))
 
     async def _forget_sessions(self, owner: str, ended: ColumnElement[bool]) -> None:
-        """Forgets the owner's oldest ended sessions, except those in whose runs there are checkpoints: a copy, and a
-        checkpoint of a run that was made without a gateway, may have no row of a run."""
+        """Forgets the owner's oldest ended sessions, except sessions whose runs have checkpoints. The ids of these
+        sessions come from the checkpoints, because a copy, and a checkpoint of a run that was made without a gateway,
+        may have no row of a run."""
         of_checkpoints = select(Checkpoint.run_id).where(Checkpoint.owner == owner).distinct()
         needed = {session_of(run_id) for run_id in await self._store.all(of_checkpoints)}
         newest = select(Session.session_id).where(Session.owner == owner, ended)
@@ -154,8 +159,9 @@ class Forgetting:
             await self._store.run(delete(Session).where(Session.session_id.in_(some), ended))
 
     async def _forget_marks(self, owner: str) -> None:
-        """Forgets clients of the owner's oldest sampling sessions, and of one session the first to come. If a gateway
-        is started again while such a client's sample is in work, the client is not told to send it again."""
+        """Forgets the progress of clients of the owner's oldest sampling sessions; within one sampling session, of the
+        clients that joined first. If a gateway is started again while a sample of such a client is in work, the client
+        is not told to send the sample again."""
         key = SampleMark.sampling_session_id, SampleMark.clone_id
         newest = select(*key).join(SamplingSession, _is_of_sampler()).join(Session).where(Session.owner == owner)
         newest = newest.order_by(SamplingSession.created_at.desc(), *(column.desc() for column in key))
@@ -166,7 +172,7 @@ class Forgetting:
                 await db.execute(delete(SampleMark).where(tuple_(*key).in_(some)))
 
     async def _forget_records(self) -> None:
-        """Leaves each owner max_owner_record_bytes of recorded sequences: those that were used last."""
+        """Leaves each owner max_owner_record_bytes of recorded sequences: the sequences that were used last."""
         columns = SequenceRecord.prompt, SequenceRecord.tokens, SequenceRecord.logprobs
         size = sum((func.length(column) for column in columns), start=literal(_ROW_BYTES))
         limit = self._config.max_owner_record_bytes
@@ -181,7 +187,8 @@ class Forgetting:
                 await self._store.run(delete(SequenceRecord).where(SequenceRecord.sequence_id.in_(some)))
 
     async def _sum_usage(self, owner: str) -> None:
-        """Sums up the usage of the owner's oldest hours over sessions, so that max_owner_rows rows name a session."""
+        """Sums up the usage of the owner's oldest hours over sessions, so that at most max_owner_rows of the owner's
+        rows name a session."""
         mine = Usage.owner == owner, Usage.session_id != ""
         newest = select(Usage.hour).where(*mine).order_by(Usage.hour.desc())
         last = await self._store.first(newest.offset(self._config.max_owner_rows).limit(1))
@@ -190,7 +197,8 @@ class Forgetting:
         hours = select(Usage.hour).where(*mine, Usage.hour <= last).distinct().order_by(Usage.hour)
         for hour in await self._store.all(hours):
             async with self._store.begin() as db:
-                # The amounts are those of the rows that are deleted, which another gateway may have just raised.
+                # The amounts come from the deleted rows themselves, because another gateway may have raised them since
+                # they were last read.
                 removed = delete(Usage).where(*mine, Usage.hour == hour)
                 amounts = Counter[tuple[str, str]]()
                 rows: Any = await db.execute(removed.returning(Usage.base_model, Usage.kind, Usage.amount))
@@ -204,8 +212,8 @@ class Forgetting:
 
 
 def _ended_runs(*, before: float) -> ColumnElement[bool]:
-    """True for a run that the trainer has freed, or whose creation was refused and sent before this time, if it has no
-    checkpoint, and no sampler follows it."""
+    """True for a run without checkpoints that no sampling session follows, if its trainer has freed it, or if no
+    trainer has made it although its row was added before this time."""
     return and_(
         or_(Model.released_at.is_not(None), and_(Model.lora_rank.is_(None), Model.created_at < before)),
         ~exists().where(Checkpoint.run_id == Model.model_id),
@@ -214,7 +222,7 @@ def _ended_runs(*, before: float) -> ColumnElement[bool]:
 
 
 def _ended_sessions() -> ColumnElement[bool]:
-    """True for an ended session without any run, sampler, custom loss and recorded sequence."""
+    """True for an ended session without any run, sampling session, custom loss or recorded sequence."""
     tables = Model, SamplingSession, CustomLoss, SequenceRecord
     of_it = (exists().where(table.session_id == Session.session_id) for table in tables)
     return and_(Session.ended_at.is_not(None), *(~any_left for any_left in of_it))

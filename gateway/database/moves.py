@@ -14,7 +14,7 @@ from gateway.database.tables.sessions import Model
 
 class MoveRows:
     def __init__(self, database: Database, forget: Callable[[str], None]) -> None:
-        """`forget`: drops the run's row from memory; see Living.forget."""
+        """`forget`: drops the run's row from memory; see LiveRows.forget."""
         self._database = database
         self._forget = forget
 
@@ -26,7 +26,8 @@ class MoveRows:
         return await self._database.get(MoveRow, model_id)
 
     async def begin(self, move: MoveRow) -> bool:
-        """Adds the move. False, and nothing is changed, when the run is moving already, or is not at the source."""
+        """Adds the move. Returns False, and changes nothing, when the run is moving already, or is not at the
+        source."""
         async with self._database.begin() as db:
             at_source = select(Model.model_id).where(
                 Model.model_id == move.model_id, Model.trainer_id == move.source_id, Model.released_at.is_(None)
@@ -55,13 +56,13 @@ class MoveRows:
         await self._database.run(delete(MoveRow).where(*mine))
 
     async def runs_of(self, trainer_id: str, *, but: set[str], limit: int) -> list[Model]:
-        """Runs that this trainer holds, the oldest first, without those of `but`."""
+        """Runs that this trainer holds, the oldest first. `but`: model_ids of runs that are left out."""
         query = select(Model).where(Model.trainer_id == trainer_id, Model.released_at.is_(None))
         found = await self._database.all(query.order_by(Model.created_at, Model.model_id).limit(limit + len(but)))
         return [model for model in found if model.model_id not in but][:limit]
 
     async def count_runs(self) -> dict[str, int]:
-        """By trainer_id, the number of runs that the trainer holds."""
+        """trainer_id -> number of runs that the trainer holds."""
         query = select(Model.trainer_id, func.count()).where(Model.trainer_id.is_not(None), Model.released_at.is_(None))
         return dict(await self._database.rows(query.group_by(Model.trainer_id)))
 
@@ -72,7 +73,7 @@ class MoveRows:
         return set(await self._database.all(select(DrainedTrainer.trainer_id)))
 
     async def drain(self, trainer_id: str, *, boot_id: str | None) -> None:
-        """Begins to drain the trainer, or this process of it; a repeat changes nothing."""
+        """Begins to drain the trainer; with `boot_id`, only this process of the trainer. A repeat changes nothing."""
         row = DrainedTrainer(trainer_id=trainer_id, since=time.time(), boot_id=boot_id, problems={})
         await self._database.add_once(row)
 

@@ -23,11 +23,11 @@ class OperationRows:
         self._database = database
 
     async def add(self, operation: Operation) -> bool:
-        """Adds the operation. False, and nothing is changed, when its id exists already."""
+        """Adds the operation. Returns False, and changes nothing, when its id exists already."""
         return await self._database.add_once(operation)
 
     async def settle(self, request_id: str, *, note: Note | None = None) -> bool:
-        """Notes that all results of the operation are stored. False when it was settled before, or is unknown.
+        """Notes that all results of the operation are stored. Returns False when it was settled before, or is unknown.
 
         `note`: writes more in the same transaction, unless the operation was settled before.
         """
@@ -50,9 +50,10 @@ class OperationRows:
         return await self._database.all(query.values(gateway_id=gateway_id).returning(Operation.request_id))
 
     async def left(self, gateway_id: str, *, kinds: Collection[str], in_work: Collection[str]) -> list[Operation]:
-        """Unsettled operations that no gateway works on: those of gateways that are gone, and this one's own.
+        """Unsettled operations that no gateway works on: operations of gateways that are gone, and own operations of
+        this gateway that are not `in_work`.
 
-        `in_work`: request ids that this gateway still works on; they are left out.
+        `in_work`: request ids of the operations that this gateway still works on.
         """
         mine = (
             Operation.settled_at.is_(None),
@@ -82,7 +83,7 @@ class OperationRows:
 
 
 def _are_left(gateway_id: str, kinds: Collection[str]) -> tuple[ColumnElement[bool], ...]:
-    """Conditions of an unsettled operation whose gateway is gone; this gateway is not gone."""
+    """Conditions of an unsettled operation whose gateway is gone. `gateway_id`: this gateway, which is never gone."""
     return (
         Operation.settled_at.is_(None),
         Operation.error.is_(None),
@@ -95,7 +96,7 @@ def _are_left(gateway_id: str, kinds: Collection[str]) -> tuple[ColumnElement[bo
 
 
 async def settle(db: AsyncSession, request_id: str) -> bool:
-    """Settles the operation in this transaction. False when it was settled before, or is unknown."""
+    """Settles the operation in this transaction. Returns False when it was settled before, or is unknown."""
     query = update(Operation).where(Operation.request_id == request_id, Operation.settled_at.is_(None))
     result = await db.execute(query.values(settled_at=time.time()))
     return result.rowcount > 0  # type: ignore[attr-defined]

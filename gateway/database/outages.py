@@ -16,13 +16,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PASSING = ("08", "25", "40", "53", "57", "58")
-"""Classes of PostgreSQL's error codes that pass: connection, read-only, rolled back, no resources, shutdown, system."""
+"""Classes of PostgreSQL's codes for errors that pass: connection, read-only, rolled back, no resources, shutdown,
+system."""
 
 TRY_AGAIN = "the gateway's database cannot be used at the moment; try again"
 
 
 class DatabaseUnusable(SQLAlchemyError):
-    """The error that stands for every outage. A failed connection, for one, raises errors that are not SQLAlchemy's."""
+    """The error that `Database.begin` raises in every outage. SQLAlchemy has no common one: a failed connection, for
+    example, raises an error that is not SQLAlchemy's."""
 
 
 def is_outage(error: BaseException) -> bool:
@@ -30,7 +32,9 @@ def is_outage(error: BaseException) -> bool:
     if isinstance(error, DatabaseUnusable):
         return True
     cause = error.orig if isinstance(error, DBAPIError) else error
-    if (code := getattr(cause, "sqlstate", None)) is not None:  # asyncpg's; unwrapped while it connects
+    if (
+        code := getattr(cause, "sqlstate", None)
+    ) is not None:  # an error of asyncpg, which is not wrapped while it connects
         return str(code)[:2] in _PASSING
     if isinstance(error, DBAPIError):
         return error.connection_invalidated or isinstance(error, OperationalError)
@@ -48,9 +52,9 @@ def log_failure(what: str, error: Exception, *, by: logging.Logger) -> None:
 
 
 async def until_written(write: Callable[[], Awaitable[T]], *, what: str, pausing: Callable[[str], object]) -> T:
-    """Calls `write` until there is no outage, and returns its result. Any other error is raised.
+    """Calls `write` again after each outage until it succeeds, and returns its result. Raises any other error.
 
-    `write` must bear a repeat after any part of it was done. `pausing` is called with a reason before each wait.
+    `write` must be repeatable after any part of it was done. `pausing` is called with a reason before each wait.
     """
     pause, is_logged = Pause(), False
     while True:
@@ -61,6 +65,6 @@ async def until_written(write: Callable[[], Awaitable[T]], *, what: str, pausing
                 raise
             if not is_logged:
                 is_logged = True
-                logger.error("%s cannot be written down, and is tried again: %s", what, in_words(error))
-        pausing("it is done, and waits for the gateway's database, which cannot be used at the moment")
+                logger.error("%s cannot be written to the database now; it is tried again: %s", what, in_words(error))
+        pausing("the work is done, and waits for the gateway's database, which cannot be used at the moment")
         await pause.wait()

@@ -1,6 +1,6 @@
 """Rows of sessions, and of the training runs and sampling sessions in them.
 
-Rows that belong to live sessions are cached (`Living`).
+Rows that belong to live sessions are cached (`LiveRows`).
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ from tinsmith.rpc.paths import is_newer
 _Row = TypeVar("_Row", Model, SamplingSession)
 
 _MAX_WHOSE = 100_000
+"""Most sessions whose owners are kept in memory."""
 _MAX_LIVING = 50_000
-"""Most rows in a `Living`, a kilobyte each. One owner may have a million sampling sessions."""
+"""Most rows in a `LiveRows`, a kilobyte each. One owner may have a million sampling sessions."""
 _COUNTED_S = 60.0
-"""How long a count of sampling sessions is used before they are counted again."""
+"""Time for which a count of sampling sessions is used before they are counted again, in seconds."""
 _FULL_S = 1.0
-"""How long a count is used that has reached the limit."""
+"""Time for which a count that has reached the limit is used, in seconds."""
 _MAX_UNMARKED = 4096
+"""Most sampling sessions that are known to have no mark."""
 _COMING_S = 60.0
-"""How long a run that was placed may take to be made, in seconds. One that takes longer has failed."""
+"""Longest time from the placement of a run until its trainer has made it, in seconds. A run that takes longer is taken
+to have failed."""
 _CLOCKS_S = 60.0
 """Largest difference of the clocks of two gateways' machines, plus the time from an end's `ended_at` to its commit, in
 seconds."""
@@ -56,7 +59,7 @@ class _RowCache(LRUCache[str, _Row]):
         self.keys_of[row.session_id].add(key)
 
     def __delitem__(self, key: str) -> None:
-        """Also called for a row that gives way to another one."""
+        """Removes a row. LRUCache also calls this for a row that gives way to another one."""
         session_id = self[key].session_id
         super().__delitem__(key)
         self.keys_of[session_id].discard(key)
@@ -64,7 +67,7 @@ class _RowCache(LRUCache[str, _Row]):
             del self.keys_of[session_id]
 
 
-class Living(Generic[_Row]):
+class LiveRows(Generic[_Row]):
     """Caches the rows of one table that were asked for last, while their sessions live."""
 
     def __init__(self, database: Database, table: type[_Row]) -> None:
@@ -134,7 +137,7 @@ async def is_live(db: AsyncSession, session_id: str) -> bool:
     return await db.scalar(query) is not None
 
 
-class Whose(NamedTuple):
+class SessionOwner(NamedTuple):
     """The owner and the key of a session, which never change."""
 
     owner: str
@@ -143,15 +146,19 @@ class Whose(NamedTuple):
 
 
 class SessionRows:
-    def __init__(self, database: Database, *, of_sessions: Sequence[Living[Model] | Living[SamplingSession]]) -> None:
-        """`of_sessions`: caches of rows that belong to sessions; they forget the rows of a session that ends."""
+    """Rows of sessions."""
+
+    def __init__(
+        self, database: Database, *, of_sessions: Sequence[LiveRows[Model] | LiveRows[SamplingSession]]
+    ) -> None:
+        """`of_sessions`: caches of rows that belong to sessions. They forget the rows of a session that ends."""
         self._database = database
         self._of_sessions = of_sessions
         self._living: set[str] = set()
         """Live sessions among those that were made or asked for at this gateway."""
         self._beats: dict[str, float] = {}
         self.heartbeats = WriteBehind(self._write_beats, what="heartbeats of sessions")
-        self._whose: LRUCache[str, Whose] = LRUCache(_MAX_WHOSE)
+        self._whose: LRUCache[str, SessionOwner] = LRUCache(_MAX_WHOSE)
         self._ends_until = time.time()
         """Ends of sessions by other gateways were read up to here, in seconds since 1970."""
 
@@ -178,7 +185,7 @@ class SessionRows:
         return known
 
     async def count(self, *, owner: str | None = None) -> int:
-        """Number of sessions that have not ended. `owner` None: of all owners."""
+        """Number of sessions that have not ended. `owner` None means those of all owners."""
         query = select(func.count()).where(Session.ended_at.is_(None))
         if owner is not None:
             query = query.where(Session.owner == owner)
@@ -194,18 +201,18 @@ class SessionRows:
     async def get(self, session_id: str) -> Session | None:
         return await self._database.get(Session, session_id)
 
-    async def whose(self, session_id: str) -> Whose | None:
-        """Owner and key of the session; None for an unknown one."""
+    async def whose(self, session_id: str) -> SessionOwner | None:
+        """Owner and key of the session; None for an unknown session."""
         if session_id not in self._whose:
             query = select(Session.owner, Session.key_id).where(Session.session_id == session_id)
             for owner, key_id in await self._database.rows(query):
-                self._whose[session_id] = Whose(owner, key_id)
+                self._whose[session_id] = SessionOwner(owner, key_id)
         return self._whose.get(session_id)
 
     def _know(self, session: Session) -> None:
-        self._whose[session.session_id] = Whose(session.owner, session.key_id)
+        self._whose[session.session_id] = SessionOwner(session.owner, session.key_id)
 
-    def known_whose(self, session_id: str) -> Whose | None:
+    def known_whose(self, session_id: str) -> SessionOwner | None:
         """Owner and key of the session if they are in memory, as they are after `whose`; else None."""
         return self._whose.get(session_id)
 
@@ -222,9 +229,9 @@ class SessionRows:
         return True
 
     async def heartbeat(self, session_id: str) -> bool:
-        """Notes a heartbeat. False when the session does not live.
+        """Notes a heartbeat. Returns False when the session does not live.
 
-        `_write_beats` writes those of all sessions together later, so a heartbeat does not wait for the disk.
+        `_write_beats` later writes the heartbeats of all sessions together, so a heartbeat does not wait for the disk.
         """
         if await self.lives(session_id):
             self._beats[session_id] = time.time()
@@ -245,7 +252,7 @@ class SessionRows:
             raise
 
     async def end(self, session_id: str, *, reason: str, detail: str | None) -> bool:
-        """Ends the session. False, and nothing is changed, when it has ended before or is unknown."""
+        """Ends the session. Returns False, and changes nothing, when the session has ended before or is unknown."""
         live = update(Session).where(Session.session_id == session_id, Session.ended_at.is_(None))
         try:
             return await self._database.run(live.values(ended_at=time.time(), end_reason=reason, end_detail=detail)) > 0
@@ -258,9 +265,9 @@ class SessionRows:
             living.forget_sessions(session_ids)
 
     async def forget_ended(self) -> set[str]:
-        """Sessions that this gateway took for live and that another gateway has ended. They are forgotten here.
+        """Forgets the sessions that this gateway took for live and that another gateway has ended. Returns their ids.
 
-        Reads the ends since the last call, by their index, however many sessions live.
+        The query reads only the ends since the last call, by an index, however many sessions live.
         """
         now = time.time()
         newly_ended = select(Session.session_id).where(Session.ended_at > self._ends_until - _CLOCKS_S)
@@ -285,26 +292,27 @@ class SessionRows:
 class ModelRows:
     """Rows of training runs, from their creation to their release."""
 
-    def __init__(self, database: Database, living: Living[Model]) -> None:
+    def __init__(self, database: Database, living: LiveRows[Model]) -> None:
         self._database = database
         self._living = living
 
     async def add(self, model: Model) -> None:
-        """Adds the model; a repeat changes nothing."""
+        """Adds the model. Changes nothing if there is a row with its id."""
         await self._database.add_once(model)
 
     async def get(self, model_id: str, *, is_newest: bool = False) -> Model | None:
         """The model; None for an unknown id.
 
-        The row in memory may be older than the database's if another gateway has changed it. `is_newest` reads the
-        database then.
+        The row in memory may be outdated, because another gateway may have changed the run. With `is_newest` the row is
+        read from the database if several gateways use it.
         """
         if is_newest and self._database.is_shared:
             return await self._living.get_newest(model_id)
         return await self._living.get(model_id)
 
     async def count_coming(self) -> dict[str, int]:
-        """By trainer, the number of runs that were placed there within `_COMING_S` and are not made yet."""
+        """trainer_id -> number of runs that were placed there in the last `_COMING_S`, and that the trainer has not
+        made yet."""
         query = select(Model.trainer_id, func.count()).where(
             Model.trainer_id.is_not(None),
             Model.lora_rank.is_(None),
@@ -314,7 +322,7 @@ class ModelRows:
         return dict(await self._database.rows(query.group_by(Model.trainer_id)))
 
     async def set_trainer(self, model_id: str, trainer_id: str) -> None:
-        """Notes the trainer of a run whose row names none."""
+        """Notes the trainer of a run whose row names no trainer."""
         query = update(Model).where(Model.model_id == model_id, Model.trainer_id.is_(None))
         await self._database.run(query.values(trainer_id=trainer_id))
         self._living.forget(model_id)
@@ -325,8 +333,8 @@ class ModelRows:
         self._living.forget(model_id)
 
     async def move_inflight(self, model_id: str, version_id: str, location: str) -> bool:
-        """Moves the model's inflight samplers to this version. False when they are at it, or at a newer one,
-        already."""
+        """Moves the model's inflight samplers to this version. Returns False when they sample from this version, or
+        from a newer one, already."""
         moved = False
         while not moved:
             async with self._database.begin() as db:
@@ -367,7 +375,7 @@ class ModelRows:
 class SamplerRows:
     """Rows of sampling sessions, of the clients that join them, and of each client's progress."""
 
-    def __init__(self, database: Database, living: Living[SamplingSession]) -> None:
+    def __init__(self, database: Database, living: LiveRows[SamplingSession]) -> None:
         self._database = database
         self._living = living
         self._counted: dict[str, tuple[float, int]] = {}
@@ -376,7 +384,7 @@ class SamplerRows:
         """Sampling sessions that were made here and have no mark yet; `mark` does not ask the database for them."""
 
     async def take_place(self, owner: str, *, limit: int) -> bool:
-        """Counts one more sampling session of the owner. False, and nothing is counted, when the limit is reached.
+        """Counts one more sampling session of the owner. Returns False, and counts nothing, when the limit is reached.
 
         Sampling sessions of ended sessions count until they are forgotten.
         """
@@ -391,9 +399,10 @@ class SamplerRows:
         return is_free
 
     async def add(self, row: SamplingSession, *, settles: str | None = None) -> SamplingSession:
-        """Adds the row and returns it. Returns the existing one when its id exists already.
+        """Adds the row and returns it. If there is a row with its id already, returns that one.
 
-        `settles`: the request that has made the row. It is settled in the same transaction, unless the row exists.
+        `settles`: id of the operation that has made the row. The operation is settled in the same transaction, unless
+        the row existed before.
         """
 
         async def note(db: AsyncSession) -> None:
@@ -412,11 +421,13 @@ class SamplerRows:
         return await self._living.get(sampling_session_id)
 
     def lives(self, sampling_session_id: str) -> bool:
-        """Whether the session of this sampling session lives. Only right after `get`, which loads it into memory."""
+        """Whether the session of this sampling session lives. The result is right only immediately after `get`, which
+        loads the row into memory."""
         return sampling_session_id in self._living
 
     async def ephemeral(self, model: Model) -> set[tuple[str, str]]:
-        """Location and version of the model's ephemeral saves that samplers of its session use, while it lives."""
+        """Location and version of the model's ephemeral saves that sampling sessions of its session use. Empty when the
+        session has ended."""
         query = select(SamplingSession.location, SamplingSession.version_id).join(Session)
         query = query.where(
             SamplingSession.session_id == model.session_id,
@@ -432,14 +443,16 @@ class SamplerRows:
         return await self._database.first(query)
 
     async def mark(self, sampling_session_id: str, clone_id: int) -> SampleMark | None:
+        """The stored progress of a client; None when there is none."""
         if sampling_session_id in self._unmarked:
             return None
         return await self._database.get(SampleMark, (sampling_session_id, clone_id))
 
     async def put_mark(self, mark: SampleMark, *, home: str | None) -> bool:
-        """Stores the progress of a client. False, and nothing is stored, when another gateway is the samples' home.
+        """Stores the progress of a client. Returns False, and stores nothing, when another gateway is the samples'
+        home.
 
-        `home`: this gateway's id; None when it is the only one.
+        `home`: id of this gateway; None when it is the only one.
         """
         self._unmarked.pop(mark.sampling_session_id, None)
         values = {"low": mark.low, "high": mark.high}

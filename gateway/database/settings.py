@@ -19,6 +19,6 @@ class SettingRows:
             return (await db.get_one(Setting, name)).value
 
     async def swap(self, name: str, *, old: str, new: str) -> bool:
-        """Sets the value if it is `old`. False when another gateway has changed it meanwhile."""
+        """Sets the value if it is `old`. Returns False when another gateway has changed the value meanwhile."""
         query = update(Setting).where(Setting.name == name, Setting.value == old)
         return await self._database.run(query.values(value=new)) > 0

@@ -10,7 +10,7 @@ from gateway.database.checkpoints import CheckpointRows
 from gateway.database.connection import Database
 from gateway.database.moves import MoveRows
 from gateway.database.operations import OperationRows
-from gateway.database.sessions import Living, ModelRows, SamplerRows, SessionRows
+from gateway.database.sessions import LiveRows, ModelRows, SamplerRows, SessionRows
 from gateway.database.settings import SettingRows
 from gateway.database.tables.sessions import Model, SamplingSession
 from gateway.metrics import Metrics
@@ -19,7 +19,7 @@ from gateway.metrics import Metrics
 class Store(Database):
     def __init__(self, url: str, metrics: Metrics) -> None:
         super().__init__(url, metrics)
-        models, samplers = Living(self, Model), Living(self, SamplingSession)
+        models, samplers = LiveRows(self, Model), LiveRows(self, SamplingSession)
         self.sessions = SessionRows(self, of_sessions=(models, samplers))
         self.models = ModelRows(self, models)
         self.moves = MoveRows(self, models.forget)

@@ -17,14 +17,15 @@ from tinsmith.tasks import set_within, to_its_end
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
+"""Default pause between two writes, in seconds."""
 
 
 class WriteBehind:
-    """Calls `write` every `every_s` seconds, one call at a time. `write` keeps what it could not write, within a bound
-    of its own, and is called again."""
+    """Calls `write` every `every_s` seconds, one call at a time. If `write` fails, it keeps the rows, within a bound of
+    its own, for the next call."""
 
     def __init__(self, write: Callable[[], Awaitable[None]], *, what: str, every_s: float | None = None) -> None:
-        """`what`: subject of the log line about a failure. `every_s` None: FLUSH_S."""
+        """`what`: subject of the log line about a failure. `every_s` None means FLUSH_S."""
         self._write = write
         self._what = what
         self._every_s = every_s
@@ -44,7 +45,7 @@ class WriteBehind:
                 log_failure(f"{self._what} cannot be written", error, by=logger)
 
     async def flush(self) -> None:
-        """Writes what has gathered. Raises SQLAlchemyError."""
+        """Writes the rows that have gathered. Raises SQLAlchemyError."""
         await to_its_end(self._locked())
 
     async def next_write(self) -> None:
@@ -52,8 +53,8 @@ class WriteBehind:
         await self._next_end.wait()
 
     async def hurry(self, wait_s: float) -> None:
-        """Has `run` write at once, one time for all callers. Waits until that write has ended, with or without success,
-        for `wait_s` at most."""
+        """Makes `run` write at once, one time for all callers. Waits until that write has ended, with or without
+        success, but at most `wait_s`."""
         self._asked.set()
         await set_within(self._next_end, wait_s)
 

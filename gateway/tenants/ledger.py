@@ -24,7 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.config import TokenKind
 from gateway.database.connection import parts
-from gateway.database.sessions import Whose
+from gateway.database.sessions import SessionOwner
 from gateway.database.store import Store
 from gateway.database.tables.history import Span
 from gateway.database.tables.sessions import Model
@@ -36,9 +36,9 @@ UsageKind = TokenKind | Literal["storage"]
 
 TOKEN_KINDS = get_args(TokenKind)
 
-_Used = tuple[int, Whose, str, str, str]
+_Used = tuple[int, SessionOwner, str, str, str]
 """Hour since 1970, owner and key, session_id, base model, kind."""
-_UNKNOWN = Whose("", "")
+_UNKNOWN = SessionOwner("", "")
 _Operation = tuple[str, int]
 """model_id and seq_id."""
 _MAX_SPANS = 50_000
@@ -91,9 +91,9 @@ class Ledger:
         """The batch that is being written, or whose writing failed."""
         self._number = 0
         """The number of that batch."""
-        self._counted: dict[Whose, int] = {}
+        self._counted: dict[SessionOwner, int] = {}
         """Tokens in the database when it was last written or read. These counts only grow."""
-        self._unwritten: Counter[Whose] = Counter()
+        self._unwritten: Counter[SessionOwner] = Counter()
         """Tokens that are not in the database yet."""
 
     def use(
@@ -112,7 +112,7 @@ class Ledger:
         `hour`: hours since 1970; None: the present hour.
         """
         if amount > 0:
-            whose = self._whose(session_id) if owner is None else Whose(owner, key_id)
+            whose = self._whose(session_id) if owner is None else SessionOwner(owner, key_id)
             used = (_this_hour() if hour is None else hour, whose, session_id, base_model, kind)
             self._gathered.usage[used] += amount
             if kind in TOKEN_KINDS and whose != _UNKNOWN:
@@ -132,7 +132,7 @@ class Ledger:
             if is_new and whose != _UNKNOWN:
                 self._unwritten[whose] += num_tokens
 
-    def _whose(self, session_id: str) -> Whose:
+    def _whose(self, session_id: str) -> SessionOwner:
         return self._store.sessions.known_whose(session_id) or _UNKNOWN
 
     def owner_of(self, session_id: str) -> str:
@@ -154,7 +154,7 @@ class Ledger:
     def heard(self, rows: Iterable[TokenCount]) -> None:
         """Takes over token counts that were just read from the database."""
         for row in rows:
-            whose = Whose(row.owner, row.key_id)
+            whose = SessionOwner(row.owner, row.key_id)
             self._counted[whose] = max(self._counted.get(whose, 0), row.amount)
 
     def touch(self, model_id: str) -> None:
@@ -189,7 +189,9 @@ class Ledger:
 
     async def count_checkpoint(self, db: AsyncSession, *, base_model: str, session_id: str, owner: str) -> None:
         """Counts one checkpoint in the transaction of the caller."""
-        await self._count(db, Counter({(_this_hour(), Whose(owner, ""), session_id, base_model, "checkpoint"): 1}))
+        await self._count(
+            db, Counter({(_this_hour(), SessionOwner(owner, ""), session_id, base_model, "checkpoint"): 1})
+        )
 
     async def flush(self) -> None:
         """Writes the gathered rows to the database. They are kept when that fails. Raises SQLAlchemyError."""
@@ -220,7 +222,7 @@ class Ledger:
         trained = {
             operation: (await self._with_owner(each.used), each.num_tokens) for operation, each in batch.trained.items()
         }
-        known = Counter[Whose]()
+        known = Counter[SessionOwner]()
         """The share of `_unwritten` that is in this batch."""
         for (_, whose, _, _, kind), amount in batch.usage.items():
             if kind in TOKEN_KINDS and whose != _UNKNOWN:
@@ -255,7 +257,7 @@ class Ledger:
         noted = note.on_conflict_do_update(index_elements=["ledger_id"], set_=row, where=is_later)
         return (await db.scalars(noted.returning(LedgerBatch.number))).one_or_none() is not None
 
-    async def _count(self, db: AsyncSession, usage: Counter[_Used]) -> dict[Whose, int]:
+    async def _count(self, db: AsyncSession, usage: Counter[_Used]) -> dict[SessionOwner, int]:
         """Adds usage to the hours and to the token counts. Returns the new token counts."""
         if not usage:
             return {}
@@ -277,7 +279,7 @@ class Ledger:
             set_={"amount": _USAGE.c.amount + adding.excluded.amount},
         )
         await db.execute(added, rows)
-        tokens: Counter[Whose] = Counter()
+        tokens: Counter[SessionOwner] = Counter()
         for (_, whose, _, _, kind), amount in usage.items():
             if kind in TOKEN_KINDS:
                 tokens[whose] += amount
@@ -289,7 +291,7 @@ class Ledger:
             index_elements=["owner", "key_id"], set_={"amount": _COUNTS.c.amount + adding.excluded.amount}
         )
         returned: Any = await db.execute(summed.returning(_COUNTS.c.owner, _COUNTS.c.key_id, _COUNTS.c.amount), counts)
-        return {Whose(owner, key_id): amount for owner, key_id, amount in returned}
+        return {SessionOwner(owner, key_id): amount for owner, key_id, amount in returned}
 
     async def _with_owner(self, used: _Used) -> _Used:
         hour, whose, session_id, base_model, kind = used
@@ -322,17 +324,17 @@ async def _add_rows(db: AsyncSession, batch: _Gathered) -> None:
             await db.execute(insert(kind), rows[start : start + PER_STATEMENT])
 
 
-async def _counts(db: AsyncSession, whose: Iterable[Whose]) -> dict[Whose, int]:
+async def _counts(db: AsyncSession, whose: Iterable[SessionOwner]) -> dict[SessionOwner, int]:
     """The token counts in the database of these owners."""
     owners = sorted({each.owner for each in whose})
-    counted: dict[Whose, int] = {}
+    counted: dict[SessionOwner, int] = {}
     for some in parts(owners):
         rows = await db.scalars(select(TokenCount).where(TokenCount.owner.in_(some)))
-        counted |= {Whose(row.owner, row.key_id): row.amount for row in rows}
+        counted |= {SessionOwner(row.owner, row.key_id): row.amount for row in rows}
     return counted
 
 
-def _of(owner: str, counts: Mapping[Whose, int]) -> int:
+def _of(owner: str, counts: Mapping[SessionOwner, int]) -> int:
     return sum(amount for whose, amount in counts.items() if whose.owner == owner)
 
 

@@ -1,4 +1,4 @@
-"""Tables of checkpoints, their retention policies, and deleted ones."""
+"""Tables of checkpoints, retention policies and deletions."""
 
 from __future__ import annotations
 
@@ -38,15 +38,17 @@ class Checkpoint(Base):
     expires_at: Mapped[float | None] = mapped_column(index=True)
     user_metadata: Mapped[dict[str, str]] = mapped_column(JSON)
     public: Mapped[bool] = mapped_column(server_default=false())
-    """Published: everyone who has the path may read it."""
+    """True for a published checkpoint, which everyone who has the path may read."""
     inflight: Mapped[bool] = mapped_column(server_default=false())
-    """Saved with kind "inflight": samplers made from its path follow the run's newest inflight version."""
+    """True for a checkpoint that was saved with kind "inflight". Samplers made from its path follow the run's newest
+    inflight version."""
     pinned: Mapped[bool] = mapped_column(server_default=false())
-    """Retention policies do not delete it, and it does not expire."""
+    """True for a checkpoint that no retention policy deletes, and that does not expire."""
 
 
 class RetiredCheckpoint(Base):
-    """A copy of a deleted or expired checkpoint that live samplers still need. It goes when the last sampler ends."""
+    """A copy of a deleted or expired checkpoint that live samplers still need. The copy is deleted after the last of
+    these samplers has ended."""
 
     __tablename__ = "retired_checkpoints"
 
@@ -71,7 +73,7 @@ class RetentionPolicy(Base):
 
 
 class Deletion(Base):
-    """A deletion by a request with an X-Idempotency-Key, by which a repeat is known."""
+    """A deletion by a request with an X-Idempotency-Key. By this row a repeat of the request is recognised."""
 
     __tablename__ = "deletions"
 

@@ -16,9 +16,9 @@ class GatewayRow(Base):
     gateway_id: Mapped[str] = mapped_column(primary_key=True)
     """A new id at every start."""
     url: Mapped[str]
-    """URL under which the other gateways reach it."""
+    """URL under which the other gateways reach this one."""
     beat: Mapped[int] = mapped_column(BigInteger)
-    """The gateway increments it every second. When it stops growing, another gateway deletes the row."""
+    """Counter that the gateway increments every second. When it stops growing, another gateway deletes the row."""
     busy_models: Mapped[list[str]] = mapped_column(JSON)
     """Models with operations in work at this gateway."""
 

@@ -18,7 +18,8 @@ class Problem(TypedDict):
 
 
 class MoveRow(Base):
-    """A move in progress. Calls of its run wait until it is done; the row goes once nothing is left of the move."""
+    """A move in progress. Calls of the run wait until `is_done`. The row is deleted once both trainers have forgotten
+    the move."""
 
     __tablename__ = "moves"
 
@@ -28,12 +29,12 @@ class MoveRow(Base):
     source_id: Mapped[str]
     """The trainer_id of the trainer that releases the run."""
     target_id: Mapped[str]
-    """The trainer_id of the trainer that adopts it."""
+    """The trainer_id of the trainer that adopts the run."""
     begun_at: Mapped[float]
     is_released: Mapped[bool]
-    """The source has released the run, so that it is not needed any more for the run to go on."""
+    """True when the source has released the run. From then on the run can go on without the source."""
     is_done: Mapped[bool]
-    """The run is at its target, and the source and the package have still to be cleaned up."""
+    """True when the run is at its target. The source and the package have still to be cleaned up then."""
 
 
 class DrainedTrainer(Base):
@@ -44,6 +45,7 @@ class DrainedTrainer(Base):
     trainer_id: Mapped[str] = mapped_column(primary_key=True)
     since: Mapped[float]
     boot_id: Mapped[str | None]
-    """The trainer's process that is drained: the next one takes runs again. None: every one is, until that is ended."""
+    """Id of the process that is drained, if the trainer is to take runs again after a restart. None means that the
+    trainer is drained until it is undrained."""
     problems: Mapped[dict[str, Problem]] = mapped_column(JSON)
-    """For each run that could not be moved at the last attempt, by model_id."""
+    """The problems of the runs that could not be moved at the last attempt, by model_id."""

@@ -1,4 +1,4 @@
-"""Tables of what clients have sent and a restart of the gateway must not lose."""
+"""Tables of operations and custom losses, which a restart of the gateway must not lose."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ class Operation(Base):
     request_id: Mapped[str] = mapped_column(primary_key=True)
     model_id: Mapped[str]
     kind: Mapped[str]
-    """The endpoint: create_model, load_weights, a kind of save, any endpoint of a refused request or of a batch that
-    the gateway has completed; or copy_weights or import_weights, whose request_id is the path of the new checkpoint."""
+    """The endpoint: create_model, load_weights or a kind of save; any endpoint of a refused request, or of a batch that
+    the gateway has completed; copy_weights or import_weights, whose request_id is the path of the new checkpoint."""
     path: Mapped[str | None]
-    """Tinker path that is loaded, saved, or the source of a copy."""
+    """Tinker path that the operation loads, saves or copies."""
     sampling_session_id: Mapped[str | None]
-    """Set for an ephemeral save."""
+    """The sampling session that an ephemeral save makes; absent for other operations."""
     inflight: Mapped[bool] = mapped_column(server_default=false())
-    """A save with kind "inflight"."""
+    """True for a save with kind "inflight"."""
     error: Mapped[str | None]
-    """The gateway's reason to refuse the request; the trainer knows at most its seq_id then."""
+    """The reason for which the gateway has refused the request, of which the trainer knows at most the seq_id. Absent
+    for an accepted operation."""
     fingerprint: Mapped[str]
-    """Hash of the request, which tells a repeat from a conflict."""
+    """Hash of the request, by which a repeat is told from a conflict."""
     created_at: Mapped[float]
     gateway_id: Mapped[str | None]
     """The gateway that stores the results of the operation."""

@@ -10,7 +10,7 @@ from gateway.database.tables.base import Base
 
 
 class SampleMark(Base):
-    """The range of one client's samples that may be in work. A restarted gateway tells the client to send those
+    """The range of one client's samples that may be in work. A restarted gateway tells the client to send these samples
     again."""
 
     __tablename__ = "sample_marks"
@@ -23,8 +23,8 @@ class SampleMark(Base):
     high: Mapped[int] = mapped_column(BigInteger)
     """No sample after this seq_id was accepted."""
     home: Mapped[str | None]
-    """Id of the gateway that has these samples, when there are several. Absent: the next one that is asked takes
-    them."""
+    """Id of the gateway that has these samples, if there are several gateways. Absent means that the next gateway that
+    is asked for the samples takes them."""
 
 
 class SuspectRow(Base):
@@ -49,7 +49,7 @@ class SequenceRecord(Base):
     version_id: Mapped[str]
     """The version that the sequence was drawn from; empty for the base model."""
     prompt: Mapped[bytes] = mapped_column(LargeBinary)
-    """int32, little endian. Empty for all but the first sequence of a request, which has the prompt of all."""
+    """int32, little endian. Only the first sequence of a request has the prompt; it is empty for the others."""
     tokens: Mapped[bytes] = mapped_column(LargeBinary)
     """int32, little endian."""
     logprobs: Mapped[bytes] = mapped_column(LargeBinary)
@@ -65,7 +65,7 @@ class RecentSample(Base):
     sample_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
     run_id: Mapped[str]
     owner: Mapped[str]
-    """The owner who drew it; only this owner and admins see it."""
+    """The owner who drew the sequence. Only this owner and admins see it."""
     base_model: Mapped[str]
     at: Mapped[float] = mapped_column(index=True)
     request_id: Mapped[str]
@@ -83,9 +83,9 @@ class RecentSample(Base):
     """uint16, little endian, one for each of `tokens`: its rank by probability from 1, or 0 when it is not among the
     top-k tokens of the answer. Empty when no top-k tokens were asked for."""
     is_finished: Mapped[bool]
-    """The sequence ended by itself, not at max_tokens."""
+    """True if the sequence ended by itself, and not at max_tokens."""
     pictures: Mapped[str | None]
-    """For the first sequence of a request whose prompt has pictures: a JSON list with a data URL for each of the first
-    ones, or null for one without a thumbnail (thumbnails.py)."""
+    """Thumbnails of the first pictures of the prompt: a JSON list with a data URL for each picture, or null for one
+    without a thumbnail (thumbnails.py). Only the first sequence of a request has them."""
 
     __table_args__ = (Index("ix_recent_samples_run_id_owner", "run_id", "owner"),)

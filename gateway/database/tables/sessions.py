@@ -76,7 +76,7 @@ class SamplingSession(Base):
     session_id: Mapped[str] = mapped_column(ForeignKey("sessions.session_id"), index=True)
     base_model: Mapped[str]
     model_path: Mapped[str | None]
-    """Absent for the base model and for ephemeral saves."""
+    """Tinker path of the weights; absent for the base model and for ephemeral saves."""
     version_id: Mapped[str]
     """Empty for the base model."""
     location: Mapped[str]

@@ -22,7 +22,7 @@ class StoredKey(Base):
     note: Mapped[str]
     email: Mapped[str]
     admin: Mapped[bool]
-    """The holder may see and change things of any owner."""
+    """True if the holder may see and change the sessions, runs and checkpoints of every owner."""
     created_at: Mapped[float]
     last_used_at: Mapped[float | None]
     """Time of the last use; written every minute."""
@@ -54,7 +54,7 @@ class Usage(Base):
     """Hours since 1970, UTC."""
     owner: Mapped[str] = mapped_column(primary_key=True)
     session_id: Mapped[str] = mapped_column(primary_key=True)
-    """Empty for storage."""
+    """Empty for storage, and for old hours whose usage is summed up over sessions."""
     base_model: Mapped[str] = mapped_column(primary_key=True)
     kind: Mapped[str] = mapped_column(primary_key=True)
     """training, sampling_prefill, sampling_prefill_cached, sampling_sample, checkpoint or storage."""
@@ -100,7 +100,7 @@ class AuditEvent(Base):
     event_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
     at: Mapped[float] = mapped_column(index=True)
     owner: Mapped[str]
-    """The owner who did it, or "operator" for the command line."""
+    """The owner who took the action, or "operator" for the command line."""
     category: Mapped[str]
     """checkpoints, projects, teams or organizations."""
     event: Mapped[str]
