@@ -191,7 +191,7 @@ async def read(request: Request) -> bytes:
     """
     config, receiving = request.gateway.config, request.gateway.receiving
     limit = config.max_body_bytes
-    held = cast(Share, request.state.held)
+    share = cast(Share, request.state.body_share)
     chunks: list[bytes] = []
     num_bytes, start, end = 0, b"", b""
     full: OutOfCapacity | None = None
@@ -204,7 +204,7 @@ async def read(request: Request) -> bytes:
                     break
             elif num_bytes <= limit:
                 try:
-                    held.take(len(chunk))
+                    share.take(len(chunk))
                     chunks.append(chunk)
                 except OutOfCapacity as error:
                     full = error

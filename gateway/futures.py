@@ -165,7 +165,7 @@ class Pending:
     num_tokens: int = 0
     hold: Hold | None = None
     """The reservation in the owner's budgets; released when the work ends."""
-    held: Share | None = None
+    body_share: Share | None = None
     """The memory of the request; released when the work ends."""
     ask: Callable[[], Awaitable[types_pb2.QueueStatus]] | None = None
     """Asks the service what the work waits for. None while no service has the work."""
@@ -320,8 +320,8 @@ class Futures:
             self._metrics.submissions.future_seconds.labels(kind=pending.kind, outcome=outcome).observe(seconds)
             if pending.hold is not None:
                 pending.hold.release()
-            if pending.held is not None:
-                pending.held.release()
+            if pending.body_share is not None:
+                pending.body_share.release()
             if self._pending.get(pending.request_id) is pending:
                 del self._pending[pending.request_id]
             if pending.answer is not None:

@@ -108,7 +108,7 @@ class Share:
         self._num_bytes = self._num_counted = 0
 
 
-class _Waiting:
+class _FairQueue:
     """A queue of requests. Owners take turns one after the other, and each owner's requests go in their order of
     arrival."""
 
@@ -151,7 +151,7 @@ class Turns:
         self.longest_s = longest_s
         self.is_taken = False
         """True in a turn, and in the pause after it."""
-        self._waiting = _Waiting()
+        self._waiting = _FairQueue()
 
     @asynccontextmanager
     async def turn(self, owner: str) -> AsyncIterator[None]:
@@ -236,7 +236,7 @@ class Pacer:
         self._per_pass = per_pass
         self._num_begun = 0
         """Number of turns that were given in this pass."""
-        self._waiting = _Waiting()
+        self._waiting = _FairQueue()
 
     async def turn(self, owner: str = "") -> None:
         """Waits for a turn; returns at once while this pass has turns left. The empty string counts as a further

@@ -29,13 +29,14 @@ from tinsmith.v1 import trainer_pb2 as pb
 
 _TABLE = cast(Table, MetricPoint.__table__)
 _MAX_WAITING = 20_000
-"""Most points that wait while the database cannot be written, about 1 kB each. Beyond that the oldest are dropped."""
+"""Most points that wait while the database cannot be written. Further ones push out the oldest. A point has about
+1 kB."""
 _PER_WRITE = 1000
 """Most points that one transaction writes."""
 _MAX_UNCHECKED = 10_000
 """Most runs in `History._unchecked`. The next write to a forgotten run counts its rows."""
 _TAIL_ROWS = 240
-"""Rows that a summary reads."""
+"""Number of rows that a summary reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +44,25 @@ class Summary:
     """The newest part of a run's history."""
 
     num_steps: int
-    """Optimizer steps of the whole run."""
+    """Number of optimizer steps of the whole run."""
     recent: Columns
-    """The last steps."""
+    """Columns of the last steps."""
 
 
 class History:
     """Records the metrics of runs, bounds them, and reads them."""
 
     def __init__(self, store: Store, *, max_points: int) -> None:
-        """`max_points`: most points of each run, at least 16; 0: no history."""
+        """`max_points`: most points of each run, at least 16; 0 means no history."""
         self._store = store
         self._max_points = max_points
         self._waiting: deque[dict[str, Any]] = deque()
-        """Columns of points."""
+        """Columns of the points that are not written yet."""
         self._computing = asyncio.Lock()
-        """Held while a thread computes what a reader is shown, because several threads at once would keep the
+        """Held while a thread computes the answer for a reader, because several threads at once would keep the
         interpreter's lock from the event loop."""
         self._unchecked: LRUCache[str, int] = LRUCache(_MAX_UNCHECKED)
-        """run_id -> rows that this process has written since it last counted the run's rows."""
+        """run_id -> number of rows that this process has written since it last counted the run's rows."""
 
     def add(
         self,
@@ -73,10 +74,10 @@ class History:
         body: bytes = b"",
         is_forward_only: bool = False,
     ) -> None:
-        """Adds an answer of the trainer; answers without metrics are ignored.
+        """Adds an answer of the trainer. Answers without metrics are ignored.
 
-        `ran`: begin and end of the computation, in seconds since 1970; None: now. `body`: the request of an OptimStep,
-        when this gateway has it.
+        `ran`: begin and end of the computation, in seconds since 1970; None means that it has ended now. `body`: the
+        request of an OptimStep, when this gateway has it.
         """
         if self._max_points and isinstance(reply, (pb.ForwardBackwardResponse, pb.OptimStepResponse)):
             at, compute_s = (time.time(), None) if ran is None else (ran[1], ran[1] - ran[0])
@@ -90,7 +91,7 @@ class History:
             self._store.dropped_rows.labels(kind="point").inc()
 
     async def flush(self) -> None:
-        """Writes the waiting points. They go on waiting when that fails. One call at a time. Raises
+        """Writes the waiting points. If that fails, they go on waiting. Only one call may run at a time. Raises
         SQLAlchemyError."""
         points = sorted(self._waiting, key=itemgetter("run_id"))
         self._waiting.clear()
@@ -99,7 +100,7 @@ class History:
                 await self._write(points[:_PER_WRITE])
                 del points[:_PER_WRITE]
         except BaseException:
-            points.sort(key=itemgetter("at"))  # points of the same moment keep their order
+            points.sort(key=itemgetter("at"))  # points of one moment keep their order
             self._waiting.extendleft(reversed(points))
             self._forget_oldest()
             raise
@@ -130,7 +131,7 @@ class History:
         """Merges neighbouring rows of a run that has too many."""
         mine = MetricPoint.run_id == run_id
         async with self._store.begin() as db:
-            # Locks the run, so that one gateway at a time merges. SQLite has one writer anyway.
+            # This locks the run, so that one gateway at a time merges. SQLite has only one writer.
             await db.execute(select(Model.model_id).where(Model.model_id == run_id).with_for_update())
             count = await db.scalar(select(func.count()).select_from(MetricPoint).where(mine)) or 0
             if count <= self._max_points * 7 // 8:
@@ -207,7 +208,7 @@ def _shown(points: Sequence[MetricPoint], *, before: tuple[int, float | None] | 
 
 
 def _summary(points: Sequence[MetricPoint], *, total: int) -> Summary:
-    """The summary of a run. `points`: its newest ones. `total`: its number of steps."""
+    """The summary of a run. `points`: the run's newest points. `total`: number of the run's steps."""
     steps, waiting = by_steps(points)
     shown = steps or waiting
     is_cut = len(points) == _TAIL_ROWS and len(shown) > 1  # the first step may lack its first batches
@@ -219,7 +220,7 @@ def _summary(points: Sequence[MetricPoint], *, total: int) -> Summary:
 
 
 async def _merged_ranges(db: AsyncSession, run_id: str, *, since: int) -> Iterable[tuple[int, int]]:
-    """First and last seq_id of the run's merged points that may hold operations from `since` on."""
+    """First and last seq_id of each of the run's merged points that may hold operations from `since` on."""
     query = select(MetricPoint.first_seq_id, MetricPoint.seq_id).where(
         MetricPoint.run_id == run_id, MetricPoint.seq_id >= since, MetricPoint.num_operations > 1
     )

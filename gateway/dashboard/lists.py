@@ -28,14 +28,19 @@ from tinsmith.rpc.paths import KINDS
 MAX_RUNS = 100
 """Most runs in a list, the newest ones. Older runs that are active are listed in addition."""
 MAX_SESSIONS = 200
+"""Most sessions in a list, the newest ones."""
 MAX_CHECKPOINTS = 500
+"""Most checkpoints of a run in a list, the newest ones."""
 _FRESH_S = 1.5
+"""Time within which a list or a history is not read again, in seconds."""
 _SETTLED_S = 120.0
-"""The metrics of a run are final when this time has passed since its last request, and it has nothing in work."""
+"""Time after its last request after which the metrics of a run with nothing in work are final, in seconds."""
 _MAX_KEPT = 4 * MAX_RUNS
+"""Most runs whose last reading is kept in memory."""
 _ACTIVE_S = 20.0
-"""A run whose last request is not older than this is listed, however old the run is."""
+"""Time after its last request for which a run is listed, however old the run is, in seconds."""
 _MAX_SHARED = 256
+"""Most lists that are kept in memory."""
 _SHOWN = 500
 """Most characters of a client's text that a list shows; the text may have 64 Ki."""
 _NO_NOTES = (defer(Session.user_metadata), defer(Session.tags), defer(Session.end_detail))
@@ -44,17 +49,17 @@ _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class _Reading:
     """The newest part of a run's history, as it was read at some time."""
 
     at: float
     newest: int
-    """seq_id of its newest point; 0: there is none."""
+    """seq_id of the run's newest point; 0 when there is none."""
     summary: Summary | None
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class _SharedList:
     """A list that is read once for all tabs of an owner."""
 
     begun_at: float
@@ -69,17 +74,17 @@ class Lists:
         self._history = history
         self._futures = futures
         self._clients = clients
-        self._reads: LRUCache[str, Read] = LRUCache(_MAX_KEPT)
+        self._reads: LRUCache[str, _Reading] = LRUCache(_MAX_KEPT)
         """run_id -> the last reading."""
-        self._shared: LRUCache[tuple[str, str | None], Shared] = LRUCache(_MAX_SHARED)
-        """Name of a list and owner -> the list. Owner None: of all owners."""
+        self._shared: LRUCache[tuple[str, str | None], _SharedList] = LRUCache(_MAX_SHARED)
+        """Name of a list and owner -> the list. Owner None means the list of all owners."""
         self._asked_at: dict[str, float] = {}
-        """Base model -> when its samplers were last asked which versions they hold, on the monotonic clock."""
+        """Base model -> time at which its samplers were last asked which versions they hold, on the monotonic clock."""
 
     async def runs(self, *, owner: str | None) -> Json:
         """The newest runs, newest first, and then older ones that are active now; with totals of all runs.
 
-        A run whose creation was refused is left out. `owner` None: runs of all owners.
+        A run whose creation was refused is left out. `owner` None means the runs of all owners.
         """
         return await self._share("runs", owner, self._runs)
 
@@ -92,7 +97,7 @@ class Lists:
         key = (name, owner)
         shared = self._shared.get(key)
         if shared is None or (shared.read.done() and time.monotonic() - shared.begun_at > _FRESH_S):
-            shared = self._shared[key] = Shared(time.monotonic(), asyncio.create_task(read(owner)))
+            shared = self._shared[key] = _SharedList(time.monotonic(), asyncio.create_task(read(owner)))
         try:
             return await asyncio.shield(shared.read)
         except Exception:
@@ -144,7 +149,7 @@ class Lists:
         }
 
     async def run(self, run_id: str, *, owner: str | None) -> Json:
-        """One run with its checkpoints. Raises NotFound when it is unknown, or of another owner."""
+        """One run with its checkpoints. Raises NotFound when the run is unknown, or belongs to another owner."""
         query = select(Model, Session).join(Session).where(Model.model_id == run_id).options(*_NO_NOTES)
         if owner is not None:
             query = query.where(Session.owner == owner)
@@ -171,7 +176,7 @@ class Lists:
         return about | {"checkpoints": [self._checkpoint(row) for row in checkpoints]}
 
     async def check_sees(self, run_id: str, *, owner: str | None) -> None:
-        """Raises NotFound for a run that is unknown, or of another owner."""
+        """Raises NotFound for a run that is unknown, or that belongs to another owner."""
         query = select(Session.owner).join(Model, Model.session_id == Session.session_id)
         found = await self._store.first(query.where(Model.model_id == run_id))
         if found is None or owner not in (None, found):
@@ -208,21 +213,21 @@ class Lists:
         }
 
     async def _read(self, models: Sequence[Model]) -> None:
-        """Reads the newest part of the histories that may have changed; all runs in a few queries."""
+        """Reads the newest part of the histories that may have changed. The queries are few, however many the runs."""
         now = time.time()
         due = [model.model_id for model in models if self._is_due(model, now)]
         newest = await self._history.newest(due) if due else {}
         changed = []
         for model in models:
             run_id, read = model.model_id, self._reads.get(model.model_id)
-            is_last_time = read is not None and read.at < _settled_at(model) <= now  # late points
+            is_last_time = read is not None and read.at < _settled_at(model) <= now  # points may come late
             if run_id in newest and (read is None or is_last_time or read.newest != newest[run_id]):
                 changed.append(run_id)
         summaries = await self._history.summaries(changed)
         for run_id in due:
             read = self._reads.get(run_id)
             summary = summaries.get(run_id, None if read is None else read.summary)
-            self._reads[run_id] = Read(now, newest.get(run_id, 0), summary)
+            self._reads[run_id] = _Reading(now, newest.get(run_id, 0), summary)
 
     def _is_due(self, model: Model, now: float) -> bool:
         read = self._reads.get(model.model_id)

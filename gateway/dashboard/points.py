@@ -98,7 +98,7 @@ def merge(points: Sequence[MetricPoint]) -> MetricPoint:
 
 
 def by_steps(points: Iterable[MetricPoint]) -> tuple[list[MetricPoint], list[MetricPoint]]:
-    """One point for each optimizer step, merged with the batches before it; and the batches that wait for a step."""
+    """The points of optimizer steps, each merged with the batches before it, and the batches that wait for a step."""
     steps: list[MetricPoint] = []
     waiting: list[MetricPoint] = []
     for point in points:
@@ -140,9 +140,9 @@ def _even(points: Sequence[MetricPoint], *, target: int, size: Callable[[MetricP
 
 
 def value_of(name: str, point: MetricPoint) -> float | str | None:
-    """The value of a metric at this point; a sum is divided by the number of steps.
+    """The value of a metric at this point. A sum is divided by the number of steps.
 
-    "nan" when any value was not finite; None when the point does not have the metric.
+    The value is "nan" when one of the merged values was not finite, and None when the point does not have the metric.
     """
     entry = point.sums.get(name)
     if entry is None:
@@ -178,7 +178,8 @@ Columns = dict[str, list[Any]]
 def columns(points: Sequence[MetricPoint], *, steps_before: int, at_before: float | None) -> Columns:
     """The points as the page reads them: for each metric a list with one value for each point.
 
-    `steps_before`: steps before the first point. `at_before`: time of the point before it; None: there is none.
+    `steps_before`: number of steps before the first point. `at_before`: time of the point before it, in seconds since
+    1970; None when there is none.
     """
     names = sorted({name for point in points for name in point.sums if _kind(name) != "sum"})
     found: Columns = {"seq": [], "step": [], "at": [], "num_steps": [], "tokens": []}

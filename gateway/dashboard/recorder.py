@@ -19,6 +19,7 @@ from gateway.metrics import Metrics
 from gateway.moving import Moving
 
 _FORGET_S = 60.0
+"""Pause between two deletions of old points and samples, in seconds."""
 
 
 class Dashboard:
@@ -56,7 +57,7 @@ class Dashboard:
             await self._forget()
 
     async def _forget(self) -> None:
-        """Deletes what is too old or too much of all runs and owners together."""
+        """Deletes points and samples that are too old, or too many for all runs and owners together."""
         now, config = time.time(), self._config
         await self._store.delete_old(
             MetricPoint.at, before=now - config.history_retention_s, keep_newest=config.max_history_points

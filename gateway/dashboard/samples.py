@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from sqlalchemy import delete, insert, select
 
-from gateway.dashboard.thumbnails import shown, thumbnail
+from gateway.dashboard.thumbnails import first_pictures, thumbnail
 from gateway.database.store import Store
 from gateway.database.tables.samples import RecentSample
 from tinsmith.threads import in_pool
@@ -27,6 +27,7 @@ MAX_PROMPT_TOKENS = 256
 MAX_TOKENS = 2048
 """Most tokens that are kept of an output, from its beginning."""
 _MAX_PER_FLUSH = 512
+"""Most sequences that are written in one go; older ones are dropped."""
 MAX_PICTURE_BYTES = 32 * 2**20
 """Most bytes of pictures that wait to be made small. Prompts beyond have no thumbnails."""
 _INT32 = 4
@@ -50,7 +51,7 @@ class RecentSamples:
     """Records the newest sequences, and reads them."""
 
     def __init__(self, store: Store, *, keep: int) -> None:
-        """`keep`: number of sequences for each run and owner; 0: none."""
+        """`keep`: number of sequences that are kept for each run and owner; 0 means none."""
         self._store = store
         self._keep = keep
         self._drawn: deque[RecordedSequence] = deque(maxlen=_MAX_PER_FLUSH)
@@ -67,7 +68,7 @@ class RecentSamples:
         session_id: str = "",
         owner: str = "",
     ) -> None:
-        """Adds the sequences of a sampler's answer. `owner` empty: the owner of the session.
+        """Adds the sequences of a sampler's answer. An empty `owner` means the owner of the session.
 
         Sequences of a base model belong to no run, and are not kept.
         """
@@ -82,7 +83,7 @@ class RecentSamples:
                 "num_prompt_tokens": len(prompt) // _INT32,
                 "prompt": prompt[-MAX_PROMPT_TOKENS * _INT32 :],
             }
-            pictures = shown(request.prompt)
+            pictures = first_pictures(request.prompt)
             num_bytes = sum(len(one.data) for one in pictures)
             if self._picture_bytes + num_bytes > MAX_PICTURE_BYTES:
                 pictures, num_bytes = (), 0
@@ -93,7 +94,7 @@ class RecentSamples:
                 pictures = ()
 
     async def flush(self) -> None:
-        """Writes the sequences that wait. When that fails they are dropped, since newer ones follow.
+        """Writes the sequences that wait. If that fails they are dropped, because newer ones follow.
 
         Raises SQLAlchemyError.
         """
@@ -127,7 +128,7 @@ class RecentSamples:
                     await db.execute(delete(RecentSample).where(*mine, RecentSample.sample_id < oldest))
 
     async def read(self, run_id: str, *, owner: str | None, after: int = 0, limit: int = 64) -> list[RecentSample]:
-        """Sequences of a run whose id is larger than `after`; newest first. `owner` None: of all owners."""
+        """Sequences of a run whose id is larger than `after`, newest first. `owner` None means those of all owners."""
         query = select(RecentSample).where(RecentSample.run_id == run_id, RecentSample.sample_id > after)
         if owner is not None:
             query = query.where(RecentSample.owner == owner)
@@ -157,7 +158,7 @@ def _row(sequence: types_pb2.SampledSequence) -> dict[str, Any]:
 
 
 def _ranks(tokens: bytes, table: types_pb2.TopkLogprobs) -> bytes:
-    """Rank of each token in its row of the table, from 1; 0: not in the row. uint16, one for each token.
+    """uint16, one for each token: its rank in its row of the table, from 1; 0 means that the row does not have it.
 
     An empty cell holds token 0. Such cells come last, so a drawn token 0 is found before them.
     """

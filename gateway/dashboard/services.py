@@ -1,4 +1,4 @@
-"""State and metrics of gateway, trainers and samplers. They are asked only while somebody looks at the page."""
+"""State and metrics of gateway, trainers and samplers. The services are asked only while somebody looks at the page."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from tinsmith.v1 import metrics_pb2, metrics_pb2_grpc
 logger = logging.getLogger(__name__)
 
 _FRESH_S = 1.5
-"""Requests within this time share one answer."""
+"""Time within which requests share one answer, in seconds."""
 _ASK_TIMEOUT_S = 1.0
+"""Longest wait for the metrics of a service, in seconds."""
 _LEFT_OUT = ("_bucket", "_created")
+"""Ends of the names of samples that are left out."""
 _SHOWN = ("trainer_", "sampler_", "gateway_pending", "gateway_sampler", "gateway_trained", "process_")
+"""Beginnings of the names of metrics that the page may show."""
 
 
 class Services:
@@ -40,7 +43,8 @@ class Services:
         self._asked_at = 0.0
 
     async def state(self) -> Json:
-        """The state of all services. `figures` of a service: see `parse_figures`; None when it does not answer."""
+        """The state of all services. The `figures` of a service are those of `parse_figures`, and None when the service
+        does not answer."""
         if self._asking is None or time.monotonic() - self._asked_at > _FRESH_S:
             self._asking, self._asked_at = asyncio.create_task(self._ask()), time.monotonic()
         return await asyncio.shield(self._asking)

@@ -1,9 +1,9 @@
-"""The home of a client's samples: the one of several gateways that has them in memory.
+"""The home of a client's samples: the one of several gateways that has these samples in memory.
 
-The first gateway that gets a sample of a client of a sampling session becomes the home of all its samples. Any other
-gateway passes requests about them on to the home, with the client's own credentials. When the home is dead, the next
-gateway that is asked becomes the home, and answers as a restarted gateway does (`Completions`): samples that were in
-work are gone, and the client samples again.
+The first gateway that gets a sample of a client of a sampling session becomes the home of all samples of this client.
+Any other gateway passes requests about these samples on to the home, with the client's own credentials. When the home
+is dead, the next gateway that is asked becomes the home, and answers as a restarted gateway does (`Completions`):
+samples that were in work are gone, and the client samples again.
 """
 
 from __future__ import annotations
@@ -48,15 +48,20 @@ _OWN = {
     "upgrade",
     _FORWARDED,
 }
+"""Headers that belong to one connection, so that they are not passed on."""
 _MAX_KNOWN = 100_000
+"""Most clients of sampling sessions whose homes are kept in memory."""
 _GIVE_UP_S = 2 * SILENT_S
+"""Longest time for which a request looks for a home that answers, in seconds."""
 _ANSWER_S = 60.0
-"""Longest wait for the home's answer; more than a long poll takes."""
+"""Longest wait for the home's answer, in seconds; longer than a long poll."""
 _SMALL_BYTES = 2**20
+"""Largest answer of a home that is read as a whole before it is passed on, in bytes."""
 
 
 class Forwarding:
-    """Finds the homes of samples, and passes requests on to them. Only one of several gateways has this."""
+    """Finds the homes of samples, and passes requests on to them. A gateway that is the only one of its database has
+    no object of this class."""
 
     def __init__(self, store: Store, peers: Peers, completions: Completions, suspects: Suspects) -> None:
         self._store = store
@@ -70,6 +75,7 @@ class Forwarding:
         peers.on_taken_for_dead = self._forget
 
     async def start(self) -> None:
+        """Reads the shared secret, or makes it. Must be called before any other method."""
         self._secret = await self._store.settings.get("peer_secret", default=secrets.token_hex(32))
         # No bound on connections, because clients may have any number of long polls at once.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
@@ -89,10 +95,12 @@ class Forwarding:
     async def forward(
         self, request: Request, body: bytes, target: Target | str, *, is_new: bool = False
     ) -> Response | None:
-        """Passes a request on to its home. Returns the home's answer; None when this gateway has to answer.
+        """Passes a request on to its home. Returns the home's answer, or None when this gateway has to answer.
 
-        `target`: a target, or the id of a sample. `is_new`: the request is a new sample, so this gateway becomes the
-        home if there is none. Raises NotReady when the home does not answer, and no gateway has taken over in time.
+        `target`: the client of a sampling session, or the id of a sample. `is_new`: True for a new sample, for which
+        this gateway becomes the home if there is none.
+
+        Raises NotReady when the home does not answer, and no gateway has taken over in time.
         """
         found = target_of(target) if isinstance(target, str) else target
         if found is None:
@@ -178,7 +186,8 @@ class Forwarding:
         return (None, None) if row is None else (row[0], row[1])
 
     def _forget(self) -> None:
-        """Other gateways may be the homes of all samples by now: waiting clients have to ask again."""
+        """Forgets all homes, because other gateways may have become the homes meanwhile. Waiting clients have to ask
+        again."""
         self._known.clear()
         self._completions.rouse()
 

@@ -29,9 +29,11 @@ from tinsmith.tasks import to_its_end
 logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
+"""Pause between two beats, in seconds."""
 SILENT_S = 5.0
+"""Time without a beat after which a gateway counts as dead, in seconds."""
 FRESH_S = 3.0
-"""For this long after its last beat, a gateway need not ask whether others have taken it for dead."""
+"""Time after its last beat in which a gateway need not ask whether others have taken it for dead, in seconds."""
 _ALONE_S = 0.02
 """Pause before a gateway asks again for a lease that another one has, in seconds."""
 
@@ -50,7 +52,8 @@ class Peers:
         self._url = url
         self._rows: dict[str, GatewayRow] = {}
         self._seen: dict[str, tuple[int, float]] = {}
-        """gateway_id -> its number, and when this number was first seen, on the monotonic clock."""
+        """gateway_id -> number of the gateway, and the time at which this number was first seen, on the monotonic
+        clock."""
         self._beaten_at = -SILENT_S
         self._beating = asyncio.Lock()
         """Held during a beat, and while a lease of `alone` is taken or given back."""
@@ -59,10 +62,11 @@ class Peers:
         self.on_taken_for_dead: Callable[[], None] = lambda: None
         """Called when other gateways have taken this one for dead, and may have taken over its samples."""
         self.on_beat: Callable[[], Awaitable[None]] | None = None
+        """Called after each beat."""
 
     @property
     def are_several(self) -> bool:
-        """Whether there may be other gateways, which is when this one has a peer_url."""
+        """Whether there may be other gateways. This is so if this gateway has a peer_url."""
         return bool(self._url)
 
     @property
@@ -81,10 +85,10 @@ class Peers:
         return {model_id for row in others for model_id in row.busy_models}
 
     async def start(self) -> None:
-        """Makes this gateway's row. Raises OtherGateways when this one has no peer_url and others live."""
+        """Makes this gateway's row. Raises OtherGateways when other gateways live and this one has no peer_url."""
         if self.are_several:
             async with self._store.begin() as db:
-                # A row with this URL is left of an earlier gateway, which is gone.
+                # A row with this URL was left by an earlier gateway, which is gone.
                 await db.execute(delete(GatewayRow).where(GatewayRow.url == self._url))
             await self.beat()
             return
@@ -111,7 +115,7 @@ class Peers:
             try:
                 await to_its_end(self.beat())
             except SQLAlchemyError:
-                logger.exception("the other gateways cannot be told that this one lives; it is tried again")
+                logger.exception("this gateway cannot tell the others that it lives; it tries again")
 
     async def refresh(self) -> None:
         """Beats unless `is_fresh`. Must be called before a decision that is right only while this gateway lives."""
@@ -176,7 +180,7 @@ class Peers:
 
     @asynccontextmanager
     async def alone(self, work: str) -> AsyncIterator[None]:
-        """While the block runs, no other gateway is in a block for this work. One gateway may be in two at once.
+        """A context for work that only one gateway may do at a time. Blocks of one gateway do not exclude each other.
 
         A gateway that dies in its block holds up the others for SILENT_S.
         """
@@ -187,7 +191,7 @@ class Peers:
             while not await self._takes(work):  # noqa: ASYNC110 - another gateway ends its block
                 await asyncio.sleep(_ALONE_S)
             yield
-        finally:  # also when the lease was perhaps taken, because the answer of the database was lost
+        finally:  # also after an error: the lease may have been taken, and only the database's answer lost
             self._left.add(work)
             with suppress(SQLAlchemyError):  # the next beat gives it back
                 await to_its_end(self._give_back())

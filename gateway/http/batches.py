@@ -63,7 +63,7 @@ async def read_batch(
     except TooLarge as error:
         return _too_large(error, is_json=is_json, is_compressed=is_compressed, forward_only=forward_only)
 
-    def decode() -> Submission | _Named:
+    def decode() -> Submission | _JsonBatch:
         try:
             plain = decompress(body, limit=config.max_body_bytes) if is_compressed else body
         except TooLarge as error:
@@ -77,13 +77,13 @@ async def read_batch(
     num_bytes = len(body)
     if is_compressed:
         num_bytes = _decompressed_size(body, config)
-        cast(Share, request.state.held).take(min(num_bytes, config.max_body_bytes))
+        cast(Share, request.state.body_share).take(min(num_bytes, config.max_body_bytes))
     await turn.enter_async_context(request.turn(num_bytes))
     batch = await off_loop(decode, num_bytes=num_bytes, config=config)
     if isinstance(batch, Submission):
         return batch
     try:
-        await request.gateway.assets.fill(batch.pointers, cast(Share, request.state.held))
+        await request.gateway.assets.fill(batch.pointers, cast(Share, request.state.body_share))
     except OutOfCapacity:
         raise
     except ServiceError as error:
@@ -92,7 +92,7 @@ async def read_batch(
 
 
 def _from_protobuf(body: bytes, config: GatewayConfig, *, forward_only: bool) -> Submission:
-    """The batch. Its body stays as the client sent it; nothing in it is computed with here."""
+    """The submission of a batch in protobuf. Its body is the client's, with `forward_only` appended if need be."""
     message = trainer_pb2.ForwardBackwardRequest()
     if len(body) > config.max_body_values:  # a smaller body cannot hold that many
         number = protobuf_values(body, cast(Descriptor, message.DESCRIPTOR), limit=config.max_body_values)
@@ -133,8 +133,9 @@ def _batch(message: trainer_pb2.ForwardBackwardRequest, body: bytes) -> Submissi
 
 
 def _refused(model_id: str, seq_id: int, error: ServiceError, *parts: bytes | str, forward_only: bool) -> Submission:
-    """A batch that the gateway refuses. `parts`: what tells its repeats from other requests."""
-    # Refusing a forward loses no gradients.
+    """The submission of a batch that the gateway refuses. `parts`: content by which a repeat is told from another
+    request."""
+    # The kind is `forward` for a batch without gradients, because its refusal loses none.
     submission = Submission.of("forward" if forward_only else "forward_backward", model_id, seq_id)
     submission.fingerprint = fingerprint(*parts)
     submission.refuse(error)
@@ -144,7 +145,7 @@ def _refused(model_id: str, seq_id: int, error: ServiceError, *parts: bytes | st
 def _unknown_field(message: trainer_pb2.ForwardBackwardRequest, body: bytes) -> InvalidRequest | None:
     """The error for a message with an unknown field at any depth; None without one. Removes unknown fields."""
     is_outside = len(UnknownFieldSet(message)) > 0
-    # Part by part: protobuf holds the interpreter's lock while it measures a message.
+    # The parts are measured one by one, because protobuf holds the interpreter's lock while it measures a message.
     parts = [*message.data, *message.loss_fn_config_v2.values(), message.custom_loss]
     num_bytes = sum(part.ByteSize() for part in parts)
     message.DiscardUnknownFields()
@@ -158,7 +159,7 @@ def _unknown_field(message: trainer_pb2.ForwardBackwardRequest, body: bytes) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
+class _JsonBatch:
     """A batch in JSON, in which pictures may be named by their location."""
 
     content: dict[str, Any]
@@ -184,15 +185,16 @@ class _Named:
         return _refused(self.model_id, self.seq_id, error, "invalid", self.body, forward_only=self.forward_only)
 
 
-def _from_json(body: bytes, config: GatewayConfig, *, forward_only: bool) -> Submission | _Named:
-    """The batch; with its content where pictures have to be fetched first."""
+def _from_json(body: bytes, config: GatewayConfig, *, forward_only: bool) -> Submission | _JsonBatch:
+    """The submission of a batch in JSON; the batch itself if pictures have to be fetched first."""
     content = json_object(body, config)
     ids = parse_ids(schemas.GivenIds, content)
-    batch = _Named(content, ids.model_id, ids.seq_id or 0, body, forward_only)
+    batch = _JsonBatch(content, ids.model_id, ids.seq_id or 0, body, forward_only)
     return batch if batch.pointers else batch.submission()
 
 
 def _too_large(error: TooLarge, *, is_json: bool, is_compressed: bool, forward_only: bool) -> Submission:
+    """The refused submission of a batch that is too large. Raises `error` when the ids of the batch cannot be read."""
     start = error.start
     if is_compressed:
         try:

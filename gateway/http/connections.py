@@ -31,22 +31,22 @@ BEGAN_S = "tinsmith.began_s"
 """Key in a request's scope: the time at which its headers were complete, by time.monotonic. The request is handled
 later if it waits for an earlier one on its connection."""
 _AROUND = 4
-"""Bytes of a header beside its name and its value."""
+"""Bytes of a header besides its name and its value."""
 _IDLE_S = 15.0
-"""Shortest idle time after which a connection may be closed. Clients drop idle connections sooner (httpx after 5 s), so
-none of them sends a request while its connection is being closed."""
+"""Shortest idle time after which a connection may be closed, in seconds. Clients drop idle connections sooner (httpx
+after 5 s), so no client sends a request while its connection is being closed."""
 _SILENT_FACTOR = 6
-"""How many times as long as headers the first byte of a new connection may take. A client that is short of processor
+"""Factor by which the first byte of a new connection may take longer than headers. A client that is short of processor
 time opens hundreds of connections and then writes to one after the other. If they were closed meanwhile, it would open
 them again, and never get ahead."""
 _UNREAD_BODY_S = 30.0
-"""How long a connection stays open to receive a body that is not read any more."""
+"""Time for which a connection stays open to receive a body that is not read any more, in seconds."""
 _LINGER_S = 1.0
-"""How long a connection stays open after a refusal, while incoming bytes are thrown away. If it were closed while bytes
-arrive, the client could lose the answer."""
+"""Time for which a connection stays open after a refusal, while incoming bytes are thrown away, in seconds. If it were
+closed while bytes arrive, the client could lose the answer."""
 
 
-class _Waiting:
+class _Transfer:
     """Time and progress of a transfer that the gateway waits for."""
 
     __slots__ = ("num_bytes", "seconds")
@@ -60,7 +60,7 @@ class _Waiting:
 
 
 _HELD_BYTES = 4096
-"""Longest write that waits for the next one."""
+"""Longest write that waits for the next one, in bytes."""
 
 
 class _Transport:
@@ -81,7 +81,7 @@ class _Transport:
         self._held = b""
 
     def write(self, data: bytes) -> None:
-        if self._transport.is_closing():  # it was cut; uvloop raises an error where asyncio ignores the data
+        if self._transport.is_closing():  # uvloop raises an error for a cut connection; asyncio ignores the data
             return
         self._num_written += len(data)
         if self._held:
@@ -137,17 +137,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_counted = False
         """Whether `by_address` has this connection."""
         self._header_s: float | None = None
-        """How long the headers of a request have been awaited, in seconds; None while none are."""
+        """Time for which the headers of a request have been awaited, in seconds; None while no headers are awaited."""
         self._header_bytes = 0
         self._is_silent = True
-        """Nothing has come yet."""
-        self._receiving: _Waiting | None = None
+        """True while no byte has come."""
+        self._receiving: _Transfer | None = None
         """The body that is being received; None when it is complete."""
-        self._sending = _Waiting()
+        self._sending = _Transfer()
         self._num_sent = 0
         self._is_refused = False
         self._closes = False
-        """The connection closes when the body that is still arriving is complete."""
+        """True when the connection is to be closed once the body that is still arriving is complete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._counting = _Transport(transport, self.loop, partial(self._close, transport))
@@ -164,7 +164,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _close_one(self) -> None:
-        """Closes this connection, or one of the address that has most, so that no address can keep all others out."""
+        """Closes this connection, or a connection of the address that has most, so that no address can keep all others
+        out."""
         address, most = max(self.by_address.items(), key=itemgetter(1))
         closed = self
         if self.by_address[self._address] < most:
@@ -177,7 +178,7 @@ class BoundedProtocol(HttpToolsProtocol):
         closed._counting.abort()
 
     def _is_working(self) -> bool:
-        """Whether a request has come that is not answered yet."""
+        """Whether the connection has a request that is not answered yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _forget(self) -> None:
@@ -205,7 +206,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._header_s = 0.0
             else:
                 self._keep_alive()
-        if in_headers and self._header_s is not None:  # still
+        if in_headers and self._header_s is not None:  # the headers are still awaited
             self._header_bytes += len(data)
             if self._header_bytes > self.limits.max_header_bytes:
                 self._refuse(b"431 Request Header Fields Too Large", f"above {self.limits.max_header_bytes} bytes")
@@ -228,7 +229,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._header_s = None
-        self._receiving = _Waiting()
+        self._receiving = _Transfer()
         self.scope[BEGAN_S] = time.monotonic()  # type: ignore[literal-required]
         size = len(self.url) + sum(len(name) + len(value) + _AROUND for name, value in self.headers)
         self.app = _refuse_headers if size > self.limits.max_header_bytes else self.config.loaded_app
@@ -241,11 +242,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _close(self, transport: asyncio.Transport) -> None:
-        """Closes the connection; waits for the end of the body if that is still arriving.
+        """Closes the connection. If a body is still arriving, waits for its end first.
 
-        That happens when a request is refused before its body is complete, on a connection that is not kept alive
-        (urllib's). Closing while the client sends could make it lose the answer. So the rest of the body is thrown
-        away, for `_UNREAD_BODY_S` at most. A second call, as when the gateway stops, closes at once.
+        A body still arrives when a request was refused before its body was complete, on a connection that is not kept
+        alive (urllib's). If the connection were closed while the client sends, the client could lose the answer. So the
+        rest of the body is thrown away, for `_UNREAD_BODY_S` at most. A second call, such as that of a gateway that
+        stops, closes at once.
         """
         if self._receiving is None or self._closes:
             transport.close()
@@ -265,7 +267,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse(b"408 Request Timeout", "the body comes too slowly")
         num_sent = self._counting.num_sent
         if self._counting.get_write_buffer_size() == 0:
-            self._sending = _Waiting()
+            self._sending = _Transfer()
         else:
             self._sending.seconds += seconds
             self._sending.num_bytes += num_sent - self._num_sent
@@ -275,7 +277,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_sent = num_sent
 
     def _refuse(self, status: bytes, why: str) -> None:
-        """Closes the connection; sends an empty answer with this status first, if no answer has begun."""
+        """Closes the connection. If no answer has begun, sends an empty answer with this status first."""
         is_first = self.cycle is None or self.cycle.response_complete
         if self._receiving is not None and not self.pipeline:
             is_first |= not self.cycle.response_started

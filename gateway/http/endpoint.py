@@ -1,12 +1,12 @@
-"""Endpoints: the signature of a handler says what it takes and answers. It is applied to each request, and the OpenAPI
-document is made of it, so each fact is written down once.
+"""Endpoints. The signature of a handler says what the endpoint takes and answers. It is applied to each request, and
+the OpenAPI document is made of it, so each fact is written down once.
 
     async def assign_project(request: Request, body: schemas.AssignProject) -> answers.service.Empty:
 
-A handler may have a `body`, which is a schema of a JSON body, and a `query`, which is one of URL parameters. Its answer
-is a TypedDict, which is sent as JSON, or a Response. An endpoint is made with the facts that its handler's signature
-does not show, because the handler reads or makes them by itself. The first line of the handler's docstring is the
-endpoint's summary.
+A handler may have a `body`, whose type is a schema of a JSON body, and a `query`, whose type is a schema of URL
+parameters. The handler's answer is a TypedDict, which is sent as JSON, or a Response. Facts that the signature does not
+show, because the handler reads or makes them itself, are arguments of the endpoint. The first paragraph of the
+handler's docstring is the endpoint's summary.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Endpoint(Route):
         unready: Any = None,
         include_in_schema: bool = True,
     ) -> None:
-        """`errors`: error statuses, beside those of every endpoint with a body, a query or a key. `takes`, `asks`:
+        """`errors`: error statuses, besides those of every endpoint with a body, a query or a key. `takes`, `asks`:
         schema of a body or a query that the handler reads itself. `answers`: type of the JSON of a handler that makes
-        its own Response. `also_takes`, `also_answers`: further media types, and their schemas. `status`: that of
-        success. `unready`: type of the JSON of status 503, if that is no error.
+        its own Response. `also_takes`, `also_answers`: further media types, and their schemas. `status`: status of
+        success. `unready`: type of the JSON of status 503, if this status is no error.
         """
         super().__init__(path, handler, methods=[method], include_in_schema=include_in_schema)
         hints = get_type_hints(handler)

@@ -1,9 +1,9 @@
 """The middleware: ASGI applications around the routes, listed in the order in which a request passes them (app.py).
 
 `OwnHost` and `SecurityHeaders` protect a user's browser. A gateway without keys trusts everything that reaches its
-loopback address. Any page that the user opens can do so: with a form or a fetch to http://127.0.0.1:8000, or under its
-own host name, which it has made to point there (DNS rebinding). The header Origin shows the first, the header Host the
-second. There is no CORS, so no page of another origin can read an answer.
+loopback address. Any page that the user opens can reach it: with a form or a fetch to http://127.0.0.1:8000, or under
+the page's own host name, which its owner has made to point there (DNS rebinding). The header Origin shows the first
+way, the header Host the second. There is no CORS, so no page of another origin can read an answer.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class HostedPaths:
     """ASGI middleware, outside all others: rewrites paths of the hosted service, and OpenAI's resources below the
     Tinker API, to this server's paths.
 
-    So everything behind it, such as the check of keys, knows only one form of a path.
+    So everything behind this middleware, such as the check of keys, knows only one form of a path.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -104,8 +104,8 @@ class Traces:
             await self._app(scope, receive, watch)
         finally:
             if (endpoint := scope.get("endpoint")) is not None:
-                # Named by the endpoint, since a path may hold an id. Below a mount, an unknown path has the router as
-                # its endpoint, which has no name.
+                # The span is named by the endpoint, because a path may hold an id. Below a mount, an unknown path has
+                # the router as its endpoint, which has no name.
                 span.update_name(f"{scope['method']} {getattr(endpoint, '__name__', 'unknown')}")
             tracing.end(span, error=f"HTTP {status}" if status >= 500 else "")
 
@@ -194,7 +194,7 @@ class OwnHost:
     """
 
     def __init__(self, app: ASGIApp, *, callers: Callers, hosts: Iterable[str]) -> None:
-        """`hosts`: further names and addresses of the gateway, beside the loopback ones."""
+        """`hosts`: names and addresses of the gateway besides the loopback names."""
         self._app = app
         self._callers = callers
         self._hosts = {host.lower() for host in hosts}
@@ -223,8 +223,8 @@ class OwnHost:
         return name in _UNSPECIFIED or name in self._hosts or is_loopback(name)
 
     def _is_same(self, origin: str, host: str) -> bool:
-        """Whether the origin is this gateway. The whole host is compared, since another port is another server; with a
-        configured host only the name, since a proxy may change the header Host."""
+        """Whether the origin is this gateway. For a configured host only the name is compared, because a proxy may
+        change the header Host. Otherwise the port is compared, too, because another port is another server."""
         return _name(origin) in self._hosts or origin.lower().partition("://")[2] == host.lower()
 
 
@@ -236,9 +236,10 @@ def _name(url: str) -> str:
 
 
 class Authentication:
-    """ASGI middleware for everything below /api/ and /v1/ except healthz.
+    """ASGI middleware that finds the caller of each request below /api/, /dashboard/api/ and /v1/, except healthz, and
+    refuses requests without a valid key.
 
-    Sets request.state.owner, .caller and .token: the JWT that the request came with, or "".
+    Sets `owner`, `caller` and `token` of request.state. The token is the JWT of the request, or "".
     """
 
     def __init__(self, app: ASGIApp, *, callers: Callers, tokens: Tokens, limits: Limits) -> None:
@@ -293,7 +294,7 @@ def _refusal(scope: Scope, text: str, *, challenge: str = "") -> Response:
 
 
 _BY_THE_HUNDRED = ("/api/v1/asample", "/api/v1/retrieve_future", "/api/v1/cancel_future", "/v1/")
-"""Paths of requests that a client sends for each sample, many at once; also retrieve_futures."""
+"""Beginnings of the paths of requests that a client sends for each sample, many at once; also of retrieve_futures."""
 
 
 _HEARTBEAT = "/api/v1/session_heartbeat"
@@ -326,10 +327,11 @@ _PIECE_BYTES = 256 * 2**10
 
 
 class HoldBodies:
-    """ASGI middleware: puts a Share into request.state.held, and releases it at the end of the request.
+    """ASGI middleware: puts a Share into request.state.body_share, and releases it at the end of the request.
 
-    It also sends an answer in pieces, each once the client has read those before. So the request of a client that does
-    not read stays open and keeps its share, and an answer that many clients ask for is in memory only once.
+    The middleware also sends an answer in pieces, each once the client has read the pieces before. So the request of a
+    client that does not read stays open and keeps its share, and an answer that many clients ask for is in memory only
+    once.
     """
 
     def __init__(self, app: ASGIApp, *, bodies: Bodies) -> None:
@@ -340,7 +342,7 @@ class HoldBodies:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         state = scope.setdefault("state", {})
-        share = state["held"] = Share(self._bodies, state.get("owner", ""))
+        share = state["body_share"] = Share(self._bodies, state.get("owner", ""))
 
         async def in_pieces(message: Message) -> None:
             body = message.get("body", b"")

@@ -32,7 +32,7 @@ Convert = Callable[[Submission, Schema], Awaitable[None]]
 
 @contextmanager
 def counted_if_refused(gateway: Gateway, caller: Caller) -> Iterator[None]:
-    """Around reading the body of a training operation: counts the request when the block refuses it.
+    """A context in which the body of a training operation is read. Counts the request when the block refuses it.
 
     A request that is not refused counts in `Limits.operation`. Raises RateLimited.
     """
@@ -70,7 +70,7 @@ async def submit_json(
 async def submit_content(
     request: Request, content: dict[str, Any], *, kind: str, schema: type[Schema], convert: Convert[Schema]
 ) -> answers.training.Receipt:
-    """`submit_json` of a body that is read."""
+    """Submits a JSON body that was read before, as `submit_json` does."""
     gateway, caller = request.gateway, request.caller
     with counted_if_refused(gateway, caller):
         given = parse_ids(schemas.GivenIds, content)
@@ -91,8 +91,8 @@ async def submit_content(
             kind,
             submission.body,
             submission.path,
-            # Without the session's number: the SDK takes a new one each time it sends an ephemeral save again, and goes
-            # on with the session that the answer names.
+            # The number of the sampling session is left out, because the SDK takes a new number each time it sends an
+            # ephemeral save again. It goes on with the sampling session that the answer names.
             "ephemeral" if submission.sampling_session_id is not None else "",
             "inflight" if submission.inflight else "",
         )
@@ -120,7 +120,7 @@ def no_model(gateway: Gateway, caller: Caller, model_id: str, model: Model | Non
 
 
 async def _admit(gateway: Gateway, caller: Caller, model: Model, submission: Submission) -> Hold:
-    """Reserves what the operation may use of its owner's budgets. Raises RateLimited and BudgetExceeded."""
+    """Reserves the most that the operation may use of its owner's budgets. Raises RateLimited and BudgetExceeded."""
     whose = await gateway.store.sessions.whose(model.session_id)
     assert whose is not None
     if submission.sampling_session_id is not None:
@@ -150,9 +150,9 @@ async def _admit(gateway: Gateway, caller: Caller, model: Model, submission: Sub
 
 
 async def submit(gateway: Gateway, caller: Caller, submission: Submission) -> answers.training.Receipt:
-    """The receipt, once the trainer has the operation, or the SkipOperation of a refused one, in its journal.
+    """The receipt, once the trainer's journal has the operation, or the SkipOperation of a refused one.
 
-    Raises what `Operations.submit` raises, and RateLimited.
+    Raises the errors of `Operations.submit`, and RateLimited.
     """
     model_id, request_id = submission.model_id, submission.request_id
     model = await gateway.tenants.access.model(model_id, caller, is_newest=True)  # another gateway may have ended it

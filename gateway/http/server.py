@@ -22,8 +22,9 @@ from tinsmith.tasks import cancel_all
 logger = logging.getLogger(__name__)
 
 _OTHER_DESCRIPTORS = 256
-"""File descriptors for everything but HTTP connections: the database, the services, the log."""
+"""Number of file descriptors for everything but HTTP connections: the database, the services, the log."""
 _TELL_INTERVAL_S = 0.05
+"""Pause before connections are told to end once more, in seconds."""
 
 
 class GatewayServer(uvicorn.Server):

@@ -20,13 +20,15 @@ Json: TypeAlias = dict[str, Any]
 
 
 def log_begin(request_id: str, source: Source, *, user: str | None) -> None:
-    """Logs the begin of a request. `user`: the client's name of its user."""
+    """Logs that a request begins. `user`: the client's name of its user."""
     logs.request_id.set(request_id)
     logs.model_id.set(run_of(source.version_id))
     logger.info("samples from %s%s", source.name, "" if user is None else f" for user {user[:200]!r}")
 
 
 def chat_logprobs(entries: Sequence[Entry], vocabulary: Vocabulary) -> Json:
+    """Log-probabilities as a list of objects, one for each token, for chats."""
+
     def named(token: int, logprob: float | None) -> Json:
         return {"token": vocabulary.text_of(token), "logprob": logprob, "bytes": list(vocabulary.bytes_of(token))}
 

@@ -26,39 +26,40 @@ class CallForm:
 
     `begin` and `call` contain the marks of `marks`, which are tokens of most models that use them, and placeholders:
     $name and $quoted for the tool's name, plain and as JSON; $arguments; $number for digits; $space for at most one
-    space; $xml for what `xml` says.
+    space; $xml for the name and the arguments in the syntax of `xml`.
     """
 
     reads: regex.Pattern[str]
-    """Matches the beginning of a call, up to its arguments. Groups: `arguments` is the opening brace of a JSON object,
-    whose text is told as it comes. `name` or `quoted` is the tool's name, plain or as JSON. `id` is the id that the
-    model has given to its call; few families have one."""
+    """Matches the beginning of a call, up to its arguments. The group `arguments` is the opening brace of a JSON
+    object, whose text is passed on as it comes. The group `name` or `quoted` is the tool's name, plain or as JSON. The
+    group `id` is the id that the model has given to its call; few families have one."""
     call: str
     marks: tuple[str, ...]
     """Marks without which the form cannot be read; where they are special tokens, they have to be decoded to text."""
     opens: str = ""
     """Mark before a call that is read as a whole, up to the first of `closes`, because `reads` does not match it."""
     more: regex.Pattern[str] | None = None
-    """Matches the beginning of each further call, where it differs from that of the first one."""
+    """Matches the beginning of each further call, if it differs from that of the first call."""
     in_object: bool = False
-    """The arguments are a member of a JSON object, which is read up to its end."""
+    """True if the arguments are a member of a JSON object, which is read up to its end."""
     closes: tuple[str, ...] = ()
     """Marks after a call, in this order; each may be missing."""
     begin: str = ""
     """Text before the first call of an answer."""
     between: str | None = ""
-    """Text between two calls; None: an answer has one call at most."""
+    """Text between two calls. None means that an answer has at most one call."""
     end: str = ""
     """Text after the last call of an answer."""
     anywhere: bool = True
-    """Calls may follow text. False: an answer is either calls or text, and only a tool of the request is called."""
+    """True if calls may follow text. False means that an answer is either calls or text, and that only a call of one of
+    the request's tools counts as a call."""
     xml: Syntax | None = None
-    """Syntax of the arguments; None: a JSON object."""
+    """Syntax of the arguments. None means a JSON object."""
     id_length: int = 24
-    """Digits of the ids that are made for calls; templates may take only ids of one length."""
+    """Number of digits of the ids that are made for calls. Templates may take only ids of one length."""
     id_prefix: str = "call_"
     text: str = "$text"
-    """A message without calls, $text standing for what it says."""
+    """A message without calls. $text stands for its text."""
     joint: str = ""
     """Text between two messages of one answer."""
     hidden: tuple[str, ...] = ()

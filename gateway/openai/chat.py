@@ -77,8 +77,8 @@ def _check_arguments(messages: Sequence[Message], *, max_values: int) -> None:
 
 
 def _message(message: Message, *, index: int) -> dict[str, Any]:
-    """A message in the form of chat templates: content is text, and arguments of tool calls are objects. `index`: the
-    message's place in the request.
+    """A message in the form of chat templates: content is text, or parts if there are pictures, and arguments of tool
+    calls are objects. `index`: the message's place in the request.
 
     Raises InvalidRequest for arguments that are not JSON.
     """
@@ -188,7 +188,7 @@ async def _answer(
     source = await find_source(gateway, body.model, caller=caller)
     tokenizer = await gateway.sampling.generator.tokenizer(source)
     draw, structure = await _draw(gateway, request, body, source, tokenizer)
-    choices = _Choices(body, tokenizer.vocabulary, Messages(structure))
+    choices = _ChatChoices(body, tokenizer.vocabulary, Messages(structure))
     prompt = {"prompt_token_ids": draw.prompt} if body.return_token_ids else {}
     if body.stream:
         return await _stream(request, body, draw, structure, choices, prompt, places=places, form=form)
@@ -205,7 +205,7 @@ async def _draw(
     gateway: Gateway, request: Request, body: Chat, source: Source, tokenizer: TokenizerInfo
 ) -> tuple[Draw, Structure]:
     """The draw that answers the chat, which has not begun, and the structure that its text has to have."""
-    share = cast(Share, request.state.held)
+    share = cast(Share, request.state.body_share)
     images = await images_of(gateway.assets, body.messages, share) if _has_images(body) else []
     prompt_tokens = await _prompt(request, source, body)
     seen = placed(gateway, source.base_model, prompt_tokens, images) if images else None
@@ -247,13 +247,14 @@ async def _stream(
     body: Chat,
     draw: Draw,
     structure: Structure,
-    choices: _Choices,
+    choices: _ChatChoices,
     prompt: Json,
     *,
     places: contextlib.ExitStack,
     form: Form | None,
 ) -> Response:
-    """The answer as server-sent events. `prompt`: fields of the first one. Takes the places over."""
+    """The answer as server-sent events. `prompt`: fields of the first event only. Takes over `places`, which are closed
+    at the end of the stream."""
     head = head_of(draw.request_id, draw.source, kind="chat.completion.chunk")
 
     def parts(updates: AsyncIterator[Update]) -> AsyncGenerator[Json, None]:
@@ -272,7 +273,7 @@ async def _stream(
 
 
 @dataclass(frozen=True, slots=True)
-class _Choices:
+class _ChatChoices:
     body: Chat
     vocabulary: Vocabulary
     messages: Messages

@@ -28,20 +28,20 @@ from tinsmith.errors import InvalidRequest
 from tinsmith.rpc.tensors import check_tokens
 from tinsmith.v1 import sampler_pb2 as pb
 
-Prompt = str | list[int]
+TextOrTokens = str | list[int]
 
 _TOKEN_BYTES = 8
-"""About the bytes of a token in an answer, as a number or as text."""
+"""Bytes of a token in an answer, as a number or as text, about."""
 
 
-def prompts_of(body: Completion) -> list[Prompt]:
+def prompts_of(body: Completion) -> list[TextOrTokens]:
     """The prompts of a request: each is a text or a list of token ids."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):
         return [cast(list[int], prompt)]
-    return list(cast(Sequence[Prompt], prompt))
+    return list(cast(Sequence[TextOrTokens], prompt))
 
 
 def checked_tokens(gateway: Gateway, source: Source, prompt: Sequence[int], *, field: str) -> bytes:
@@ -55,7 +55,7 @@ def checked_tokens(gateway: Gateway, source: Source, prompt: Sequence[int], *, f
     return tokens
 
 
-async def _tokens(gateway: Gateway, source: Source, prompt: Prompt, *, add_special_tokens: bool) -> bytes:
+async def _tokens(gateway: Gateway, source: Source, prompt: TextOrTokens, *, add_special_tokens: bool) -> bytes:
     if not isinstance(prompt, str):
         return checked_tokens(gateway, source, prompt, field="prompt")
     request = pb.TokenizeRequest(text=prompt, add_special_tokens=add_special_tokens)
@@ -80,7 +80,7 @@ async def _answer(
     gateway: Gateway,
     request: Request,
     body: Completion,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[TextOrTokens],
     *,
     caller: Caller,
     places: contextlib.ExitStack,
@@ -111,7 +111,7 @@ async def _answer(
         num_tokens=num_tokens,
     )
     head = head_of(request_id, source, kind="text_completion")
-    choices = _Choices(body, tokenizer.vocabulary, draws)
+    choices = _CompletionChoices(body, tokenizer.vocabulary, draws)
     if body.stream:
         return await event_stream(
             request,
@@ -129,8 +129,8 @@ async def _answer(
 
 
 def _hold_repeats(gateway: Gateway, request: Request, body: Completion, num_tokens: int) -> None:
-    """Counts the memory of prompts that are repeated in each choice of the answer, until it is sent. `num_tokens`: of
-    all prompts.
+    """Counts the memory of prompts that are repeated in each choice of the answer, until the answer is sent.
+    `num_tokens`: number of tokens of all prompts.
 
     Raises InvalidRequest for more than max_body_bytes, and OutOfCapacity when others take the memory.
     """
@@ -142,7 +142,7 @@ def _hold_repeats(gateway: Gateway, request: Request, body: Completion, num_toke
             f"times, about {num_bytes} bytes, and this server's max_body_bytes is {limit}; ask for fewer choices",
             field="n",
         )
-    cast(Share, request.state.held).take(num_bytes)
+    cast(Share, request.state.body_share).take(num_bytes)
 
 
 def _draw(
@@ -150,7 +150,7 @@ def _draw(
     source: Source,
     tokenizer: TokenizerInfo,
     body: Completion,
-    prompt: Prompt,
+    prompt: TextOrTokens,
     tokens: bytes,
     *,
     request_id: str,
@@ -183,7 +183,7 @@ def _draw(
 
 
 @dataclass(frozen=True, slots=True)
-class _Choices:
+class _CompletionChoices:
     """Turns updates of the draws into choices of the answer."""
 
     body: Completion
@@ -193,7 +193,7 @@ class _Choices:
     """Indices of the choices that have the tokens of their prompt already."""
 
     def of(self, update: Update) -> list[Json]:
-        """None for an update that says nothing."""
+        """The choice that an update makes, in a list, which is empty for an update without news."""
         says = update.text or update.finish_reason or update.entries or (self.body.return_token_ids and update.tokens)
         return [self.make(update)] if says else []
 

@@ -43,11 +43,11 @@ class Entry:
 
     token: int
     logprob: float | None
-    """None for a prompt's first token."""
+    """Log-probability of the token, in nats; None for a prompt's first token."""
     top: Sequence[tuple[int, float]]
     """The most probable tokens and their logprobs, best first."""
     offset: int
-    """Position of its text in the text of the choice, in characters."""
+    """Position of the token's text in the text of the choice, in characters."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Update:
     entries: list[Entry] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     spans: Sequence[tuple[str, int]] = ()
-    """With the end of a choice that follows a run: each version, and the number of tokens that it has drawn."""
+    """(version_id, number of tokens that this version has drawn), at the end of a choice that follows a run."""
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ def sample_request(
 
 
 async def text_off_loop(work: Callable[[], T], *, num_tokens: int) -> T:
-    """Does work on a number of tokens; in `_THREAD` when they are many."""
+    """The result of `work` on this number of tokens. For more than _MANY_TOKENS, `work` runs in `_THREAD`."""
     if num_tokens <= _MANY_TOKENS:
         return work()
     return await in_pool_of(_THREAD, work)
@@ -139,7 +139,7 @@ Tops = Sequence[Sequence[tuple[int, float]]]
 
 
 class _Choice:
-    """The text of one sequence, token by token; with an echo it begins with the text of the prompt."""
+    """The text of one sequence, token by token. With an echo, the text begins with that of the prompt."""
 
     def __init__(self, index: int, text: TextStream, prompt_text: TextStream | None, *, with_entries: bool) -> None:
         self.num_tokens = 0
@@ -151,11 +151,11 @@ class _Choice:
 
     @property
     def has_echo(self) -> bool:
-        """An echo of the prompt is wanted, and was not given yet."""
+        """Whether an echo of the prompt is wanted, and was not given yet."""
         return self._prompt_text is not None
 
     def echo(self, tokens: Sequence[int], logprobs: Sequence[float | None], tops: Tops) -> Update:
-        """An update with the prompt; empty when no echo is wanted, or it was given before."""
+        """An update with the prompt; empty when no echo is wanted, or the echo was given before."""
         update = Update(self.index)
         if self._prompt_text is not None:
             _push(update, self._prompt_text, tokens, logprobs, tops, with_entries=self._with_entries)
@@ -217,11 +217,11 @@ class Draw:
     ) -> None:
         """`prompt`: int32 tokens of the request's prompt, little endian.
 
-        `scores_only`: drawn tokens are thrown away. `echo`: the text begins with the prompt, including special
-        tokens that occur in `prompt_text`. `shown`: special tokens whose text is part of the output. `with_entries`:
-        updates have an entry for each token."""
+        `scores_only`: True if drawn tokens are thrown away. `echo`: True if the text begins with the prompt, including
+        special tokens that occur in `prompt_text`. `shown`: special tokens whose text is part of the output.
+        `with_entries`: True if updates have an entry for each token."""
         self.usage = Usage()
-        """Complete once the draw is over."""
+        """Token counts, which are complete once the draw is over."""
         self.prompt: list[int] = np.frombuffer(prompt, _INT32).tolist()
         self._generator = generator
         self.source = source
@@ -229,7 +229,7 @@ class Draw:
         self.request_id = request_id
         self._scores_only = scores_only
         self._num_echoed = len(self.prompt) * request.num_samples if echo else 0
-        # Scores of the prompt come first in the text, but only with the result. So nothing can be shown before it.
+        # Scores of the prompt belong first, but come only with the result. So nothing can be shown before the result.
         self._waits = bool(request.prompt_logprobs or scores_only)
         vocabulary = tokenizer.vocabulary
         stop = request.sampling_params.stop
@@ -247,7 +247,7 @@ class Draw:
         ]
 
     async def result(self) -> list[Update]:
-        """Draws the choices. Returns one update for each, which holds all of it."""
+        """Draws the choices. Returns one update for each choice, which holds all of the choice."""
         response = await self._generator.sample(self.source, self._request, request_id=self.request_id)
         return await self._updates_of(response)
 
@@ -272,7 +272,7 @@ class Draw:
                 yield update
 
     async def _echo(self, choice: _Choice) -> Update:
-        """An update with the prompt, without log-probabilities; empty when no echo is wanted, or it was given
+        """An update with the prompt, without log-probabilities; empty when no echo is wanted, or the echo was given
         before."""
         if not choice.has_echo:
             return Update(choice.index)
@@ -286,7 +286,8 @@ class Draw:
         return await self._off_loop(lambda: list(self._finished(response)), num_tokens=self._num_echoed + num_sampled)
 
     async def _off_loop(self, work: Callable[[], T], *, num_tokens: int) -> T:
-        """`text_off_loop`, but with one piece of work of each owner at a time, so that no owner fills the queue."""
+        """Works as `text_off_loop` does, but on one piece of work of each owner at a time, so that no owner fills the
+        queue."""
         if num_tokens <= _MANY_TOKENS:
             await self._generator.turn(self.source)  # a thousand prompts may get here at once
             return work()
@@ -294,7 +295,7 @@ class Draw:
             return await text_off_loop(work, num_tokens=num_tokens)
 
     def _finished(self, response: pb.SampleResponse) -> Iterator[Update]:
-        """The last update of each choice: what the deltas have not delivered, and the finish reason."""
+        """The last update of each choice: the tokens that no delta has delivered, and the finish reason."""
         num_prompt = len(self.prompt)
         prompt_logprobs: list[float | None] = [None] * num_prompt
         if response.HasField("prompt_logprobs"):

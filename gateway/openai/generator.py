@@ -38,8 +38,8 @@ from tinsmith.v1 import sampler_pb2 as pb
 T = TypeVar("T")
 _FORMS: Mapping[int, ToolCallFormat] = {value_of(pb.ToolCallFormat, form): form for form in FORMS}
 _TEXTS_AT_ONCE = 2
-"""Texts of one owner that samplers convert at once. A sampler converts one text at a time, in their order of arrival,
-and a long one takes seconds."""
+"""Most texts of one owner that samplers convert at once. A sampler converts one text at a time, in the order of
+arrival, and a long text takes seconds."""
 _MAX_SAMPLED = 100_000
 """Most entries of `Generator._sampled`. A forgotten entry is written into the audit log once more."""
 
@@ -55,7 +55,7 @@ class Source:
     session: SamplingSession
     """A sampling session with these weights, which is not stored."""
     caller: Caller | None = None
-    """The caller whose budget and rates the request counts against; None: it counts against none."""
+    """The caller whose budget and rates the request counts against; None if it counts against none."""
 
     @property
     def base_model(self) -> str:
@@ -104,7 +104,8 @@ class Generator:
         """Digest of a tokenizer -> its vocabulary, which all samplers of a base model share."""
 
     def is_first(self, owner: str, version_id: str) -> bool:
-        """Whether the owner samples the version for the first time. Only then the audit log gets an entry."""
+        """Whether the owner samples the version for the first time, as far as this gateway knows. The audit log gets an
+        entry only then."""
         is_new = (owner, version_id) not in self._sampled
         self._sampled[owner, version_id] = None
         return is_new
@@ -136,8 +137,8 @@ class Generator:
         return TokenizerInfo(vocabulary, tuple(reply.eos_token_ids), _FORMS.get(reply.tool_call_format))
 
     async def tokenize(self, source: Source, request: pb.TokenizeRequest) -> bytes:
-        """The tokens of a text or a chat, int32, little endian. No engine computes them, but the text, too, may kill a
-        sampler."""
+        """The tokens of a text or a chat, int32, little endian. No engine computes them, but a text may kill a sampler,
+        too."""
         drawing = self._drawing(source)
 
         async def call(replica: Replica) -> pb.TokenizeResponse:
@@ -228,7 +229,8 @@ class Generator:
 
     @contextlib.contextmanager
     def _holding_budget(self, source: Source, request: pb.SampleRequest) -> Iterator[Hold | None]:
-        """Reserves what the request may use of budgets while it is in work. Raises RateLimited and BudgetExceeded."""
+        """A context that reserves the most that the request may use of budgets. Raises RateLimited and
+        BudgetExceeded."""
         hold = None
         if source.caller is not None:
             hold = self._limits.sample(source.caller, request, base_model=source.base_model)

@@ -14,7 +14,7 @@ class Messages:
     def __init__(self, structure: Structure) -> None:
         self._structure = structure
         self._readers: dict[int, ToolCallReader | None] = {}
-        """Index of a choice -> its reader; None: calls are not read."""
+        """Index of a choice -> its reader; None when calls are not read."""
 
     def read(self, update: Update) -> list[Piece]:
         """The pieces that an update adds to its choice."""
@@ -32,8 +32,8 @@ class Messages:
         return [] if reader is None else reader.calls
 
     def finish_reason(self, update: Update) -> str | None:
-        """The finish reason of the update's choice; "tool_calls" if its calls are whole. Call it after `read` has seen
-        the update."""
+        """The finish reason of the update's choice; "tool_calls" if the choice's calls are whole. This method must be
+        called after `read` has seen the update."""
         reader = self._readers.get(update.index)
         calls_tools = reader is not None and reader.calls and not reader.is_in_arguments
         return "tool_calls" if update.finish_reason == "stop" and calls_tools else update.finish_reason

@@ -28,13 +28,14 @@ class Prompt:
 
     chunks: Sequence[types_pb2.Chunk]
     tokens: bytes
-    """int32 tokens, little endian; those of a picture are all `picture_token`."""
+    """int32 tokens, little endian. All tokens of a picture are the model's `picture_token`."""
 
 
 async def images_of(assets: Assets, messages: Sequence[Message], share: Share) -> list[types_pb2.Image]:
-    """The pictures of a chat, in their order. `share`: takes the bytes of those that are fetched.
+    """The pictures of a chat, in their order. `share`: counts the bytes of fetched pictures.
 
-    Raises InvalidRequest, naming the part, for a URL of a host that is not allowed, or of anything but a PNG or JPEG.
+    Raises InvalidRequest, which names the part, for a URL of a host that is not allowed, or of anything but a PNG or
+    JPEG.
     """
     urls = [
         (f"messages[{number}].content[{index}].image_url.url", part.image_url.url)
@@ -72,7 +73,8 @@ def _decoded(urls: Sequence[tuple[str, str]]) -> list[types_pb2.Image]:
 
 
 def placed(gateway: Gateway, base_model: str, tokens: bytes, images: Sequence[types_pb2.Image]) -> Prompt:
-    """The prompt with its pictures. `tokens`: of the rendered chat, int32, in which one token stands for each picture.
+    """The prompt with its pictures. `tokens`: int32 tokens of the rendered chat, in which one token stands for each
+    picture.
 
     Raises InvalidRequest for a model that takes no pictures, and for a chat template that does not show all of them.
     """
@@ -90,8 +92,8 @@ def placed(gateway: Gateway, base_model: str, tokens: bytes, images: Sequence[ty
     before, after = np.array(found.before, _INT32), np.array(found.after, _INT32)
     if len(places) != len(images):
         raise InvalidRequest(
-            f"messages: they have {len(images)} pictures, and as rendered by the model's chat template {len(places)} "
-            "tokens that stand for one; do not write such tokens into the text",
+            f"messages: there are {len(images)} pictures, but after the model's chat template {len(places)} tokens "
+            "that stand for a picture; do not write such tokens into the text",
             field="messages",
         )
     chunks: list[types_pb2.Chunk] = []

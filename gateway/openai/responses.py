@@ -28,7 +28,7 @@ from tinsmith.errors import InvalidRequest, ServiceError
 LOGPROBS = "message.output_text.logprobs"
 
 _NAMES = (
-    # Without the place below messages: instructions and calls of tools give messages other indices than items.
+    # The place below messages is dropped, because instructions and calls give messages other indices than items.
     (re.compile(r"messages\b[^\s:]*"), "input"),
     (re.compile(r"max_tokens\b"), "max_output_tokens"),
     (re.compile(r"response_format(\.json_schema)?\b"), "text.format"),
@@ -180,7 +180,7 @@ class ResponseForm:
             yield event
 
     def _begin(self, answer: Json) -> None:
-        """Takes over id, time and version. `answer`: the chat's answer, or a chunk of it."""
+        """Takes over the chat's id, time and version. `answer`: the chat's answer, or a chunk of it."""
         self._response["id"] = answer["id"].replace("chatcmpl-", "resp_", 1)
         self._response["created_at"] = answer["created"]
         self._response["version"] = answer["version"]
@@ -202,7 +202,7 @@ class ResponseForm:
         return {"item_id": self._item["id"], "output_index": len(self._response["output"])}
 
     def _take(self, said: Json, choice: Json) -> Iterator[Json]:
-        """Adds text and calls to the response, and gives the events. `said`: the chat's message, or a delta of it."""
+        """Adds text and calls to the response, and yields the events. `said`: the chat's message, or a delta of it."""
         logprobs = (choice.get("logprobs") or {}).get("content") or []
         if said.get("content") or logprobs:
             if self._text is None:

@@ -14,10 +14,13 @@ from tinsmith.errors import NotReady, ServiceError
 from tinsmith.v1 import sampler_pb2 as pb
 
 _TOKEN_BYTES = 4
+"""Bytes of a token, or of a logprob, in a delta."""
 _MAX_TRIES = 5
+"""Most streams that are begun for one request."""
 
 Try = Callable[[NotReady], Awaitable[AsyncIterator[pb.StreamSampleResponse]]]
-"""Begins a new stream. Its argument is the error of the lost one; its iterator raises NotReady when it is lost, too."""
+"""A function that begins a new stream. Its argument is the error of the lost stream. The iterator raises NotReady when
+the new stream is lost, too."""
 
 
 def with_seed(request: pb.SampleRequest) -> pb.SampleRequest:
@@ -30,9 +33,10 @@ def with_seed(request: pb.SampleRequest) -> pb.SampleRequest:
 async def resumed(
     first: AsyncIterator[pb.StreamSampleResponse], again: Try, *, num_samples: int
 ) -> AsyncIterator[pb.StreamSampleResponse]:
-    """The pieces of `first`, and when that is lost, the new pieces of `again`.
+    """The pieces of `first`, and when that stream is lost, the new pieces of `again`.
 
-    Raises ServiceError when the new stream differs from what the client has already, and NotReady after _MAX_TRIES.
+    Raises ServiceError when the new stream differs from the tokens that the client has already, and NotReady after
+    _MAX_TRIES.
     """
     seen = [bytearray() for _ in range(num_samples)]
     pieces = first

@@ -36,7 +36,7 @@ DEFAULT_MAX_TOKENS = 16
 class Only:
     """Marks a field that may be sent only with values that change nothing: null, or one of `values`.
 
-    `why`: error for other values; unless given, the error lists `values`.
+    `why`: error text for other values. Without it, the error lists `values`.
     """
 
     def __init__(self, *values: Any, why: str = "") -> None:
@@ -195,7 +195,7 @@ class Completion(Generate):
     @field_validator("logprobs", mode="before")
     @classmethod
     def _true_is_one(cls, value: Any) -> Any:
-        """true asks for 1, false for none."""
+        """Takes true for 1, and false for none."""
         return (1 if value else None) if isinstance(value, bool) else value
 
     @model_validator(mode="after")
@@ -322,7 +322,7 @@ class ResponseFormat(OpenAIBody):
         return self
 
     def schema_text(self) -> str | None:
-        """The schema of the answer, for the sampler's compiler; None: any text."""
+        """The schema of the answer, for the sampler's compiler. None means any text."""
         if self.type == "text":
             return None
         if self.json_schema is None or self.json_schema.schema_ is None:
@@ -356,7 +356,7 @@ class Chat(Generate):
     tool_choice: ToolChoice | None = None
     """"none" hides the tools from the model; "required", or the name of a tool, makes the answer a call."""
     parallel_tool_calls: bool | None = None
-    """False: at most one call."""
+    """false means at most one call."""
     response_format: ResponseFormat | None = None
     """Make the answer JSON: of a schema, or any object."""
     modalities: Annotated[Any, Only(["text"])] = None

@@ -75,7 +75,7 @@ async def list_models(gateway: Gateway, *, owner: str) -> list[ModelCard]:
 
 
 async def get_model(gateway: Gateway, name: str, *, caller: Caller) -> ModelCard:
-    """One entry of the list of models. Raises what `find_source` raises."""
+    """One entry of the list of models. Raises the errors of `find_source`."""
     await find_source(gateway, name, caller=caller)
     if not name.startswith(SCHEME):
         return _model(name, created=0)

@@ -32,13 +32,13 @@ class Structure:
     """The grammar of an answer, and the form in which calls of tools are read from it."""
 
     grammar: pb.Grammar | None = None
-    """Grammar for the sampler; None: any text."""
+    """Grammar for the sampler. None means any text."""
     form: ToolCallFormat | None = None
-    """Form of the calls of tools; None: calls are not read."""
+    """Form of the calls of tools. None means that calls are not read."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """JSON Schema of the arguments of each of the request's tools, by name."""
     shown: Sequence[int] = ()
-    """Special tokens that mark calls; their text is needed to read the calls."""
+    """Special tokens that mark calls. Their text is needed to read the calls."""
     fields: Sequence[str] = ()
     """The field of the request behind each line of the grammar, for errors."""
 
@@ -71,7 +71,7 @@ def structure_of(
     tool_choice: ToolChoice | None = None,
     parallel: bool = True,
 ) -> Structure:
-    """The structure for a request's response_format and tools. `parallel`: several calls are allowed.
+    """The structure for a request's response_format and tools. `parallel`: True if several calls are allowed.
 
     Raises Unsupported for a strict tool when the model's form of calls is not known.
     """
@@ -114,11 +114,11 @@ _NAMED_TOKEN = re.compile(r"<[^<>\s\[\]]+>")
 """Matches the text of a token that a grammar writes as it is."""
 _MARK_OR_PLACEHOLDER = re.compile(r"(<[^<>\s$]+>|\[[A-Z_]+\]|\$[a-z]+)")
 _RULES = {"line": '"\\n"?', "space": '" "?', "number": "NUMBER", "channel": "CHANNEL"}
-"""Placeholder -> part of a rule, for those that are the same in all rules."""
+"""Placeholder -> part of a rule, for placeholders with one part in all rules."""
 
 
 def _split(text: str) -> tuple[str, str]:
-    """The mark with which a text begins, empty without one, and the other text."""
+    """The mark with which a text begins, or an empty string, and the rest of the text."""
     found = _MARK_OR_PLACEHOLDER.match(text)
     mark = "" if found is None or found[0].startswith("$") else found[0]
     return mark, text.removeprefix(mark)

@@ -98,13 +98,13 @@ _SHORT = 8
 
 @dataclass(frozen=True, slots=True)
 class _Stops:
-    """Stop strings, which a request may have a thousand of: comparing each with the text behind each token would take
-    0.7 ms."""
+    """Stop strings, prepared for the search. A request may have a thousand of them, and to compare each with the text
+    behind each token would take 0.7 ms."""
 
     short: frozenset[str]
     long: tuple[str, ...]
     sizes: Sequence[int]
-    """Lengths of the short ones."""
+    """Lengths of the strings in `short`, in characters."""
     beginnings: frozenset[str]
     """Proper beginnings of all stop strings, of at most _SHORT characters."""
     longest: int
@@ -135,15 +135,16 @@ class TextStream:
     ) -> None:
         """`hidden`: further tokens without text. `shown`: special tokens whose text is shown."""
         self.stopped = False
-        """A stop string was found; later tokens have no text."""
+        """True once a stop string was found. Later tokens have no text."""
         self.num_chars = 0
-        """Characters of all tokens so far, including those that may still turn out to be a stop string."""
+        """Number of characters of all tokens so far, including those that may still turn out to be a stop string."""
         self._vocabulary = vocabulary
         self._stops = _stops(tuple(stops))
         self._hidden = frozenset(hidden)
         self._shown = frozenset(shown)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        # Text that is not released yet, with the text of special tokens: the engine looks for stop strings in it, too.
+        # Text that is not released yet. It has the text of special tokens, too, because the engine also looks for stop
+        # strings there.
         self._pending = ""
         self._is_shown: list[bool] = []
 
@@ -174,8 +175,8 @@ class TextStream:
         return self._release(len(self._pending) - self._num_held())
 
     def _find(self, *, num_new: int) -> int | None:
-        """The position of the first stop string in the pending text; None without one. `num_new`: characters at the
-        text's end that were not looked at before."""
+        """The position of the first stop string in the pending text; None when there is none. `num_new`: number of
+        characters at the text's end that were not looked at before."""
         pending, stops = self._pending, self._stops
         if not stops.longest:
             return None

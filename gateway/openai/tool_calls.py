@@ -17,12 +17,14 @@ from tinsmith.tool_calls import ToolCallFormat
 
 @dataclass(slots=True, eq=False)
 class Call:
+    """A call of a tool, which grows while it is read."""
+
     index: int
     """Index among the calls of its message, from 0."""
     name: str
     id: str
     arguments: str = ""
-    """JSON as the model wrote it; incomplete when the model's text is."""
+    """The arguments as JSON, as the model wrote them. Incomplete when the model's text is incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class ToolCallReader:
         self._opening = ""
         """Mark of the whole call that is being read, and the spaces before it."""
         self._num_searched = 0
-        """Characters of `_rest` that have no mark that closes the whole call."""
+        """Number of characters of `_rest` in which no mark was found that closes the whole call."""
         self._closing: list[str] = []
         """Marks that may follow the last call."""
         self._depth = 0
@@ -105,7 +107,7 @@ class ToolCallReader:
         return [Piece(text)] if text else []
 
     def _text(self) -> list[Piece]:
-        """Takes text up to what is, or may become, the beginning of a call, and the spaces before it."""
+        """Takes text up to the beginning of a call, or up to text that may become one, and up to the spaces before."""
         find = self._form.reads.search if self._form.anywhere else self._form.reads.match
         found = find(self._rest, partial=True)
         at = self._rest.find(self._form.opens) if self._form.opens else -1
@@ -148,12 +150,12 @@ class ToolCallReader:
         return [Piece(text, call)] if text else []
 
     def _object(self) -> None:
-        """Skips what the model wrote from the end of the arguments to the brace that closes the call's object."""
+        """Skips the text from the end of the arguments to the brace that closes the call's object."""
         if self._closed()[1]:
             self._state = "after"
 
     def _closed(self) -> tuple[str, bool]:
-        """Takes text up to the closing brace of the open object. Returns it, and whether the brace was found."""
+        """Takes text up to the closing brace of the open object. Returns the text, and whether the brace was found."""
         size = 0
         for char in self._rest:
             size += 1
@@ -172,7 +174,8 @@ class ToolCallReader:
         return text, not self._depth
 
     def _after(self) -> list[Piece]:
-        """Takes what follows a call: the beginning of another one, or marks that close it, and spaces."""
+        """Takes the text that follows a call: the beginning of another call, or marks that close the call, and
+        spaces."""
         if self._form.more is not None:
             found = self._form.more.match(self._rest, partial=True)
             if found is not None and found.partial:
@@ -191,7 +194,8 @@ class ToolCallReader:
         return []
 
     def _whole(self) -> list[Piece]:
-        """Takes a call as a whole, when it is there: one of XML, or one whose members are in an unusual order."""
+        """Takes a call that is read as a whole, once all of it is there. Such a call is in XML, or has its members in
+        an unusual order."""
         close, xml = self._form.closes[0], self._form.xml
         while (at := self._rest.find(close, self._num_searched)) >= 0:
             if xml is None or xml.is_whole(self._rest[:at]):
@@ -215,7 +219,7 @@ class ToolCallReader:
         return [begun, Piece(begun.call.arguments, begun.call)]
 
     def _drop_beginning_of_close(self) -> None:
-        """Drops what has come of the mark that closes a call, if the call before it is whole."""
+        """Drops the first part of a closing mark at the end of the text, if the call before it is whole."""
         close = self._form.closes[0]
         size = next((size for size in range(len(close) - 1, 0, -1) if self._rest.endswith(close[:size])), 0)
         call = self._rest[: len(self._rest) - size]
@@ -223,7 +227,7 @@ class ToolCallReader:
             self._rest = call
 
     def _read(self, text: str) -> tuple[str, str] | None:
-        """Name and arguments, as JSON, of a whole call; None for a broken one."""
+        """The name of a whole call, and its arguments as JSON; None for a broken call."""
         if self._form.xml is not None:
             return xml_calls.call_of(text, self._form.xml, self._schemas)
         try:

@@ -32,18 +32,18 @@ from tinsmith.errors import InvalidRequest
 _PYTHON = {"True": True, "False": False, "None": None}
 """Values that models write as in Python."""
 _ANNOTATIONS = {"type", "title", "description", "default", "examples", "enum", "const"}
-"""Keywords that leave a string of a schema free, or that the grammar holds it to."""
+"""Keywords of a string's schema that allow any text, or that the grammar enforces."""
 _MOST_NESTED = 16
 """Most references and alternatives, one within the other, that are followed to find a value's types."""
 
 
 @dataclass(frozen=True, slots=True)
 class Syntax:
-    """The elements of a call. In the texts, $name is the tool's name, $key an argument's, and $line at most one line
-    break."""
+    """The elements of a call. In the texts, $name stands for the tool's name, $key for the name of an argument, and
+    $line for at most one line break."""
 
     call: re.Pattern[str]
-    """Matches what is between the marks of a call. Groups: the tool's name, the arguments."""
+    """Matches the text between the marks of a call. Groups: the tool's name, the arguments."""
     argument: re.Pattern[str]
     """Matches an argument. Groups: its name, its value."""
     name: str
@@ -81,8 +81,8 @@ GLM = Syntax(
 
 
 def call_of(text: str, syntax: Syntax, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
-    """Name and arguments, as JSON, of a call; None for a broken one. `text`: what is between the marks of the call.
-    `schemas`: JSON Schema of each tool's arguments."""
+    """The name of a call, and its arguments as JSON; None for a broken call. `text`: the text between the marks of the
+    call. `schemas`: JSON Schema of each tool's arguments."""
     found = syntax.call.fullmatch(text)
     if found is None:
         return None
@@ -98,11 +98,11 @@ def call_of(text: str, syntax: Syntax, schemas: Mapping[str, Mapping[str, Any]])
 
 def rules(n: int, tool: FunctionTool, syntax: Syntax, write: Callable[..., list[str]]) -> Iterator[tuple[str, str]]:
     """Lines of a grammar in Lark's syntax for the call of the tool `n`, each with the field of the request behind it.
-    The first line defines `xml_{n}`. `write(text, **values)`: the parts of a rule that stand for a text with marks and
-    placeholders.
+    The first line defines `xml_{n}`. `write(text, **values)`: gives the parts of a rule that stand for a text with
+    marks and placeholders.
 
-    Raises InvalidRequest for a schema that is none, and for a strict tool with a string that no grammar of this form
-    can hold to its schema.
+    Raises InvalidRequest for an invalid schema, and for a strict tool with a string that no grammar of this form can
+    hold to its schema.
     """
     field = f"tools[{n}].function.parameters"
     schema = tool.function.get("parameters") or {}
@@ -133,22 +133,23 @@ def rules(n: int, tool: FunctionTool, syntax: Syntax, write: Callable[..., list[
 
 
 class _Text:
-    """Any text, up to what ends it."""
+    """The parts and lines of a grammar for any text, up to the parts that end the text."""
 
     def __init__(self, rule: str, end: Sequence[str]) -> None:
-        """`end`: the parts that end the text. Text matches no token, but it matches the text of a mark that is none."""
+        """`end`: the parts that end the text. TEXT cannot match a mark that is a token. It can match a mark that is
+        plain text, so such a mark needs a lazy rule of its own."""
         self._rule = "" if end[0].startswith("<") else f"{rule}[lazy]: TEXT {end[0]}"
         self.parts = ["TEXT", *end] if not self._rule else [rule, *end[1:]]
         """Parts of a rule that stand for the text and its end."""
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """The line of a grammar that the parts need, without a field of the request."""
+        """The line of the grammar that `parts` need, if any, with an empty field of the request."""
         if self._rule:
             yield self._rule, ""
 
 
 def _arguments(schema: Mapping[str, Any], field: str) -> tuple[dict[str, dict[str, Any]], Sequence[str]]:
-    """The schema of each argument, and the names of those that are required. Raises InvalidRequest."""
+    """The schema of each argument, and the names of the required arguments. Raises InvalidRequest."""
     known, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise InvalidRequest(f"{field}.required: is no list of names", field=f"{field}.required")
@@ -190,7 +191,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """The JSON types that a schema allows; empty for any, and where they are not found."""
+    """The JSON types that a schema allows. Empty when it allows any type, or when the types cannot be found."""
     if not isinstance(schema, dict) or depth > _MOST_NESTED:
         return set()
     if isinstance(kind := schema.get("type"), str | list):

@@ -1,6 +1,6 @@
-"""The way of one request to a sampler's answer, for the Tinker API and the OpenAI API.
+"""Brings one request to a sampler, and gives the sampler's answer, for the Tinker API and the OpenAI API.
 
-replicas.py chooses a sampler. When that one is lost or full, another one is tried; when there is none, the request
+replicas.py chooses a sampler. When that sampler is lost or full, another one is tried; when there is none, the request
 waits. A version that no sampler holds is published by the trainer, once for all requests that want it (publishing.py).
 A version that only some samplers hold is sampled there, and published to the others meanwhile.
 """
@@ -74,8 +74,8 @@ class Drawing:
         progress: Progress | None = None,
         wait_s: float | None = None,
     ) -> None:
-        """`session`: the weights. `request` None: a call about text, which any sampler of the base model can answer.
-        `wait_s`: longest wait for a sampler; None: without end."""
+        """`session`: the weights. `request` None means a call about text, which any sampler of the base model can
+        answer. `wait_s`: longest wait for a sampler, in seconds; None means without end."""
         self.progress = progress or Progress()
         self.ran: tuple[float, float] | None = None
         """Begin and end of the sampler's computation, in seconds since 1970; None while not known."""
@@ -98,7 +98,7 @@ class Drawing:
 
     @property
     def is_suspect(self) -> bool:
-        """A sampler has died that this request may have killed."""
+        """Whether a sampler has died that this request may have killed."""
         return self._suspicion.deaths > 0
 
     async def describe(self) -> types_pb2.QueueStatus:
@@ -158,8 +158,8 @@ class Drawing:
         return known.deaths
 
     async def _content_of(self, request: pb.SampleRequest) -> str:
-        """A hash of what the request asks for, and of its owner (`cache_salt`, empty where any key is accepted). A
-        repeat has the same."""
+        """A hash of the content of the request, and of its owner (`cache_salt`, empty where any key is accepted). A
+        repeat of the request has the same hash."""
         if self._content is None:
 
             def hashed() -> str:
@@ -171,7 +171,7 @@ class Drawing:
                 return fingerprint(self._session.base_model, bare.SerializeToString(deterministic=True))
 
             is_small = request.ByteSize() <= _SMALL_BYTES
-            self._content = hashed() if is_small else await in_pool(hashed)  # it may have pictures
+            self._content = hashed() if is_small else await in_pool(hashed)  # a large request may have pictures
         return self._content
 
     async def _resolve(self) -> SamplingSession:
@@ -206,8 +206,8 @@ class Drawing:
             await self._pause.wait()
 
     async def _provide(self, session: SamplingSession, replica: Replica, *, give_up_at: float) -> bool:
-        """Has the version published. False when that cannot be done now. Raises the trainer's error when it never
-        can."""
+        """Lets the trainer publish the version. Returns False when the version cannot be published now. Raises the
+        trainer's error when it never can."""
         self._describe = lambda: self._publishing.describe(session, self.progress)
         try:
             async with asyncio.timeout(None if self._wait_s is None else max(0.0, give_up_at - time.monotonic())):
@@ -255,7 +255,7 @@ class Drawing:
             await self._confirmed(call, replica)
             while (piece := await call.read()) is not grpc.aio.EOF:
                 begun()
-                if piece.WhichOneof("event") is not None:  # an empty one only ends its trial
+                if piece.WhichOneof("event") is not None:  # an empty piece only ends the request's trial
                     yield piece
 
     async def ask(self, replica: Replica, rpc: Callable[[Any], Any], request: Any) -> Any:
@@ -392,7 +392,7 @@ class Drawings:
         use("sampling_sample", num_sampled)
         if hold is not None:
             hold.drawn(num_sampled)
-            hold.release()  # the tokens are counted now; held as well, they would count twice
+            hold.release()  # the tokens are counted as used now, and must not count as reserved, too
         return num_prompt + num_sampled
 
 
@@ -404,7 +404,8 @@ def _is_death(error: NotReady) -> bool:
 
 
 def _killer(mine: Suspicion, error: NotReady | None = None) -> ServiceError:
-    """`error`: the last sampler's, unless the request is a repeat."""
+    """The error of a request that is given to no further sampler. `error`: the error of the last sampler; None for a
+    repeat of such a request."""
     level = logging.INFO if error is None else logging.ERROR
     logger.log(level, "a request is not given to another sampler: %d samplers died while they had it", mine.deaths)
     until = "" if mine.ends_at is None else f" until {time.strftime('%H:%M', time.gmtime(mine.ends_at))} UTC"

@@ -26,9 +26,10 @@ from tinsmith.v1 import sampler_pb2, types_pb2
 logger = logging.getLogger(__name__)
 
 _MOVE_TIMEOUT_S = 60.0
-"""How long a sampler may take to move its generations, which it does between two steps."""
+"""Longest time in which a sampler moves its generations, in seconds. It does so between two steps."""
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Pauses after each attempt to catch a sampler up. The trainer may notice later than the gateway that it is back."""
+"""Pauses after the attempts to catch a sampler up, in seconds. The trainer may notice later than the gateway that the
+sampler is back."""
 
 
 class Inflight:
@@ -65,7 +66,7 @@ class Inflight:
     # Samplers that are behind
 
     def _start_catch_up(self, replica: Replica) -> None:
-        """Starts `_catch_up` for the sampler; one that is running is cancelled first."""
+        """Starts `_catch_up` for the sampler. A call that is still running is cancelled first."""
         if (before := self._catching_up.get(replica)) is not None:
             before.cancel()
         self._catching_up[replica] = asyncio.create_task(self._catch_up(replica))
@@ -76,7 +77,7 @@ class Inflight:
             try:
                 versions = await replica.describe_versions()
             except ServiceError:
-                return  # the sampler is unreachable again; this starts again when it is back
+                return  # the sampler is unreachable again; another _catch_up starts when it is back
             newest = await self._newest({version.version_id for version in versions if version.num_running})
             if not newest:
                 return
@@ -134,9 +135,9 @@ class Inflight:
 
 
 async def _move_generations(replica: Replica, run_id: str, version_id: str) -> bool:
-    """Has the sampler move its generations of the run to a version. False when that fails.
+    """Lets the sampler move its generations of the run to a version. Returns False when that fails.
 
-    The generations then go on with their present version, or start again elsewhere if the sampler is lost.
+    After a failure the generations go on with their present version, or start again elsewhere if the sampler is lost.
     """
     request = sampler_pb2.MoveGenerationsRequest(run_id=run_id, version_id=version_id)
     try:

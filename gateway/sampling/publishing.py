@@ -1,4 +1,4 @@
-"""Has the trainer publish versions from checkpoints to samplers that lack them, once for all requests that wait."""
+"""Lets the trainer publish versions from checkpoints to samplers that lack them, once for all requests that wait."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ _TOP_UP_S = 10.0
 each other soon, because a sampler may have no room for all versions that are sampled. It ends when a sampler that lacks
 the version begins to serve."""
 _MAX_TOP_UP_S = 600.0
+"""Longest such pause, in seconds."""
 _MAX_TOPPED_UP = 4096
+"""Most versions whose last `top_up` is kept in memory."""
 _ASK_TIMEOUT_S = 0.4
+"""Longest wait for the trainer's answer to a poll, in seconds."""
 _WORDS = "publishing the weights to the sampler"
+"""Text for a user whose request waits for a publish."""
 
 
 class Publishing:
@@ -48,9 +52,9 @@ class Publishing:
         await cancel_all([*self._background, *self._publishing.values()])
 
     async def provide(self, session: SamplingSession, replica: Replica, *, progress: Progress) -> bool:
-        """Handles VERSION_NOT_LOADED from a replica. True once a usable replica holds the session's version.
+        """Handles VERSION_NOT_LOADED from a replica. Returns True once a usable replica holds the session's version.
 
-        Publishes the version, unless a replica that holds it comes back first. False when the version cannot be
+        Publishes the version, unless a replica that holds it comes back first. Returns False when the version cannot be
         published now. Raises the trainer's error when it never can.
         """
         samplers, name, version_id = self._clients.samplers, session.base_model, session.version_id
@@ -83,7 +87,7 @@ class Publishing:
         return types_pb2.QueueStatus(reason=_WORDS)
 
     def top_up(self, session: SamplingSession) -> None:
-        """Has the version published to more replicas, in the background, when fewer hold it than should."""
+        """Publishes the version to more replicas, in the background, if fewer replicas hold it than should."""
         version_id, now = session.version_id, time.monotonic()
         num_homes = self._clients.num_homes(session.base_model)
         num_wanted = self._clients.samplers.num_wanted(session.base_model, version_id, num_homes=num_homes)
@@ -107,8 +111,8 @@ class Publishing:
             logger.info("%s cannot be published to %d samplers: %s", session.version_id, num_samplers, error.message)
 
     async def publish(self, session: SamplingSession, *, progress: Progress, num_samplers: int = 0) -> bool:
-        """Has the trainer send the session's version to those of its samplers that lack it, `num_samplers` or as many
-        as the trainer sends every version to. False when it cannot do so now.
+        """Lets the trainer send the session's version to the samplers that lack it, until `num_samplers` have it; 0
+        means as many as the trainer sends every version to. Returns False when the trainer cannot do so now.
 
         Raises the trainer's error when it never can.
         """

@@ -80,7 +80,8 @@ class Records:
                 )
 
     async def find(self, sequence_ids: Iterable[str], *, session_id: str) -> Mapping[str, SequenceRecord]:
-        """sequence_id -> record, of those that belong to this session and have not expired. This counts as a use."""
+        """sequence_id -> record, for the sequences that belong to this session and whose records have not expired. The
+        call counts as a use of the records."""
         now = time.time()
         found: dict[str, SequenceRecord] = {}
         wanted = sorted({each for each in sequence_ids if "\0" not in each})  # PostgreSQL takes no NUL

@@ -38,15 +38,18 @@ ReplicaState = Literal["gone", "silent", "loading", "serving"]
 """gone: no connection. silent: a connection, but no answer. loading: an answer other than SERVING. serving: healthy."""
 
 _INTERVAL_S = 0.5
+"""Pause between two questions for the health of a serving replica, in seconds."""
 _RETRY_S = 0.2
+"""Pause between two questions for the health of any other replica, in seconds."""
 _ASK_TIMEOUT_S = 2.0
+"""Longest wait for a replica's description of itself or of its versions, in seconds."""
 _BEHIND_S = 0.1
-"""How much later than the first replica another may say which versions it holds, before the answers that have come are
-used, in seconds. A replica that hangs answers after all others."""
+"""Time after the first answer for which the versions of further replicas are awaited, before the answers are used, in
+seconds. A replica that hangs answers after all others."""
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _HeldCall:
     """A call that a replica has in work."""
 
     call: Any
@@ -55,7 +58,7 @@ class _Held:
 
 
 class _Confirming:
-    """The unary RPCs about text, as streams of one reply, with the names of the stub."""
+    """The unary RPCs about text as streams of one reply. The attributes have the names of the stub's methods."""
 
     def __init__(self, channel: Any) -> None:
         service = sampler_pb2.DESCRIPTOR.services_by_name["SamplerService"].full_name
@@ -77,7 +80,7 @@ class Replica:
     def __init__(self, address: str, *, api_key: str, certificates: Certificates | None, is_shared: bool) -> None:
         self.address = address
         self.is_shared = is_shared
-        """Whether other gateways use it, too."""
+        """Whether other gateways use the sampler, too."""
         # gRPC must not resend a lost call, which may have killed the sampler; drawing.py decides about that.
         self.channel = connect(address, api_key=api_key, certificates=certificates, resends=False)
         self.life = Life(is_shared=is_shared, take_away=self.take_away)
@@ -92,19 +95,19 @@ class Replica:
         self.serving_since = 0.0
         """Time at which the sampler began to serve, or served again, on the monotonic clock."""
         self.versions: set[str] = set()
-        """version_ids that it holds, by its last answer."""
-        self.held: set[_Held] = set()
+        """version_ids of the versions that the sampler holds, by its last answer."""
+        self.held: set[_HeldCall] = set()
         self.load = 0
         """Sequences in work for this gateway."""
         self.complaint: str | None = None
         """The last error of GetSamplerInfo that was logged."""
         self.poked = asyncio.Event()
-        """Set to have its health asked for now."""
+        """Set to let `Replicas` ask for the sampler's health now."""
 
     @property
     def use(self) -> float:
-        """Sequences in work for this gateway, as a share of those that it can run at the same time; 0 while that number
-        is unknown."""
+        """Sequences in work for this gateway, divided by the number of sequences that the sampler can run at the same
+        time; 0 while that number is unknown."""
         most = 0 if self.info is None else self.info.max_running
         return self.load / most if most else 0.0
 
@@ -112,13 +115,13 @@ class Replica:
         return self.state == "serving" and self.info is not None and base_model in self.info.base_models
 
     def take_away(self) -> None:
-        """Cancels its calls, whose requests are then sent again."""
+        """Cancels the sampler's calls, whose requests are then sent again."""
         for held in self.held:
             held.is_taken_away = True
             held.call.cancel()
 
     async def ask(self) -> None:
-        """Asks what it serves and which versions it holds."""
+        """Asks what the sampler serves and which versions it holds. Raises ServiceError."""
         self.info = await self.stub.GetSamplerInfo(sampler_pb2.GetSamplerInfoRequest(), timeout=_ASK_TIMEOUT_S)
         self.versions = await self.list_versions()
 
@@ -136,15 +139,17 @@ class Replica:
 
 
 class Replicas:
+    """Watches the samplers, and chooses one for each request."""
+
     def __init__(self, config: GatewayConfig, *, changed: asyncio.Condition, metrics: Metrics, may_join: bool) -> None:
-        """`changed` is notified when a replica comes or goes, or its versions were read. `may_join`: there may be
-        samplers later, even if there are none now."""
+        """`changed`: notified when a replica comes or goes, or its versions were read. `may_join`: True if samplers may
+        come later, even if there are none now."""
         self.all: list[Replica] = []
         self._known: dict[str, Replica] = {}
-        """All samplers that were ever listed, by address. One that is listed no more keeps its connection, on which
-        calls may still be ending, until the gateway stops."""
+        """All samplers that were ever listed, by address. A sampler that is no longer listed keeps its connection until
+        the gateway stops, because calls may still be ending there."""
         self.are_shared = bool(config.peer_url)
-        """Other gateways use them, too."""
+        """Whether other gateways use the samplers, too."""
         self._connect = partial(
             Replica,
             api_key=config.service_key.get_secret_value(),
@@ -166,8 +171,8 @@ class Replicas:
         """Called with each replica that begins to serve, or serves again."""
 
     async def use(self, addresses: Sequence[str]) -> None:
-        """Takes up the samplers that are new in the list, and leaves those that are no longer in it: other samplers do
-        the work that these have."""
+        """Takes up the samplers that are new in the list, and leaves the samplers that are no longer in it. Other
+        samplers then do the work of these."""
         gone = [replica for replica in self.all if replica.address not in addresses]
         for address in addresses:
             if address not in self._known:
@@ -257,7 +262,7 @@ class Replicas:
             self._changed.notify_all()
 
     def _take_away(self) -> None:
-        """Cancels the calls of unhealthy replicas whose work another can do. Calls of a lost connection end by
+        """Cancels the calls of unhealthy replicas whose work another replica can do. Calls of a lost connection end by
         themselves."""
         for replica in self.all:
             if replica.state not in ("silent", "loading") or replica.info is None:
@@ -271,7 +276,7 @@ class Replicas:
     def holding(self, replica: Replica, call: Any, *, weight: int = 1) -> Iterator[None]:
         """Counts the call as the replica's work until the block ends. A call that is taken away raises NotReady in the
         block."""
-        held = _Held(call, weight)
+        held = _HeldCall(call, weight)
         self._metrics.services.sampler_requests.labels(replica.address).inc()
         replica.held.add(held)
         replica.load += weight
@@ -287,7 +292,7 @@ class Replicas:
             replica.load -= weight
 
     def lost(self, replica: Replica) -> None:
-        """Notes that the replica lost a call, which will be sent again, and has its health asked for now."""
+        """Notes that the replica lost a call, which will be sent again. The replica's health is asked for now."""
         self._metrics.services.resubmissions.labels(replica.address).inc()
         replica.poked.set()
 
@@ -324,10 +329,11 @@ class Replicas:
         )
 
     def num_wanted(self, base_model: str, version_id: str, *, num_homes: int) -> int:
-        """Number of replicas that should hold a version, when that is more than hold it now; else 0.
+        """Number of replicas that should hold a version; 0 if so many hold it now.
 
-        At first they are `num_homes`. While each holder has as many sequences as it can run, and another replica less
-        than half as many as that one can run, twice as many should hold it. The loads are those of this gateway.
+        The number is `num_homes` at first. It is twice the number of holders while each of them has as many sequences
+        as it can run, and another replica has less than half as many as that replica can run. Only sequences of this
+        gateway count.
         """
         if not version_id:
             return 0
@@ -356,6 +362,7 @@ class Replicas:
         return self.holders(base_model, version_id) or self.usable(base_model)
 
     async def wait_for_holder(self, base_model: str, version_id: str) -> None:
+        """Waits until a usable replica holds the version."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.holders(base_model, version_id))
 
@@ -376,10 +383,10 @@ class Replicas:
         avoid: Collection[Replica] = (),
         alone: bool = False,
     ) -> Replica:
-        """Chooses a replica for a request; waits until there is one. Without `request`: the least loaded one.
+        """Chooses a replica for a request. Waits until there is one. Without `request`, chooses the least loaded one.
 
-        A replica in `avoid` is chosen only when no other may have the request. `alone`: the request needs a replica to
-        itself (lives.py). All such requests go to one replica while there is one that the others are kept from.
+        A replica in `avoid` is chosen only when no other may have the request. `alone`: True if the request needs a
+        replica to itself (lives.py). All such requests go to one replica while other requests are kept from it.
         """
         await self.wait(base_model)
         version_id = "" if request is None else request.version_id
@@ -405,8 +412,8 @@ class Replicas:
         return by_address[choose(key, loads, weight=max(1, request.num_samples), factor=self._load_factor)]
 
     async def find_holder(self, base_model: str, version_id: str) -> None:
-        """Asks the usable replicas which versions they hold, until one that holds this version has answered, or all
-        have."""
+        """Asks the usable replicas which versions they hold, until a replica that holds this version has answered, or
+        all have answered."""
         listing = asyncio.create_task(self.list_versions(base_model))
         held = asyncio.create_task(self.wait_for_holder(base_model, version_id))
         try:
@@ -446,7 +453,8 @@ class Replicas:
             await cancel_all(waiting)
 
     def _end_sharing(self, base_model: str) -> None:
-        """Ends that callers share the query of this task: its answers may lack a version that has come since."""
+        """Lets later callers make a query of their own, because the answers to this task's query may lack a version
+        that has come since."""
         if self._listing.get(base_model) is asyncio.current_task():
             del self._listing[base_model]
 

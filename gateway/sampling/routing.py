@@ -22,7 +22,9 @@ from cachetools import LRUCache
 BLOCK_TOKENS = 16
 """Block size of the samplers' prefix caches, in tokens."""
 _MAX_PROMPTS = 65536
+"""Most prompts that are remembered."""
 _ODD = np.frombuffer(secrets.token_bytes(8 * (BLOCK_TOKENS + 2)), np.uint64) | np.uint64(1)
+"""Random odd factors of the hashes of prompts."""
 
 
 def ranked(key: bytes, names: Iterable[str]) -> list[str]:

@@ -35,18 +35,21 @@ MAX_PAGE = 1000
 _MARKED_AHEAD = 256
 """The range in the database is extended by this many seq_ids at a time, so most samples cost no write."""
 _MAX_LISTS = 1024
+"""Most lists of completions in memory."""
 _MAX_TARGETS = 16_384
 """Most targets in memory. A forgotten one is rebuilt from the range in the database."""
 _ELSEWHERE_S = 1.0
-"""Longest poll for a client without samples when there are several gateways."""
+"""Longest poll for a client without samples when there are several gateways, in seconds."""
 _MAX_OPEN = 100_000
+"""Most samples of a target whose completion the client may wait for, and most completions in a list."""
 _MAX_SETTLED = 4096
+"""Most samples of a target that are remembered as settled."""
 _KEPT = MAX_PAGE
-"""Confirmed completions that are still kept, in case the client asks for them again."""
+"""Number of confirmed completions that are still kept, in case the client asks for them again."""
 
 
 class Places:
-    """The samples in work, of both APIs, against their limits."""
+    """Holds the samples in work, of both APIs together, within their limits."""
 
     def __init__(self, config: GatewayConfig, futures: Futures) -> None:
         self._config = config
@@ -60,9 +63,9 @@ class Places:
         return self._prompts.total()
 
     def check(self, owner: str, *, num_prompts: int = 1) -> None:
-        """Raises OutOfCapacity when there is no place for so many more samples: those in work, of the owner or of all
-        owners, are bounded. It is cheap, so it is called before a body is read. Raises InvalidRequest for more prompts
-        than there are places."""
+        """Raises OutOfCapacity when there is no place for so many more samples, because the samples in work of the
+        owner, and of all owners, are bounded. Raises InvalidRequest for more prompts than there are places in all. The
+        check is cheap, so it is made before a body is read."""
         config, futures = self._config, self._futures
         num_own = futures.num_pending(KIND, owner=owner) + self._prompts[owner]
         for number, limit, name, whose in (
@@ -83,8 +86,8 @@ class Places:
 
     @contextlib.contextmanager
     def hold(self, owner: str, *, num_prompts: int = 1) -> Iterator[None]:
-        """Counts prompts of the OpenAI API as samples in work, from before they are rendered to the end of the answer.
-        Raises what `check` raises."""
+        """A context that counts prompts of the OpenAI API as samples in work. It lasts from before the prompts are
+        rendered to the end of the answer. Raises the errors of `check`."""
         self.check(owner, num_prompts=num_prompts)
         self._prompts[owner] += num_prompts
         try:
@@ -122,15 +125,17 @@ class Samples:
         fingerprint: str,
         is_recorded: bool,
         hold: Hold | None = None,
-        held: Share | None = None,
+        body_share: Share | None = None,
     ) -> None:
         """Starts a sample. A repeat does nothing. Raises SequenceConflict for another body under the same id.
 
-        `is_recorded`: the sequences are stored, for losses that name them.
+        `is_recorded`: True if the sequences are to be stored, for losses that name them.
         """
         known = self._futures.fingerprint(request_id)
         if known is None:
-            pending = Pending(request_id, KIND, session.sampling_session_id, fingerprint, hold=hold, held=held)
+            pending = Pending(
+                request_id, KIND, session.sampling_session_id, fingerprint, hold=hold, body_share=body_share
+            )
             self._futures.start(pending, self._run(pending, request, session, is_recorded=is_recorded))
         elif known != fingerprint:
             raise SequenceConflict(
@@ -183,7 +188,7 @@ class Samples:
 
 
 @dataclass(slots=True)
-class _Samples:
+class _TargetSamples:
     """The samples of one target."""
 
     low: int
@@ -197,14 +202,14 @@ class _Samples:
 
 
 @dataclass(slots=True)
-class _List:
+class _CompletionList:
     """The completions of a target, from position `start` on."""
 
     start: int
     request_ids: list[str]
     grown: asyncio.Event = field(default_factory=asyncio.Event)
     has_ended: bool = False
-    """The sampling session has ended."""
+    """True when the sampling session has ended."""
 
     @property
     def end(self) -> int:
@@ -238,9 +243,9 @@ class Completions:
         self._store = store
         self._futures = futures
         self._home = home
-        self._samples: OrderedDict[Target, _Samples] = OrderedDict()
+        self._samples: OrderedDict[Target, _TargetSamples] = OrderedDict()
         """Targets in memory, the least recently used first."""
-        self._lists: OrderedDict[Target, _List] = OrderedDict()
+        self._lists: OrderedDict[Target, _CompletionList] = OrderedDict()
         self._closing = False
         futures.listener = self
 
@@ -267,7 +272,7 @@ class Completions:
                         raise NotReady("another gateway has taken over these samples; try again")
                     samples.low, samples.high = low, high
 
-    async def _load(self, target: Target) -> _Samples:
+    async def _load(self, target: Target) -> _TargetSamples:
         """The samples of a target. After a restart, those that may have been in work are open."""
         if target not in self._samples:
             mark = await self._store.samplers.mark(*target)
@@ -275,7 +280,7 @@ class Completions:
                 first = first_of(target[1])
                 low, high = (first, first - 1) if mark is None else (mark.low, mark.high)
                 lost = range(max(low, high - _MAX_OPEN), high + 1)
-                self._samples[target] = _Samples(low, high, dict.fromkeys(lost))
+                self._samples[target] = _TargetSamples(low, high, dict.fromkeys(lost))
                 self._make_room()
         self._samples.move_to_end(target)
         return self._samples[target]
@@ -289,8 +294,8 @@ class Completions:
             del self._samples[oldest]
 
     def settle(self, request_ids: Iterable[str]) -> None:
-        """Notes samples that the client has asked for, has received, or has given up: a new list leaves out failures of
-        these."""
+        """Notes samples that the client has asked for, has received, or has given up. A new list leaves out failures of
+        these samples."""
         for request_id in request_ids:
             if (found := sample_of(request_id)) is not None and found[0] in self._samples:
                 samples, seq_id = self._samples[found[0]], found[1]
@@ -340,11 +345,11 @@ class Completions:
     async def _poll_new(
         self, target: Target, *, prev_cursor: int, timeout_s: float
     ) -> tuple[list[dict[str, Any]], int]:
-        """`poll` for a client without samples. Only the list is kept, and only during the poll, because a caller can
+        """Polls for a client without samples. Only the list is kept, and only during the poll, because a caller can
         make up any number of clients."""
         if self._home is not None:  # the first sample may arrive at another gateway, which this one does not notice
             timeout_s = min(timeout_s, _ELSEWHERE_S)
-        completions = self._lists.setdefault(target, _List(prev_cursor, []))
+        completions = self._lists.setdefault(target, _CompletionList(prev_cursor, []))
         try:
             return await self._page(completions, prev_cursor=prev_cursor, timeout_s=timeout_s)
         finally:
@@ -352,7 +357,7 @@ class Completions:
                 del self._lists[target]
 
     async def _page(
-        self, completions: _List, *, prev_cursor: int, timeout_s: float
+        self, completions: _CompletionList, *, prev_cursor: int, timeout_s: float
     ) -> tuple[list[dict[str, Any]], int]:
         completions.trim(confirmed=prev_cursor)
         position = max(prev_cursor, completions.start)
@@ -365,7 +370,7 @@ class Completions:
         page = completions.request_ids[position - completions.start :][:MAX_PAGE]
         return [self._completion(request_id) for request_id in page], position + len(page)
 
-    async def _list(self, target: Target, *, prev_cursor: int) -> _List:
+    async def _list(self, target: Target, *, prev_cursor: int) -> _CompletionList:
         samples = await self._load(target)
         completions = self._lists.get(target)
         if completions is None or prev_cursor > completions.end:
@@ -373,7 +378,7 @@ class Completions:
             over = [request_id for request_id in settled if self._futures.answer(request_id) is not None]
             waited_for = [f"{target[0]}:{seq_id}" for seq_id in samples.open]
             over += [request_id for request_id in waited_for if self._futures.pending(request_id) is None]
-            completions = self._lists[target] = _List(prev_cursor, over)
+            completions = self._lists[target] = _CompletionList(prev_cursor, over)
             if len(self._lists) > _MAX_LISTS:
                 self._lists.popitem(last=False)[1].grown.set()
         self._lists.move_to_end(target)
@@ -390,6 +395,6 @@ class Completions:
         }
 
     def closing(self) -> None:
-        """Answers all polls now, and later ones without waiting."""
+        """Answers all polls now, and later polls without waiting."""
         self._closing = True
         self.rouse()

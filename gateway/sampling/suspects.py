@@ -18,14 +18,16 @@ from gateway.database.write_behind import WriteBehind
 from gateway.sampling.lives import Suspicion
 
 KEPT_S = 3600.0
-"""For this long after its last death, a request that has not been answered stays a suspect."""
+"""Time after its last death for which a request that has not been answered stays a suspect, in seconds."""
 _MOST = 10_000
 """Most suspects; the newest stay."""
 _WAIT_S = 2.0
-"""Longest wait for the database. A request goes on after that, and its deaths are written later."""
+"""Longest wait for the database, in seconds. A request goes on after that, and its deaths are written later."""
 
 
 class Suspects:
+    """Keeps the suspects in memory and in the database."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
         self._known: dict[str, SuspectRow] = {}
@@ -92,7 +94,7 @@ class Suspects:
             return
         async with self._with_database:
             changed, old = self._changed.copy(), time.time() - KEPT_S
-            # Sorted, so that all gateways lock rows in one order: no deadlock.
+            # Both lists are sorted, so that all gateways lock rows in one order, without a deadlock.
             answered = sorted(content for content, row in changed.items() if row is None)
             rows = [
                 {"content": content, "deaths": row.deaths, "is_condemned": row.is_condemned, "died_at": row.died_at}
@@ -113,6 +115,6 @@ class Suspects:
                 if rows:
                     await db.execute(adding.on_conflict_do_update(index_elements=["content"], set_=merged), rows)
             for content, row in changed.items():
-                if content in self._changed and self._changed[content] is row:  # it has not changed meanwhile
+                if content in self._changed and self._changed[content] is row:  # the row has not changed meanwhile
                     del self._changed[content]
         await self._store.delete_old(SuspectRow.died_at, before=old, keep_newest=_MOST)

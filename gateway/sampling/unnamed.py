@@ -18,7 +18,8 @@ from gateway.ids import first_of
 from gateway.tenants.access import Caller
 
 _MAX_KNOWN = 16_384
-"""Most entries of each map below. A forgotten key gets a new session, a forgotten sampling session a new block."""
+"""Most entries of each map of `Unnamed`. A forgotten key gets a new session, and a forgotten sampling session a new
+block."""
 
 Weights = tuple[str | None, str | None, str]
 """Weights that a sample names: base_model, model_path, and the version_id that the path stands for now."""

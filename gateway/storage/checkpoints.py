@@ -1,7 +1,7 @@
 """Checkpoints by their public path.
 
-The database is only an index. The trainers, whose manifests count, are asked for a checkpoint that it does not have,
-and for one of a run that was made without a gateway.
+The database is only an index; the trainers' manifests decide. The trainers are asked for a checkpoint that the database
+does not have, and for a checkpoint of a run that was made without a gateway.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Purpose = Literal["load", "sample", "copy", "download"]
 """The use for which weights of a checkpoint are read."""
 
 _DELETION_RETENTION_S = 86400.0
-"""How long the key of a deletion is stored, by which a repeat is known."""
+"""Time for which the key of a deletion is stored, by which a repeat is recognised, in seconds."""
 _IS_NOT_DELETED = or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at != DELETED_AT)
 _DELETION = ("owner", "idempotency_key", "path")
 _Deletion = tuple[str, str, str]
@@ -52,7 +52,7 @@ class Checkpoints:
         retired: RetiredCheckpoints,
         timeout_s: float,
     ) -> None:
-        """`timeout_s`: how long to wait for trainers that have not been reached since the start."""
+        """`timeout_s`: longest wait for trainers that have not been reached since the start, in seconds."""
         self._timeout_s = timeout_s
         self._store = store
         self._clients = clients
@@ -61,7 +61,7 @@ class Checkpoints:
         self._retired = retired
 
     async def find(self, path: str, *, field: str, caller: Caller | None) -> Checkpoint:
-        """A checkpoint that the caller may read. `caller` None: the right to read it was checked already.
+        """A checkpoint that the caller may read. `caller` None means that the right to read it was checked before.
 
         Raises InvalidRequest for a bad path, CheckpointNotFound for a missing or expired checkpoint, and NotReady when
         a trainer that may have it cannot be reached.
@@ -80,21 +80,22 @@ class Checkpoints:
         return known
 
     async def find_own(self, path: str, *, field: str, caller: Caller) -> Checkpoint:
-        """A checkpoint that the caller may change. Raises what `find` raises; CheckpointNotFound also for a checkpoint
-        that another owner has published."""
+        """A checkpoint that the caller may change. Raises the errors of `find`, and CheckpointNotFound also for a
+        checkpoint that another owner has published."""
         found = await self.find(path, field=field, caller=caller)
         if not caller.sees(found.owner):
             raise CheckpointNotFound(f"{field}: there is no checkpoint {path}", field=field)
         return found
 
     async def read(self, path: str, *, field: str, caller: Caller, purpose: Purpose) -> Checkpoint:
-        """`find_usable`, for a caller who gets the weights: writes the read into the audit log."""
+        """The checkpoint of `find_usable`, for a caller who gets the weights. Writes the read into the audit log."""
         checkpoint = await self.find_usable(path, field=field, caller=caller, purpose=purpose)
         self.record("checkpoint_read", checkpoint, owner=caller.owner, purpose=purpose)
         return checkpoint
 
     async def find_usable(self, path: str, *, field: str, caller: Caller, purpose: Purpose) -> Checkpoint:
-        """`find`. Raises InvalidRequest, too, when this kind of checkpoint cannot be used for the purpose."""
+        """The checkpoint of `find`. Raises the errors of `find`, and InvalidRequest when this kind of checkpoint cannot
+        be used for the purpose."""
         checkpoint = await self.find(path, field=field, caller=caller)
         if purpose in ("load", "sample") and checkpoint.kind == "external_weights":
             raise InvalidRequest(
@@ -121,8 +122,9 @@ class Checkpoints:
         return row
 
     async def _look_again(self, known: Checkpoint, path: TinkerPath) -> Checkpoint | None:
-        """The checkpoint that the path stands for now, of a run that no session here has: a client of the trainer's may
-        have replaced or deleted it."""
+        """The checkpoint that a trainer has at the path now; None when there is none. Corrects the row. This is needed
+        for a run that no session here has, because a client of the trainer may have replaced or deleted the
+        checkpoint."""
         info = await self.ask_trainers(path)
         if info is None:
             await self._store.checkpoints.delete(known.path, version_id=known.version_id)
@@ -156,27 +158,27 @@ class Checkpoints:
         return list(reply.files)
 
     async def verify(self, checkpoint: Checkpoint) -> trainer_pb2.VerifyCheckpointResponse:
-        """Has the trainer read and check every file. Raises CheckpointNotFound, NotReady, and DataCorrupted for a
-        damaged manifest; damaged files are in the reply."""
+        """Lets the trainer read and check every file. Raises CheckpointNotFound, NotReady, and DataCorrupted for a
+        damaged manifest. The reply names damaged files."""
         trainer = await self._placement.of_checkpoint(checkpoint.location, checkpoint.base_model)
         return await trainer.stub.VerifyCheckpoint(trainer_pb2.VerifyCheckpointRequest(location=checkpoint.location))
 
     # Changes
 
     async def publish(self, checkpoint: Checkpoint, *, public: bool, owner: str) -> None:
-        """Publishes or unpublishes the checkpoint; writes no event when nothing changes."""
+        """Publishes or unpublishes the checkpoint. Writes no audit event when nothing changes."""
         if checkpoint.public != public:
             event = event_of("checkpoint_publish" if public else "checkpoint_unpublish", checkpoint, owner=owner)
             await self._store.checkpoints.update(checkpoint.path, event, public=public)
 
     async def set_ttl(self, checkpoint: Checkpoint, ttl_seconds: int | None, *, owner: str) -> None:
-        """Sets how long the checkpoint lives from now on, in seconds. None: it never expires."""
+        """Sets the lifetime of the checkpoint from now on, in seconds. None means that it never expires."""
         expires_at = None if ttl_seconds is None else time.time() + ttl_seconds
         event = event_of("checkpoint_ttl", checkpoint, owner=owner, ttl_seconds=ttl_seconds)
         await self._store.checkpoints.update(checkpoint.path, event, expires_at=expires_at)
 
     async def pin(self, checkpoint: Checkpoint, *, pinned: bool, owner: str) -> None:
-        """Pins or unpins the checkpoint; writes no event when nothing changes."""
+        """Pins or unpins the checkpoint. Writes no audit event when nothing changes."""
         if checkpoint.pinned != pinned:
             event = event_of("checkpoint_pin" if pinned else "checkpoint_unpin", checkpoint, owner=owner)
             await self._store.checkpoints.update(checkpoint.path, event, pinned=pinned)
@@ -188,12 +190,12 @@ class Checkpoints:
             await self._retired.keep_for_samplers(known)
 
     async def delete(self, path: str, *, caller: Caller, idempotency_key: str | None = None) -> None:
-        """Deletes a checkpoint: nobody finds it any more. If its trainer is unreachable, the reaper removes the files
-        later.
+        """Deletes a checkpoint, so that nobody finds it any more. If its trainer is unreachable, the reaper removes the
+        files later.
 
-        A repeat with the same `idempotency_key` within a day does nothing. Raises InvalidRequest for a bad path, or a
-        base model that no trainer serves; CheckpointNotFound; and NotReady when a trainer that must be asked cannot be
-        reached.
+        A repeat with the same `idempotency_key` within a day does nothing. Raises InvalidRequest for a bad path, or
+        when no trainer serves the base model. Raises CheckpointNotFound, and NotReady when a trainer that must be asked
+        cannot be reached.
         """
         owner = caller.owner
         deletion = None if idempotency_key is None else (owner, idempotency_key, path)
@@ -230,7 +232,7 @@ class Checkpoints:
     async def prune(self, checkpoint: Checkpoint, *, owner: str) -> bool:
         """Deletes a checkpoint for a retention policy.
 
-        False, and nothing is done, when it was pinned, published, replaced or deleted meanwhile.
+        Returns False, and does nothing, when the checkpoint was pinned, published, replaced or deleted meanwhile.
         """
         is_this = (
             Checkpoint.path == checkpoint.path,
@@ -251,9 +253,10 @@ class Checkpoints:
         return True
 
     async def expire(self, checkpoint: Checkpoint) -> bool:
-        """Removes an expired checkpoint, or one whose deletion was not finished. False when another gateway was faster.
+        """Removes an expired checkpoint, or a checkpoint whose deletion was not finished. Returns False when another
+        gateway was faster.
 
-        Raises what `_remove` raises.
+        Raises the errors of `_remove`.
         """
         was_deleted = checkpoint.expires_at == DELETED_AT
         if not await self._remove(checkpoint):
@@ -263,7 +266,7 @@ class Checkpoints:
         return True
 
     async def _remove(self, checkpoint: Checkpoint) -> bool:
-        """Removes the files, then the row. False when the row was gone already.
+        """Removes the files, then the row. Returns False when the row was gone already.
 
         A newer version that a save has put at the same path stays. Raises InvalidRequest when no trainer serves the
         base model, and NotReady when the trainer cannot be reached.

@@ -19,6 +19,8 @@ from tinsmith.v1 import trainer_pb2
 
 
 class Copies:
+    """Makes copies of checkpoints."""
+
     def __init__(
         self,
         store: Store,
@@ -39,8 +41,8 @@ class Copies:
     ) -> Checkpoint:
         """Copies a checkpoint into a new session of the project.
 
-        A repeat with the same `idempotency_key` gives the same copy, even when its source is gone. Raises what
-        `into_run` raises, and InvalidRequest when the key was used for another copy.
+        A repeat with the same `idempotency_key` gives the same copy, even when its source is gone. Raises the errors of
+        `into_run`, and InvalidRequest when the key was used for another copy.
         """
         name = f"copy of {TinkerPath.parse(source_path, field='source_path')}"
         key = None if idempotency_key is None else f"copy:{idempotency_key}"
@@ -63,7 +65,8 @@ class Copies:
         )
 
     async def into_run(self, source_path: str, run_id: str, *, ttl_seconds: int | None, caller: Caller) -> Checkpoint:
-        """Copies a checkpoint into a new run of an existing session. A repeat gives the same copy while that exists.
+        """Copies a checkpoint into a new run of an existing session. While the copy exists, a repeat gives the same
+        copy.
 
         Raises AlreadyExists (SequenceConflict for a training run) when the run or the copy's path is taken,
         CheckpointNotFound, NotReady, RateLimited, BudgetExceeded, and the trainer's errors.
@@ -130,14 +133,14 @@ class Copies:
             raise AlreadyExists(f"model_seq_id: {path} is taken by another checkpoint, a copy of {known.path}")
         if known.fingerprint != _mark(ttl_seconds):
             raise _other_ttl(path, ttl_seconds)
-        if known.settled_at is None:  # the gateway that had it made did not index it; `find` did
+        if known.settled_at is None:  # the gateway that ordered the copy did not index it; `find` above did
             await self._transfers.add(copy, known, owner=caller.owner)
         return copy
 
     async def _made_before(
         self, source: Checkpoint, path: TinkerPath, *, ttl_seconds: int | None, caller: Caller
     ) -> Checkpoint:
-        """A copy that the trainer has already, but of which the database has no operation.
+        """A copy that the trainer has already, and of which the database had no operation.
 
         Raises AlreadyExists when it is another version, or has another ttl.
         """

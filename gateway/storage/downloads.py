@@ -48,7 +48,7 @@ class Downloads:
     def sign(self, request: Request, *parts: str, version: str = "") -> Download:
         """The URL of /download/PART/PART/..., as the sender of `request` can reach it.
 
-        `version`: the version that the path names now. The URL does not give a later one.
+        `version`: the version that the path names now. The URL gives no later version.
         """
         base_url = self._public_url or str(request.base_url).rstrip("/")
         expires_at = int(time.time() + self._lifetime_s)
@@ -98,7 +98,7 @@ class Content:
     async def read(self, trainer: Trainer, location: str, start: int, stop: int) -> AsyncIterator[bytes]:
         """Opens the parts, and returns an iterator over the bytes `start` to `stop`.
 
-        Raises DataCorrupted for a damaged file, and another ServiceError when a file cannot be opened, so a client gets
+        Raises DataCorrupted for a damaged file, and another ServiceError when a file cannot be opened. So a client gets
         an error instead of a body that breaks off.
         """
         opened: list[AsyncIterator[bytes]] = []
@@ -125,7 +125,7 @@ def tar(files: Sequence[types_pb2.CheckpointFile], *, modified_at: float) -> Con
 
 
 def wanted_range(request: Request, content: Content) -> tuple[int, int] | None:
-    """The first byte that a Range header asks for, and the end, exclusive. None: the whole content.
+    """The first byte that a Range header asks for, and the first byte behind the range. None means the whole content.
 
     Raises HTTPException 416 when the range begins behind the end of the content.
     """

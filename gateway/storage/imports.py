@@ -38,6 +38,8 @@ class Imported:
 
 
 class Imports:
+    """Imports adapters."""
+
     def __init__(
         self,
         config: GatewayConfig,
@@ -63,7 +65,7 @@ class Imports:
         ttl_seconds: int | None,
         caller: Caller,
     ) -> Imported:
-        """Imports the adapter in an archive. `num_bytes`: size of the archive, or 0 when it is not known.
+        """Imports the adapter in an archive. `num_bytes`: size of the archive in bytes; 0 when it is not known.
 
         Raises TooLarge for an archive that is too large, NotReady, RateLimited, BudgetExceeded, and the
         trainer's errors.
@@ -77,7 +79,7 @@ class Imports:
             ttl=ttl_of(ttl_seconds),
             archive_bytes=num_bytes or None,
         )
-        reason, detail = "errored", "the import did not come to its end"
+        reason, detail = "errored", "the import was not finished"
         hold = self._limits.start(caller.owner)
         operation = self._transfers.operation(IMPORT, path)
         try:
@@ -93,10 +95,10 @@ class Imports:
         return Imported(row, list(reply.notes))
 
     async def _room(self, hold: Hold, path: TinkerPath) -> int | None:
-        """Reserves all that is left of the owner's quota, and returns it in bytes; None: there is no quota.
+        """Reserves the rest of the owner's quota, and returns its size in bytes; None when there is no quota.
 
-        One import gets all of it, because the size of the unpacked archive is not known. Raises RateLimited when other
-        saves of the owner take longer than PATIENCE_S, and BudgetExceeded.
+        One import gets the whole rest, because the size of the unpacked archive is not known. Raises RateLimited when
+        other saves of the owner take longer than PATIENCE_S, and BudgetExceeded.
         """
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -115,7 +117,7 @@ class Imports:
         *,
         room: Callable[[], Awaitable[int | None]],
     ) -> trainer_pb2.ImportCheckpointResponse:
-        """Passes the archive on as it arrives. `room` gives the most bytes that the checkpoint may have.
+        """Sends the archive to the trainer as it arrives. `room` gives the most bytes that the checkpoint may have.
 
         After a refusal the rest of the archive is still read, up to `_MAX_DRAINED_BYTES`, because most clients read no
         answer before they have sent everything.

@@ -33,10 +33,12 @@ class RunPolicy:
 
     policy: Policy
     is_default: bool
-    """The run has no policy of its own."""
+    """True if the run has no policy of its own."""
 
 
 class Retention:
+    """Keeps the retention policies of runs, and deletes checkpoints by them."""
+
     def __init__(self, config: GatewayConfig, *, store: Store, checkpoints: Checkpoints, metrics: Metrics) -> None:
         self._default = config.retention
         self._store = store
@@ -59,9 +61,9 @@ class Retention:
                 await db.delete(row)
 
     async def plan(self, run_id: str, policy: Policy) -> list[Judged]:
-        """Judges each checkpoint of the run by the policy; ordered by kind, and then oldest first.
+        """Judges each checkpoint of the run by the policy. The result is ordered by kind, and then oldest first.
 
-        Checkpoints for download are not listed; no rule names them.
+        Checkpoints for download are left out, because no rule names them.
         """
         is_this = Checkpoint.run_id == run_id, Checkpoint.kind.in_(KINDS.values()), exists_now()
         async with self._store.begin() as db:
@@ -79,7 +81,8 @@ class Retention:
     ) -> list[Checkpoint]:
         """Deletes the checkpoints that the policy does not keep, and returns them.
 
-        `only`: delete no other paths. `owner`: the one named in the audit log; None: the owner of each checkpoint.
+        `only`: the paths that may be deleted; None means all. `owner`: the owner whom the audit log names; None means
+        the owner of each checkpoint.
         """
         deleted = []
         for judged in await self.plan(run_id, policy):
@@ -92,7 +95,7 @@ class Retention:
         return deleted
 
     async def prune_all(self) -> None:
-        """Prunes every run by its own policy or the default."""
+        """Prunes every run by its own policy, or by the default policy."""
         own = exists().where(RetentionPolicy.run_id == Checkpoint.run_id)
         concerned = select(Checkpoint.run_id).where(Checkpoint.kind.in_(KINDS.values())).distinct()
         if self._default.keep_all:

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run its retention rules keep. Pure functions."""
+"""Decides which checkpoints of a run its retention rules keep. Pure functions."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Judged:
 
     checkpoint: Checkpoint
     kept_as: list[KeptAs]
-    """Reasons to keep it. Empty: it is to be deleted."""
+    """Reasons to keep the checkpoint. Empty means that it is to be deleted."""
 
 
 def judge(checkpoints: Sequence[Checkpoint], rules: Rules, *, in_use: Collection[str], now: float) -> list[Judged]:
-    """Applies the rules to the checkpoints of one run and kind; oldest first.
+    """Applies the rules to the checkpoints of one run and kind. The result is ordered, oldest first.
 
     `in_use`: paths that a sampler or a load needs. `now`: seconds since 1970.
     """

@@ -26,13 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 def _retired(location: str, version_id: str) -> str:
-    """Location of the copy. It depends on nothing else, so a retry after a crash reuses the first copy."""
+    """Location of the copy of a version that had this location. It depends on nothing else, so a retry after a crash
+    reuses the first copy."""
     mark = hashlib.sha256(f"{location}\n{version_id}".encode()).hexdigest()[:32]
     return f"{RETIRED}/ephemeral/{mark}"
 
 
 class RetiredCheckpoints:
-    """Makes, finds and deletes these copies."""
+    """Makes, finds and deletes the copies of deleted checkpoints."""
 
     def __init__(self, store: Store, placement: Placement) -> None:
         self._store = store
@@ -62,8 +63,9 @@ class RetiredCheckpoints:
             base_model=checkpoint.base_model,
             retired_at=time.time(),
         )
-        # The row comes first, so that a gateway that is killed leaves no copy that nobody deletes. It is added again
-        # for a session that ended meanwhile: delete_unused may have run before the copy was there.
+        # The row is added first, so that a gateway that is killed leaves no copy that nobody deletes. It is added again
+        # after the copy: if the last session ended meanwhile, delete_unused may have deleted the row before the copy
+        # was there.
         await self._add(row)
         try:
             await trainer.stub.CopyCheckpoint(trainer_pb2.CopyCheckpointRequest(source=source, destination=location))
@@ -93,7 +95,8 @@ class RetiredCheckpoints:
 
 
 def is_sampled(location: Any, version_id: Any) -> ColumnElement[bool]:
-    """True when a live session has a sampler of this version, or one that follows its run to it.
+    """True when a live session has a sampler of this version, or a sampler that follows a run whose newest inflight
+    version this is.
 
     `location`, `version_id`: values or columns.
     """

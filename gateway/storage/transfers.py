@@ -1,8 +1,8 @@
 """Copies and imports: checkpoints that no save made, each in a training run of its own that cannot be trained.
 
 The gateway stores an operation before the trainer makes the checkpoint. A gateway may die, or lose its database,
-between the trainer's answer and the checkpoint's row. Then another one, or the same one later, finds the operation and
-indexes the checkpoint.
+between the trainer's answer and the checkpoint's row. Then another gateway, or the same one later, finds the operation
+and indexes the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tinsmith.rpc.paths import TinkerPath
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 3600.0
-"""How long a trainer may go on making a checkpoint whose gateway is gone."""
+"""Longest time for which a trainer may go on making a checkpoint whose gateway is gone, in seconds."""
 
 
 class Transfers:
@@ -60,8 +60,8 @@ class Transfers:
 
     @asynccontextmanager
     async def noted(self, operation: Operation) -> AsyncIterator[None]:
-        """Stores the operation while the block has a trainer make the checkpoint; deletes it when that fails for
-        good."""
+        """A context in which a trainer makes the checkpoint. The operation is stored before, and is deleted when the
+        block fails for good."""
         path = operation.request_id
         self._in_work[path] += 1
         try:
@@ -79,7 +79,7 @@ class Transfers:
     async def add(self, row: Checkpoint, operation: Operation, *, owner: str) -> bool:
         """Indexes a checkpoint that the trainer has made, and writes it into the audit log as made by `owner`.
 
-        False when it was in the audit log before.
+        Returns False when the checkpoint was in the audit log before.
         """
         await self._add_run(row)
         await self._store.checkpoints.put(row)
@@ -109,7 +109,8 @@ class Transfers:
         )
 
     async def finish_left(self) -> None:
-        """Indexes the checkpoints that dead gateways, or this one, had made and did not index."""
+        """Indexes the checkpoints that trainers have made for dead gateways, or for this one, and that were not
+        indexed."""
         in_work = list(self._in_work)
         for operation in await self._store.operations.left(self._gateway_id, kinds=TRANSFERS, in_work=in_work):
             try:
@@ -129,7 +130,7 @@ class Transfers:
                 await self._store.operations.delete(operation.request_id)
             return
         if await self.add(found, operation, owner=found.owner):
-            logger.info("%s is now indexed: the gateway that had it made ended, or had no database", path)
+            logger.info("%s is now indexed: the gateway that ordered it has ended, or had no database", path)
         if operation.kind == IMPORT:
             await self._store.sessions.end(session_id, reason="success", detail=None)
 

@@ -1,9 +1,9 @@
 """Access: the one place that decides what a caller can see, use and change.
 
 Everything belongs to a session, and a session to the owner of the key that made it. The ids of models, samplers, custom
-losses and futures begin with the id of their session, so one check serves them all. Things of another owner are
-answered as if they did not exist. Published checkpoints are the exception: everyone may read them, and only the owner
-may change them. An admin has access to everything.
+losses and futures begin with the id of their session, so one check serves them all. Requests for things of another
+owner are answered as if these things did not exist. Published checkpoints are the exception: everyone may read them,
+and only the owner may change them. An admin has access to everything.
 """
 
 from __future__ import annotations
@@ -49,16 +49,19 @@ class Caller:
 
     @property
     def sees_only(self) -> str | None:
-        """The owner whose data the caller sees; None: all owners."""
+        """The owner whose data the caller sees; None means all owners."""
         return None if self.admin else self.owner
 
     @property
     def cache_salt(self) -> str:
-        """Keeps an owner's prompts apart from others' in the samplers' caches; empty when any key is accepted."""
+        """Salt that keeps an owner's prompts apart from those of other owners in the samplers' caches; empty when any
+        key is accepted."""
         return hashlib.sha256(self.owner.encode()).hexdigest()[:32] if self.key_id else ""
 
 
 class Access:
+    """Finds sessions, models and sampling sessions that a caller has access to."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
 
@@ -75,8 +78,8 @@ class Access:
         return session if session is not None and caller.sees(session.owner) else None
 
     async def model(self, model_id: str, caller: Caller, *, is_newest: bool = False) -> Model | None:
-        """The model; None for an unknown id, and for another owner's. `is_newest`: as `ModelRows.get` has it, but the
-        row in memory while the database cannot be used."""
+        """The model; None for an unknown id, and for a model of another owner. `is_newest`: as for `ModelRows.get`, but
+        while the database cannot be used, the row in memory is returned."""
         try:
             model = await self._store.models.get(model_id, is_newest=is_newest)
         except Exception as error:

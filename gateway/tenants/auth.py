@@ -27,11 +27,13 @@ logger = logging.getLogger(__name__)
 LOCAL = "local"
 """Owner of everything when any key is accepted."""
 REFRESH_S = 2.0
+"""Pause between two readings of the database's keys, in seconds."""
 USED_S = 60.0
-"""How often the times at which keys were last used are written."""
+"""Pause between two writes of the times at which keys were last used, in seconds."""
 
 _MISS_S = 0.25
-"""Shortest time between two queries for unknown keys, so that guessing keys does not load the database."""
+"""Shortest time between two readings because of unknown keys, in seconds, so that guessing keys does not load the
+database."""
 
 
 def owner_of(key: str) -> str:
@@ -60,16 +62,16 @@ class Callers:
     """All callers that have a key, from the configuration and the database. Without any key, everyone is a caller."""
 
     def __init__(self, keys: Sequence[ApiKey], stored: Keys, *, also_read: Callable[[], Awaitable[None]]) -> None:
-        """`also_read`: reads budgets, whenever keys are read, so that the holder of a new key cannot call before its
-        budget is known."""
+        """`also_read`: reads the budgets. It is called whenever keys are read, so that the holder of a new key cannot
+        call before the budget is known."""
         self._ring = KeyRing(key.key.get_secret_value() for key in keys)
         self._configured: list[Caller] = []
         self._keys = stored
         self._also_read = also_read
         self._rows: dict[str, StoredKey] = {}
-        """Hash -> row, of the keys that are not revoked."""
+        """Hash -> row of a key that is not revoked."""
         self._hashes: dict[str, str] = {}
-        """key_id -> hash, of the same keys."""
+        """key_id -> hash of a key that is not revoked."""
         self._has_rows = False
         self._read_at = 0.0
         self._used: dict[str, float] = {}
@@ -92,6 +94,7 @@ class Callers:
 
     @property
     def anyone(self) -> bool:
+        """Whether anyone may call, because there is no key."""
         return not self._configured and not self._has_rows
 
     async def find(self, key: str) -> Caller | None:
@@ -109,7 +112,7 @@ class Callers:
         return self.by_id(key_id)
 
     async def _read_news(self) -> None:
-        """Has the keys read again, at most every `_MISS_S`."""
+        """Reads the keys again, at most every `_MISS_S`."""
         asked_at = time.monotonic()
         await asyncio.sleep(max(0.0, self._read_at + _MISS_S - asked_at))
         await self.refresh(since=asked_at)
@@ -129,7 +132,7 @@ class Callers:
         return next(known, None) or self._active(self._rows.get(self._hashes.get(key_id, "")))
 
     def by_owner(self, owner: str) -> Caller | None:
-        """The owner's first key, for its name and note."""
+        """A caller with the owner's first key, for the key's name and note; None when the owner has no valid key."""
         if self.anyone:
             return _ANYONE if owner == LOCAL else None
         known = (caller for caller in self._configured if caller.owner == owner)
@@ -164,7 +167,9 @@ class Callers:
             try:
                 await self.read()
             except SQLAlchemyError as error:
-                logger.warning("the keys cannot be read from the database, so those read before stay valid: %s", error)
+                logger.warning(
+                    "the keys cannot be read from the database, so the keys that were read before stay valid: %s", error
+                )
 
     async def _write_uses(self) -> None:
         if not self._used:

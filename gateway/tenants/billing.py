@@ -38,8 +38,8 @@ _EVENT = (
     *(Usage.hour, Usage.owner, Usage.session_id, Usage.base_model, Usage.kind, Usage.amount),
     *(Session.session_id.label("known"), Session.project_id),
 )
-"""Columns of an event, in the order of the arguments of `_event`. Tags and metadata of a session may have 64 Ki
-characters each. They would be read for each event, and parsed on the event loop."""
+"""Columns of an event, in the order of the arguments of `_event`. Tags and metadata of a session are not among them:
+they may have 64 Ki characters each, and would be read for each event, and parsed on the event loop."""
 _SIZES = select(Session.session_id, func.length(cast(Session.user_metadata, Text)))
 
 _METERED_UNTIL = "storage_metered_until"
@@ -72,7 +72,7 @@ class Billing:
                 self._ledger.use("storage", amount, base_model=base_model, owner=owner, hour=hour)
 
     async def _stored(self, begin: float, end: float) -> list[tuple[str, str, float]]:
-        """Owner, base model and byte-seconds, between two times in seconds since 1970."""
+        """Byte-seconds of stored checkpoints between two times in seconds since 1970: (owner, base model, amount)."""
         since = case((Checkpoint.created_at > begin, Checkpoint.created_at), else_=begin)
         until = case((Checkpoint.expires_at < end, Checkpoint.expires_at), else_=end)
         query = (
@@ -83,7 +83,8 @@ class Billing:
         return [(owner, base_model, float(amount)) for owner, base_model, amount in await self._store.rows(query)]
 
     async def stored_now(self, project_id: str | None, *, owner: str | None) -> list[tuple[str, str, int, int]]:
-        """Project, owner, number of checkpoints and their bytes. None: all projects, or all owners."""
+        """Stored checkpoints: (project, owner, number, size in bytes). `project_id` None means all projects, and
+        `owner` None all owners."""
         # The text is a literal, because PostgreSQL takes the parameters of SELECT and GROUP BY for two different
         # values.
         project = func.coalesce(Session.project_id, literal_column(f"'{DEFAULT_PROJECT}'"))
@@ -106,10 +107,10 @@ class Billing:
     async def usage(
         self, begin_hour: int, end_hour: int, *, owner: str | None
     ) -> tuple[list[Json], dict[str, orjson.Fragment]]:
-        """The usage events of a span of hours, and the user metadata of the sessions that they name.
+        """The usage events of a span of hours, and the user metadata of the sessions that these events name.
 
-        Hours count from 1970; `end_hour` is not included. `owner` None: the events of all owners. The metadata has at
-        most MAX_METADATA characters in all; the longest is left out. Raises InvalidRequest when the hours have more
+        Hours count from 1970; `end_hour` is not included. `owner` None means the events of all owners. The metadata has
+        at most MAX_METADATA characters in all; the longest is left out. Raises InvalidRequest when the hours have more
         than MAX_EVENTS events.
         """
         await self._ledger.caught_up()
@@ -136,7 +137,7 @@ class Billing:
         return events, await self._metadata(session_ids)
 
     async def _metadata(self, session_ids: Sequence[str]) -> dict[str, orjson.Fragment]:
-        """session_id -> user metadata as JSON; the shortest ones, as many as MAX_METADATA characters hold.
+        """session_id -> user metadata as JSON. The longest are left out if all have more than MAX_METADATA characters.
 
         The text goes from the database into the answer as it is, because parsing it would block the event loop.
         """
@@ -166,7 +167,7 @@ class Billing:
         known: str | None,
         project_id: str | None,
     ) -> Json:
-        """`known`: the session's id when there is a session."""
+        """An event as JSON. `known`: id of the session; None when the database has no such session."""
         bucket_start = hour * HOUR_S
         event: Json = {
             "bucket_start": time_text(bucket_start),

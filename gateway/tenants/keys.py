@@ -24,10 +24,11 @@ from tinsmith.errors import InvalidRequest, NotFound
 from tinsmith.rpc.auth import OWNER_PATTERN
 
 PREFIX = "tml-"
-"""The SDK requires a key to begin like this."""
+"""Beginning of a key, which the SDK requires."""
 ID_LENGTH = 12
+"""Characters of a key's id."""
 OPERATOR = "operator"
-"""The command line's name in the audit log."""
+"""Name of the command line in the audit log."""
 AUDIT_CATEGORY = "organizations"
 
 
@@ -56,7 +57,7 @@ def check_owner(owner: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """An owner's usage and budgets. A budget of None is no limit."""
+    """An owner's usage and budgets. A budget of None means no limit."""
 
     owner: str
     tokens: int
@@ -111,7 +112,7 @@ class Keys:
         return await self._store.all(select(StoredKey).order_by(StoredKey.created_at, StoredKey.key_hash))
 
     async def revoke(self, key_id: str, *, by: str = OPERATOR) -> StoredKey:
-        """Revokes the key with this id; a repeat changes nothing. Raises NotFound."""
+        """Revokes the key with this id; a repeat changes nothing. Raises NotFound when there is no such key."""
         is_it = StoredKey.key_hash.startswith(key_id, autoescape=True)
         async with self._store.begin() as db:
             found = list(await db.scalars(select(StoredKey).where(is_it))) if len(key_id) == ID_LENGTH else []
@@ -124,7 +125,7 @@ class Keys:
         return row
 
     async def used(self, times: Mapping[str, float]) -> None:
-        """Writes when keys were last used: hash -> seconds since 1970."""
+        """Writes the times at which keys were last used. `times`: hash -> seconds since 1970."""
         async with self._store.begin() as db:
             for key_hash, at in sorted(times.items()):
                 await db.execute(update(StoredKey).where(StoredKey.key_hash == key_hash).values(last_used_at=at))
@@ -134,10 +135,10 @@ class Keys:
     async def set_budget(
         self, owner: str, limits: Mapping[str, int | None], *, restart: bool = False
     ) -> dict[str, int | None]:
-        """Sets the owner's `tokens` and `storage_bytes`, and returns what they were before. None: no limit.
+        """Sets the owner's `tokens` and `storage_bytes`, and returns their values from before. None means no limit.
 
-        A name that is not in `limits` keeps its value. `restart`: tokens that were used before no longer count. Raises
-        InvalidRequest for a malformed owner.
+        A name that is not in `limits` keeps its value. With `restart`, tokens that were used before no longer count.
+        Raises InvalidRequest for a malformed owner.
         """
         check_owner(owner)
         async with self._store.begin() as db:
@@ -166,7 +167,7 @@ class Keys:
         return {row.owner: row for row in await self._store.all(select(Budget))}
 
     async def token_counts(self, owners: Sequence[str] | None = None) -> list[TokenCount]:
-        """The token counts of these owners; None: of all."""
+        """The token counts of these owners. `owners` None means all owners."""
         query = select(TokenCount)
         if owners is not None:
             query = query.where(TokenCount.owner.in_(owners))

@@ -37,7 +37,7 @@ UsageKind = TokenKind | Literal["storage"]
 TOKEN_KINDS = get_args(TokenKind)
 
 _Used = tuple[int, SessionOwner, str, str, str]
-"""Hour since 1970, owner and key, session_id, base model, kind."""
+"""Key of a sum of usage: hour since 1970, owner and key, session_id, base model, kind."""
 _UNKNOWN = SessionOwner("", "")
 _Operation = tuple[str, int]
 """model_id and seq_id."""
@@ -50,8 +50,8 @@ PER_STATEMENT = 1000
 """Most rows that one statement writes. Other work of the event loop runs between two statements."""
 _USAGE, _COUNTS = cast(Table, Usage.__table__), cast(Table, TokenCount.__table__)
 _COUNTED, _MODELS = cast(Table, CountedOperation.__table__), cast(Table, Model.__table__)
-"""Tables, not mapped classes: SQLAlchemy sends an UPDATE or INSERT ... ON CONFLICT with a list of rows to a table in
-one statement, and to a mapped class one row at a time."""
+"""Tables instead of mapped classes. SQLAlchemy sends an UPDATE or INSERT ... ON CONFLICT with a list of rows to a table
+in one statement, but to a mapped class one row at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class _Trained:
     used: _Used
     num_tokens: int
     is_new: bool
-    """Submitted by this gateway, so most likely no gateway has counted it yet."""
+    """True if this gateway submitted the operation, so that most likely no gateway has counted it yet."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class _Gathered:
     trained: dict[_Operation, _Trained] = field(default_factory=dict)
     events: list[AuditEvent] = field(default_factory=list)
     spans: list[dict[str, Any]] = field(default_factory=list)
-    """Columns of `Span`. There is one for each request, and an object of a mapped class costs more."""
+    """Columns of `Span`. Each request has a span, and an object of a mapped class would cost more than a dictionary."""
     touched: dict[str, float] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -90,9 +90,9 @@ class Ledger:
         self._batch = _Gathered()
         """The batch that is being written, or whose writing failed."""
         self._number = 0
-        """The number of that batch."""
+        """Number of `_batch`."""
         self._counted: dict[SessionOwner, int] = {}
-        """Tokens in the database when it was last written or read. These counts only grow."""
+        """Tokens that the database had when it was last written or read. These counts only grow."""
         self._unwritten: Counter[SessionOwner] = Counter()
         """Tokens that are not in the database yet."""
 
@@ -109,7 +109,7 @@ class Ledger:
     ) -> None:
         """Counts tokens or byte-hours. Owner and key are those of the session unless `owner` is given.
 
-        `hour`: hours since 1970; None: the present hour.
+        `hour`: hours since 1970; None means the present hour.
         """
         if amount > 0:
             whose = self._whose(session_id) if owner is None else SessionOwner(owner, key_id)
@@ -121,9 +121,9 @@ class Ledger:
     def train(
         self, model_id: str, seq_id: int, num_tokens: int, *, base_model: str, session_id: str, is_new: bool
     ) -> None:
-        """Counts the tokens of a training operation, once even if several gateways call this for it.
+        """Counts the tokens of a training operation. They count once, even if several gateways count them.
 
-        `is_new`: this gateway submitted the operation.
+        `is_new`: True if this gateway submitted the operation.
         """
         operation, whose = (model_id, seq_id), self._whose(session_id)
         if num_tokens > 0 and operation not in self._gathered.trained:
@@ -142,8 +142,8 @@ class Ledger:
     def tokens(self, owner: str) -> int:
         """All tokens that the owner has used, of every kind and at every gateway, as far as this gateway knows.
 
-        The number may be too high for a moment: between a commit and its confirmation, `heard` may have read from the
-        database what is still in `_unwritten`.
+        The number may be too high for a moment: between a commit and its confirmation, `heard` may have read tokens
+        from the database that are still in `_unwritten`.
         """
         return self.written(owner) + _of(owner, self._unwritten)
 
@@ -158,7 +158,7 @@ class Ledger:
             self._counted[whose] = max(self._counted.get(whose, 0), row.amount)
 
     def touch(self, model_id: str) -> None:
-        """Notes that a client asks something of the training run now."""
+        """Notes that a client has sent a request for the training run now."""
         self._gathered.touched[model_id] = time.time()
 
     def touched_at(self, model_id: str) -> float | None:
@@ -194,14 +194,15 @@ class Ledger:
         )
 
     async def flush(self) -> None:
-        """Writes the gathered rows to the database. They are kept when that fails. Raises SQLAlchemyError."""
+        """Writes the gathered rows to the database. Raises SQLAlchemyError, and keeps the rows, when that fails."""
         await self.behind.flush()
 
     async def caught_up(self) -> None:
-        """Waits until what was noted before is in the database, or could not be written; a second at most.
+        """Waits until the rows that were added before are in the database, or could not be written; about a second at
+        most.
 
-        For requests that read the ledger. They do not write it themselves, because SQLite has one writer, and anyone
-        may repeat a GET.
+        Requests that read the ledger wait like this. They do not write the rows themselves, because SQLite has one
+        writer, and anyone may repeat a GET.
         """
         if self._gathered or self._batch:
             await self.behind.next_write()
@@ -236,7 +237,7 @@ class Ledger:
                     used, amount = trained[operation]
                     usage[used] += amount
                 await _add_rows(db, batch)
-                # Last, because other gateways that count for the same owners wait from here to the commit.
+                # The counts come last, because other gateways that count for these owners wait from here to the commit.
                 counted = await self._count(db, usage)
             else:
                 counted = await _counts(db, known)
@@ -246,10 +247,10 @@ class Ledger:
         self._batch = _Gathered()
 
     async def _is_new(self, db: AsyncSession) -> bool:
-        """Writes the number of the batch. False when the database has the batch already.
+        """Writes the number of the batch. Returns False when the database has the batch already.
 
-        The transaction of an earlier try may still be open, though its connection is lost. This waits until it has
-        ended.
+        The transaction of an earlier attempt may still be open, although its connection is lost. The statement then
+        waits until that transaction has ended.
         """
         row = {"number": self._number, "written_at": time.time()}
         note = self._store.insert(LedgerBatch).values(ledger_id=self._ledger_id, **row)
@@ -261,7 +262,7 @@ class Ledger:
         """Adds usage to the hours and to the token counts. Returns the new token counts."""
         if not usage:
             return {}
-        # Sorted, so that all gateways lock rows in one order: no deadlock.
+        # The rows are sorted, so that all gateways lock them in one order, without a deadlock.
         rows = [
             {
                 "hour": hour,
@@ -300,7 +301,7 @@ class Ledger:
         return hour, whose, session_id, base_model, kind
 
     async def _mark(self, db: AsyncSession, operations: Sequence[_Operation]) -> list[_Operation]:
-        """Marks operations as counted. Returns those that had no mark."""
+        """Marks operations as counted. Returns the operations that had no mark."""
         if not operations:
             return []
         rows = [{"model_id": model_id, "seq_id": seq_id} for model_id, seq_id in operations]
@@ -319,13 +320,14 @@ async def _add_rows(db: AsyncSession, batch: _Gathered) -> None:
         touch = update(_MODELS).where(_MODELS.c.model_id == bindparam("id")).values(last_request_at=bindparam("at"))
         await db.execute(touch, [{"id": model_id, "at": at} for model_id, at in sorted(batch.touched.items())])
     for kind, rows in ((AuditEvent, [_values(event) for event in batch.events]), (Span, batch.spans)):
-        # As values, and a part at a time: after an outage, objects all at once would block the event loop for seconds.
+        # Rows are written as values, a part at a time. After an outage, making objects of all of them at once would
+        # block the event loop for seconds.
         for start in range(0, len(rows), PER_STATEMENT):
             await db.execute(insert(kind), rows[start : start + PER_STATEMENT])
 
 
 async def _counts(db: AsyncSession, whose: Iterable[SessionOwner]) -> dict[SessionOwner, int]:
-    """The token counts in the database of these owners."""
+    """The token counts that the database has for these owners."""
     owners = sorted({each.owner for each in whose})
     counted: dict[SessionOwner, int] = {}
     for some in parts(owners):

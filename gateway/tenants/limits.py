@@ -1,7 +1,7 @@
 """Limits of callers: requests and tokens per minute for each key, tokens and stored bytes in total for each owner.
 
-A **budget** is never exceeded. Work in progress counts with all that it may still use.
-- Work that cannot fit is refused. Work that would fit if the work in progress used less than it may is told to try
+A **budget** is never exceeded. Work in progress counts with the most that it may still use.
+- Work that cannot fit is refused. Work that would fit if the work in progress used less than its most is told to try
   again. So is work that fits by the count in the database, because unwritten tokens may be counted twice for a moment.
 - The size of a save is not known before the first of its shape is stored. That first save may take all the room there
   is, and others wait for it.
@@ -36,11 +36,15 @@ from tinsmith.pictures.counting import Counting
 from tinsmith.v1 import sampler_pb2
 
 Size = int | None | Callable[[], Awaitable[int | None]]
-"""Bytes of a checkpoint, or a function that returns them; None: not known yet."""
+"""Size of a checkpoint in bytes, or a function that returns the size. None means that it is not known yet."""
 
 PATIENCE_S = 120.0
+"""Time for which an operation is told to try again, in seconds. After that a rate lets it through, and a budget refuses
+it."""
 _MAX_WAITING = 100_000
+"""Most operations that were told to try again and are kept in memory."""
 _MAX_PATHS = 10_000
+"""Most paths of saves in work that are left out of a sum."""
 _LONGEST_RETRY_S = 60
 """Longest Retry-After that the SDK obeys, in seconds."""
 _FREE = (
@@ -55,8 +59,8 @@ _FREE = (
     "/dashboard/api/sessions",
     "/dashboard/api/runs/",
 )
-"""Requests to paths with these beginnings do not count. Clients repeat them on their own, a wait would help nobody, and
-none of them writes a row."""
+"""Beginnings of paths to which requests do not count. Clients repeat these requests on their own, a wait would help
+nobody, and none of them writes a row."""
 _LATER = {
     ("POST", f"/api/v1/{name}")
     for name in (
@@ -81,7 +85,7 @@ class Bucket:
         self._at = time.monotonic()
 
     def wait_s(self) -> float:
-        """Seconds until a unit can be taken; 0: at once."""
+        """Seconds until a unit can be taken; 0 means at once."""
         self._fill()
         return max(0.0, 1 - self._level) * 60 / self.per_minute
 
@@ -97,8 +101,8 @@ class Bucket:
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """A reservation: what a piece of work may still use of its owner's budgets. It is released when the work is
-    over."""
+    """A reservation of the most that a piece of work may still use of its owner's budgets. It is released when the work
+    is over."""
 
     limits: Limits
     owner: str
@@ -110,12 +114,14 @@ class Hold:
     path: str = ""
     """Path of the checkpoint that is being stored."""
     num_bytes: int | None = 0
-    """Size of that checkpoint in bytes; None: not known, so it may take all the room there is."""
+    """Size of that checkpoint in bytes. None means that the size is not known, so that the checkpoint may take all the
+    room there is."""
     _is_released: bool = field(default=False, repr=False)
 
     @property
     def is_budgeted(self) -> bool:
-        """The owner has a token budget, so usage must be in the database before the client gets its answer."""
+        """Whether the owner has a token budget. Usage must then be in the database before the client gets its
+        answer."""
         return self.limits.has_budget(self.owner)
 
     def drawn(self, tokens: int) -> None:
@@ -141,8 +147,8 @@ class Limits:
         counting: Callable[[str], Counting | None],
         max_checkpoints: int,
     ) -> None:
-        """`context_length`: gives the context length of a base model, in tokens. `counting`: gives what counts the
-        pictures of a base model. `max_checkpoints`: most checkpoints of each owner."""
+        """`context_length`: gives the context length of a base model, in tokens. `counting`: gives the rule by which
+        pictures count as tokens of a base model. `max_checkpoints`: most checkpoints of each owner."""
         self._max_checkpoints = max_checkpoints
         self._context_length = context_length
         self._counting = counting
@@ -200,6 +206,7 @@ class Limits:
         return bucket
 
     def took(self, key_id: str, tokens: int) -> None:
+        """Counts tokens against the rate of a key."""
         if (bucket := self._tokens.get(key_id)) is not None:
             bucket.take(tokens)
 
@@ -230,7 +237,7 @@ class Limits:
         return hold
 
     def _is_patient(self, request_id: str) -> bool:
-        """Whether the operation may still be told to try again: for PATIENCE_S after it first came."""
+        """Whether the operation may still be told to try again. This is so for PATIENCE_S after it first came."""
         since = self._waiting.setdefault(request_id, time.monotonic())
         return time.monotonic() - since < PATIENCE_S
 
@@ -264,7 +271,7 @@ class Limits:
             if surely + least > budget.tokens or (not self._held_most[owner] and written + most > budget.tokens):
                 raise BudgetExceeded(
                     f"the token budget of {owner!r} does not allow this request: {surely} of {budget.tokens} tokens "
-                    f"are used or in work, and it may use {most}; whoever runs the server can raise the budget",
+                    f"are used or in work, and it may use {most}; the operator of the server can raise the budget",
                     budget="tokens",
                     used=surely,
                     limit=budget.tokens,
@@ -297,10 +304,12 @@ class Limits:
     async def store(self, hold: Hold, path: str, *, num_bytes: Size, request_id: str | None = None) -> int | None:
         """Reserves storage for a checkpoint at this path, in place of what `hold` had reserved before.
 
-        `num_bytes`: the expected size in bytes; None: not known. A function is called while no other save of the owner
-        can be let in, because an earlier save may tell the size. Returns the bytes that the checkpoint may have; None:
-        there is no quota. Raises RateLimited, after which the client has to send the request again, and BudgetExceeded,
-        which the training operation `request_id` also gets once it has tried again for PATIENCE_S.
+        `num_bytes`: the expected size in bytes; None when it is not known. A function is called while no other save of
+        the owner can be let in, because an earlier save may tell the size. Returns the bytes that the checkpoint may
+        have, or None when there is no quota.
+
+        Raises RateLimited, after which the client has to send the request again, and BudgetExceeded. The training
+        operation `request_id` gets BudgetExceeded also once it has tried again for PATIENCE_S.
         """
         async with self._storing[hold.owner]:  # no other save may be let in while the sum is read
             if callable(num_bytes):
@@ -342,7 +351,7 @@ class Limits:
         if stored >= quota or stored + (num_bytes or 0) > quota:
             raise BudgetExceeded(
                 f"the storage quota of {owner!r} does not allow this save: {stored} of {quota} bytes are used, and it "
-                f"needs {needs}; delete checkpoints, or ask whoever runs the server to raise the quota",
+                f"needs {needs}; delete checkpoints, or ask the operator of the server to raise the quota",
                 budget="storage_bytes",
                 used=stored,
                 limit=quota,

@@ -1,6 +1,6 @@
 """JWTs that the SDK gets in exchange for its key, when `jwt_auth` is on.
 
-They are signed with HS256, since only the gateways that issue them verify them.
+The JWTs are signed with HS256, because only the gateways that issue them verify them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from gateway.views import urn_of
 _ALGORITHM = "HS256"
 _KEY_ID = "key_id"
 _REQUIRED = ["exp", "iat", "sub", "org_id", "email", _KEY_ID]
-"""The claims that the SDK reads, and the id of the key that the JWT was issued for; it is valid only while the key
-is."""
+"""The claims that the SDK reads, and the id of the key for which the JWT was issued. A JWT is valid only while its key
+is valid."""
 
 
 class InvalidToken(Exception):
@@ -52,7 +52,8 @@ class Tokens:
         return jwt.encode(claims, self._secret, algorithm=_ALGORITHM)
 
     def key_id_of(self, token: str) -> str:
-        """The id of the key that the JWT was issued for. Raises InvalidToken when it is expired, forged or damaged."""
+        """The id of the key for which the JWT was issued. Raises InvalidToken when the JWT is expired, forged or
+        damaged."""
         try:
             claims = jwt.decode(
                 token,

@@ -54,8 +54,8 @@ class CustomLosses:
         self._refusals = refusals
 
     async def create(self, loss_id: str, message: trainer_pb2.CustomLoss, *, session_id: str) -> None:
-        """Has a trainer check the loss, stores it, and makes a future of `loss_id`; a refused loss makes a failed
-        future.
+        """Lets a trainer check the loss, stores it, and makes the future `loss_id`. The future of a refused loss has
+        failed.
 
         Raises SequenceConflict when the id stands for another loss, and NotReady or OutOfCapacity when no trainer can
         check the loss now.
@@ -113,8 +113,8 @@ class CustomLosses:
             mark = fingerprint(KIND, row.message)
             self._futures.start(Pending(request_id, KIND, row.session_id, mark), _answer(request_id))
 
-    async def attached(self, message: trainer_pb2.ForwardBackwardRequest, *, session_id: str) -> None:
-        """Replaces `loss_id` in the batch by the loss itself. Raises InvalidRequest, naming the field."""
+    async def put_into(self, message: trainer_pb2.ForwardBackwardRequest, *, session_id: str) -> None:
+        """Replaces `loss_id` in the batch by the loss itself. Raises InvalidRequest, which names the field."""
         config = message.loss_fn_config_v2
         if message.loss_fn_config or set(config) != {"loss_id"} or config["loss_id"].WhichOneof("value") != "text":
             given = sorted({*message.loss_fn_config, *config})

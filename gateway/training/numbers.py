@@ -18,6 +18,7 @@ from tinsmith.errors import ModelNotFound, NotReady, ResultNotFound
 from tinsmith.v1 import trainer_pb2 as pb
 
 _MAX_HINTS = 10_000
+"""Most models whose last given number is kept in memory."""
 
 
 class Numbers:
@@ -34,7 +35,7 @@ class Numbers:
         self._timeout_s = timeout_s
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._hints: LRUCache[str, int] = LRUCache(_MAX_HINTS)
-        """model_id -> the number after the last one given: saves asking the trainer for each queued number again."""
+        """model_id -> number after the last given one. It saves asking the trainer about each queued number."""
 
     @contextlib.asynccontextmanager
     async def next(self, model: Model) -> AsyncIterator[int]:

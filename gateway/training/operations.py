@@ -46,9 +46,9 @@ from tinsmith.v1 import trainer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-_SELF_EXPLAINING = ("forward_backward", "optim_step")
+_WITHOUT_ROW = ("forward_backward", "optim_step")
 """Endpoints whose answer is made from the trainer's reply alone, without a row of the database."""
-_WRITTEN_DOWN = ("create_model", "load_weights", "save_weights", "save_weights_for_sampler", "save_weights_external")
+_WITH_RESULTS = ("create_model", "load_weights", "save_weights", "save_weights_for_sampler", "save_weights_external")
 """Endpoints whose results go into the database, even when no client asks for the answer."""
 _MOST_TOLD = 4096
 """Most models that are kept in `Operations._told`; beyond that the least recently used is forgotten."""
@@ -84,11 +84,12 @@ class Operations:
         self._metrics = metrics
 
     async def submit(self, submission: Submission) -> None:
-        """Returns once the trainer has the operation in its journal, or has refused it for good: time for a receipt.
+        """Submits the operation. Returns when the client may get a receipt: the trainer has the operation in its
+        journal, or has refused it for good.
 
-        Raises, and the client gets no receipt for the number: NotReady when the trainer cannot be reached,
-        OutOfCapacity when the model has too much in work, TooFarAhead, SequenceConflict when another request has taken
-        the number.
+        After an error the client must get no receipt for the number. Raises NotReady when the trainer cannot be
+        reached, OutOfCapacity when the model has too many operations in work, TooFarAhead, and SequenceConflict when
+        another request has taken the number.
         """
         try:
             await self._submit(submission)
@@ -98,8 +99,8 @@ class Operations:
             raise
 
     def arrives(self, submission: Submission) -> None:
-        """Notes that the client has sent a batch or an optim_step. To be called before `submit`, and before anything
-        that refuses it for now: the client sends it again, so it is in flight meanwhile."""
+        """Notes that the client has sent a batch or an optim_step. Must be called before `submit`, and before any check
+        that refuses the request for now. The client sends such a request again, so it counts as in flight meanwhile."""
         told, seq_id = self._told.get(submission.model_id), submission.seq_id
         if submission.rpc == "OptimStep":
             seen = 0 if told is None else told.step(seq_id)
@@ -108,7 +109,8 @@ class Operations:
             told.sent(seq_id)
 
     async def told(self, request_id: str, *, failed: bool, is_gone: Callable[[], Awaitable[bool]]) -> None:
-        """Notes that the client is given the answer of this future, unless it has gone."""
+        """Notes that the client is given the answer of this future, unless the client has gone (`is_gone`). Before
+        that, waits until a failed answer may be given."""
         if (found := operation_of(request_id)) is not None and (told := self._told.get(found[0])) is not None:
             if failed:
                 await told.hold_back(found[1])
@@ -136,7 +138,7 @@ class Operations:
             await asyncio.shield(pending.accepted)
 
     async def _is_same_batch(self, submission: Submission) -> bool:
-        """Whether the trainer has this very batch, which may have other bytes: a map of protobuf has no order."""
+        """Whether the trainer has this very batch. The bytes may differ, because a map of protobuf has no order."""
         if submission.rpc != "ForwardBackward" or submission.is_completed:
             return False
         try:
@@ -151,7 +153,7 @@ class Operations:
     async def is_repeat(self, request_id: str, mark: str) -> bool:
         """Whether this very CreateModel was submitted before, so that a receipt may be given.
 
-        Raises what `submit` raises for it while it is in work.
+        Raises the errors of `submit` while the CreateModel is in work.
         """
         if self._futures.fingerprint(request_id) == mark:
             pending = self._futures.pending(request_id)
@@ -227,15 +229,17 @@ class Operations:
             self._told[model_id].accepted(submission.seq_id, is_batch=_is_told(submission))
 
     async def _accept(self, submission: Submission) -> Any:
-        """The call, once the trainer has the operation in its journal.
+        """The call of the trainer, once the trainer has the operation in its journal.
 
-        None for a repeat that the trainer has with another body, because what the gateway adds to the body has changed.
-        Raises NotReady, OutOfCapacity, TooFarAhead and SequenceConflict as `submit` does; for the repeat of an
-        operation that was refused, the refusal.
+        None for a repeat that the trainer has with another body, because the content that the gateway adds to the body
+        has changed.
+
+        Raises NotReady, OutOfCapacity, TooFarAhead and SequenceConflict as `submit` does. For the repeat of a refused
+        operation, raises the refusal.
         """
         known: Operation | None = None
         try:
-            if submission.kind not in _SELF_EXPLAINING or submission.is_completed or submission.error is not None:
+            if submission.kind not in _WITHOUT_ROW or submission.is_completed or submission.error is not None:
                 known = await self._remember(submission)
                 if known is not None and known.error is not None and known.fingerprint != submission.fingerprint:
                     raise SequenceConflict(known.error)  # the gateway refused it, without the trainer
@@ -247,7 +251,7 @@ class Operations:
         except InvalidRequest as error:
             if submission.error is not None:
                 raise
-            submission.refuse(error)  # such as a message of too many parts: its number has to be used up
+            submission.refuse(error)  # the number of such a request, one with too many parts perhaps, must be used up
             return await self._accept(submission)
         except SequenceConflict as error:
             if known is None:
@@ -266,7 +270,7 @@ class Operations:
         try:
             reply = await self._calls.reply(call, submission)
         except ServiceError as error:
-            if submission.kind in _WRITTEN_DOWN:
+            if submission.kind in _WITH_RESULTS:
                 await self._settle(submission)
             raise submission.error or error from error
         if submission.error is not None:
@@ -287,7 +291,7 @@ class Operations:
             is_new=True,
         )
         if submission.hold is not None:
-            submission.hold.release()  # the tokens are counted now; held as well, they would count twice
+            submission.hold.release()  # the tokens are counted as used now, and must not count as reserved, too
             if submission.hold.is_budgeted:
                 await until_written(self._ledger.flush, what="the usage", pausing=submission.progress.paused)
 
@@ -334,18 +338,19 @@ class Operations:
     # Operations that another process submitted
 
     async def take_over(self) -> None:
-        """Attaches to the operations that dead gateways left unsettled: their results must be stored even if no client
-        asks for them. No other gateway takes them again, so this waits while the database cannot be used."""
-        for request_id in await self._store.operations.take_over(self._gateway_id, kinds=_WRITTEN_DOWN):
+        """Attaches to the operations that dead gateways left unsettled, because their results must be stored even if no
+        client asks for them. No other gateway takes these operations again, so this method waits while the database
+        cannot be used."""
+        for request_id in await self._store.operations.take_over(self._gateway_id, kinds=_WITH_RESULTS):
             if self._futures.pending(request_id) is None:
                 logger.info("%s was left by a gateway that is gone", request_id)
                 with contextlib.suppress(Gone):  # neither the trainer nor the database knows its model
                     await until_written(partial(self.attach, request_id), what=request_id, pausing=lambda _: None)
 
     async def attach(self, request_id: str) -> None:
-        """Makes a future for an operation that this process did not submit.
+        """Makes the future of an operation that this process did not submit.
 
-        Raises Gone when the id is no id of an operation, or its model is unknown.
+        Raises Gone when `request_id` is no id of an operation, or when the model is unknown.
         """
         found = operation_of(request_id)
         if found is None or (model := await self._store.models.get(found[0])) is None:

@@ -52,11 +52,17 @@ def _resolve_datum(datum: types_pb2.Datum, records: Mapping[str, SequenceRecord]
         raise InvalidRequest(f"{field}: is missing", field=field)
     targets = _flat(inputs["target_tokens"], field=f"{where}.loss_fn_inputs.target_tokens")
     tokens = _model_input(datum, where=where)
-    _runs(datum.model_input_spans, tokens, records, padded=False, where=f"{where}.model_input_spans")
+    _targets_of_spans(datum.model_input_spans, tokens, records, padded=False, where=f"{where}.model_input_spans")
     # Clients fill the targets of prompt tokens with zeros, because nothing is trained there.
-    runs = _runs(datum.loss_fn_input_spans, targets, records, padded=True, where=f"{where}.loss_fn_input_spans")
-    logprobs = np.concatenate([run.logprobs for run in runs]) if runs else np.zeros(0, _FLOAT32)
-    mask = np.concatenate([np.full(len(run.logprobs), run.is_sampled, _FLOAT32) for run in runs]) if runs else logprobs
+    parts = _targets_of_spans(
+        datum.loss_fn_input_spans, targets, records, padded=True, where=f"{where}.loss_fn_input_spans"
+    )
+    logprobs = np.concatenate([part.logprobs for part in parts]) if parts else np.zeros(0, _FLOAT32)
+    mask = (
+        np.concatenate([np.full(len(part.logprobs), part.is_sampled, _FLOAT32) for part in parts])
+        if parts
+        else logprobs
+    )
     if "logprobs" in inputs:
         name = f"{where}.loss_fn_inputs.logprobs"
         _check_same(_flat(inputs["logprobs"], field=name), logprobs, mask, where=name)
@@ -89,21 +95,21 @@ def _model_input(datum: types_pb2.Datum, *, where: str) -> npt.NDArray[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _SpanTargets:
     """Targets of one span."""
 
     is_sampled: bool
     logprobs: npt.NDArray[np.float32]
 
 
-def _runs(
+def _targets_of_spans(
     spans: Sequence[types_pb2.ProvenanceSpan],
     tokens: npt.NDArray[Any],
     records: Mapping[str, SequenceRecord],
     *,
     padded: bool,
     where: str,
-) -> list[_Run]:
+) -> list[_SpanTargets]:
     """The targets of each span. Raises InvalidRequest unless the spans cover all tokens and match the records.
 
     `padded`: only sampled tokens are compared, since clients put padding in the place of prompt tokens.
@@ -113,13 +119,13 @@ def _runs(
     lengths = [_origin(span, where=f"{where}[{i}]").length for i, span in enumerate(spans)]
     if sum(lengths) != len(tokens) or any(length < 0 for length in lengths):
         raise InvalidRequest(f"{where}: lengths {lengths[:8]} make {sum(lengths)} positions; there are {len(tokens)}")
-    runs, start = [], 0
+    parts, start = [], 0
     for index, span in enumerate(spans):
         length = lengths[index]
         mine = tokens[start : start + length]
-        runs.append(_run(span, mine, records, padded=padded, start=start, where=f"{where}[{index}]"))
+        parts.append(_targets_of_span(span, mine, records, padded=padded, start=start, where=f"{where}[{index}]"))
         start += length
-    return runs
+    return parts
 
 
 def _origin(
@@ -131,7 +137,7 @@ def _origin(
     return span.prompt_tokens if kind == "prompt_tokens" else span.sampled_tokens
 
 
-def _run(
+def _targets_of_span(
     span: types_pb2.ProvenanceSpan,
     tokens: npt.NDArray[Any],
     records: Mapping[str, SequenceRecord],
@@ -139,7 +145,7 @@ def _run(
     padded: bool,
     start: int,
     where: str,
-) -> _Run:
+) -> _SpanTargets:
     origin = _origin(span, where=where)
     is_sampled = span.WhichOneof("origin") == "sampled_tokens"
     record = records.get(origin.sequence_id)
@@ -163,8 +169,8 @@ def _run(
             f"{origin.sequence_id!r} is {recorded[at]}"
         )
     if is_sampled:
-        return _Run(True, np.frombuffer(record.logprobs, _FLOAT32)[origin.offset : end])
-    return _Run(False, np.zeros(origin.length, _FLOAT32))
+        return _SpanTargets(True, np.frombuffer(record.logprobs, _FLOAT32)[origin.offset : end])
+    return _SpanTargets(False, np.zeros(origin.length, _FLOAT32))
 
 
 def _check_same(

@@ -1,4 +1,5 @@
-"""Refusals that the trainer need not know of. Each is a failed future, also at other gateways and after a restart."""
+"""Refusals of requests that the trainer need not know of. Each is a failed future, also at other gateways and after a
+restart."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from gateway.futures import Futures
 from tinsmith.errors import InvalidRequest, SequenceConflict, ServiceError
 
 _RETENTION_S = 86400.0
+"""Time for which refusals are stored, in seconds."""
 _MAX_KEPT = 100_000
-"""Refusals that are stored, of all owners together. A client whose refusal was deleted sends the request again, and is
-refused again; the trainer itself keeps the refusals of training operations."""
+"""Most refusals of all owners together that are stored. A client whose refusal was deleted sends the request again, and
+is refused again. The trainer itself keeps the refusals of training operations."""
 
 
 class Refusals:
@@ -48,7 +50,7 @@ class Refusals:
         self._futures.fail(request_id, error, fingerprint=mark)
 
     async def attach(self, request_id: str) -> bool:
-        """Makes a failed future of a stored refusal. False when none is stored under this id."""
+        """Makes a failed future of a stored refusal. Returns False when no refusal is stored under this id."""
         operation = await self._store.operations.get(request_id)
         if operation is None or operation.error is None:
             return False
@@ -56,7 +58,8 @@ class Refusals:
         return True
 
     async def forget_old(self) -> None:
-        """Deletes refusals that are older than a day; the trainer remembers those that have used up a number."""
+        """Deletes refusals that are older than `_RETENTION_S`, and all but the newest `_MAX_KEPT`. The trainer itself
+        remembers refused requests that have used up a number."""
         is_refusal = Operation.error.is_not(None)
         await self._store.delete_old(
             Operation.created_at, is_refusal, before=time.time() - _RETENTION_S, keep_newest=_MAX_KEPT

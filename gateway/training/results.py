@@ -1,7 +1,7 @@
-"""Stores what operations have made (models, checkpoints, samplers), and makes the client's answers of them.
+"""Stores the models, checkpoints and samplers that operations have made, and makes the client's answers.
 
-The code reads what the client had asked for from the database. So it treats a reply to the submitting call and a reply
-that WaitResult found alike, also after a restart.
+The fields of the client's request come from the operation's row in the database. So a reply that WaitResult found, also
+after a restart, is treated like a reply to the submitting call.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Results:
         self._inflight = inflight
 
     async def answer(self, request_id: str, model_id: str, reply: Any, *, operation: Operation | None = None) -> Answer:
-        """Stores what the reply has made, settles the operation, then returns the client's answer.
+        """Stores the model, checkpoint or sampler of the reply, settles the operation, and returns the client's answer.
 
-        `operation`: the operation as this process stored it; None has it read from the database.
+        `operation`: the operation as this process stored it. None means that it is read from the database.
 
-        Raises InvalidRequest when the sampling session of a save is another request's; ServiceError for an unknown
-        reply, or a save that the database does not know.
+        Raises InvalidRequest when the sampling session of a save is taken by another request, and ServiceError for an
+        unknown reply, or for a save that the database does not know.
         """
         match reply:
             case pb.CreateModelResponse():

@@ -20,7 +20,7 @@ class Saves:
     def __init__(
         self, store: Store, checkpoints: Checkpoints, futures: Futures, operations: Operations, *, patience_s: float
     ) -> None:
-        """`patience_s`: how long one request waits for a save. A client whose request gave up asks again."""
+        """`patience_s`: longest time for which one request waits for a save, in seconds. The client then asks again."""
         self._store = store
         self._access = Access(store)
         self._checkpoints = checkpoints
@@ -29,9 +29,10 @@ class Saves:
         self._patience_s = patience_s
 
     async def read(self, path: str, *, field: str, caller: Caller) -> Checkpoint:
-        """`Checkpoints.read` for a load. Waits for a missing checkpoint that an accepted save of the caller will make.
+        """The checkpoint for a load, as `Checkpoints.read` gives it. Waits for a missing checkpoint that an accepted
+        save of the caller will make.
 
-        Raises what `Checkpoints.read` raises, and NotReady when the save takes longer than `patience_s`.
+        Raises the errors of `Checkpoints.read`, and NotReady when the save takes longer than `patience_s`.
         """
         named = TinkerPath.parse(path, field=field)
         # The save is looked up first, because it may end before the checkpoint is read.
@@ -50,7 +51,7 @@ class Saves:
             raise CheckpointNotFound(f"{error.message}; its save has failed: {why}", field=field) from error
 
     async def _wait(self, request_id: str, *, what: str) -> str:
-        """Waits for the save. Returns the error of a failed one, else an empty string."""
+        """Waits for the save. Returns the error text of a failed save, else an empty string."""
         try:
             answer = await self._answer(request_id)
         except Gone:  # the save never reached the trainer

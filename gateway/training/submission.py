@@ -20,7 +20,7 @@ class Submission(Pending):
 
     seq_id: int
     base_model: str = ""
-    """Set when the operation is admitted."""
+    """Base model of the run; set when the operation is admitted."""
     rpc: str = ""
     """The trainer's RPC; empty for an operation that another process submitted."""
     body: bytes = b""
@@ -28,20 +28,22 @@ class Submission(Pending):
     path: str | None = None
     """Tinker path that the operation loads or saves."""
     sampling_session_id: str | None = None
-    """Set for an ephemeral save."""
+    """The sampling session that an ephemeral save makes; None for other operations."""
     inflight: bool = False
-    """A save with kind "inflight"."""
+    """True for a save with kind "inflight"."""
     loss_fn: str = ""
     picture_sizes: Sequence[tuple[int, int]] = ()
     """Width and height of the pictures whose tokens are not in `num_tokens`, because they depend on the base model."""
     is_forward_only: bool = False
-    """A batch without gradients."""
+    """True for a batch that adds no gradients."""
     sends_parts_at_once: bool = True
-    """The client sends all parts of a large batch before it asks for the answer of any part."""
+    """True if the client sends all parts of a large batch before it asks for the answer of any part."""
     is_completed: bool = False
-    """The gateway has added what the client only names, such as a custom loss, so a repeat may have another body."""
+    """True if the gateway has added content that the client only names, such as a custom loss. A repeat may then have
+    another body."""
     error: ServiceError | None = None
-    """The gateway's reason to refuse it. The trainer gets a SkipOperation then, because the number is used up."""
+    """The reason for which the gateway refuses the operation. The trainer then gets a SkipOperation, because the number
+    is used up."""
 
     @classmethod
     def of(cls, kind: str, model_id: str, seq_id: int, *, fingerprint: str | None = None, **fields: Any) -> Submission:
@@ -57,11 +59,11 @@ class Submission(Pending):
         return self.kind == "forward_backward" and not self.is_forward_only
 
     def calls(self, rpc: str, request: Message) -> None:
-        """The operation becomes this RPC of the trainer."""
+        """Makes the operation this RPC of the trainer, with this request."""
         self.rpc, self.body = rpc, request.SerializeToString(deterministic=True)
 
     def refuse(self, error: ServiceError) -> None:
-        """The operation fails with this error. The trainer only learns that its number is used up."""
+        """Makes the operation fail with this error. The trainer only learns that the number is used up."""
         self.error = error
         self.rpc, self.body = "SkipOperation", b""
         self.path, self.sampling_session_id, self.inflight, self.is_completed = None, None, False, False

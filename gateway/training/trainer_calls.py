@@ -41,12 +41,13 @@ class TrainerCalls:
     """Starts operations on the trainer, and waits for their replies."""
 
     def __init__(self, placement: Placement, *, timeout_s: float) -> None:
-        """`timeout_s`: how long to wait for the trainer's acknowledgement."""
+        """`timeout_s`: longest wait for the trainer's acknowledgement, in seconds."""
         self._placement = placement
         self._timeout_s = timeout_s
 
     async def accept(self, submission: Submission) -> Any:
-        """The call, once the trainer has acknowledged it, or it has failed in a way that a repeat would not change.
+        """Calls the trainer. Returns the call once the trainer has acknowledged the operation, or once the call has
+        failed in a way that a repeat would not change.
 
         Raises NotReady when there is no acknowledgement in time, OutOfCapacity when the trainer's queue is full,
         TooFarAhead, SequenceConflict when the trainer has another body under this number, and InvalidRequest when the
@@ -119,7 +120,7 @@ class TrainerCalls:
             call.cancel()
 
     async def wait_result(self, submission: Submission) -> Any:
-        """The reply of an operation that the trainer accepted before; waits while the trainer is unreachable.
+        """The reply of an operation that the trainer accepted before. Waits while the trainer is unreachable.
 
         Raises ResultNotFound when the trainer does not know the operation, and the error of a failed operation.
         """

@@ -41,7 +41,7 @@ def _entry(event: AuditEvent) -> answers.records.AuditEntry:
 async def audit(request: Request, query: schemas.AuditQuery) -> Response:
     """Audit log of a day.
 
-    The caller's actions from midnight to midnight UTC; for an admin, everyone's. Default: today.
+    The entries are the caller's actions from midnight to midnight UTC; for an admin, all actions. The default is today.
     """
     day = query.day or datetime.now(UTC).date()
     begin = datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()

@@ -1,5 +1,5 @@
-"""The dashboard's page at `/`, and its data. The page itself needs no key, because it holds no data; it asks the user
-for a key if the server needs one. It makes changes through the public API only."""
+"""The dashboard's page at `/`, and its data. The page itself needs no key, because it holds no data. It asks the user
+for a key if the server needs one, and makes changes through the public API only."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _OPTIMIZER = "optimizer."
 
 
 async def _find(request: Request, *, version: str) -> tuple[Checkpoint, Sequence[types_pb2.CheckpointFile]]:
-    """The checkpoint of the path, and its files. Raises HTTPException 410 when it is another version by now."""
+    """The checkpoint of the path, and its files. Raises HTTPException 410 when the path has another version by now."""
     gateway = request.gateway
     path = SCHEME + "/".join(request.path_params[part] for part in ("run_id", "kind", "name"))
     checkpoint = await gateway.storage.checkpoints.find(path, field="path", caller=None)

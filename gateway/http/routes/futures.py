@@ -18,7 +18,7 @@ from tinsmith.errors import InvalidRequest
 
 
 async def pass_on(request: Request, target: Target | str, *, is_new: bool = False) -> Response | None:
-    """The answer of the gateway that has these samples; None when this one has to answer (`Forwarding.forward`)."""
+    """The answer of the gateway that has these samples; None when this gateway has to answer (`Forwarding.forward`)."""
     forwarding = request.gateway.sampling.forwarding
     return None if forwarding is None else await forwarding.forward(request, request.raw, target, is_new=is_new)
 
@@ -84,7 +84,7 @@ async def _poll(gateway: Gateway, request_id: str) -> Answer | Progress:
 
 
 async def retrieve_futures(request: Request, body: schemas.RetrieveFutures) -> answers.training.Completions | Response:
-    """Which samples of a sampler are done, by a long poll."""
+    """The finished samples of a sampler, by a long poll."""
     gateway = request.gateway
     sampling_session_id = body.target.sampling_session_id
     if await gateway.tenants.access.sampling_session(sampling_session_id, request.caller) is None:

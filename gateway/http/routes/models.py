@@ -93,14 +93,14 @@ async def _create(
     content: dict[str, Any],
     to_message: Callable[[str], Awaitable[tuple[trainer_pb2.CreateModelRequest, str | None]]],
 ) -> answers.training.Receipt:
-    """Creates a model. `to_message` makes the trainer's request from the new model_id, and returns it with the path
-    that it loads."""
+    """Creates a model. `to_message` makes the trainer's request from the new model_id. It returns the request, and the
+    path of the checkpoint that is loaded."""
     gateway = request.gateway
     ids = parse_ids(schemas.NewModelIds, content)
     await check_session(gateway, ids.session_id, caller=request.caller)
     model_id = model_id_of(ids.session_id, ids.model_seq_id)
     request_id = request_id_of(model_id, 0)
-    # The fingerprint is of the client's own bytes, because the checkpoint may be gone at a repeat.
+    # The fingerprint is made of the client's own bytes, because the checkpoint may be gone at a repeat.
     mark = fingerprint(kind, request.raw)
     if await gateway.training.operations.is_repeat(request_id, mark):
         return receipt(request_id, model_id)
@@ -121,7 +121,7 @@ async def _create(
     except ServiceError as error:
         made = await gateway.store.models.get(model_id)
         if made is not None and made.lora_rank is not None and made.released_at is None:
-            # The future of the other request may be forgotten; this refusal must not take its place.
+            # The future of the request that made the model may be forgotten; this refusal must not take its place.
             raise SequenceConflict(
                 f"{request_id} was used by another request before; this one was not run ({error})"
             ) from error

@@ -20,7 +20,7 @@ from gateway.openai.responses import respond
 from tinsmith.errors import ServiceError
 
 CLIENT_LEFT = 499
-"""Status for a client that has left, as nginx uses it. Only metrics show it."""
+"""Status for a request whose client has left, as in nginx. Only metrics show it."""
 
 
 class _Endpoint(Endpoint):

@@ -69,7 +69,7 @@ async def use_default_retention(request: Request) -> answers.checkpoints.Retenti
 async def prune(request: Request, body: schemas.Prune) -> answers.checkpoints.Pruned:
     """Delete the checkpoints that a policy does not keep, or list them.
 
-    The policy is the one in the body, or else the run's.
+    The policy is that of the body, or else that of the run.
     """
     gateway, run_id = request.gateway, await _own_run(request)
     policy = body.policy or (await gateway.storage.retention.policy(run_id)).policy

@@ -20,7 +20,7 @@ def visible_kinds(request: Request) -> Sequence[str]:
 
 
 def owner_in_scope(request: Request, query: schemas.ScopedQuery) -> str | None:
-    """The owner whose data is asked for; None: all owners, which only an admin can see."""
+    """The owner whose data is asked for. None means all owners, which only an admin can see."""
     caller = request.caller
     return caller.sees_only if query.access_scope == "accessible" else caller.owner
 
@@ -60,7 +60,7 @@ async def get_training_run(request: Request, query: schemas.ScopedQuery) -> answ
 async def list_checkpoints_of_run(request: Request) -> answers.checkpoints.CheckpointList:
     """Checkpoints of a training run.
 
-    Oldest first.
+    The oldest come first.
     """
     catalog = request.gateway.catalog
     run_id = request.path_params["run_id"]
@@ -75,7 +75,7 @@ async def list_checkpoints_of_run(request: Request) -> answers.checkpoints.Check
 async def list_checkpoints(request: Request, query: schemas.CheckpointsQuery) -> answers.checkpoints.CheckpointPage:
     """Checkpoints.
 
-    The caller's, of all runs.
+    These are the caller's checkpoints of all runs.
     """
     checkpoints, total = await request.gateway.catalog.checkpoints(
         owner=request.owner, kinds=visible_kinds(request), limit=query.limit, offset=query.offset

@@ -104,8 +104,9 @@ async def join_sampling_session(request: Request, body: schemas.JoinSamplingSess
 async def _living_session(gateway: Gateway, sampling_session_id: str, *, caller: Caller) -> SamplingSession:
     session = await gateway.tenants.access.sampling_session(sampling_session_id, caller)
     if session is None or not gateway.store.samplers.lives(sampling_session_id):
-        what = "there is no" if session is None else "the session has ended of"
-        raise NotFound(f"sampling_session_id: {what} {sampling_session_id!r}")
+        name = repr(sampling_session_id)
+        what = f"there is no {name}" if session is None else f"the session of {name} has ended"
+        raise NotFound(f"sampling_session_id: {what}")
     return session
 
 
@@ -185,7 +186,7 @@ async def asample(request: Request) -> answers.training.SampleReceipt | Response
         has_home = True
         await gateway.sampling.completions.reserve(request_id)
         if named := list(pointers_of_prompt(content)):
-            await gateway.assets.fill(named, request.state.held)
+            await gateway.assets.fill(named, request.state.body_share)
         num_bytes, config = len(request.raw), gateway.config
         async with request.turn(num_bytes):
             message, is_recorded, mark = await off_loop(
@@ -195,19 +196,19 @@ async def asample(request: Request) -> answers.training.SampleReceipt | Response
             )
         hold = None
         # This share outlives the request, because the sample may have to be sent again.
-        held = Share(gateway.bodies, caller.owner, beside=request.state.held)
+        body_share = Share(gateway.bodies, caller.owner, beside=request.state.body_share)
         if gateway.futures.fingerprint(request_id) is None:
-            held.take(convert.held_bytes(message))
+            body_share.take(convert.held_bytes(message))
             try:
                 hold = gateway.tenants.limits.sample(caller, message, base_model=session.base_model)
             except ServiceError:
-                held.release()
+                body_share.release()
                 raise
     except (NotReady, OutOfCapacity):
         raise  # the SDK sends it again
     except ServiceError as error:
         mark = fingerprint(request.raw)
-        if not has_home:  # the id may be another owner's, and the client may ask any gateway for the answer
+        if not has_home:  # the id may belong to another owner, and the client may ask any gateway for the answer
             return _receipt(refused_id(caller, error), num_sequences=0)
         if gateway.futures.fingerprint(request_id) not in (None, mark):
             what = f"{request_id} was used by another sample before; this one was not run ({error})"
@@ -216,7 +217,13 @@ async def asample(request: Request) -> answers.training.SampleReceipt | Response
         return _receipt(request_id, num_sequences=0)
     message.cache_salt = caller.cache_salt
     gateway.sampling.samples.submit(
-        request_id, message, session=session, fingerprint=mark, is_recorded=is_recorded, hold=hold, held=held
+        request_id,
+        message,
+        session=session,
+        fingerprint=mark,
+        is_recorded=is_recorded,
+        hold=hold,
+        body_share=body_share,
     )
     return _receipt(request_id, num_sequences=message.num_samples)
 

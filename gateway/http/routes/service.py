@@ -22,7 +22,7 @@ optim_step is refused in any case. So a batch is divided only where a request co
 async def healthz(request: Request) -> Response:
     """Whether the gateway runs.
 
-    503 until the services that are needed have said what they serve, then 200.
+    The status is 503 until the services that are needed have said what they serve, then 200.
     """
     if awaited := request.gateway.clients.awaited:
         return json_response({"status": "starting", "waiting_for": awaited}, status=503)
@@ -57,8 +57,8 @@ async def client_dynamic_config(request: Request) -> answers.service.DynamicConf
 async def get_server_capabilities(request: Request) -> answers.service.Capabilities:
     """Base models.
 
-    Under all their names, of the services that have been reached since the start. A service that is down keeps its
-    base models here, because requests wait for it. It is asked again when it is back.
+    The list has all names of the base models of services that have been reached since the start. A service that is down
+    keeps its base models here, because requests wait for it. It is asked again when it is back.
     """
     clients = request.gateway.clients
     with contextlib.suppress(NotReady):
@@ -75,7 +75,7 @@ def _supported(
 ) -> answers.service.SupportedModel:
     """Limits that hold for every service to which a request for this base model may go. `one_by_one` is there only for
     a base model that is trained one sequence at a time, and says why."""
-    trainer = next((info for info in trainers if name in info.base_models), None)  # all agree
+    trainer = next((info for info in trainers if name in info.base_models), None)  # all trainers of it agree
     trainable = trainer is not None and trainer.trainable
     limits = [info.max_context_length for info in samplers if name in info.base_models]
     sampleable = bool(limits)

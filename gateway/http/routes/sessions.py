@@ -83,7 +83,9 @@ async def get_session(request: Request, query: schemas.ScopedQuery) -> answers.t
     owner = owner_in_scope(request, query)
     session = await _find(request)
     if owner is not None and session.owner != owner:
-        raise HTTPException(404, f"session_id: {session.session_id!r} is another user's; access_scope=accessible")
+        raise HTTPException(
+            404, f"session_id: {session.session_id!r} is another user's; ask with access_scope=accessible"
+        )
     runs, samplers = await request.gateway.session_search.members(session.session_id)
     return {
         "training_run_ids": runs,

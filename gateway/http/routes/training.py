@@ -38,7 +38,7 @@ async def forward(request: Request) -> answers.training.Receipt:
 
 
 async def _submit_batch(request: Request, *, forward_only: bool) -> answers.training.Receipt:
-    async with AsyncExitStack() as turn:  # of a large body, until the trainer has it
+    async with AsyncExitStack() as turn:  # the turn of a large body lasts until the trainer has the batch
         return await _submit_read(request, turn, forward_only=forward_only)
 
 
@@ -73,19 +73,19 @@ async def _submit_numbered(gateway: Gateway, caller: Caller, batch: Submission) 
 
 
 async def _complete(gateway: Gateway, batch: Submission) -> None:
-    """Adds what a batch only names: the stored loss of a "custom" batch, and the recorded logprobs of a
+    """Adds the content that a batch only names: the stored loss of a "custom" batch, or the recorded logprobs of a
     "stable_reinforce" batch.
 
-    Raises InvalidRequest or Unsupported, naming the field.
+    Raises InvalidRequest or Unsupported, which name the field.
     """
     session_id, num_bytes = batch.session_id, len(batch.body)
     message = await off_loop(
         lambda: trainer_pb2.ForwardBackwardRequest.FromString(batch.body), num_bytes=num_bytes, config=gateway.config
     )
-    # A repeat may have other bytes; the trainer cannot tell, because the gateway adds to them.
+    # The bytes of a repeat may differ. Only the gateway can recognise it, because it changes the body for the trainer.
     batch.fingerprint = fingerprint("forward_backward", message.SerializeToString(deterministic=True))
     if batch.loss_fn == "custom":
-        await gateway.training.custom_losses.attached(message, session_id=session_id)
+        await gateway.training.custom_losses.put_into(message, session_id=session_id)
     else:
         records = await gateway.sampling.records.find(provenance.sequence_ids(message), session_id=session_id)
         await off_loop(lambda: provenance.resolve(message, records), num_bytes=num_bytes, config=gateway.config)

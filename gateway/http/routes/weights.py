@@ -37,7 +37,7 @@ async def save_weights(request: Request) -> answers.training.Receipt:
 async def save_weights_for_sampler(request: Request) -> answers.training.Receipt:
     """Save and publish a model's weights.
 
-    Under a name, or as an ephemeral save, which makes a sampling session and has no path. With kind "inflight", all
+    The save has a name, or is ephemeral: then it makes a sampling session and has no path. With kind "inflight", all
     inflight samplers of the run move to these weights.
     """
 
@@ -91,19 +91,19 @@ def _saves(
 
 
 class _LoadInto(schemas.LoadWeights, schemas.OperationIds):
-    """The legacy form of load_weights: into an existing model."""
+    """The legacy form of load_weights, which loads into an existing model."""
 
 
 async def load_weights(request: Request) -> answers.training.Receipt:
     """A new model from a checkpoint, or a checkpoint into a model.
 
-    With session_id, a new model; with model_id, the weights of that model are replaced.
+    With session_id, a new model is made. With model_id, the weights of that model are replaced.
     """
     gateway, caller = request.gateway, request.caller
     with counted_if_refused(gateway, caller):
         content = await request.json_object()
     if content.get("session_id") is not None:
-        gateway.tenants.limits.count(caller)  # it is no numbered operation of a run
+        gateway.tenants.limits.count(caller)  # a new model is no numbered operation of a run
         return await create_from_checkpoint(request, content)
 
     async def to_rpc(load: Submission, body: _LoadInto) -> None:
@@ -148,7 +148,7 @@ async def weights_info(request: Request, body: schemas.WeightsInfo) -> answers.t
 async def copy_weights(request: Request, body: schemas.CopyWeights) -> answers.training.CopiedWeights:
     """Copy a checkpoint.
 
-    Into a run that cannot be trained, in a new session of a project or in a live session.
+    The copy is in a run that cannot be trained, in a new session of a project or in a live session.
     """
     gateway, caller = request.gateway, request.caller
     if body.weights_access_token is not None or _ACCESS_TOKEN in request.headers:

@@ -200,7 +200,7 @@ async def test_pictures_need_a_model_that_sees_and_a_place_in_its_template(
     await sees(stack, sampler)
     messages = [{"role": "user", "content": [{"type": "text", "text": PICTURE}, IMAGE]}]
     error = await refusal(client, "chat/completions", CHAT, messages=messages)
-    assert "they have 1 pictures, and as rendered by the model's chat template 2 tokens" in error["message"]
+    assert "there are 1 pictures, but after the model's chat template 2 tokens" in error["message"]
     high = {"type": "image_url", "image_url": {"url": URL, "detail": "high"}}
     error = await refusal(client, "chat/completions", CHAT, messages=[{"role": "user", "content": [high]}])
     assert "detail" in error["message"]

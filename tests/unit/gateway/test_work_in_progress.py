@@ -100,7 +100,9 @@ async def test_only_running_work_of_the_named_kind_is_abandoned(futures: Futures
     assert sample.task is not None
     await asyncio.wait([sample.task], timeout=60)
     assert futures.num_pending("asample") == 0
-    assert await futures.poll(SAMPLE, timeout_s=60) == failed(FailedPrecondition("the client has cancelled the request"))
+    assert await futures.poll(SAMPLE, timeout_s=60) == failed(
+        FailedPrecondition("the client has cancelled the request")
+    )
     futures.abandon(SAMPLE, kind="asample")  # over
 
 
