@@ -1,31 +1,29 @@
-"""The `tinsmith` command. Nothing here imports torch until a model is made."""
+"""The `tinsmith` command. Its commands are imported when it runs, which takes a second."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 
-import tinsmith
-from tinsmith_cli import checkpoints, drain, journal, keys, make_base_model, make_certificates, sessions, up
-from tinsmith_cli.base_models import UsageError
-from tinsmith_cli.doctor import command as doctor_command
-from tinsmith_cli.planning import command as plan_command
-
-_OWN = ("tinsmith", "tinsmith_cli", "gateway", "trainer_service", "sampler_service")
+_INTERRUPTED = 128 + signal.SIGINT
+"""Exit status after Ctrl-C, as a shell tells it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     try:
+        _import_commands()
+        from tinsmith_cli import commands
+
         try:
-            return _run(argv)
+            return commands.run(argv)
         finally:
             sys.stdout.flush()  # here, because an error in the flush at exit is only printed
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT  # as a shell tells of a command that Ctrl-C has ended
+        return _INTERRUPTED
     except OSError as error:
         # The reader of the output may have closed it, as in `tinsmith keys list | head -1`.
         if not isinstance(error, BrokenPipeError):
@@ -36,42 +34,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _import_commands() -> None:
+    """Ctrl-C ends the process at once meanwhile, because nothing has begun. Some imports would print a traceback for a
+    KeyboardInterrupt, and go on."""
+    handles = threading.current_thread() is threading.main_thread()
+    if handles and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
+        import tinsmith_cli.commands  # noqa: F401
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _can_flush() -> bool:
     try:
         sys.stdout.flush()
     except OSError:
         return False
     return True
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tinsmith", description="Post-training on your own hardware: the Tinker API.")
-    parser.add_argument("--version", action="version", version=f"tinsmith {tinsmith.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    up.add_parser(commands)
-    make_base_model.add_parser(commands)
-    make_certificates.add_parser(commands)
-    checkpoints.add_parser(commands)
-    sessions.add_parser(commands)
-    drain.add_parser(commands)
-    keys.add_parser(commands)
-    journal.add_parser(commands)
-    plan_command.add_parser(commands)
-    doctor_command.add_parser(commands)
-    return parser
-
-
-def _run(argv: Sequence[str] | None) -> int:
-    arguments = make_parser().parse_args(argv)
-    try:
-        return arguments.run(arguments)
-    except UsageError as error:
-        print(f"tinsmith: {error}", file=sys.stderr)
-        return 2
-    except ModuleNotFoundError as error:
-        # `pip install tinsmith` installs the command line without what services need.
-        name = (error.name or "").partition(".")[0]
-        if not name or name in _OWN:
-            raise
-        print(f"tinsmith: the Python package {name} is not installed: pip install 'tinsmith[all]'", file=sys.stderr)
-        return 2

@@ -16,8 +16,12 @@ from pathlib import Path
 _TAIL_BYTES = 64 * 2**10
 _RANK_FAILED = re.compile(r"torch/distributed/elastic/\S+\] failed \(exitcode: ")
 """In torchrun's line about the first rank that has failed."""
-_LONGEST = 300
+_TEXT_LINE = re.compile(r"[\d:.TZ-]+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) +\S+: ")
+"""How a line of a service's log begins with --log-format text."""
+_LONGEST = 150
 """Characters of a line of level INFO or DEBUG that a terminal shows."""
+_FEW = 5
+"""Lines of these levels that a terminal shows."""
 
 
 def bound(log: Path, *, max_bytes: float) -> None:
@@ -61,26 +65,24 @@ def _without_table(lines: list[str]) -> list[str]:
 def for_people(lines: list[str]) -> list[str]:
     """Lines of a service's log as a terminal shows them: JSON as its level and message, with the traceback below.
 
-    Lines of level INFO and DEBUG are left out if there are other lines, which then have the reason for an end. If they
-    are shown, long ones are cut: a service logs its whole configuration in one line.
+    Lines of level INFO and DEBUG are left out if there are other lines, which then have the reason for an end.
+    Otherwise the last few are shown, and long ones are cut: a service logs its whole configuration in one line.
     """
-    shown, reasons = [], []
+    unremarkable, reasons = [], []
     for line in lines:
-        text, is_reason = _readable(line)
-        shown += text
-        reasons += text if is_reason else []
-    return reasons or shown
+        level, text, traceback = _parts(line)
+        if level in ("DEBUG", "INFO"):
+            unremarkable.append(text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ...")
+        else:
+            reasons += [*text.splitlines(), *traceback.splitlines()]
+    return reasons or unremarkable[-_FEW:]
 
 
-def _readable(line: str) -> tuple[list[str], bool]:
-    """The lines of text for a line of a log, and whether it is more than INFO. Text that is no JSON may be a
-    traceback."""
+def _parts(line: str) -> tuple[str, str, str]:
+    """Level, text and traceback of a line of a log. Text without a level may be a traceback."""
     try:
         entry = json.loads(line)
-        level, text = entry["level"], f"{entry['level']} {entry['message']}"
+        return entry["level"], f"{entry['level']} {entry['message']}", entry.get("traceback", "")
     except (ValueError, KeyError, TypeError):
-        return [line], True
-    is_reason = level not in ("DEBUG", "INFO")
-    if not is_reason and len(text) > _LONGEST:
-        text = f"{text[:_LONGEST]} ..."
-    return [*text.splitlines(), *entry.get("traceback", "").splitlines()], is_reason
+        found = _TEXT_LINE.match(line)
+        return found[1] if found else "", line, ""

@@ -33,6 +33,7 @@ def _flag(
     *,
     help: str | None = None,
     to: Collection[str] = (),
+    decides: Collection[str] = (),
     least: float | None = None,
     **argument: Any,
 ) -> Any:
@@ -40,10 +41,11 @@ def _flag(
 
     `default`: a value, or a function that reads it from the environment.
     `to`: services that have a setting of the same name, to which the value is passed.
+    `decides`: variables of the services' other settings whose values follow from this one.
     `least`: smallest allowed value.
     `argument`: further arguments of `add_argument`.
     """
-    metadata = {"to": to, "least": least, "argument": {"help": help, **argument}}
+    metadata = {"to": to, "decides": decides, "least": least, "argument": {"help": help, **argument}}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -70,7 +72,7 @@ def quantization(text: str) -> str:
 
 def _service_port(service: str) -> Any:
     return _flag(
-        0, type=_port, metavar="PORT",
+        0, decides=[f"{service.upper()}_LISTEN"], type=_port, metavar="PORT",
         help=f"gRPC port of the first {service}; further ones get the ports after it (default: any free ports; where "
         f"there are several machines, {SERVICE_PORTS[service]})",
     )  # fmt: skip
@@ -78,7 +80,7 @@ def _service_port(service: str) -> Any:
 
 def _threads(service: str) -> Any:
     return _flag(
-        type=int, metavar="N", least=1,
+        decides=[f"{service.upper()}_NUM_THREADS"], type=int, metavar="N", least=1,
         help=f"largest number of CPU threads of each {service} (default: all cores while no other service computes, "
         "and its share of them otherwise)",
     )  # fmt: skip
@@ -90,42 +92,51 @@ class Settings:
     service's own environment or default decides."""
 
     base_model: list[str] = _flag(
-        list, action="append", metavar="[NAME=]PATH|HUB_ID",
+        list, decides=["TRAINER_BASE_MODEL", "SAMPLER_BASE_MODEL", "TRAINER_MODEL_NAMES", "SAMPLER_MODEL_NAMES"],
+        action="append", metavar="[NAME=]PATH|HUB_ID",
         help="base model to serve, repeatable. PATH alone is served under its folder's name, HUB_ID under the id. A "
         "folder with several names is loaded once. Each base model has its own trainer and samplers. Default: a small "
         f"model, which is made on the first start and served as {DEFAULT_MODEL_NAME}",
     )  # fmt: skip
     models_file: Path | None = _flag(type=Path, metavar="FILE", help='more base models, as JSON: {"name": "path", ...}')
-    host: str = _flag("127.0.0.1", help="address of the HTTP API (default %(default)s)")
-    port: int = _flag(8000, type=int, help="port of the HTTP API; 0 takes any free one (default %(default)s)")
+    host: str = _flag("127.0.0.1", decides=["GATEWAY_HOST"], help="address of the HTTP API (default %(default)s)")
+    port: int = _flag(
+        8000,
+        decides=["GATEWAY_PORT"],
+        type=int,
+        help="port of the HTTP API; 0 takes any free one (default %(default)s)",
+    )
     trainer_port: int = _service_port("trainer")
     sampler_port: int = _service_port("sampler")
     state_dir: Path = _flag(
-        Path("~/.tinsmith"), type=Path, metavar="DIR",
+        Path("~/.tinsmith"), decides=["TRAINER_STATE_DIR", "GATEWAY_STATE_DIR"], type=Path, metavar="DIR",
         help="checkpoints, journals, database and logs (default %(default)s)",
     )  # fmt: skip
     checkpoint_dir: str = _flag(
-        _environment("TRAINER_CHECKPOINT_DIR"), metavar="DIR_OR_URL",
+        _environment("TRAINER_CHECKPOINT_DIR"), decides=["TRAINER_CHECKPOINT_DIR"], metavar="DIR_OR_URL",
         help="place of checkpoints: a folder, or s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, with credentials from the "
         "environment (default: TRAINER_CHECKPOINT_DIR, or the folder checkpoints in --state-dir)",
     )  # fmt: skip
     api_key: list[str] = _flag(
-        list, action="append", metavar="KEY",
+        list, decides=["GATEWAY_API_KEYS"], action="append", metavar="KEY",
         help="key that clients must send, over HTTP and over gRPC, repeatable (the SDK takes only keys that begin with "
         "tml-); GATEWAY_API_KEYS='[\"KEY\"]' in the "
         "environment keeps it out of `ps`. Required unless --host is a loopback address; there, every key is accepted "
         "if none is given",
     )  # fmt: skip
     certificates: Path | None = _flag(
+        decides=[f"{service.upper()}_GRPC_{file}" for service in _ALL for file in ("CA", "CERT", "KEY")],
         type=Path, metavar="DIR",
         help="folder made by `tinsmith make-certificates`, for HTTPS, whose clients must trust DIR/ca.pem, and for "
         "mutual TLS between the services and with gRPC clients",
     )  # fmt: skip
     tls_cert: Path | None = _flag(
-        type=Path, metavar="FILE",
+        decides=["GATEWAY_TLS_CERT"], type=Path, metavar="FILE",
         help="certificate (PEM) for HTTPS, of an authority that clients already trust; needs --tls-key",
     )  # fmt: skip
-    tls_key: Path | None = _flag(type=Path, metavar="FILE", help="private key (PEM) of --tls-cert")
+    tls_key: Path | None = _flag(
+        decides=["GATEWAY_TLS_KEY"], type=Path, metavar="FILE", help="private key (PEM) of --tls-cert"
+    )
     full_training: bool = _flag(
         False, to=["trainer"],
         help="train all parameters of the base models instead of LoRA adapters, one run at a time for each base model "
@@ -161,7 +172,7 @@ class Settings:
         "results differ by rounding only (default: TRAINER_SHARE_PREFIXES, or --share-prefixes)",
     )  # fmt: skip
     engine: str = _flag(
-        "auto", choices=["auto", "vllm", "torch"],
+        "auto", decides=["SAMPLER_ENGINE"], choices=["auto", "vllm", "torch"],
         help="engine of the samplers: vLLM, or torch, the trainer's own modelling code. auto takes vLLM on CUDA if it "
         "is installed and --full-training is not set, otherwise torch. SAMPLER_TENSOR_PARALLEL in the environment "
         "makes vLLM divide the model among GPUs",
@@ -171,10 +182,14 @@ class Settings:
         help="largest rank of adapters, for trainers and samplers (default: TRAINER_MAX_LORA_RANK for both; else 256, "
         "and 64 with vLLM, which reserves GPU memory for this rank in each slot)",
     )  # fmt: skip
-    log_level: str = _flag("INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"], to=_ALL)
-    log_format: str = _flag(
-        "json", choices=["json", "text"], to=_ALL, help="format of the services' logs (default %(default)s)"
-    )
+    log_level: str | None = _flag(
+        choices=["DEBUG", "INFO", "WARNING", "ERROR"], to=_ALL,
+        help="least level of lines in the services' logs (default: TRAINER_LOG_LEVEL and so on, or INFO)",
+    )  # fmt: skip
+    log_format: str | None = _flag(
+        choices=["json", "text"], to=_ALL,
+        help="format of the services' logs (default: TRAINER_LOG_FORMAT and so on, or json)",
+    )  # fmt: skip
     log_mb: float = _flag(
         100.0, type=float, metavar="MB", least=1,
         help="size at which a log is moved to NAME.log.1, replacing the older one, and begins again; inf never does "
@@ -191,7 +206,7 @@ class Settings:
         "commas. The first machine runs the gateway (default: all there; a machine with --join must say it)",
     )  # fmt: skip
     address: str = _flag(
-        "", metavar="HOST",
+        "", decides=["TRAINER_CHANNEL_HOST", "SAMPLER_CHANNEL_HOST"], metavar="HOST",
         help="address or name under which other machines reach this one. Without --join it makes this the first of "
         "several machines, which admits others. With --join the default is this machine's address on the way to the "
         "first one",
@@ -359,6 +374,15 @@ class Settings:
             if service in each.metadata["to"] and is_given:
                 passed[each.name.replace("_", "-")] = str(value).lower() if isinstance(value, bool) else str(value)
         return passed
+
+
+def flag_of(variable: str) -> str:
+    """The flag of `tinsmith up` that sets this variable of a service; empty if there is none."""
+    for each in fields(Settings):
+        passed = [f"{service}_{each.name}".upper() for service in each.metadata["to"]]
+        if variable in (*each.metadata["decides"], *passed):
+            return _name(each.name)
+    return ""
 
 
 def _name(field_name: str) -> str:

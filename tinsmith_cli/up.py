@@ -16,10 +16,11 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from tinsmith.rpc.auth import address_of, is_loopback
 from tinsmith.rpc.paths import check_checkpoint_root
 from tinsmith.rpc.settings import unknown_variables
 from tinsmith.rpc.tls import Certificates, check_pair
+from tinsmith_cli import hub
 from tinsmith_cli.base_models import ServedModel, UsageError, parse
 from tinsmith_cli.cluster.joining import Joined
 from tinsmith_cli.cluster.registrar import Registrar
@@ -40,13 +42,15 @@ from tinsmith_cli.planning.placement import check, placed
 from tinsmith_cli.planning.plan import Plan
 from tinsmith_cli.planning.report import summary
 from tinsmith_cli.ports import free_ports
-from tinsmith_cli.settings import DEFAULT_MODEL_NAME, SERVICE_PORTS, Settings
+from tinsmith_cli.settings import DEFAULT_MODEL_NAME, SERVICE_PORTS, Settings, flag_of
 from tinsmith_cli.stack import ModelGroup, Node, ServiceKeys, Site, Stack, Tls
-from tinsmith_cli.supervisor import supervise
+from tinsmith_cli.supervisor import Service, supervise
 from tinsmith_cli.unserved_journals import with_live_runs
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
+
+    from pydantic_settings import BaseSettings
 
 CLUSTER = "cluster"
 """Folder of --state-dir with what machines know of each other."""
@@ -223,6 +227,8 @@ def _plans(settings: Settings, machine: Machine, models: Sequence[ServedModel]) 
     """The plan of each model, which is reported. Raises UsageError."""
     if not {"trainer", "sampler"} & set(settings.roles):
         return [None] * len(models)
+    for model in models:
+        hub.require(model.source, flag="--base-model", report=_report)
     plans = placed(settings, machine, models, os.environ, report=_report)
     for plan in plans:
         if plan is not None:
@@ -244,6 +250,8 @@ def _prepared(stack: Stack) -> Sequence[ModelGroup]:
             host, _, port = address.rpartition(":")
             _take(taken, flag, int(port))
             _probe(host.strip("[]"), int(port), flags=f"{where}{flag} {port}")
+    for sentence in _overridden_variables(stack.services(groups), os.environ):
+        _report(sentence)
     stack.make_cores_page()
     folders = {stack.trainer_folder(group, number) for group in groups for number in range(len(group.trainers))}
     for folder, num_runs in with_live_runs(stack.settings.state_dir / "trainers", served=folders).items():
@@ -282,18 +290,42 @@ def _base_pages() -> dict[str, str]:
     return dict.fromkeys(names, f"/proc/{os.getpid()}/fd/{file}")
 
 
-def _unknown_variables() -> list[str]:
-    """Variables of the environment that look like settings of a service and are none. They are reported and not
-    refused: a shell may have them for Compose, or Kubernetes may have set them."""
+def _configs() -> dict[str, type[BaseSettings]]:
+    """The settings of each service."""
     from gateway.config import GatewayConfig
     from sampler_service.config import SamplerConfig
     from trainer_service.config import TrainerConfig
 
-    return [
-        sentence
-        for config in (TrainerConfig, SamplerConfig, GatewayConfig)
-        for sentence in unknown_variables(config, os.environ)
-    ]
+    return {"trainer": TrainerConfig, "sampler": SamplerConfig, "gateway": GatewayConfig}
+
+
+def _unknown_variables() -> list[str]:
+    """Variables of the environment that look like settings of a service and are none. They are reported and not
+    refused: a shell may have them for Compose, or Kubernetes may have set them."""
+    return [sentence for config in _configs().values() for sentence in unknown_variables(config, os.environ)]
+
+
+def _overridden_variables(services: Sequence[Service], env: Mapping[str, str]) -> list[str]:
+    """A sentence for each variable of the environment in whose place every service of its kind gets another value. They
+    are reported and not refused, for the reason above."""
+    sentences = []
+    for kind, config in _configs().items():
+        of_kind = [service for service in services if service.name.partition("-")[0] == kind]
+        for field in config.model_fields:
+            variable = f"{kind}_{field}".upper()
+            given = env.get(variable)
+            flags = [dict(pairwise(service.argv)).get(f"--{field.replace('_', '-')}") for service in of_kind]
+            used = [flag or service.env.get(variable) for flag, service in zip(flags, of_kind, strict=True)]
+            if given is None or not used or None in used or given in used:
+                continue
+            # Values in a service's environment may be secrets; those on its command line are none.
+            value, instead = (f"={given}", f" {used[0]}") if all(flags) else ("", " its own value")
+            flag = flag_of(variable)
+            advice = f"set it by {flag}" if flag else "no flag changes it"
+            sentences.append(
+                f"{variable}{value} in the environment has no effect: `tinsmith up` gives the {kind}{instead}; {advice}"
+            )
+    return sentences
 
 
 def _checkpoint_dir(root: str) -> str:
@@ -311,7 +343,9 @@ def _report(line: str) -> None:
 
 def _next_steps(url: str, keys: ServiceKeys | None) -> str:
     key = "tml-anything" if keys is None else "YOUR_KEY"
-    return f"For the SDK: export TINKER_BASE_URL={url} TINKER_API_KEY={key}\nDashboard: {url}   Stop: Ctrl-C"
+    anywhere = next((host for host in ("0.0.0.0", "[::]") if f"//{host}:" in url), "")  # noqa: S104 - read, not bound
+    elsewhere = f"\nOn other machines: the name of this one in place of {anywhere}" if anywhere else ""
+    return f"For the SDK: export TINKER_BASE_URL={url} TINKER_API_KEY={key}{elsewhere}\nDashboard: {url}   Stop: Ctrl-C"
 
 
 def _keys(host: str, api_keys: list[str], *, state_dir: Path) -> ServiceKeys | None:

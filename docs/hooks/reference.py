@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings
 
 from gateway.config import GatewayConfig
 from sampler_service.config import SamplerConfig
-from tinsmith_cli import make_parser
+from tinsmith_cli.commands import make_parser
 from trainer_service.config import TrainerConfig
 
 SERVICES: dict[str, type[BaseSettings]] = {"trainer": TrainerConfig, "sampler": SamplerConfig, "gateway": GatewayConfig}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinsmith.cores import usable_cores
 from tinsmith.quantization import QUANTIZATIONS
+from tinsmith_cli import hub
 from tinsmith_cli.base_models import UsageError, resolve
 from tinsmith_cli.settings import quantization
 
@@ -71,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     path = resolve(arguments.model, flag="MODEL", spec=arguments.model)
+    hub.require(path, flag="MODEL", report=_progress)
     try:
         import torch
 

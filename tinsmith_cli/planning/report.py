@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from tinsmith.formatting import columns, size_text
@@ -143,10 +144,7 @@ def as_json(plan: Plan) -> Mapping[str, Any]:
         "max_lora_rank": plan.rank,
         "notes": list(plan.notes),
         "machine": {
-            "gpus": [
-                {"id": gpu.id, "name": gpu.name, "total_bytes": gpu.total_bytes, "free_bytes": gpu.free_bytes}
-                for gpu in plan.machine.gpus
-            ],
+            "gpus": [asdict(gpu) for gpu in plan.machine.gpus],
             "cores": plan.machine.cores,
             "host_bytes": plan.machine.host_bytes,
         },

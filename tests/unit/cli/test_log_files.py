@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
+import pytest
+
+from tinsmith.rpc.logs import JsonFormatter, TextFormatter
 from tinsmith_cli.log_files import for_people, last_lines
 
 API = "torch/distributed/elastic/multiprocessing/api.py"
@@ -25,3 +29,20 @@ def test_a_traceback_without_torchrun_is_shown(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("Traceback (most recent call last):\nMemoryError")
     assert for_people(last_lines(log, 20)) == ["Traceback (most recent call last):", "MemoryError"]
+
+
+@pytest.mark.parametrize("format", [JsonFormatter(), TextFormatter()], ids=["json", "text"])
+def test_the_last_lines_of_a_service_that_was_killed_are_shown_and_not_its_whole_configuration(
+    format: logging.Formatter,
+) -> None:
+    def line(message: str, level: int = logging.INFO) -> str:
+        return format.format(logging.LogRecord("trainer", level, "", 0, message, None, None))
+
+    start = line("starting with " + "setting=1 " * 200)
+    (shown,) = for_people([start])
+    assert len(shown) < 200
+    steps = [line(f"step {number}") for number in range(9)]
+    shown = for_people([start, *steps])
+    assert [text[-6:] for text in shown] == [f"step {number}" for number in range(4, 9)]
+    (reason,) = for_people([start, *steps, line("the disk is full", logging.ERROR)])
+    assert reason.endswith("the disk is full")

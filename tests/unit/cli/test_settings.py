@@ -12,7 +12,7 @@ from gateway.config import GatewayConfig
 from sampler_service.choice import settled
 from sampler_service.config import SamplerConfig
 from tinsmith_cli.base_models import UsageError
-from tinsmith_cli.settings import Settings
+from tinsmith_cli.settings import Settings, flag_of
 from trainer_service.config import TrainerConfig
 
 CONFIGS = {"trainer": TrainerConfig, "sampler": SamplerConfig, "gateway": GatewayConfig}
@@ -36,13 +36,11 @@ def test_no_flags_are_the_defaults() -> None:
 
 
 def test_set_options_are_passed_on_and_others_are_left_to_the_services_environment() -> None:
-    logs = {"log-level": "INFO", "log-format": "json"}
-    assert parsed().passed_to("trainer") == parsed().passed_to("gateway") == logs
+    assert parsed().passed_to("trainer") == parsed().passed_to("gateway") == {}
     some = parsed("--deterministic", "--max-lora-rank", "8", "--tracing", "--log-format", "text")
     assert some.passed_to("trainer") == {
         "deterministic": "true",
         "max-lora-rank": "8",
-        "log-level": "INFO",
         "log-format": "text",
         "tracing": "true",
     }
@@ -50,6 +48,14 @@ def test_set_options_are_passed_on_and_others_are_left_to_the_services_environme
     assert parsed("--share-prefixes").passed_to("trainer")["share-prefixes"] == "true"
     assert [parsed("--no-pictures").passed_to(one)["pictures"] for one in ("trainer", "sampler")] == ["false", "false"]
     assert some.passed_to("sampler").keys() == some.passed_to("trainer").keys() - {"deterministic"}
+
+
+def test_variables_that_a_flag_decides_are_settings() -> None:
+    settings = {f"{service}_{name}".upper() for service, config in CONFIGS.items() for name in config.model_fields}
+    decided = [variable for each in fields(Settings) for variable in each.metadata["decides"]]
+    assert set(decided) <= settings
+    assert len(set(decided)) == len(decided)
+    assert (flag_of("TRAINER_NUM_THREADS"), flag_of("GATEWAY_TRACING")) == ("--trainer-threads", "--tracing")
 
 
 def test_the_folder_of_checkpoints_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

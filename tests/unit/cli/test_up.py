@@ -1,6 +1,7 @@
 import fcntl
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from tinsmith_cli import main
+from tinsmith_cli.base_models import ServedModel
 from tinsmith_cli.ports import free_ports
-from tinsmith_cli.stack import ServiceKeys
-from tinsmith_cli.up import _base_pages, _default_model, _keys, _next_steps
+from tinsmith_cli.settings import Settings
+from tinsmith_cli.stack import ServiceKeys, Site, Stack, Tls
+from tinsmith_cli.up import _base_pages, _configs, _default_model, _keys, _next_steps, _overridden_variables
 
 
 def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -107,9 +110,55 @@ def test_variables_that_are_no_settings_are_reported(
     ]
 
 
+OWN = {
+    *(f"{service}_{name}" for service in ("TRAINER", "SAMPLER", "GATEWAY") for name in ("METRICS_PORT", "CORES_PAGE")),
+    *("TRAINER_SAMPLERS", "GATEWAY_TRAINERS", "GATEWAY_SAMPLERS", "TRAINER_SERVICES_FILE", "GATEWAY_SERVICES_FILE"),
+    *("TRAINER_SERVICE_KEY", "SAMPLER_SERVICE_KEY", "GATEWAY_SERVICE_KEY"),
+}
+"""Settings that `tinsmith up` finds itself."""
+
+
+@pytest.mark.parametrize("site", [None, Site(("trainer", "sampler", "gateway"), "127.0.0.2", Path("/services.json"))])
+def test_each_variable_in_whose_place_a_service_gets_another_value_is_reported_with_the_flag(
+    site: Site | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All settings of all services are in the environment."""
+    for kind, config in _configs().items():
+        for field in config.model_fields:
+            monkeypatch.setenv(f"{kind}_{field}".upper(), "elsewhere")
+    settings = Settings(
+        state_dir=Path("/state"), checkpoint_dir="/c", deterministic=True, engine="torch", sampler_threads=2
+    )
+    tls = Tls(Path("/cert"), Path("/key"), Path("/certificates"))
+    stack = Stack(settings, [ServedModel("/m/a", ("a",))], ServiceKeys('["tml-secret"]', "secret"), tls, site=site)
+    services = stack.services(stack.groups())
+    reported = {re.split("[= ]", one)[0]: one for one in _overridden_variables(services, os.environ)}
+    flags = {f"{service.name}_{flag[2:]}" for service in services for flag in service.argv[4::2]}
+    of_keys = {name for service in services for name in service.env if name.endswith(("_SERVICE_KEY", "WAY_API_KEYS"))}
+    assert set(reported) == {flag.replace("-", "_").upper() for flag in flags} | of_keys
+    assert {name for name, sentence in reported.items() if sentence.endswith("; no flag changes it")} == OWN & set(
+        reported
+    )
+    assert reported["TRAINER_BASE_MODEL"] == (
+        "TRAINER_BASE_MODEL=elsewhere in the environment has no effect: `tinsmith up` gives the trainer /m/a; set it "
+        "by --base-model"
+    )
+    assert "elsewhere" not in reported["GATEWAY_SERVICE_KEY"] + reported["GATEWAY_API_KEYS"]
+    assert not any("secret" in sentence for sentence in reported.values())
+
+
+def test_a_variable_that_one_of_several_services_gets_is_not_reported() -> None:
+    stack = Stack(Settings(state_dir=Path("/state")), [ServedModel("/m/a", ("a",)), ServedModel("/m/b", ("b",))])
+    services = stack.services(stack.groups())
+    assert not _overridden_variables(services, {"TRAINER_BASE_MODEL": "/m/b", "SAMPLER_MAX_RUNNING": "7"})
+
+
 def test_the_next_steps_name_the_address_and_no_key() -> None:
     steps = _next_steps("http://127.0.0.1:8123", None)
     assert "export TINKER_BASE_URL=http://127.0.0.1:8123 TINKER_API_KEY=tml-anything\n" in steps
+    assert "other machines" not in steps
+    steps = _next_steps("http://0.0.0.0:8000", None)
+    assert "\nOn other machines: the name of this one in place of 0.0.0.0\n" in steps
     steps = _next_steps("https://a:1", ServiceKeys('["tml-secret"]', "secret"))
     assert "TINKER_BASE_URL=https://a:1 TINKER_API_KEY=YOUR_KEY\n" in steps
     assert "secret" not in steps

@@ -16,7 +16,7 @@ import yaml
 from gateway.config import GatewayConfig
 from sampler_service.config import SamplerConfig
 from tinsmith.rpc.addresses import Addresses, check_addresses
-from tinsmith_cli import make_parser
+from tinsmith_cli.commands import make_parser
 from trainer_service.config import TrainerConfig
 
 ROOT = Path(__file__).parents[3]

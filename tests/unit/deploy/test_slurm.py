@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith_cli import make_parser
+from tinsmith_cli.commands import make_parser
 from tinsmith_cli.settings import Settings
 
 FOLDER = Path(__file__).parents[3] / "examples" / "slurm"

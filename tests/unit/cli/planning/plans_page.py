@@ -17,7 +17,8 @@ _HEAD = """# Plans
 This page is generated: `python -m tests.unit.cli.planning.plans_page` writes it, and
 `tests/unit/cli/planning/test_plans_page.py` fails when it is not current. It shows what `tinsmith plan` says of ten
 models on nine machines, with vLLM. The machines are recorded answers of NVML (`tests/support/plans/machines`), written
-from published sizes; no plan has run on a GPU. The models are their published configurations.
+from published sizes; no plan has run on a GPU. The models are their published configurations. `tinsmith plan MODEL
+--machine 8xH100` plans for a machine that is not here ([how](quickstart-gpu.md#one-machine)).
 
 - **trainer**, **samplers**: numbers of GPUs. `4 + 5 / 6 + 7` are two samplers that divide the model between two GPUs
   each. *sharded* means that the trainer's ranks divide the memory of the base model. One GPU in both columns is shared.

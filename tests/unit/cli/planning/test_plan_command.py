@@ -20,6 +20,7 @@ from tests.unit.cli.planning.plan_rows import planned
 from tinsmith_cli import main, up
 from tinsmith_cli.planning import command
 from tinsmith_cli.planning.constraints import constraints_of, usable
+from tinsmith_cli.planning.described import CARDS, described
 from tinsmith_cli.planning.plan import DoesNotFit
 from tinsmith_cli.planning.planner import plan
 from tinsmith_cli.planning.report import as_json
@@ -97,6 +98,51 @@ def test_json_has_the_figures(on: On, model: Path, capsys: pytest.CaptureFixture
     assert found["samplers"][0]["gpus"] == ["1"]
     assert found["samplers"][0]["kv_tokens"] == 188_619
     assert found["publish_bytes"] == 738_295_808
+
+
+@pytest.mark.parametrize("name", ["1x-rtx-4090", "8x-h100", "8x-h200", "none"])
+def test_a_machine_that_is_described_has_the_plan_of_that_machine(
+    name: str, on: On, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = machine_of(name)
+    host = f"cores={recorded.cores},memory={recorded.host_bytes / 1e9:.0f}GB"
+    answers = []
+    for here, machine in (
+        (name, []),
+        ("mig", ["--machine", host if name == "none" else f"{name},{host}"]),
+        ("mig", ["--machine", str(tmp_path / "there.json")]),
+    ):
+        on(here)
+        assert main(["plan", str(model), "--quantize", "nf4", "--engine", "torch", "--json", *machine]) in (0, 1)
+        answers.append(json.loads(capsys.readouterr().out))
+        (tmp_path / "there.json").write_text(json.dumps(answers[0]))
+    for answer in answers:
+        for gpu in answer["machine"]["gpus"]:
+            gpu["uuid"] = ""
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_a_machine_is_described_by_cards_or_their_memory() -> None:
+    machine = described("2xH100, 1x 24 GB")
+    assert [gpu.name for gpu in machine.gpus] == ["NVIDIA H100 80GB HBM3"] * 2 + ["GPU of 24 GB"]
+    assert [gpu.id for gpu in machine.gpus] == ["0", "1", "2"]
+    assert machine.gpus[2].free_bytes < machine.gpus[2].total_bytes == 24e9
+    assert (machine.cores, machine.host_bytes) == (48, 2 * (2 * 85_520_809_984 + 24_000_000_000))
+    recorded = {(gpu.name, gpu.total_bytes, gpu.free_bytes) for name in MACHINES for gpu in machine_of(name).gpus}
+    assert set(CARDS.values()) <= recorded
+
+
+@pytest.mark.parametrize("text", ["8xH101", "H100", "1xH100,cores=many", "cores=8", "", "1x24", "no/such.json"])
+def test_a_description_that_is_none_is_refused(text: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(model), "--machine", text]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tinsmith: --machine: {text!r}: ")
+    assert "memory=NGB" in line
+
+
+def test_a_file_that_describes_no_machine_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(model), "--machine", str(model / "config.json")]) == 2
+    assert "is not what `tinsmith plan MODEL --json` writes there (KeyError: 'machine')" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_ends_with_1_and_a_mistake_with_2(
