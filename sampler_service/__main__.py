@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from sampler_service.config import SamplerConfig
+from tinsmith.allocator import exempt_imports
 from tinsmith.rpc.settings import read_settings
 
 
 def main() -> None:
     config = read_settings(SamplerConfig)
     # Settings are read before torch is imported, which takes seconds, so that a mistake in them is reported at once.
-    from sampler_service.service import run
+    with exempt_imports():
+        from sampler_service.service import run
 
     run(config)
 

@@ -63,6 +63,21 @@ def exempt_from_collections() -> None:
     gc.freeze()
 
 
+@contextmanager
+def exempt_imports() -> Iterator[None]:
+    """Exempts the objects that are made within the block, by imports, from Python's garbage collector.
+
+    torch, transformers and a service's own modules are 400,000 objects. Collections, which visit them again and again
+    while they are made, take a fifth of the imports' processor time. The 3 % that are garbage stay for ever.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def give_back_freed_memory() -> None:
     """Returns unused pages to the system. Does nothing with another C library than glibc."""
     if platform.libc_ver()[0] == "glibc":

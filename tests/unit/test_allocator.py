@@ -51,6 +51,14 @@ def test_collections_pass_over_what_was_there_before() -> None:
     assert done.stdout.split() == ["True", "0"]
 
 
+def test_collections_pass_over_what_is_imported_and_do_not_run_meanwhile() -> None:
+    code = "import gc; from tinsmith.allocator import exempt_imports; before = gc.get_stats()\nwith exempt_imports():\n"
+    code += "    import asyncio, ast\n    print(gc.get_stats() == before)\n"
+    code += "print(len(gc.get_objects()) < 10, gc.isenabled())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True", "True"]
+
+
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.libc_ver", lambda: ("", ""))
     assert not allocator.keep_freed_memory()
