@@ -52,11 +52,12 @@ _LONGEST_READING_S = 5.0
 _BETWEEN_STEPS_S = 0.2
 """A core stays free for this long after a long step of reading a body, because the next step may follow."""
 _LONG_STEP_S = 0.02
-"""A step of at least this many seconds is long. A batch of 1 MB is read in shorter ones, and would give up a core for
-a tenth of its pass."""
+"""A reading step of at least this many seconds is long. A body of 1 MB is read in shorter steps. If a core stayed free
+after these too, the pass of such a batch would lack the core for a tenth of its time."""
 
 
 def usable_cores() -> int:
+    """Number of cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
@@ -75,7 +76,7 @@ def yield_to_event_loops() -> None:
 def make_page(path: Path, *, cores: int, shares: Sequence[int]) -> None:
     """Writes a page with one place for each share, on which no service computes.
 
-    `cores`: of the machine. `shares`: cores of each service while all services compute.
+    `cores`: number of cores of the machine. `shares`: cores of each service while all services compute.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(array("i", [cores, *(number for share in shares for number in (share, 0, 0))]).tobytes())
@@ -217,7 +218,7 @@ class Cores:
 
 
 def _tenths_in(seconds: float) -> int:
-    """The time in so many seconds, as the page has it."""
+    """The time `seconds` from now, in tenths of a second by time.monotonic, which is how the page stores times."""
     return int(10 * (time.monotonic() + seconds))
 
 

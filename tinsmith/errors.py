@@ -203,7 +203,8 @@ def about(field: str) -> Iterator[None]:
 
 
 def storable(error: StopIteration) -> RuntimeError:
-    """The error for a future, which takes no StopIteration: those who wait for it would wait for ever."""
+    """A RuntimeError that a future can hold in place of `error`. A future refuses a StopIteration, and a caller that
+    awaits the future would wait for ever."""
     stored = RuntimeError(repr(error))
     stored.__cause__ = error
     return stored

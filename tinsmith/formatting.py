@@ -1,4 +1,4 @@
-"""Sizes, durations and tables as text for people. Shared here because no service imports another."""
+"""Sizes, durations and tables as text for people."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def size_text(num_bytes: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A duration in whole units of the largest kind of which it has at least two: "90 s", "3 h". The least is "1 s"."""
+    """A duration in whole units: "90 s", "3 h". The unit is the largest one of which the duration has at least two. A
+    duration below 1 s becomes "1 s"."""
     for unit, seconds_each in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * seconds_each:
             return f"{seconds / seconds_each:.0f} {unit}"

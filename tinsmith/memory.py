@@ -13,8 +13,8 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 def host_bytes() -> int:
     """Memory that this process can still allocate, in bytes. Cached files count as free."""
-    rooms = [max(0, limit - used) for limit, used in _cgroups(_CGROUPS, _MEMBERSHIP)]
-    return min([psutil.virtual_memory().available, *rooms])
+    left = [max(0, limit - used) for limit, used in _cgroups(_CGROUPS, _MEMBERSHIP)]
+    return min([psutil.virtual_memory().available, *left])
 
 
 def total_bytes() -> int:
@@ -38,8 +38,8 @@ def _cgroups(root: Path, membership: Path) -> Iterator[tuple[int, int]]:
         else:
             continue
         here = folder / path.lstrip("/")
-        # In a container the path may be the one on the host, which is not mounted. The root is the container's cgroup
-        # then.
+        # A container may see the path of its cgroup on the host, which is not mounted. The container's cgroup is the
+        # root of the mounted tree then.
         for group in [group for group in (here, *here.parents) if group.is_relative_to(folder)]:
             try:
                 max_bytes = int((group / limit).read_text())

@@ -1,4 +1,4 @@
-"""A model input of the wire as token ids and pictures, for the services that compute with it."""
+"""Converts a model input from its form in the RPCs to token ids and pictures, for trainer and sampler."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from tinsmith.v1 import types_pb2
 
 
 def has_pictures(chunks: Sequence[types_pb2.Chunk]) -> bool:
-    """Whether an input has pictures, which take seconds to decode: for a thread, not for an event loop."""
+    """Whether an input has pictures. Decoding them takes seconds, so `model_input` runs on a thread then, and not on
+    the event loop."""
     return any(chunk.HasField("image") for chunk in chunks)
 
 
 def model_input(
     chunks: Sequence[types_pb2.Chunk], *, processor: Processor | None, why_no_pictures: str, max_tokens: int, field: str
 ) -> tuple[npt.NDArray[np.int32], tuple[Placed, ...]]:
-    """The token ids, and the pictures in rising order.
+    """The token ids [T] of an input, and its pictures in the order of their places.
 
-    `processor`: the base model's; None, with the reason, if pictures cannot be taken. `max_tokens`: no picture of an
-    input with more tokens is decoded, so that files of some kilobytes cannot fill the memory. Raises InvalidRequest,
-    naming the chunk.
+    `processor`: the base model's image processor; None if pictures are not supported, for the reason `why_no_pictures`.
+    `max_tokens`: most tokens of an input with pictures. The tokens are counted before any picture is decoded, so files
+    of some kilobytes cannot fill the memory. Raises InvalidRequest, which names the chunk.
     """
     if not has_pictures(chunks):
         return tensors.text_tokens(chunks, field=field), ()
@@ -65,8 +66,8 @@ def model_input(
 
 
 def _num_tokens(chunks: Sequence[types_pb2.Chunk], processor: Processor | None, *, field: str) -> int:
-    """Number of tokens by the headers of the pictures; 0 where nothing is decoded. Raises InvalidRequest, naming the
-    chunk, for a header that is broken."""
+    """Number of tokens of an input with pictures, which are counted by their headers. 0 without a processor, because no
+    picture is decoded then. Raises InvalidRequest, which names the chunk, for a broken header."""
     if processor is None:
         return 0
     counting, num_tokens = processor.counting, 0

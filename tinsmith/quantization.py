@@ -17,15 +17,15 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def bytes_per_parameter(quantize: Quantization | None, dtype: str) -> float:
-    """Bytes of one weight of a layer that is quantised. `dtype`: type of weights that are not (None), such as those of
-    embeddings, norms, routers and the output layer."""
+    """Bytes of one weight that is stored in the form `quantize`, with its part of the scale. With None, the weight is
+    of type `dtype`, as those of embeddings, norms, routers and the output layer always are."""
     if quantize is None:
         return _DTYPE_BYTES[dtype]
     return _CODE_BYTES[quantize] + _SCALE_BYTES / BLOCK
 
 
 def described(quantize: str) -> str:
-    """The form of base weights, for messages. Empty means that they are not quantised."""
+    """The form of the base weights, in words for messages. An empty `quantize` means that they are not quantised."""
     return f"quantised to {quantize}" if quantize else "not quantised"
 
 

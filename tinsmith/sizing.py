@@ -1,5 +1,5 @@
-"""How the services divide memory, as arithmetic without torch: trainer and sampler apply it to what they measure at
-their start, `tinsmith plan` to what it knows before they start."""
+"""Rules by which the services divide memory, without torch. Trainer and sampler apply them to the memory that they
+measure at their start; `tinsmith plan` applies them to what it knows before a service starts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ PROBE_RANK = 16
 MAX_CHUNK_ELEMENTS = {"cpu": 4 * 1024 * 1024, "cuda": 128 * 1024 * 1024}
 """Largest chunk of logits, in elements. 16 MB stay close to the caches of a CPU. A GPU needs large products."""
 KV_SHARE, PREFIX_SHARE, STATES_SHARE = 4, 8, 8
-"""One part in so many of the sampler's free memory is for keys and values, the prefix cache, and recurrent states."""
+"""Divisors of the sampler's free memory: keys and values get a quarter of it, the prefix cache and the recurrent states
+an eighth each."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Largest ranks that vLLM knows; a smaller adapter is padded with zeros."""
+"""Values that vLLM accepts as the rank of its slots. An adapter of a lower rank is padded with zeros."""
 MAX_LORA_RANK = 256
 """Default of max_lora_rank."""
 VLLM_MAX_LORA_RANK = 64
-"""Default of max_lora_rank with vLLM, when the sampler is not told its trainer's. A slot of the device is as large as
-the largest rank makes it, whatever lies in it: four slots take 1.4 GB with this rank and 5.6 GB with 256, for a model
-of 8 billion parameters."""
+"""Default of max_lora_rank of a sampler with vLLM that does not know its trainer's. Each slot on the device takes the
+memory of an adapter of the largest rank, also when its adapter is smaller or there is none. For a model of 8 billion
+parameters, four slots take 1.4 GB with this rank and 5.6 GB with 256."""
 _NOISE = 0.005
 """A difference between two layouts below this share of their memory is taken for the allocator's rounding."""
 
@@ -84,15 +85,16 @@ def full_bytes(adapter_bytes: int) -> int:
 
 
 def training_bytes(free_bytes: int, device_type: str) -> int:
-    """Memory for adapters, optimizers and activations, of what is free once the base model is loaded."""
+    """Memory for adapters, optimizers and activations, in bytes. `free_bytes`: free memory once the base model is
+    loaded."""
     return int(TRAINING_SHARE[device_type] * free_bytes)
 
 
 def room_for_one(memory_bytes: int, adapter_bytes: int, *, moves: bool) -> float:
-    """Bytes for the activations of a datum that is a micro-batch by itself, of a model with the largest adapter.
+    """Bytes for the activations of a micro-batch of one datum, of a model with the largest adapter.
 
-    `memory_bytes`: memory for training. `moves`: other models can be moved to the host, as on a GPU, so all memory but
-    the model's own counts.
+    `memory_bytes`: memory for training. `moves`: whether other models can be moved to the host, as on a GPU. If so, the
+    activations may take all memory except that of the model itself.
     """
     room = memory_bytes * ACTIVATIONS_SHARE
     if moves:
@@ -101,8 +103,8 @@ def room_for_one(memory_bytes: int, adapter_bytes: int, *, moves: bool) -> float
 
 
 def models_bytes(memory_bytes: int, host_bytes: int, *, moves: bool, ranks_per_machine: int = 1) -> int:
-    """Bytes that all live models of a trainer may take. Where idle models can be moved to the host, host memory is the
-    limit. `host_bytes`: free host memory."""
+    """Bytes that all live models of a trainer may take. `moves`: whether idle models can be moved to the host; if so,
+    host memory is the limit. `host_bytes`: free host memory."""
     beside_activations = memory_bytes - int(memory_bytes * ACTIVATIONS_SHARE)
     if not moves:
         return beside_activations
@@ -111,18 +113,17 @@ def models_bytes(memory_bytes: int, host_bytes: int, *, moves: bool, ranks_per_m
 
 
 def kv_tokens(free_bytes: int, bytes_per_token: int, *, max_running: int, max_context: int) -> int:
-    """Tokens of the key/value cache where no setting bounds it, of the memory that is free once the base model is
-    loaded."""
+    """Default size of the key/value cache, in tokens. `free_bytes`: free memory once the base model is loaded."""
     return max(1, min(free_bytes // KV_SHARE // bytes_per_token, max_running * max_context))
 
 
 def prefix_cache_bytes(free_bytes: int) -> int:
-    """Bytes of the prefix cache where no setting bounds it."""
+    """Default size of the prefix cache, in bytes. `free_bytes`: free memory once the base model is loaded."""
     return free_bytes // PREFIX_SHARE
 
 
 def slot_rank(max_lora_rank: int) -> int:
-    """Rank of vLLM's slots. Raises ValueError above the largest."""
+    """The least of VLLM_RANKS that adapters of rank `max_lora_rank` fit in. Raises ValueError if there is none."""
     for rank in VLLM_RANKS:
         if rank >= max_lora_rank:
             return rank

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 GRACE_S = 2.0
+"""Time that cancelled work of `to_its_end` has left to end by itself, in seconds."""
 
 
 async def to_its_end(work: Coroutine[None, None, None]) -> None:
-    """Does the work. After a cancellation the work has GRACE_S to end, and is cancelled then.
+    """Awaits `work`. If the caller is cancelled, `work` still has GRACE_S to end, and is cancelled after that.
 
-    A query that is cancelled loses its connection and logs an error, and the database may have done it or not. So the
-    work must bear being done again.
+    The work is a query of a database. A cancelled query loses its connection, which is logged as an error, and the
+    database may or may not have executed it. So the query must be one that can be repeated.
     """
     task = asyncio.create_task(work)
     try:

@@ -20,10 +20,11 @@ async def in_pool(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) ->
 
 
 async def in_pool_of(pool: Executor | None, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Runs a call on a thread of `pool`, with the caller's context variables: they hold the ids for log lines.
+    """Runs a call on a thread of `pool`, with the caller's context variables, which hold the ids for log lines. None is
+    the event loop's own pool.
 
-    A StopIteration of the call becomes a RuntimeError. asyncio.to_thread and run_in_executor lose it before Python
-    3.12, and their callers wait for ever.
+    A StopIteration of the call becomes a RuntimeError. Before Python 3.12, asyncio.to_thread and run_in_executor lose a
+    StopIteration, and their callers wait for ever.
     """
     context = contextvars.copy_context()
 

@@ -12,10 +12,11 @@ _HELD_BACK_S = 0.2
 """How long a failure is held back, in seconds. Batches that a caller has sent together with the failed one arrive in
 that time. So the service sees that the caller pipelines, also when a batch fails before the next one has arrived."""
 _PAUSE_S = 0.05
-"""_HELD_BACK_S is waited in pauses of this length, in seconds. One that takes twice as long means that the process was
-busy or stopped, and has yet to read what has come meanwhile, so the time begins anew."""
+"""_HELD_BACK_S is waited in pauses of this length, in seconds. A pause that takes twice as long shows that the process
+was busy or stopped, and that requests which arrived meanwhile are still unread. So _HELD_BACK_S begins anew."""
 _BUSY_S = 5.0
-"""The time begins anew within these seconds only. A process that is always busy tells its callers nevertheless."""
+"""_HELD_BACK_S begins anew during the first _BUSY_S seconds only, so that the callers of a process that is always busy
+get their answers, too."""
 _MOST_BATCHES = 4096
 """Most batches of one optim_step that are remembered as waiting, and most that are remembered as answered. When more
 are answered, the older half of them is forgotten. The failure of a batch that is not remembered refuses the step."""
@@ -25,9 +26,9 @@ _began_s: ContextVar[float] = ContextVar("began_s", default=math.inf)
 
 
 def request_begins(began_s: float | None = None, *, is_retry: bool = False) -> None:
-    """To be called when the head of a request has arrived, before its body is read. `began_s`: the time of that, by
-    time.monotonic, if it was earlier. `is_retry`: the caller says that it has sent the request before. The time of its
-    first attempt is unknown if that attempt was lost."""
+    """Records that a request has begun to arrive. To be called before the body of the request is read. `began_s`: time
+    at which the head arrived, by time.monotonic; None means now. `is_retry`: the caller says that it has sent the
+    request before. A first attempt that was lost may have begun at any time, so a retry counts as sent long ago."""
     _began_s.set(-math.inf if is_retry else time.monotonic() if began_s is None else began_s)
 
 
@@ -68,7 +69,7 @@ class Told:
         """Numbers of operations that were accepted here and are not followed by `_through`, at most _MOST_BATCHES."""
 
     def sent(self, seq_id: int) -> None:
-        """A batch has arrived from the caller. A repeat, after a lost connection, is no second batch."""
+        """Records that a batch has arrived from the caller. A repeat after a lost connection is not a second batch."""
         if seq_id in self._answered or seq_id <= self._last_step[0]:
             return
         if seq_id not in self._waiting:
@@ -78,14 +79,15 @@ class Told:
         self._waiting[seq_id] += 1
 
     def unsent(self, seq_id: int) -> None:
-        """The batch was refused for good, for its number. Another call may have brought a batch of that number."""
+        """Records that a batch was refused for good because of its number. Another call may have brought a batch of the
+        same number, which still waits."""
         if seq_id in self._waiting:
             self._waiting[seq_id] -= 1
-            self._waiting += Counter()  # without those that are sent no more
+            self._waiting += Counter()  # drops the numbers whose count is 0
 
     def accepted(self, seq_id: int, *, is_batch: bool) -> None:
-        """A new operation was accepted. If a batch with the number of another operation was refused for now, its caller
-        has given the batch up."""
+        """Records that a new operation was accepted. If it is no batch, a batch that was refused for now under its
+        number no longer waits: the caller has given that batch up."""
         if not is_batch:
             self._waiting.pop(seq_id, None)
         if seq_id > self._through and len(self._beyond) < _MOST_BATCHES:
@@ -93,13 +95,13 @@ class Told:
             self._follow()
 
     def _follow(self) -> None:
-        """Moves `_through` over the numbers that come next."""
+        """Moves `_through` up to the last number before the first gap in `_beyond`."""
         while self._through + 1 in self._beyond:
             self._through += 1
             self._beyond.remove(self._through)
 
     async def hold_back(self, seq_id: int) -> None:
-        """Waits before the caller is told of a failed batch for the first time."""
+        """Waits for _HELD_BACK_S before the caller receives the failure of a batch for the first time."""
         if seq_id not in self._waiting:
             return
         num_pauses, first_s = 0, time.monotonic()
@@ -110,8 +112,9 @@ class Told:
             num_pauses = 0 if was_busy and began_s - first_s < _BUSY_S else num_pauses + 1
 
     def told(self, seq_id: int, *, failed: bool) -> None:
-        """The caller receives the answer of an operation. Nothing changes unless it is a batch that waits, the newest
-        failed one, or the last optim_step. A caller that fetches a failure again may not have received it before."""
+        """Records that the caller receives the answer of an operation. Only three kinds count: a waiting batch, the
+        newest failed batch, and the last optim_step. A failure that is fetched again counts again, because the caller
+        may not have received it before."""
         if seq_id == self._last_step[0] and not failed:  # a step that failed may have left the gradients as they are
             self._answered = {answered for answered in self._answered if answered > seq_id}
             if self._failed < seq_id:
@@ -132,8 +135,8 @@ class Told:
             self._failed = max(self._failed, seq_id)
 
     def step(self, seq_id: int) -> int:
-        """An optim_step has arrived. Returns the seq_id of the failed batch after which its caller has started afresh;
-        0 if it has not."""
+        """Records that an optim_step has arrived. Returns the seq_id of the failed batch after which the caller has
+        started afresh; 0 if the caller has not."""
         if seq_id != self._last_step[0]:
             newest = max(self._answered, default=0)
             is_waited_for = not self._waiting.keys() - {seq_id} and _began_s.get() >= self._told_s

@@ -1,4 +1,4 @@
-"""Names of the forms in which models write calls of tools: those of the enum ToolCallFormat in sampler.proto."""
+"""Names of the formats in which models write calls of tools, as in the enum ToolCallFormat of sampler.proto."""
 
 from typing import Literal
 

@@ -21,7 +21,8 @@ Size = tuple[int, int]
 
 
 class Counting(Protocol):
-    """How a processor scales pictures, and how many tokens it makes of one. A dataclass of integers."""
+    """A rule by which a processor scales pictures, and the number of tokens that it makes of a picture. A dataclass of
+    integers."""
 
     rule: ClassVar[str]
 
@@ -41,7 +42,7 @@ class Counting(Protocol):
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that no picture exceeds."""
+        """Upper bound of the number of tokens of a picture."""
         ...
 
     def examples(self) -> Sequence[Size]:
@@ -49,7 +50,7 @@ class Counting(Protocol):
         ...
 
     def typical(self) -> Size:
-        """Size of a scaled picture whose tokens take as much memory each as those of others, for measurements."""
+        """Size of a scaled picture that takes a typical amount of memory for each of its tokens, for measurements."""
         ...
 
 
@@ -85,7 +86,7 @@ class ByArea:
             raise refusal(field, f"has {width} x {height} pixels; one side may be at most {_MAX_RATIO} times the other")
         if self.enlarges and shorter < side:
             width, height = int(width * (side / shorter)), int(height * (side / shorter))
-        # As `smart_resize` of transformers' qwen2_vl image processor, whose rounding is Python's, to even numbers.
+        # This is `smart_resize` of transformers' qwen2_vl image processor. Both round halves to the even number.
         across, down = round(width / side) * side, round(height / side) * side
         if across * down > self.max_pixels:
             factor = math.sqrt(height * width / self.max_pixels)
@@ -146,8 +147,8 @@ class OneSize:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """Gemma 4: a picture is scaled to as many merged patches as it may have, with its own proportions, and each becomes
-    one token."""
+    """Gemma 4: a picture keeps its proportions and is scaled to the largest number of merged patches that is allowed.
+    Each merged patch becomes one token."""
 
     rule: ClassVar[str] = "filling"
     side: int
@@ -155,7 +156,7 @@ class Filling:
     max_tokens: int
 
     def scaled(self, width: int, height: int, *, field: str) -> Size:
-        # As `get_aspect_ratio_preserving_size` of transformers' gemma4 image processor.
+        # This is `get_aspect_ratio_preserving_size` of transformers' gemma4 image processor.
         side = self.side
         factor = math.sqrt(self.max_tokens * side**2 / (width * height))
         across, down = (math.floor(factor * one / side) * side for one in (width, height))
@@ -198,7 +199,7 @@ class Bounded:
     merge_size: int
     """Side of the square of patches that becomes one token, in patches."""
     max_patches: int
-    """Most patches, counted without those that a picture has in part."""
+    """Most whole patches. Patches that the picture covers only in part do not count."""
     max_side: int
     """Most patches on one side."""
 
@@ -208,7 +209,7 @@ class Bounded:
         return self.patch_size * self.merge_size
 
     def scaled(self, width: int, height: int, *, field: str) -> Size:
-        # As `navit_resize` of transformers' kimi_k25 image processor.
+        # This is `navit_resize` of transformers' kimi_k25 image processor.
         longest = self.max_side * self.patch_size
         patches = max(1, width // self.patch_size) * max(1, height // self.patch_size)
         factor = min(1.0, math.sqrt(self.max_patches / patches), longest / height, longest / width)
@@ -224,8 +225,8 @@ class Bounded:
 
     @property
     def most_tokens(self) -> int:
-        # A side of p whole patches has less than p + 1. So a picture of r rows has more than (r - 1) * merge_size - 1
-        # whole patches on this side, and the other side has what the limit on patches leaves.
+        # A side with p whole patches is shorter than p + 1 patches. So a picture with r rows of tokens has more than
+        # (r - 1) * merge_size - 1 whole patches on this side, and max_patches bounds those on the other side.
         most = -(-self.max_side // self.merge_size)
         other = (self.max_patches / max(1, rows * self.merge_size - 1) for rows in range(most))
         return max(
@@ -251,7 +252,7 @@ class Rows:
     """Longest side of a picture, in pixels, before it is scaled to whole merged patches."""
 
     def scaled(self, width: int, height: int, *, field: str) -> Size:
-        # As `get_resize_output_image_size` of transformers' pixtral image processor.
+        # This is `get_resize_output_image_size` of transformers' pixtral image processor.
         ratio = max(height / self.longest, width / self.longest)
         if ratio > 1:
             width, height = math.floor(width / ratio), math.floor(height / ratio)
@@ -280,8 +281,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Cropped(OneSize):
-    """LLaVA: a picture is scaled until its shorter side has one length, and a part of one size, `width` x `height`, in
-    its middle is kept. Every picture has the same number of tokens."""
+    """LLaVA: a picture is scaled until its shorter side has the length `shorter`, and cropped to `width` x `height`
+    pixels in its middle. Every picture has the same number of tokens."""
 
     rule: ClassVar[str] = "cropped"
     shorter: int
@@ -290,15 +291,16 @@ class Cropped(OneSize):
     def scaled(self, width: int, height: int, *, field: str) -> Size:
         if max(width, height) > _MAX_RATIO * min(width, height):
             raise refusal(field, f"has {width} x {height} pixels; one side may be at most {_MAX_RATIO} times the other")
-        # As `get_resize_output_image_size` of transformers' image_transforms.
+        # This is `get_resize_output_image_size` of transformers' image_transforms.
         longer = int(self.shorter * max(width, height) / min(width, height))
         return (self.shorter, longer) if width <= height else (longer, self.shorter)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiled:
-    """InternVL: a picture is scaled to the rows and columns of tiles that suit its proportions best, and cut into them.
-    If they are several, one more tile shows the whole picture. A scaled picture has all these tiles in one column."""
+    """InternVL: a picture is scaled to the rows and columns of tiles that suit its proportions best, and cut into these
+    tiles. If there are several, one more tile shows the whole picture. A scaled picture has all its tiles in one
+    column."""
 
     rule: ClassVar[str] = "tiled"
     width: int
@@ -311,19 +313,20 @@ class Tiled:
     """Bounds of the number of tiles, without the one that shows the whole picture."""
 
     def tiles(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of tiles."""
-        # As `get_optimal_tiled_canvas` of transformers' got_ocr2 image processor.
+        """Rows and columns of the tiles of a picture."""
+        # This is `get_optimal_tiled_canvas` of transformers' got_ocr2 image processor.
         best, difference = (1, 1), math.inf
         for columns, rows in self._arrangements():
             found = abs(width / height - columns / rows)
-            # If two suit as well, the one with more tiles is taken, unless the picture is small for so many.
+            # Between two arrangements that suit equally well, the one with more tiles is taken, unless the picture has
+            # at most half as many pixels as these tiles.
             larger = width * height > 0.5 * self.width * self.height * columns * rows
             if found < difference or (found == difference and larger):
                 best, difference = (rows, columns), found
         return best
 
     def _arrangements(self) -> Sequence[tuple[int, int]]:
-        """Columns and rows within the bounds, those with few tiles first."""
+        """Pairs of columns and rows whose number of tiles is within the bounds, in rising order of that number."""
         sides = range(1, self.max_tiles + 1)
         within = range(self.min_tiles, self.max_tiles + 1)
         return sorted(((x, y) for x in sides for y in sides if x * y in within), key=lambda one: one[0] * one[1])
@@ -356,10 +359,11 @@ _RULES: Mapping[str, Callable[..., Counting]] = {
 
 
 def settings_of(counting: Counting) -> dict[str, int]:
-    """The settings of a rule, for the wire."""
+    """The settings of a rule, for a message."""
     return asdict(counting)  # type: ignore[call-overload]  # every rule is a dataclass
 
 
 def counting_of(rule: str, settings: Mapping[str, int]) -> Counting:
-    """The rule with this name and these settings. Raises KeyError or TypeError for another release's."""
+    """The rule with this name and these settings. Raises KeyError for a name, and TypeError for settings, that this
+    release does not know."""
     return _RULES[rule](**settings)

@@ -19,7 +19,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 def decode(data: bytes, file_format: str, *, field: str) -> Image.Image:
     """The picture as RGB, 8 bits for each channel, rotated as its metadata ask for. Transparency is dropped, as
-    transformers' processors do. For a thread, not for an event loop: it may take seconds.
+    transformers' processors do. To be called on a thread and not on the event loop: it may take seconds.
 
     Raises InvalidRequest, naming `field` and the reason.
     """
@@ -45,6 +45,7 @@ def _rgb(picture: Image.Image) -> Image.Image:
 
 
 def _reason(error: Exception) -> str:
-    """The error in a few words, without the addresses of objects."""
+    """The text of an error, at most 200 characters, up to the first "<", behind which Pillow shows an object's address.
+    The name of the error's class if the text is empty."""
     text = str(error).partition("<")[0].strip()
     return text[:200] or type(error).__name__

@@ -1,7 +1,7 @@
 """The families of models that see pictures here. CONTRIBUTING.md says how another one is added.
 
-A family is known by the `model_type` of its configuration. Whatever a row says is compared with the model's own forward
-pass when a model is loaded (tinsmith/modeling/picture_check.py); a model that differs takes no pictures.
+The `model_type` in a model's configuration names its family. When a model is loaded, the properties of its family are
+compared with the model's own forward pass (tinsmith/modeling/picture_check.py). A model that differs takes no pictures.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from tinsmith.pictures.counting import Bounded, ByArea, Counting, Cropped, Filli
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The needs of one family."""
+    """The properties of one family."""
 
     name: str
-    """Name of the family, as in messages to users."""
+    """Name of the family, for messages to users."""
     tokens: str
-    """How many tokens a picture has, in words for docs/models.md."""
+    """Number of tokens of a picture, in words for docs/models.md."""
     processor: str
     """Class of the image processor that works with Pillow alone: transformers' own, or one of tinsmith.pictures."""
     counting: Callable[[Any, Any], Counting]
-    """Makes the rule of the image processor and the model's configuration. Raises ValueError for settings that are not
-    supported, with the reason."""
+    """Makes the rule for counting tokens from the image processor and the model's configuration. Raises ValueError,
+    with the reason, for settings that are not supported."""
     grid: bool = False
     """Whether positions count the rows and columns of a picture's tokens (M-RoPE)."""
     rounded: bool = False
@@ -34,7 +34,7 @@ class Family:
     """Whether the tokens of a picture see each other in both directions in a model with this configuration: in all
     layers, or only in those whose attention has a window."""
     two_way: str = "no"
-    """The rule in words, for docs/models.md."""
+    """`sees_ahead` in words, for docs/models.md."""
     in_chats: Callable[[Any], tuple[Sequence[int], Sequence[int]] | None] = lambda _: ((), ())
     """The tokens that the model's own processor puts before and after the tokens of a picture, where the chat template
     has rendered one token. None if it changes the text there, so that chats take no pictures."""
@@ -56,7 +56,7 @@ def _gemma3(processor: Any, config: Any) -> OneSize:
 
 
 def _glm(processor: Any, _: Any) -> ByArea:
-    size, frames = processor.size, processor.temporal_patch_size  # a picture is taken for so many frames
+    size, frames = processor.size, processor.temporal_patch_size  # the processor counts a picture as this many frames
     limits = size["shortest_edge"] // frames, size["longest_edge"] // frames
     return ByArea(processor.patch_size, processor.merge_size, *limits, enlarges=1)
 

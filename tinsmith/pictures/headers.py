@@ -53,7 +53,7 @@ def _png_size(data: bytes, field: str) -> tuple[int, int]:
     if len(data) < 33 or data[12:16] != b"IHDR":
         raise refusal(field, "is broken: its PNG header is cut off")
     at = 33
-    while at + 8 <= len(data):  # an animation says so before its first pixels
+    while at + 8 <= len(data):  # an animation has a chunk acTL before its first pixels
         length, kind = struct.unpack_from(">I4s", data, at)
         if kind == b"acTL":
             raise refusal(field, "is animated; send one frame")

@@ -23,8 +23,8 @@ class _Settings(ImagesKwargs, total=False):
 
 class Kimi_K25ImageProcessorPil(PilBackend):
     """Scales a picture down to at most `max_patches` patches and `size` patches on a side, adds black pixels on the
-    right and below until its patches can be merged, and gives these patches, [P, 3, patch_size, patch_size]. Its name
-    is the one that transformers gives to processors with Pillow."""
+    right and below until its patches can be merged, and gives these patches, [P, 3, patch_size, patch_size]. The class
+    is named as transformers names its processors that use Pillow."""
 
     do_resize = True
     resample = PILImageResampling.BICUBIC
@@ -43,7 +43,8 @@ class Kimi_K25ImageProcessorPil(PilBackend):
     def __init__(self, *, media_proc_cfg: Mapping[str, Any] | None = None, **settings: Any) -> None:
         """`media_proc_cfg`: the settings as the model's publisher writes them. Raises KeyError if one is missing."""
         self.fixed_output_tokens: int | None = None
-        """Tokens of each picture, which only the publisher's own code can make."""
+        """Fixed number of tokens of each picture; None without one. Only the publisher's own code supports a fixed
+        number."""
         if media_proc_cfg is not None:
             settings |= _of_publisher(media_proc_cfg)
             self.fixed_output_tokens = media_proc_cfg.get("fixed_output_tokens")

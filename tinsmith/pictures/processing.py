@@ -34,15 +34,16 @@ class Picture:
     pixels: npt.NDArray[np.uint8]
     """RGB, [height, width, 3]. About 3 kB for each token of Qwen's models: the patches, in float32, would be 24 kB."""
     tokens: npt.NDArray[np.int32]
-    """Ids of the tokens that stand for it: those of the processor's `picture_token` get its features, and others, which
-    end rows of them, keep their embeddings."""
+    """Ids of the tokens that stand for the picture. Tokens with the id `Processor.picture_token` get the features of
+    the picture. The other tokens end rows, and keep their own embeddings."""
     digest: bytes
-    """SHA-256 of the scaled pixels and their shape. Equal pictures of different tenants share it, so a hash for which
-    somebody could make two pictures would show one of them the other's."""
+    """SHA-256 of the scaled pixels and their shape. Features are kept under this digest for all tenants together. If
+    somebody could make two pictures with one digest, a tenant could get the features of another tenant's picture."""
     grid: tuple[int, int] | None = None
-    """Rows and columns of its tokens, where positions count both; None where they are numbered as those of text."""
+    """Rows and columns of the tokens, if the model's positions count both; None if positions are numbered as in
+    text."""
     sees_ahead: bool = False
-    """Whether its tokens see each other in both directions, so that all of them have to be computed at once."""
+    """Whether the picture's tokens see each other in both directions, so that all of them must be computed at once."""
 
     @property
     def num_tokens(self) -> int:
@@ -53,8 +54,8 @@ class Processor:
     """The image processor in a base model's files. Thread safe."""
 
     def __init__(self, processor: Any, family: Family, config: Any, *, row_ends: tuple[int, int] | None = None) -> None:
-        """`config`: the model's. `row_ends`: ids of the family's. Raises ValueError, with the reason, for settings that
-        are not supported."""
+        """`config`: the model's configuration. `row_ends`: ids of the tokens that `family.row_ends` names. Raises
+        ValueError, with the reason, for settings that are not supported."""
         self._processor = processor
         self.family = family
         self.counting = family.counting(processor, config)
@@ -66,8 +67,8 @@ class Processor:
 
     @classmethod
     def load(cls, path: str | Path, family: Family, config: Any) -> Processor:
-        """The processor in a folder or of a Hugging Face id. Raises ValueError, with the reason, if there is none of
-        the family's kind. Code that comes with a model is never run."""
+        """The image processor in the model's files. `path`: a folder or a Hugging Face id. Raises ValueError, with the
+        reason, if the files hold no processor of the family's class. Code that comes with a model is never run."""
         try:
             if family.processor in _OURS:
                 processor: Any = _OURS[family.processor].from_pretrained(path)
@@ -85,10 +86,11 @@ class Processor:
         return cls(processor, family, config, row_ends=ends)
 
     def picture(self, data: bytes, file_format: str, *, expected_tokens: int | None, field: str) -> Picture:
-        """Decodes and scales a PNG or JPEG. For a thread, not for an event loop: it may take seconds.
+        """Decodes and scales a PNG or JPEG. To be called on a thread and not on the event loop: it may take seconds.
 
-        `expected_tokens`: the client's own count; None if it gave none. Raises InvalidRequest, naming `field` and the
-        reason, for a picture that cannot be decoded, or that has another number of tokens.
+        `expected_tokens`: the number of tokens that the client has counted; None if it gave none. Raises
+        InvalidRequest, naming `field` and the reason, for a picture that cannot be decoded, or that has another number
+        of tokens.
         """
         decoded = decode(data, file_format, field=field)
         num_tokens = self.counting.tokens(*decoded.size, field=field)
@@ -99,7 +101,7 @@ class Processor:
                 "pixels and leave the metadata out",
             )
         check_expected(num_tokens, expected_tokens, field=field)
-        # The processor's own scaling, which Pillow does in 8 bits: the patches of the result are bit for bit its own.
+        # Pillow scales here as in the processor, in 8 bits, so the patches are bit-equal to the processor's own.
         scaled = partial(decoded.resize, resample=self._processor.resample)
         if not isinstance(self.counting, Tiled):
             return self.of_pixels(np.asarray(scaled(self.counting.scaled(*decoded.size, field=field))))
@@ -132,7 +134,7 @@ class Processor:
         return tokens.reshape(-1)
 
     def arrays(self, pictures: Sequence[Picture]) -> dict[str, npt.NDArray[Any]]:
-        """The processor's output for the pictures: patches or pixels, and what else the tower takes with them."""
+        """The image processor's output for the pictures: patches or pixels, and further arguments of the tower."""
         images = [picture.pixels for picture in pictures]
         if isinstance(self.counting, Tiled):
             images = [tile for one in images for tile in one.reshape(-1, self.counting.height, *one.shape[1:])]
@@ -147,7 +149,7 @@ class Processor:
 
 
 def _ids_of(path: str | Path, names: tuple[str, str]) -> tuple[int, int]:
-    """Ids of two tokens of a model's vocabulary. Raises ValueError, with the reason, if it does not have them."""
+    """Ids of two tokens of a model's vocabulary. Raises ValueError, with the reason, if one of them is missing."""
     try:
         vocabulary = AutoTokenizer.from_pretrained(path, trust_remote_code=False).get_vocab()
     except (OSError, ValueError, KeyError, ImportError) as error:
