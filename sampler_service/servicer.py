@@ -29,8 +29,8 @@ from tinsmith.lora_config import config_to_proto
 from tinsmith.model_input import has_pictures
 from tinsmith.modeling.adapter import groups_of
 from tinsmith.rpc import logs, tracing
-from tinsmith.rpc.arrivals import is_taken_over
 from tinsmith.rpc.auth import ALONE, PROMPT_ALONE, KeyRing, given_key
+from tinsmith.rpc.message_memory import is_taken_over
 from tinsmith.rpc.server import RAN
 from tinsmith.rpc.words import value_of
 from tinsmith.v1 import sampler_pb2 as pb

@@ -22,7 +22,7 @@ from tinsmith.errors import (
     ServiceError,
 )
 from tinsmith.rpc import tensors
-from tinsmith.rpc.arrivals import is_taken_over
+from tinsmith.rpc.message_memory import is_taken_over
 from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.server import ACCEPTED, RAN, REPEATED
 from tinsmith.threads import in_pool_of

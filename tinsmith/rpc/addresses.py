@@ -1,5 +1,5 @@
-"""The addresses of trainers and samplers, from a list in the settings or from a file. The file, and what a name stands
-for, may change while the services run."""
+"""The addresses of trainers and samplers, from a list in the settings or from a file. The file, and the addresses of a
+DNS name, may change while the services run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 DNS = "dns:///"
 """Prefix of a name in a list of samplers: dns:///HOST:PORT stands for every address that the host has."""
 _FILE_INTERVAL_S = 0.5
-"""Pause between two readings of the file, in seconds. The file is small, and nothing tells of a change when it is a
-mounted ConfigMap or lies on a network."""
+"""Pause between two readings of the file, in seconds. The file is small, and a mounted ConfigMap or a network file
+system does not notify of changes."""
 _NAMES_INTERVAL_S = 2.0
 """Pause between two lookups of the names, in seconds. DNS servers of a cluster answer from a cache of some seconds."""
 
@@ -56,8 +56,8 @@ def check_addresses(addresses: Addresses, *, source: str) -> None:
 
 
 def read_addresses(path: Path) -> Addresses:
-    """Reads the file, which is JSON: {"trainers": ["HOST:PORT", ...], "samplers": [...]}. Raises ValueError when it
-    cannot be used."""
+    """Reads the file, which is JSON: {"trainers": ["HOST:PORT", ...], "samplers": [...]}. Raises ValueError for a file
+    that cannot be used."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -86,9 +86,9 @@ class AddressSource:
     """Keeps the addresses up to date: reads the file again and again, and looks up the names."""
 
     def __init__(self, listed: Addresses, file: Path | None = None, *, encrypted: bool = False) -> None:
-        """`file`: if it is not None, it has the addresses instead of `listed`, and may change. `encrypted`: gRPC is
-        encrypted with certificates that name hosts, so names, which stand for addresses, are refused. Raises ValueError
-        for addresses that cannot be used."""
+        """`file`: file with the addresses, which may change; None if `listed` has them. `encrypted`: whether gRPC is
+        encrypted. If so, DNS names are refused, because certificates name hosts and not the addresses that a DNS name
+        has. Raises ValueError for addresses that cannot be used."""
         self._given = listed
         self._file = file
         self._encrypted = encrypted
@@ -105,8 +105,8 @@ class AddressSource:
         return self._file is not None or bool(self._given.names)
 
     async def changes(self) -> AsyncIterator[Addresses]:
-        """Yields `known` whenever it has changed, for ever. Ends at once if it cannot change. While the file cannot be
-        read, or a name is not found, the addresses from before stay."""
+        """Yields `known` whenever the addresses have changed, for ever. Ends at once if they cannot change. While the
+        file cannot be read, or a DNS name is not found, the earlier addresses stay."""
         while self.may_change:
             try:
                 self._listed = self._read()

@@ -26,13 +26,13 @@ has no key."""
 
 
 ALONE = ("x-tinsmith-alone", "1")
-"""Metadata with which a gateway asks that the sampler runs a call while it has no other in work, and initial metadata
-with which the sampler says that it now does. Callers need the service key, or a key with `admin`: others wait
-meanwhile, and after a while lose what they have in work."""
+"""Metadata by which a gateway asks the sampler to run a call while no other call runs. The sampler confirms it with the
+same pair as initial metadata once it runs the call so. Callers need the service key, or a key with `admin`, because
+other calls wait meanwhile, and running calls are ended after a while."""
 PROMPT_ALONE = (ALONE[0], "prompt")
-"""As ALONE, for the prompt of a streamed sample only: until its first token, the sampler computes nothing else. Others
-wait, and lose nothing. An engine that cannot do that computes the sample as any other, and confirms nothing; so does a
-sampler whose caller has an ordinary key."""
+"""Like ALONE, but only for the prompt of a streamed sample: until the first token of the sample, the sampler computes
+nothing else. Other calls wait, and none is ended. An engine that cannot do that computes the sample like any other, and
+confirms nothing. A sampler whose caller has an ordinary key does the same."""
 ADMIN_SERVICES = frozenset({"tinsmith.v1.TrainerAdminService", "tinsmith.v1.WeightSyncService"})
 """Services whose calls concern all callers. They accept only the service key and keys with `admin`."""
 
@@ -89,6 +89,7 @@ AnyKey = Annotated[Annotated[Key, Tag("key")] | Annotated[ApiKey, Tag("details")
 
 
 def named(keys: Iterable[SecretStr | ApiKey]) -> list[ApiKey]:
+    """All keys as ApiKey. A key that was given without details gets empty ones."""
     return [key if isinstance(key, ApiKey) else ApiKey(key=key) for key in keys]
 
 

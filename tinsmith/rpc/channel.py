@@ -12,8 +12,8 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tinsmith.rpc import logs, tracing
-from tinsmith.rpc.arrivals import BOUNDED
 from tinsmith.rpc.auth import KEY_HEADER
+from tinsmith.rpc.message_memory import BOUNDED
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
 from tinsmith.rpc.tls import Certificates, Pinned
 

@@ -43,8 +43,8 @@ class Declare:
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry with the metrics of the process. It is not the global one, so that one test process can hold several
-    services."""
+    """A registry with the metrics of the process. prometheus_client's global registry is not used, so that one test
+    process can hold several services."""
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
@@ -53,7 +53,7 @@ def new_registry() -> CollectorRegistry:
 
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> None:
-    """Serves /metrics from a thread; port 0 means off."""
+    """Serves /metrics from a thread. Does nothing for port 0."""
     if port:
         start_http_server(port, host, registry)
         logger.info("metrics on http://%s:%d/metrics", host, port)

@@ -47,7 +47,7 @@ def _check_headers() -> None:
     logging.getLogger("opentelemetry.util.re").disabled = True
     for variable in _HEADERS:
         for header in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
-            parsed = parse_env_headers(header, liberal=True)  # empty for what it does not understand
+            parsed = parse_env_headers(header, liberal=True)  # empty for a header that it does not understand
             if not parsed or not all(_NAME.fullmatch(name) and _VALUE.fullmatch(parsed[name]) for name in parsed):
                 raise ValueError(
                     f"{variable}: is not name=value,name=value in ASCII, with %2C for a comma in a value; "
@@ -65,7 +65,8 @@ class Tracing:
         self._tracer = provider.get_tracer("tinsmith")
 
     def current(self) -> Context | None:
-        """See `tracing.current`. The span may have ended: work that a request started goes on after its answer."""
+        """See `tracing.current`. The span at that position may have ended already, because work that a request started
+        may go on after its answer."""
         here = context.get_current()
         return here if trace.get_current_span(here).get_span_context().trace_flags.sampled else None
 
@@ -87,7 +88,7 @@ class Tracing:
         made = self._tracer.start_span(
             name, propagate.extract(headers), kind=SpanKind.SERVER, attributes=dict(attributes)
         )
-        # Never detached: the task serves only this request.
+        # The context is never detached, because the task serves only this request.
         context.attach(trace.set_span_in_context(made))
         return made
 

@@ -1,6 +1,7 @@
 """Counts the parts of a protobuf message before it is decoded, and finds fields that its type does not have.
 
-A part may take two bytes on the wire, and some 50 once it is decoded. Handlers loop over parts on the event loop.
+Parts are the messages and texts in lists, and the entries of maps. A part may take two bytes on the wire and about 50
+bytes of memory once it is decoded, and handlers loop over parts on the event loop.
 """
 
 from __future__ import annotations
@@ -18,19 +19,22 @@ MOST_PARTS = 131_072
 _MOST_FIELDS = 8 * MOST_PARTS
 """Most fields on the wire, of the message and of all messages in it."""
 _SHAPE, _MOST_SHAPE_BYTES = "shape", 80
-"""The field of Tensor with its dimensions, and its most bytes: 8 numbers. A byte of it becomes 8 once it is decoded."""
+"""Name of Tensor's field with its dimensions, and most bytes of this field: 8 numbers of at most 10 bytes. Each byte of
+the field may take 8 bytes of memory once it is decoded."""
 _VARINT, _FIXED64, _SIZED, _GROUP, _FIXED32 = 0, 1, 2, 3, 5
 _WIRES = {_VARINT, _FIXED64, _SIZED, _GROUP, _FIXED32}
 """Wire types that a field may begin with."""
 _Path = tuple["_Path", str, int | None] | None
-"""Where a message lies in another one: the other one's own path, the field, and the number of the entry in a list."""
+"""Place of a message in an outer message: the path of the outer message, the name of the field, and the index in the
+field if it is a list. None for the outermost message."""
 
 
 def check_parts(body: bytes, kind: Descriptor) -> None:
-    """Raises InvalidRequest for a message of more than MOST_PARTS parts (messages and texts in lists, entries of maps),
-    of many more fields, or with a field that its type does not have. Packed numbers are one field.
+    """Raises InvalidRequest for a message of more than MOST_PARTS parts, of more than _MOST_FIELDS fields, or with a
+    field that its type does not have. Packed numbers are one field.
 
-    The parts of a broken message are checked, each up to its break. The decoder will report the break.
+    A broken message is checked up to the place where it is broken, and so is each message in it. The decoder reports
+    broken messages.
     """
     num_parts = num_fields = 0
     messages: list[tuple[Descriptor, int, int, _Path]] = [(kind, 0, len(body), None)]
@@ -90,10 +94,11 @@ def check_parts(body: bytes, kind: Descriptor) -> None:
 
 
 def refuse_unknown(message: Message, body: bytes) -> None:
-    """Raises InvalidRequest for a small message with a field that its type does not have, at any depth: the value could
-    not be applied. `body`: the message on the wire, in which the field is found for the error.
+    """Raises InvalidRequest for a small message that has, at any depth, a field that its type does not have, because
+    the field could not be applied. `body`: the message on the wire, in which the error's text looks up the field.
 
-    Removes the unknown fields: that, and two measurements, take a fraction of the time of a walk along the wire.
+    Unknown fields are found by removing them and comparing the message's size before and after. This takes a fraction
+    of the time of `check_parts`, which walks along the wire.
     """
     num_bytes = message.ByteSize()
     message.DiscardUnknownFields()
@@ -104,9 +109,9 @@ def refuse_unknown(message: Message, body: bytes) -> None:
 
 @functools.cache
 def _fields(kind: Descriptor) -> dict[int, tuple[str, bool, Descriptor | None] | None]:
-    """The fields of a message by tag, which is a field's number and its wire type. Fields that hold messages, lists of
-    texts, and the shape of a tensor have their name, whether they are repeated, and the type of their messages. All
-    others have None."""
+    """The fields of a message type by tag, which is the number of a field and its wire type. Fields that hold messages,
+    lists of texts, and the shape of a tensor map to their name, whether they are repeated, and the type of their
+    messages. All other fields map to None."""
     types = FieldDescriptor
     fixed = {types.TYPE_DOUBLE: _FIXED64, types.TYPE_FIXED64: _FIXED64, types.TYPE_SFIXED64: _FIXED64}
     fixed |= {types.TYPE_FLOAT: _FIXED32, types.TYPE_FIXED32: _FIXED32, types.TYPE_SFIXED32: _FIXED32}
@@ -123,7 +128,7 @@ def _fields(kind: Descriptor) -> dict[int, tuple[str, bool, Descriptor | None] |
 
 
 def _in_words(path: _Path) -> str:
-    """The path as in an error: its names joined by dots, with the number of an entry in brackets."""
+    """The path as text for an error: names joined by dots, with the index of a list's entry in brackets."""
     words: list[str] = []
     while path is not None:
         path, name, entry = path
@@ -132,7 +137,7 @@ def _in_words(path: _Path) -> str:
 
 
 def varint(body: bytes, at: int) -> tuple[int, int]:
-    """The varint at this place, and the place after it. Raises IndexError when it is cut off."""
+    """The varint at index `at` of `body`, and the index after it. Raises IndexError if the varint is cut off."""
     value = 0
     for shift in range(0, 70, 7):
         byte = body[at]

@@ -1,4 +1,4 @@
-"""tinker:// paths, the names in them, and the names of versions."""
+"""Syntax of tinker:// paths, of the ids and names in them, and of version ids."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tinsmith.errors import InvalidRequest
 
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-"""The kind segment of a path -> checkpoint_type of the public API."""
+"""Maps each kind, the second segment of a path, to the checkpoint_type of the public API."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SAVE = re.compile(r"([0-9]{1,18})(?:\.([0-9a-f]+|(?=\.)))?(?:\.[0-9a-f]+)?")
-"""The part of a saved version after the "@": seq_id, creation and save. The creation is empty for a run of an earlier
-release."""
+"""Text after the "@" of the version id of a save: seq_id, creation id and save id. The creation id is empty for a run
+that an earlier release created."""
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]+(:[A-Za-z0-9._-]+)*")
 
 
@@ -40,27 +40,29 @@ def check_run_id(run_id: str, *, field: str) -> str:
 
 
 RETIRED = "retired"
-"""Folder of files that outlive their checkpoint. It lies among the folders of runs, so no model may have this id."""
+"""Name of the folder for files that outlive their checkpoint. The folder lies among those of the runs, so no model may
+have this id."""
 
 
 def check_model_id(model_id: str, *, field: str) -> str:
-    """Raises InvalidRequest for a run id that no model may have."""
+    """Raises InvalidRequest for an id that is not a run id, or that is the name of the folder RETIRED."""
     if model_id == RETIRED:
         raise InvalidRequest(f"{field}: {model_id!r} is kept for files without a run", field=field)
     return check_run_id(model_id, field=field)
 
 
 def version_of(run_id: str, seq_id: int, creation_id: str, save_id: str = "") -> str:
-    """The version that a save makes. The creation id distinguishes runs that had the same run id one after the other,
-    the save id two saves of a run at the same seq_id, as before and after its journal was put back from a backup. Both
-    are empty for what an earlier release of Tinsmith made."""
+    """The version id of a save. The creation id distinguishes runs that had the same run id one after the other. The
+    save id distinguishes two saves of a run at the same seq_id, such as before and after the run's journal was restored
+    from a backup. Both are empty for saves of an earlier release of Tinsmith."""
     if save_id:
         return f"{run_id}@{seq_id}.{creation_id}.{save_id}"
     return f"{run_id}@{seq_id}.{creation_id}" if creation_id else f"{run_id}@{seq_id}"
 
 
 def version_number(version_id: str, *, run_id: str, field: str) -> int:
-    """The seq_id in a version of a run; later saves have larger ones. -1 for the base model, whose version is empty.
+    """The seq_id in the version id of a run; later saves have larger ones. -1 for the base model, whose version id is
+    empty.
 
     Raises InvalidRequest, naming `field`, if `version_id` is not a version of this run.
     """
@@ -76,21 +78,22 @@ def version_number(version_id: str, *, run_id: str, field: str) -> int:
 
 
 def creation_of(version_id: str) -> str:
-    """The creation id in a saved version; empty if it has none."""
+    """The creation id in a version id; empty if it has none."""
     match = _SAVE.fullmatch(version_id.rpartition("@")[2])
     return "" if match is None else match[2] or ""
 
 
 def is_newer(version_id: str, than: str, *, run_id: str) -> bool:
-    """Whether a version of a run is newer than another one. The base model is older than all versions. Of two versions
-    with different creation ids, neither is newer. Raises InvalidRequest for a version of another run."""
+    """Whether `version_id` is newer than `than`, both versions of the run `run_id`. The base model is older than all
+    versions. Neither of two versions with different creation ids is newer. Raises InvalidRequest for a version of
+    another run."""
     one, other = (version_number(each, run_id=run_id, field="version_id") for each in (version_id, than))
     return one > other and (not than or creation_of(version_id) == creation_of(than))
 
 
 def run_of(version_id: str) -> str:
-    """The run id in a version "RUN_ID@...". Empty for a name of any other form, and for the base model, whose version
-    is empty."""
+    """The run id in a version id "RUN_ID@...". Empty for a text of any other form, and for the base model, whose
+    version id is empty."""
     return version_id.rpartition("@")[0]
 
 

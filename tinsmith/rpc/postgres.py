@@ -7,7 +7,8 @@ from urllib.parse import urlsplit
 
 
 def check_url(url: str) -> str:
-    """Returns the URL. Raises ValueError, whose text does not repeat it, because any part of it may be a password."""
+    """Returns the URL. Raises ValueError for an invalid URL, and without the package asyncpg. The error's text does not
+    repeat the URL, because any part of it may be a password."""
     if find_spec("asyncpg") is None:
         raise ValueError("needs the Python package asyncpg: pip install 'tinsmith[postgres]'")
     try:

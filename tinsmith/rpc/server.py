@@ -19,9 +19,9 @@ from grpc_health.v1._async import HealthServicer
 
 from tinsmith.errors import InvalidRequest, ServiceError
 from tinsmith.rpc import logs, tracing
-from tinsmith.rpc.arrivals import BOUNDED, Arrivals, Room
 from tinsmith.rpc.auth import KeyInterceptor, KeyRing, given_key, host_of
 from tinsmith.rpc.errors import to_status
+from tinsmith.rpc.message_memory import BOUNDED, MessageMemory, Reservation
 from tinsmith.rpc.parts import check_parts, refuse_unknown
 from tinsmith.rpc.paths import run_of
 from tinsmith.rpc.reflection import add_reflection
@@ -37,8 +37,8 @@ MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 """Largest gRPC message, in bytes. The gateway's limit for HTTP bodies is lower."""
 
 _ARRIVING_MESSAGES = 4
-"""Messages of calls without BOUNDED that arrive, or that the service has not yet accepted, have room for so many of the
-largest size."""
+"""Memory for messages of calls without BOUNDED, in messages of the largest size. A message counts from before it
+arrives until the service has accepted it."""
 
 
 ACCEPTED = ("x-tinsmith-accepted", "1")
@@ -46,18 +46,18 @@ ACCEPTED = ("x-tinsmith-accepted", "1")
 outcome."""
 
 REPEATED = ("x-tinsmith-repeated", "1")
-"""Further initial metadata of an operation that the trainer had in its journal already."""
+"""Initial metadata, besides ACCEPTED, of an operation that was in the trainer's journal before this call."""
 
 UNREAD = "unread"
-"""Key in the metadata of an error. It means that the message was refused before its service saw it, so an operation's
-number is still free."""
+"""Key in the metadata of an error. It means that the message was refused before its service saw it, so the operation's
+seq_id is still free."""
 
 RAN = "x-tinsmith-ran"
 """Key of the trailing metadata "<start>:<end>", the time in which the service computed the call, in seconds since
 1970."""
 
-_UNLIMITED = Arrivals(0, message_bytes=0)
-"""Unlimited room, for calls of clients that bound their memory themselves, and for health checks."""
+_UNLIMITED = MessageMemory(0, message_bytes=0)
+"""Unlimited memory, for calls of clients that bound their memory themselves, and for health checks."""
 
 _FEW_BYTES = 64 * 1024
 """Messages up to this size are decoded without a walk along the wire, which counts parts and finds unknown fields."""
@@ -68,13 +68,13 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Sends a ServiceError as google.rpc.Status with an ErrorInfo. Logs any other exception, and sends INTERNAL.
 
-    The log lines of a call carry the request id that came with the call, and the model that its request names. Messages
-    of clients that do not bound them have a bound here (`tinsmith.rpc.arrivals`).
+    The log lines of a call carry the request id that came with the call, and the model that its request names. The
+    memory of messages is bounded here (`tinsmith.rpc.message_memory`), unless the client bounds it.
     """
 
-    def __init__(self, arrivals: Arrivals, admin_keys: Sequence[str] | None) -> None:
-        """`admin_keys`: keys of callers whose BOUNDED is believed; None if it is everyone's."""
-        self._arrivals = arrivals
+    def __init__(self, memory: MessageMemory, admin_keys: Sequence[str] | None) -> None:
+        """`admin_keys`: BOUNDED counts only in calls with one of these keys. With None it counts in every call."""
+        self._memory = memory
         self._admins = None if admin_keys is None else KeyRing(admin_keys)
 
     async def intercept_service(
@@ -82,33 +82,33 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Any],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """A handler that reads messages only when there is room for them. On the wire, one message is a stream of one.
+        """A handler that reads messages only when memory is reserved for them. It reads every call as a stream, because
+        a single message is a stream of one on the wire.
 
         gRPC gets no deserializer, because a message that it cannot parse would raise outside of the handler.
         """
         handler = await continuation(handler_call_details)
-        # The library's handlers raise no ServiceError: reflection, and Health.Watch, a coroutine that writes to its
-        # context.
+        # The handlers of reflection and of Health.Watch, a coroutine that writes to its context, raise no ServiceError.
         if handler is None or handler.stream_stream is not None or inspect.iscoroutinefunction(handler.unary_stream):
             return handler
         method = handler_call_details.method
         metadata = handler_call_details.invocation_metadata or ()
         named = dict(metadata)
         is_bounded = not method.startswith("/tinsmith.") or self._is_bounded(metadata)
-        arrivals = _UNLIMITED if is_bounded else self._arrivals
+        memory = _UNLIMITED if is_bounded else self._memory
 
         def begin() -> _Reporting:
             request_begins(is_retry=_RETRIES in named)
             logs.request_id.set(str(named.get(logs.REQUEST_ID_METADATA, "")))
             return _Reporting(method, metadata)
 
-        async def parsed(room: Room, context: _Context) -> Any:
-            return await _parse(handler, await room.message(context), method)
+        async def parsed(reservation: Reservation, context: _Context) -> Any:
+            return await _parse(handler, await reservation.message(context), method)
 
         async def all_parsed(context: _Context) -> AsyncGenerator[Any, None]:
             while True:
-                with await arrivals.room() as room:
-                    if (body := await room.next_message(context)) is None:
+                with await memory.reserve() as reservation:
+                    if (body := await reservation.next_message(context)) is None:
                         return
                     message = await _parse(handler, body, method)
                     del body
@@ -119,14 +119,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 if handler.stream_unary is not None:
                     async with aclosing(all_parsed(context)) as messages:
                         return await handler.stream_unary(messages, context)
-                with await arrivals.room() as room:
-                    return await handler.unary_unary(await parsed(room, context), context)
+                with await memory.reserve() as reservation:
+                    return await handler.unary_unary(await parsed(reservation, context), context)
             await reporting.abort(context)
 
         async def stream(_: object, context: _Context) -> AsyncIterator[Any]:
             with begin() as reporting:
-                with await arrivals.room() as room:
-                    async for response in handler.unary_stream(await parsed(room, context), context):
+                with await memory.reserve() as reservation:
+                    async for response in handler.unary_stream(await parsed(reservation, context), context):
                         yield response
                 return
             await reporting.abort(context)
@@ -209,8 +209,8 @@ def _model_of(message: Any) -> str:
 class Server:
     """A grpc.aio server. Its health is NOT_SERVING until set_serving(True).
 
-    `api_keys`: accepted keys; without any, the server accepts every call. `admin_keys`: those of them that may also
-    call the admin services. `certificates`: encrypt the connections, and callers must have a certificate of the same
+    `api_keys`: accepted keys; without any, the server accepts every call. `admin_keys`: the accepted keys that may also
+    call the admin services. `certificates`: encrypt the connections; callers must then have a certificate of the same
     authority.
     """
 
@@ -227,7 +227,7 @@ class Server:
             interceptors=[
                 *([KeyInterceptor(api_keys, admin_keys)] if api_keys else []),
                 ErrorInterceptor(
-                    Arrivals(_ARRIVING_MESSAGES * MAX_MESSAGE_BYTES, message_bytes=MAX_MESSAGE_BYTES),
+                    MessageMemory(_ARRIVING_MESSAGES * MAX_MESSAGE_BYTES, message_bytes=MAX_MESSAGE_BYTES),
                     admin_keys if api_keys else None,
                 ),
             ],
@@ -237,8 +237,9 @@ class Server:
                 # Clients ping every 20 s while a call lasts (channel.py). By default gRPC closes a connection whose
                 # pings come more often than every five minutes.
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-                # So much of a message comes through before its call has room (arrivals.py). By default it is what the
-                # connection can carry, megabytes. Messages of 100 kB to 20 MB take as long with this as by default.
+                # `lookahead_bytes` of a message arrive before its call has reserved memory (message_memory.py). By
+                # default megabytes would arrive, as many as the connection can carry. Messages of 100 kB to 20 MB take
+                # as long with this setting as by default.
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.http2.lookahead_bytes", 1024 * 1024),
                 ("grpc.so_reuseport", 0),  # a port in use is an error, not a silent second listener

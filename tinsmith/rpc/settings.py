@@ -13,7 +13,8 @@ from pydantic_settings import BaseSettings, CliApp, SettingsError
 Settings = TypeVar("Settings", bound=BaseSettings)
 
 _FIELD_OF_ERROR = re.compile(r'(?:field "|encountered for )(\w+)')
-"""Where the text of a SettingsError has the name of the field, from the environment and from a flag."""
+"""Finds the field's name in the text of a SettingsError. The text has one form for the environment, another for
+flags."""
 
 
 def read_settings(cls: type[Settings]) -> Settings:
@@ -37,7 +38,7 @@ def read_settings(cls: type[Settings]) -> Settings:
 
 
 def unknown_variables(cls: type[BaseSettings], names: Iterable[str]) -> list[str]:
-    """A sentence for each of the variables' `names` that has the prefix of the settings and is none of them."""
+    """A sentence for each environment variable in `names` that has the prefix of the settings but is no setting."""
     prefix = cls.model_config.get("env_prefix", "")
     known = [prefix + field.upper() for field in cls.model_fields]
     sentences = []
@@ -50,6 +51,7 @@ def unknown_variables(cls: type[BaseSettings], names: Iterable[str]) -> list[str
 
 
 def _names(prefix: str, field: str) -> str:
+    """The flag and the environment variable of a field, for a message."""
     if not field:
         return "settings"
     return f"--{field.replace('_', '-')} ({prefix}{field.upper()})"

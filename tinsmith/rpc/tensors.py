@@ -24,7 +24,7 @@ _PROTO = {dtype: number for number, dtype in _NUMPY.items()}
 _INT64 = np.dtype("<i8")
 
 CHUNK_BYTES = 96
-"""Memory of a chunk in a message that is decoded, without its tokens, in bytes. On the wire an empty one has 4."""
+"""Memory of a decoded chunk without its tokens, in bytes. An empty chunk has 4 bytes on the wire."""
 MAX_DIMENSIONS = 8
 """Most dimensions of a tensor."""
 MAX_ELEMENTS = 64 * 1024 * 1024
@@ -53,14 +53,14 @@ def to_numpy(tensor: pb.Tensor, *, field: str) -> Array:
 
 
 def num_elements(tensor: pb.Tensor) -> int:
-    """The most elements that the array of a wire tensor can have. The array is not made."""
+    """Upper bound of the number of elements of a wire tensor's array. The array is not made."""
     if tensor.WhichOneof("layout") == "sparse_csr":
         return prod(max(0, size) for size in tensor.shape)
     return len(tensor.dense) // (2 if tensor.dtype == pb.DTYPE_BFLOAT16 else _item_bytes(tensor))
 
 
 def num_bytes(tensor: pb.Tensor) -> int:
-    """The most bytes that the array of a wire tensor can have. The array is not made."""
+    """Upper bound of the number of bytes of a wire tensor's array. The array is not made."""
     return num_elements(tensor) * _item_bytes(tensor)
 
 
@@ -149,14 +149,15 @@ def _wire_array(array: Array) -> Array:
 
 
 def text_tokens(chunks: Iterable[pb.Chunk], *, field: str) -> npt.NDArray[np.int32]:
-    """The token ids of a text-only input, joined. Raises InvalidRequest, naming the chunk, for pictures and audio."""
+    """The joined token ids of a text-only input, [T]. Raises InvalidRequest, naming the chunk, for pictures and
+    audio."""
     parts = [chunk_tokens(chunk, field=f"{field}[{index}]") for index, chunk in enumerate(chunks)]
     tokens = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, "<i4"), *parts])
     return tokens.astype(np.int32, copy=False)
 
 
 def chunk_tokens(chunk: pb.Chunk, *, field: str) -> Array:
-    """The token ids of a chunk of text. Raises InvalidRequest for another kind."""
+    """The token ids of a chunk of text, int32 [T]. Raises InvalidRequest for a chunk of another kind."""
     kind = chunk.WhichOneof("kind")
     if kind != "encoded_text":
         raise InvalidRequest(

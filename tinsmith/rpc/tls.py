@@ -57,7 +57,8 @@ class Certificates:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """A self-signed certificate by which callers know a server. The server asks them for none: they have none yet."""
+    """A self-signed certificate by which callers recognise a server. The server asks its callers for no certificate,
+    because they do not have one yet."""
 
     cert: bytes
     """PEM."""
@@ -108,7 +109,8 @@ class GrpcTls(BaseSettings):
 
 
 def warn_of_clear_text(host: str, *, what: str, remedy: str) -> None:
-    """Logs a warning if `host` is open to other machines: keys and data then cross a network in clear text."""
+    """Logs a warning if `host` is open to other machines, because keys and data then cross a network in clear text.
+    `what`: name of the unencrypted server. `remedy`: advice, both for the message."""
     if not is_loopback(host):
         logger.warning("%s is not encrypted: keys and data go in clear; %s, or keep the network private", what, remedy)
 

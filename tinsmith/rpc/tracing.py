@@ -45,7 +45,8 @@ def setup(service: str) -> None:
 
 
 def shutdown() -> None:
-    """Sends the remaining spans, for two seconds at most, so that a collector that does not answer delays no stop."""
+    """Sends the remaining spans, for at most two seconds. A collector that does not answer must not delay the stop of
+    the service."""
     if _otel is not None:
         sending = threading.Thread(target=_otel.provider.shutdown, daemon=True)
         sending.start()
@@ -62,7 +63,7 @@ def current() -> Any:
 
 
 def follow(place: Any) -> None:
-    """Puts the present task at a position of a trace, as `current` gave it. None does nothing."""
+    """Puts the present task at a position of a trace, which `current` has returned. Does nothing for None."""
     if place is not None:
         _otel.follow(place)
 
@@ -75,15 +76,15 @@ def span(name: str, **attributes: str | float) -> AbstractContextManager[Any]:
 
 
 def record(name: str, place: Any, *, start: float, end: float, **attributes: str | float) -> None:
-    """Records a span that is already over below `place`, a position of a trace. None does nothing. `start` and `end` in
-    seconds since 1970."""
+    """Records a span that is over already, below `place`, a position of a trace. Does nothing if `place` is None.
+    `start`, `end`: in seconds since 1970."""
     if place is not None:
         _otel.record(name, place, start=start, end=end, attributes=attributes)
 
 
 def answer(name: str, headers: Mapping[str, str], **attributes: str) -> Any:
-    """Begins the span of an HTTP request: a part of the trace that its `traceparent` names, else of a new trace. `end`
-    ends the span; the present task is within it from now on. None while tracing is off.
+    """Begins the span of an HTTP request, in the trace that its header `traceparent` names, else in a new trace. The
+    present task is within the span from now on. Returns the span, for `end`; None while tracing is off.
     """
     return None if _otel is None else _otel.serve(name, headers, attributes)
 
@@ -106,6 +107,6 @@ def call(method: str) -> tuple[Any, tuple[tuple[str, str], ...]] | None:
 
 
 def end(span: Any, *, error: str = "") -> None:
-    """Ends a span of `answer`, `serve` or `call`. None does nothing."""
+    """Ends a span that `answer`, `serve` or `call` has returned. Does nothing for None."""
     if span is not None:
         _otel.end(span, error=error)

@@ -14,8 +14,8 @@ from tinsmith.errors import InvalidRequest
 
 
 def word_of(enum: EnumTypeWrapper, value: int) -> str:
-    """The word for an enum's value; empty for UNSPECIFIED. A value that this release does not know becomes its
-    number."""
+    """The word for an enum's value; empty for UNSPECIFIED. The decimal number for a value that this release does not
+    know."""
     prefix = _prefix(enum)
     if value not in enum.values():
         return str(value)

@@ -17,13 +17,15 @@ from tinsmith.toy.text import documents
 from tinsmith.toy.tokenizer import END_OF_TEXT, END_OF_TURN, write_tokenizer
 
 RECIPE_FILE = "tinsmith_toy.json"
-"""Says how a folder was made; written last, so a folder that has it is complete."""
+"""File that says how a folder was made. It is written last, so a folder that has it is complete."""
 
 _RECIPE_VERSION = 1  # to be raised by a change after which the same recipe gives other weights
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ToyShape:
+    """Sizes of a toy model, and the learning rate of its pre-training."""
+
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -31,17 +33,19 @@ class Shape:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    lr: float  # for pre-training
+    lr: float
 
 
 SHAPES = {
-    "tiny": Shape(2048, 128, 384, 4, 4, 2, 32, lr=3e-3),  # 1 M parameters
-    "small": Shape(8192, 384, 1024, 8, 6, 2, 64, lr=1.5e-3),  # 16 M
-    "medium": Shape(8192, 768, 3072, 12, 12, 4, 64, lr=6e-4),  # 110 M
+    "tiny": ToyShape(2048, 128, 384, 4, 4, 2, 32, lr=3e-3),  # 1 M parameters
+    "small": ToyShape(8192, 384, 1024, 8, 6, 2, 64, lr=1.5e-3),  # 16 M
+    "medium": ToyShape(8192, 768, 3072, 12, 12, 4, 64, lr=6e-4),  # 110 M
 }
 
-_BATCH_TOKENS = {"tiny": 2048, "small": 512, "medium": 512}  # in each step
+_BATCH_TOKENS = {"tiny": 2048, "small": 512, "medium": 512}
+"""Tokens of each step of pre-training, by the size of the model."""
 _SEQUENCE_TOKENS = 128
+"""Tokens of each sequence of pre-training."""
 _REPORT_INTERVAL_S = 10.0
 
 
@@ -49,8 +53,8 @@ _REPORT_INTERVAL_S = 10.0
 class Recipe:
     """Everything that decides which model is made.
 
-    `pretrain_seconds` limits the time of training, so the weights depend on the machine's speed. With `pretrain_steps`
-    they do not.
+    `pretrain_seconds`: time of training, in seconds; the weights then depend on the machine's speed. `pretrain_steps`:
+    number of steps of training; the weights then do not depend on it.
     """
 
     size: str
@@ -133,7 +137,8 @@ def _write(recipe: Recipe, folder: Path, *, report: Callable[[str], None]) -> No
 def _pretrain(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, *, report: Callable[[str], None]
 ) -> None:
-    """Next-token training. The learning rate falls to a twentieth over the given steps or seconds."""
+    """Trains the model to predict the next token. The learning rate falls to a twentieth over the recipe's steps or
+    seconds."""
     shape = SHAPES[recipe.size]
     optimizer = torch.optim.AdamW(model.parameters(), lr=shape.lr, betas=(0.9, 0.95), weight_decay=0.01)
     batches = _batches(tokenizer, rows=_BATCH_TOKENS[recipe.size] // _SEQUENCE_TOKENS, seed=recipe.seed + 1)

@@ -22,7 +22,7 @@ def bucket_slices(numel: int, *, itemsize: int, bucket_bytes: int) -> list[slice
 
 
 def send(outlets: Sequence[Outlet], flat: Tensor, *, dtype: torch.dtype, bucket_bytes: int) -> str:
-    """Sends a buffer in host memory as `dtype` through every outlet. Returns the checksum.
+    """Sends a buffer in host memory as `dtype` through every outlet. Returns the checksum of the sent bytes.
 
     A bucket is hashed while it travels, and the next one is begun before it has arrived. Blocks. Raises RuntimeError if
     a receiver is lost.

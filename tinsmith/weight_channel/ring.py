@@ -30,6 +30,7 @@ AVAILABLE = sys.platform == "linux"
 """Whether these transports can be used: memfd, abstract sockets and SO_PEERCRED exist on Linux only."""
 
 NUM_SLOTS = 4
+"""Number of slots of a ring."""
 
 _NAME_PREFIX = "tinsmith-weights-"
 _BUCKET = struct.Struct("<QQ")  # number of the bucket since the ring was made; its bytes
@@ -121,7 +122,7 @@ class RingOutlet:
 
 
 class RingInlet:
-    """A receiver's end."""
+    """A receiver's end of a ring."""
 
     def __init__(self, memory: RingMemory, trainer: socket.socket, *, epoch: int) -> None:
         self.epoch = epoch
@@ -169,7 +170,7 @@ def _nothing_to_wait_for() -> None: ...
 
 
 def _settle(tensor: Tensor) -> None:
-    """Waits for a copy on a GPU, so that it is done before the other end is told."""
+    """Waits until a copy on a GPU is done, because the other end is notified of it next."""
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
 

@@ -26,6 +26,8 @@ _MFD_NOEXEC_SEAL = 8
 
 @dataclass(frozen=True, slots=True)
 class RingMemory:
+    """The memory of a ring, divided into slots of equal size."""
+
     buffer: Tensor
     """uint8 [num_slots * slot_bytes], on the host or a GPU."""
     num_slots: int

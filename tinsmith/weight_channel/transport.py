@@ -13,9 +13,9 @@ Transport = Literal["gloo", "nccl", "shm", "cuda_ipc"]
 
 TRANSPORTS = get_args(Transport)
 COLLECTIVE = ("gloo", "nccl")
-"""Transports by a process group of the trainer and its receivers."""
+"""Transports that use a process group of the trainer and its receivers."""
 LOCAL = ("shm", "cuda_ipc")
-"""Transports by memory of the trainer that receivers on its machine map."""
+"""Transports that use memory of the trainer, which receivers on the trainer's machine map."""
 ON_CUDA = ("nccl", "cuda_ipc")
 """Transports whose buckets lie in GPU memory."""
 
@@ -61,12 +61,13 @@ class Inlet(Protocol):
 
 
 def parse_transport(name: str, *, field: str) -> Transport:
+    """The transport of this name. Raises InvalidRequest, naming `field`, for an unknown name."""
     if name not in TRANSPORTS:
         raise InvalidRequest(f"{field}: {name!r} is not one of {', '.join(TRANSPORTS)}", field=field)
     return cast(Transport, name)
 
 
 def bucket_timeout_s(num_bytes: int) -> float:
-    """Longest wait for one bucket, in seconds. Only a network that has stopped is slower; a process that has ended is
-    noticed sooner."""
+    """Longest wait for one bucket, in seconds: 10 s and 1 s for each MiB. Only a network that has stopped takes longer;
+    a process that has ended is noticed sooner."""
     return 10.0 + num_bytes / 2**20

@@ -17,9 +17,9 @@ from tests.support.waiting import until
 from tests.unit.rpc import arriving_server
 from tinsmith.errors import OutOfCapacity
 from tinsmith.rpc import server
-from tinsmith.rpc.arrivals import BOUNDED, Arrivals, is_taken_over
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import from_rpc_error
+from tinsmith.rpc.message_memory import BOUNDED, MessageMemory, is_taken_over
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
 
@@ -84,15 +84,15 @@ async def test_memory_is_bounded_while_many_large_messages_arrive() -> None:
 
 
 @pytest.fixture
-def rooms() -> Arrivals:
-    return Arrivals(200, message_bytes=100, wait_s=30.0)
+def memory() -> MessageMemory:
+    return MessageMemory(200, message_bytes=100, wait_s=30.0)
 
 
-async def test_a_call_gets_room_in_its_turn_as_others_give_theirs_back(rooms: Arrivals) -> None:
-    first, second = await rooms.room(), await rooms.room()
-    waiting = [asyncio.create_task(rooms.room()) for _ in range(3)]
+async def test_a_call_gets_memory_in_its_turn_as_others_release_theirs(memory: MessageMemory) -> None:
+    first, second = await memory.reserve(), await memory.reserve()
+    waiting = [asyncio.create_task(memory.reserve()) for _ in range(3)]
     await asyncio.sleep(0)
-    assert rooms.num_bytes == 200
+    assert memory.num_bytes == 200
     first.shrink(60)  # its message is smaller than the largest, and still leaves no room for another one
     second.shrink(50)
     await asyncio.sleep(0)
@@ -105,28 +105,28 @@ async def test_a_call_gets_room_in_its_turn_as_others_give_theirs_back(rooms: Ar
     third.shrink(0)
     third.shrink(0)
     await waiting[2]
-    assert rooms.num_bytes == 200
+    assert memory.num_bytes == 200
 
 
 async def test_a_call_that_waits_for_too_long_is_refused_and_leaves_the_queue() -> None:
-    rooms = Arrivals(100, message_bytes=100, wait_s=0.01)
-    room = await rooms.room()
-    with pytest.raises(OutOfCapacity, match="room for 100 bytes, of which 100 are taken"):
-        await rooms.room()
-    assert not rooms.is_full
-    room.shrink(0)
-    assert rooms.num_bytes == 0
+    memory = MessageMemory(100, message_bytes=100, wait_s=0.01)
+    reservation = await memory.reserve()
+    with pytest.raises(OutOfCapacity, match="100 bytes of arriving messages, 100 of which are taken"):
+        await memory.reserve()
+    assert not memory.is_full
+    reservation.shrink(0)
+    assert memory.num_bytes == 0
 
 
-async def test_room_that_comes_together_with_a_cancellation_is_given_back() -> None:
-    rooms = Arrivals(100, message_bytes=100)
-    room = await rooms.room()
-    waiting = asyncio.create_task(rooms.room())
+async def test_memory_that_is_reserved_together_with_a_cancellation_is_released() -> None:
+    memory = MessageMemory(100, message_bytes=100)
+    reservation = await memory.reserve()
+    waiting = asyncio.create_task(memory.reserve())
     await asyncio.sleep(0)
-    room.shrink(0)
+    reservation.shrink(0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    assert rooms.num_bytes == 0
+    assert memory.num_bytes == 0
 
 
 # Over gRPC
@@ -168,7 +168,9 @@ async def serving(
     """A server with room for four messages of 1 MB, and a channel to it that does not bound its messages."""
     monkeypatch.setattr(server, "MAX_MESSAGE_BYTES", MB)
     monkeypatch.setattr(
-        server, "Arrivals", lambda most, *, message_bytes: Arrivals(most, message_bytes=message_bytes, slow_s=slow_s)
+        server,
+        "MessageMemory",
+        lambda most, *, message_bytes: MessageMemory(most, message_bytes=message_bytes, slow_s=slow_s),
     )
     settings = {"api_keys": ["tml-one", "tml-service"], "admin_keys": ["tml-service"]} if keys else {}
     made = Server("127.0.0.1:0", [sampler_pb2.DESCRIPTOR, trainer_pb2.DESCRIPTOR], **settings)
