@@ -159,6 +159,10 @@ class GatewayConfig(GrpcTls, BaseSettings):
     bounds the output."""
     session_timeout_s: float = Field(default=1800.0, gt=0)
     """Time without a heartbeat after which a session is ended, in seconds."""
+    sample_client_timeout_s: float = Field(default=60.0, gt=0)
+    """Time without a sign of a client after which its samples are stopped, in seconds; more than long_poll_s. A poll
+    for the sample and a heartbeat of its session are such signs. As a rule the client was killed. One that comes back
+    samples again."""
     adopt_after_s: float = Field(default=60.0, ge=0)
     """Time after which a trainer that is away may be lost, in seconds. Its runs are then adopted by other trainers, if
     these have their journals in the same PostgreSQL database and find there that it is dead. 0 means never."""
@@ -288,6 +292,15 @@ class GatewayConfig(GrpcTls, BaseSettings):
             raise ValueError(
                 f"max_held_body_bytes {self.max_held_body_bytes} is below max_body_bytes {self.max_body_bytes}: "
                 "no room for one body"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _time_for_a_poll(self) -> GatewayConfig:
+        if self.sample_client_timeout_s <= self.long_poll_s:
+            raise ValueError(
+                f"sample_client_timeout_s {self.sample_client_timeout_s:g} must be more than long_poll_s "
+                f"{self.long_poll_s:g}: a client polls once in that time"
             )
         return self
 

@@ -173,6 +173,8 @@ class Pending:
     """Begin and end of the service's computation, in seconds since 1970; None while not known."""
     submitted_at: float = field(default_factory=time.time)
     started_at: float = field(default_factory=time.monotonic)
+    polled_s: float = field(default_factory=time.monotonic)
+    """Time of the submission or of the last poll for this future alone, by time.monotonic."""
     task: asyncio.Task[None] | None = None
     answer: Answer | None = None
     waiters: set[asyncio.Future[None]] = field(default_factory=set)
@@ -262,6 +264,10 @@ class Futures:
     def busy_models(self) -> list[str]:
         """Ids of models with work in progress."""
         return sorted(group for group in self._num_pending if isinstance(group, str) and is_model(group))
+
+    def of_kind(self, kind: str) -> list[Pending]:
+        """The pending futures of a kind, the oldest first."""
+        return [pending for pending in self._pending.values() if pending.kind == kind]
 
     def pending(self, request_id: str) -> Pending | None:
         return self._pending.get(request_id)
@@ -365,6 +371,7 @@ class Futures:
             return kept.answer
         if (pending := self._pending.get(request_id)) is None:
             raise Gone
+        pending.polled_s = time.monotonic()
         if not self._closing:
             await self._wait(pending, timeout_s=timeout_s)
         if pending.answer is not None:
@@ -400,6 +407,11 @@ class Futures:
             return
         pending.answer = failed(FailedPrecondition("the client has cancelled the request"))
         pending.task.cancel()
+
+    def drop(self, request_id: str) -> None:
+        """Ends work without an answer: a client that asks for it is told that it is unknown, and submits it again."""
+        if (pending := self._pending.get(request_id)) is not None and pending.task is not None:
+            pending.task.cancel()
 
     def end_polls(self) -> None:
         """Answers all long polls with try_again now, and later polls without waiting, because the gateway is going

@@ -34,6 +34,7 @@ from gateway.sampling.inflight import Inflight
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.records import Records
 from gateway.sampling.samples import Completions, Places, Samples
+from gateway.sampling.silent_clients import SilentClients
 from gateway.sampling.suspects import Suspects
 from gateway.sampling.unnamed import Unnamed
 from gateway.session_search import SessionSearch
@@ -163,6 +164,13 @@ class Sampling:
             recent=core.dashboard.samples,
             metrics=core.metrics,
         )
+        self.silent_clients = SilentClients(
+            store,
+            core.futures,
+            self.completions,
+            timeout_s=config.sample_client_timeout_s,
+            interval_s=config.reap_interval_s,
+        )
         self.samples = Samples(config, drawings=drawings, futures=core.futures, records=self.records, pacer=core.pacer)
         self.generator = Generator(config, clients=clients, drawings=drawings, limits=tenants.limits, pacer=core.pacer)
 
@@ -211,6 +219,7 @@ class Gateway(Core):
             retired=self.storage.retired,
             billing=self.tenants.billing,
             records=self.sampling.records,
+            silent_clients=self.sampling.silent_clients,
             operations=self.training.operations,
             refusals=self.training.refusals,
             peers=self.peers,

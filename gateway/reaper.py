@@ -1,7 +1,7 @@
 """The reaper: background work of the gateway, done every `reap_interval_s`.
 
-It ends silent sessions, frees the models of ended ones, takes over operations of dead gateways, deletes what has
-expired, and counts sessions and checkpoints.
+It stops the samples of silent clients, ends silent sessions, frees the models of ended ones, takes over operations of
+dead gateways, deletes what has expired, and counts sessions and checkpoints.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from gateway.high_availability.peers import BEAT_S, Peers
 from gateway.metrics import Metrics
 from gateway.placement import Placement
 from gateway.sampling.records import Records
+from gateway.sampling.silent_clients import SilentClients
 from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.retention import Retention
 from gateway.storage.retired_checkpoints import RetiredCheckpoints
@@ -62,6 +63,7 @@ class Reaper:
         retired: RetiredCheckpoints,
         billing: Billing,
         records: Records,
+        silent_clients: SilentClients,
         operations: Operations,
         refusals: Refusals,
         peers: Peers,
@@ -77,6 +79,7 @@ class Reaper:
         self._retired = retired
         self._billing = billing
         self._records = records
+        self._silent_clients = silent_clients
         self._operations = operations
         self._refusals = refusals
         self._peers = peers
@@ -147,6 +150,7 @@ class Reaper:
             self.count_stored,
             self._operations.take_over,
             self._transfers.finish_left,
+            self._silent_clients.look,
             self.reap,
         ):
             await self._try(step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -198,6 +199,8 @@ class _TargetSamples:
     """seq_ids whose completion the client may still wait for, in order of arrival."""
     settled: dict[int, None] = field(default_factory=dict)
     """The latest seq_ids whose completion the client no longer waits for."""
+    polled_s: float = field(default_factory=time.monotonic)
+    """Time of the last poll for all of them, by time.monotonic; at first, the time since which they are in memory."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -372,6 +375,7 @@ class Completions:
 
     async def _list(self, target: Target, *, prev_cursor: int) -> _CompletionList:
         samples = await self._load(target)
+        samples.polled_s = time.monotonic()
         completions = self._lists.get(target)
         if completions is None or prev_cursor > completions.end:
             settled = [f"{target[0]}:{seq_id}" for seq_id in samples.settled]
@@ -393,6 +397,11 @@ class Completions:
             "request_id": request_id,
             "response_payload_uncompressed_size": len(answer.body),
         }
+
+    def polled_s(self, target: Target) -> float:
+        """Time of the client's last poll for all its samples, by time.monotonic; 0 when it is not known."""
+        samples = self._samples.get(target)
+        return 0.0 if samples is None else samples.polled_s
 
     def closing(self) -> None:
         """Answers all polls now, and later polls without waiting."""

@@ -51,6 +51,25 @@ with tinker.ServiceClient(base_url=sys.argv[1], api_key="tml-test") as service:
         run_all(service, Path(sys.argv[2]))
 """
 
+SAMPLES_TIMEOUT_S = 8.0
+"""Four polls of a client, each of 2 s."""
+LONG_SAMPLES = 300
+"""64 sequences of 100 tokens each: minutes of work."""
+
+PENDING = 'gateway_pending_futures{kind="asample"}'
+
+SAMPLING_CLIENT = """
+import sys, tinker
+from tests.support.examples import BASE_MODEL, PROMPT
+params = tinker.SamplingParams(max_tokens=int(sys.argv[4]))
+with tinker.ServiceClient(base_url=sys.argv[1], api_key="tml-test") as service:
+    sampler = service.create_sampling_client(base_model=BASE_MODEL).result()
+    prompt = tinker.ModelInput.from_ints(PROMPT)
+    futures = [sampler.sample(prompt, int(sys.argv[3]), params) for _ in range(int(sys.argv[2]))]
+    for future in futures:
+        future.result()
+"""
+
 
 @pytest.fixture(scope="module")
 def metrics_port() -> int:
@@ -261,3 +280,53 @@ def test_clients_that_die_in_the_middle_of_training_leave_nothing(
     )
     with tinker.ServiceClient(base_url=cluster.url, api_key="tml-test") as service:
         check_all(run_all(service, cluster.checkpoints), undisturbed, exactly=exactly)
+
+
+@contextmanager
+def sampling_client(
+    cluster: Cluster, *, requests: int, num_samples: int, tokens: int
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that samples, and returns 0 when it has all answers. The gateway has its requests already."""
+    before = num_submitted(cluster)
+    numbers = [str(number) for number in (requests, num_samples, tokens)]
+    client = subprocess.Popen([sys.executable, "-c", SAMPLING_CLIENT, cluster.url, *numbers])
+    try:
+        wait_until(lambda: num_submitted(cluster) == before + requests, what="it samples")
+        yield client
+    finally:
+        client.kill()
+        client.wait()
+
+
+def num_submitted(cluster: Cluster) -> float:
+    """Samples that the gateway has taken, in work or ended."""
+    ended = 'gateway_future_seconds_count{kind="asample",'
+    metrics = cluster.metrics()
+    return metrics.get(PENDING, 0.0) + sum(value for name, value in metrics.items() if name.startswith(ended))
+
+
+@in_mode("deterministic")
+def test_samples_of_a_client_that_is_killed_stop_and_one_that_comes_back_samples_again(cluster: Cluster) -> None:
+    """The samples of a third client, which waits behind them and lives, are not touched."""
+    cluster.gateway.restart(
+        {
+            "GATEWAY_SAMPLE_CLIENT_TIMEOUT_S": str(SAMPLES_TIMEOUT_S),
+            "GATEWAY_LONG_POLL_S": "2",
+            "GATEWAY_REAP_INTERVAL_S": "1",
+        }
+    )
+    with (
+        sampling_client(cluster, requests=LONG_SAMPLES, num_samples=64, tokens=100) as killed,
+        sampling_client(cluster, requests=1, num_samples=64, tokens=100) as stopped,
+        sampling_client(cluster, requests=1, num_samples=64, tokens=100) as alive,
+    ):
+        killed.send_signal(signal.SIGKILL)
+        stopped.send_signal(signal.SIGSTOP)
+        dropped = 'gateway_future_seconds_count{kind="asample",outcome="dropped"}'
+        wait_until(lambda: cluster.metrics().get(PENDING, 0) <= 1, what="their samples are stopped")
+        assert cluster.metrics()[dropped] > LONG_SAMPLES / 2
+        assert alive.wait(30) == 0
+        assert stopped.poll() is None
+        stopped.send_signal(signal.SIGCONT)
+        assert stopped.wait(30) == 0
+        assert cluster.metrics()[PENDING] == 0
