@@ -42,6 +42,8 @@ class Constraints:
     sampler_tensor_parallel: int | None = None
     engine: str = "vllm"
     """Engine that samplers on a GPU take, "vllm" or "torch". On a CPU they take torch."""
+    names_engine: bool = False
+    """Whether the user has named the engine."""
     trainer_dtype: str = "auto"
     sampler_dtype: str = "auto"
     quantised: str = ""
@@ -75,6 +77,7 @@ def constraints_of(settings: Settings, machine: Machine, env: Mapping[str, str])
         if (text := getattr(settings, name)) is not None:
             named[name] = chosen(machine.gpus, text, flag=f"--{name.replace('_', '-')}")
     shard = env.get("TRAINER_SHARD_BASE", "").lower()
+    named_engine = _named_engine(settings, env)
     return Constraints(
         **named,
         trains="trainer" in settings.roles,
@@ -90,7 +93,8 @@ def constraints_of(settings: Settings, machine: Machine, env: Mapping[str, str])
         trainer_tensor_parallel=_number(env, "TRAINER_TENSOR_PARALLEL", least=1) or 1,
         shard_base=None if not shard else shard in ("1", "true", "yes", "on", "t", "y"),
         sampler_tensor_parallel=_number(env, "SAMPLER_TENSOR_PARALLEL", least=1),
-        engine=_engine(settings, env),
+        engine=named_engine or _usual_engine(settings),
+        names_engine=bool(named_engine),
         trainer_dtype=settings.dtype or _choice(env, "TRAINER_DTYPE", _DTYPES) or "auto",
         sampler_dtype=settings.dtype or _choice(env, "SAMPLER_DTYPE", (*_DTYPES, "float16")) or "auto",
         quantised=settings.quantize or _choice(env, "TRAINER_QUANTIZE", QUANTIZATIONS),
@@ -105,13 +109,16 @@ def constraints_of(settings: Settings, machine: Machine, env: Mapping[str, str])
     )
 
 
-def _engine(settings: Settings, env: Mapping[str, str]) -> str:
-    """The engine that samplers on a GPU will take."""
+def _named_engine(settings: Settings, env: Mapping[str, str]) -> str:
+    """The engine that --engine or SAMPLER_ENGINE names; empty where neither does."""
     wanted = settings.engine
     if wanted == "auto":
         wanted = _choice(env, "SAMPLER_ENGINE", ("auto", "vllm", "torch"))
-    if wanted not in ("", "auto"):
-        return wanted
+    return "" if wanted == "auto" else wanted
+
+
+def _usual_engine(settings: Settings) -> str:
+    """The engine of samplers on a GPU where none is named."""
     return "vllm" if find_spec("vllm") is not None and not settings.full_training else "torch"
 
 

@@ -172,6 +172,7 @@ def _shape(c: Config, family: str, layers: Sequence[Layer], *, note: str = "") -
         kv_heads=c.get("num_key_value_heads") or heads,
         latent="kv_lora_rank" in c,
         recurrent="linear_attention" in (c.get("layer_types") or ()),
+        state_heads=c.get("linear_num_key_heads") or 0,
         note=note,
     )
 

@@ -41,9 +41,12 @@ divides its memory."""
 
 
 def engine_of(shape: Shape, constraints: Constraints) -> str:
-    """The engine of the samplers. vLLM's memory for the states of recurrent layers is not planned here, and it has no
-    quantised weights."""
-    return "torch" if shape.recurrent or constraints.quantised else constraints.engine
+    """The engine of the samplers. vLLM has no quantised weights. It samples models with recurrent layers only where the
+    user names it, because its kernels for them have not run on a GPU here. Their states take no more than the part of
+    the memory that is for steps (`tinsmith.sizing.STATES_SHARE`)."""
+    if constraints.quantised or (shape.recurrent and not constraints.names_engine):
+        return "torch"
+    return constraints.engine
 
 
 def fill(

@@ -85,7 +85,9 @@ class Shape:
     latent: bool = False
     """Whether keys and values are one latent vector for all heads."""
     recurrent: bool = False
-    """Whether layers carry a state from token to token, which vLLM does not serve here."""
+    """Whether layers carry a state from token to token."""
+    state_heads: int = 0
+    """Key heads of Gated DeltaNet's layers; 0 without such layers."""
     outside_more: int = 0
     """Parameters beside the layers, the embedding, the last norm and the output layer, such as those of a tower."""
     tower: Sequence[Matrix] = ()
@@ -134,9 +136,10 @@ class Shape:
         return max(1, sum(layer.kv_elements for layer in self.layers))
 
     def divides(self, size: int) -> bool:
-        """Whether vLLM can divide the attention among `size` GPUs: by whole heads, or with copies of few ones."""
+        """Whether vLLM can divide the attention among `size` GPUs: by whole heads, or with copies of few key heads.
+        Heads of Gated DeltaNet are not copied."""
         kv = self.latent or not self.kv_heads % size or not size % self.kv_heads
-        return not self.heads % size and kv
+        return not self.heads % size and kv and not self.state_heads % size
 
     def kv_elements_of_each(self, size: int) -> int:
         """Elements of a token's keys and values on each of `size` GPUs that divide the model."""

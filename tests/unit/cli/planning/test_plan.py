@@ -180,6 +180,23 @@ def test_vllms_slots_and_publishes_have_the_published_sizes() -> None:
     assert adapter_bytes(shape, 32) == 4 * 32 * sum(one.inputs + one.outputs for one in shape.targets)
 
 
+def test_recurrent_models_are_sampled_by_vllm_only_where_it_is_named() -> None:
+    hybrid = replace(model_of("Qwen3-8B"), recurrent=True, state_heads=16)
+    usual = plan("hybrid", hybrid, machine_of("8x-h100"), Constraints())
+    named = plan("hybrid", hybrid, machine_of("8x-h100"), Constraints(engine="vllm", names_engine=True))
+    assert (usual.engine, named.engine) == ("torch", "vllm")
+    assert "SAMPLER_MAX_DEVICE_VERSIONS" not in usual.sampler_env(0)
+    assert (named.sampler_env(0)["SAMPLER_MAX_DEVICE_VERSIONS"], named.samplers[0].slots_bytes) == (
+        "4",
+        slots_bytes(hybrid, "bfloat16", rank=named.rank, count=4),
+    )
+
+
+def test_vllm_divides_whole_heads_of_gated_deltanet() -> None:
+    hybrid = replace(model_of("Qwen3-8B"), heads=32, kv_heads=8, state_heads=4)
+    assert [size for size in (1, 2, 4, 8) if hybrid.divides(size)] == [1, 2, 4]
+
+
 def test_quantised_weights_are_sampled_by_the_torch_engine_and_not_divided() -> None:
     found = planned("8x-h100", "Llama-3.1-70B", quantised="nf4")
     assert (found.engine, found.trainer.shard_base, {len(one.gpus) for one in found.samplers}) == ("torch", False, {1})
