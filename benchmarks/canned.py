@@ -45,11 +45,11 @@ def _with_body(answer: bytes, body: bytes) -> bytes:
     return _LENGTH.sub(b"\r\ncontent-length: %d" % len(body), head, count=1) + body
 
 
-class Answers:
-    """The real service's, with their headers, by request line; those of retrieve_future also by what is asked for.
+class CannedAnswers:
+    """Answers of the real service, with their headers, by request line; answers of retrieve_future also by request_id.
 
-    So each submission of a kind has the id of the first one, and with it that one's result. The SDK tells samples
-    apart, so each of them has an id of its own.
+    So each submission of a kind gets the id of the first submission of this kind, and with it the first one's result.
+    The SDK tells samples apart, so each sample has an id of its own.
     """
 
     def __init__(self, url: str) -> None:
@@ -120,7 +120,7 @@ class Answers:
 
 
 class Connection(asyncio.Protocol):
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: CannedAnswers) -> None:
         self._answers = answers
         self._received = b""
         self._transport: asyncio.Transport
@@ -151,7 +151,7 @@ def stand_in(url: str) -> Iterator[tuple[str, int]]:
 
 
 async def _serve(url: str) -> None:
-    answers = Answers(url)
+    answers = CannedAnswers(url)
     server = await asyncio.get_running_loop().create_server(lambda: Connection(answers), "127.0.0.1", 0)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()

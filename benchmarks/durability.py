@@ -47,7 +47,7 @@ MODEL = "bench:train:0"
 LENGTHS = [256] * 4
 
 
-class Trainer:
+class TrainerParts:
     """The parts of a trainer behind its gRPC server."""
 
     def __init__(self, base: BaseModel, folder: Path, policy: SnapshotPolicy) -> None:
@@ -111,8 +111,8 @@ class Trainer:
 async def measure(base: BaseModel, folder: Path, arguments: argparse.Namespace, report: Report) -> None:
     alone = TrainingEngine(base, max_tokens_per_microbatch=MAX_TOKENS)
     alone.create_model(MODEL, AdapterConfig(rank=arguments.rank, seed=0), "adamw")
-    journalled = Trainer(base, folder / "journalled", SnapshotPolicy(0, 0, 0))
-    snapshotted = Trainer(base, folder / "snapshotted", SnapshotPolicy(1, 0, 0))
+    journalled = TrainerParts(base, folder / "journalled", SnapshotPolicy(0, 0, 0))
+    snapshotted = TrainerParts(base, folder / "snapshotted", SnapshotPolicy(1, 0, 0))
     for trainer in (journalled, snapshotted):
         await trainer.create(arguments.rank)
     rounds = []
@@ -147,7 +147,7 @@ async def measure(base: BaseModel, folder: Path, arguments: argparse.Namespace, 
         for n in range(3):
             shutil.copytree(folder / source, folder / f"{source}-{n}")
             begin = time.perf_counter()
-            trainer = Trainer(base, folder / f"{source}-{n}", SnapshotPolicy(0, 0, 0))
+            trainer = TrainerParts(base, folder / f"{source}-{n}", SnapshotPolicy(0, 0, 0))
             await trainer.restore()
             times.append(1e3 * (time.perf_counter() - begin))
             await trainer.close()

@@ -21,7 +21,7 @@ import tinker
 
 from benchmarks.command_line import add_models, add_size
 from benchmarks.figure import Aim, Figure, Report
-from benchmarks.processes import Target, started
+from benchmarks.processes import MeasuredService, started
 from benchmarks.service.bench import datum
 
 _RANK = 8
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
 
 
 @contextmanager
-def _service(arguments: argparse.Namespace, places: int) -> Iterator[tuple[Target, tinker.ServiceClient]]:
+def _service(arguments: argparse.Namespace, places: int) -> Iterator[tuple[MeasuredService, tinker.ServiceClient]]:
     environment = {"TRAINER_MAX_MODELS": str(places), "GATEWAY_MAX_SESSIONS": "10000"}
     with (
         started(arguments.size, models=arguments.models, environment=environment) as target,
@@ -54,7 +54,7 @@ def _service(arguments: argparse.Namespace, places: int) -> Iterator[tuple[Targe
         yield target, client
 
 
-def _new(target: Target, client: tinker.ServiceClient, number: int) -> list[tinker.TrainingClient]:
+def _new(target: MeasuredService, client: tinker.ServiceClient, number: int) -> list[tinker.TrainingClient]:
     made = [client.create_lora_training_client(target.base_model, rank=_RANK, seed=0) for _ in range(number)]
     return [each.result() for each in made]
 
@@ -113,7 +113,7 @@ def _memory(arguments: argparse.Namespace, report: Report) -> None:
         report.add(Figure(title, "MB", [many[name]], f"with {arguments.places}", [before], aims))
 
 
-def _resident(target: Target) -> dict[str, float]:
+def _resident(target: MeasuredService) -> dict[str, float]:
     """Resident memory of each service, in MB, once it does not change any more."""
     pids = target.service_pids()
     now = dict.fromkeys(pids, 0.0)

@@ -25,7 +25,7 @@ _SERVICES = ("trainer_service", "sampler_service", "gateway")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class MeasuredService:
     """A service to measure. Fields that are unknown for a server elsewhere are empty."""
 
     url: str
@@ -55,7 +55,7 @@ def started(
     more_flags: Sequence[str] = (),
     python: str = sys.executable,
     environment: Mapping[str, str] | None = None,
-) -> Iterator[Target]:
+) -> Iterator[MeasuredService]:
     """`tinsmith up` with a model of this size, free ports, and a state folder that goes away with it. Threads: the most
     that each service may use; None leaves them to `tinsmith up`."""
     name, folder = f"bench/{size}", model_folder(size, models)
@@ -80,7 +80,7 @@ def started(
         )
         try:
             url, grpc_address = _wait_ready(up)
-            yield Target(url, name, folder, grpc_address, up, time.perf_counter() - begin)
+            yield MeasuredService(url, name, folder, grpc_address, up, time.perf_counter() - begin)
         finally:
             up.terminate()
             up.wait(_STOP_S)

@@ -82,7 +82,7 @@ def sampler(folder: Path, *, num_bytes: int) -> Iterator[str]:
         process.wait()
 
 
-class Bench:
+class PublishBench:
     """One sampler, and a sender for each transport."""
 
     def __init__(self, folder: Path, address: str, stub: SamplerServiceStub, *, bucket_bytes: int) -> None:
@@ -108,7 +108,7 @@ class Bench:
 
     @classmethod
     @asynccontextmanager
-    async def started(cls, folder: Path, *, num_bytes: int, bucket_bytes: int) -> AsyncIterator[Bench]:
+    async def started(cls, folder: Path, *, num_bytes: int, bucket_bytes: int) -> AsyncIterator[PublishBench]:
         with sampler(folder, num_bytes=num_bytes) as address:
             async with connect(address) as channel:
                 await wait_serving(channel, timeout_s=TIMEOUT_S)
@@ -141,7 +141,7 @@ async def seconds(work: object) -> float:
     return time.perf_counter() - begin
 
 
-async def all_weights(bench: Bench, weights: TrainedWeights, *, rounds: int) -> list[Figure]:
+async def all_weights(bench: PublishBench, weights: TrainedWeights, *, rounds: int) -> list[Figure]:
     flat = weights.flat
     gigabytes = flat.nbytes / 1e9
     store = open_store("127.0.0.1", timeout_s=TIMEOUT_S)
@@ -171,7 +171,7 @@ async def all_weights(bench: Bench, weights: TrainedWeights, *, rounds: int) -> 
     ]
 
 
-async def first_token(bench: Bench, adapter: Adapter, *, rounds: int) -> list[Figure]:
+async def first_token(bench: PublishBench, adapter: Adapter, *, rounds: int) -> list[Figure]:
     figures = []
     for channel in CHANNELS:
         known: list[float] = []
@@ -189,7 +189,7 @@ async def first_token(bench: Bench, adapter: Adapter, *, rounds: int) -> list[Fi
 
 
 async def while_publishing(
-    bench: Bench, adapter: Adapter, *, rounds: int, window_s: float, streams: int
+    bench: PublishBench, adapter: Adapter, *, rounds: int, window_s: float, streams: int
 ) -> list[Figure]:
     """Runs generations that use one version to their end, as a sampling client does."""
     version_id = await bench.publish(adapter, channel="shm")
@@ -244,7 +244,7 @@ async def measure(folder: Path, report: Report, arguments: argparse.Namespace) -
     weights = TrainedWeights.take(base)
     rounds = arguments.repeats
     options = {"num_bytes": weights.flat.nbytes + 8 * adapter.num_bytes, "bucket_bytes": arguments.bucket_mb * 1024**2}
-    async with Bench.started(folder, **options) as bench:
+    async with PublishBench.started(folder, **options) as bench:
         for figure in await all_weights(bench, weights, rounds=rounds):
             report.add(figure)
         for figure in await first_token(bench, adapter, rounds=rounds):

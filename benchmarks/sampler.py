@@ -26,7 +26,7 @@ from tinker import types
 
 from benchmarks.command_line import SIZES, add_models, add_only, add_rounds, add_size
 from benchmarks.figure import Aim, Figure, Report, usable_cores
-from benchmarks.processes import Loop, Target, cpu_seconds, model_folder, started
+from benchmarks.processes import Loop, MeasuredService, cpu_seconds, model_folder, started
 from benchmarks.rounds import alternate, ms
 from benchmarks.sampler_load import Arrival, mixed_load, num_new_tokens
 from benchmarks.trainer.shapes import HYBRID_SHAPES
@@ -104,7 +104,7 @@ class ThroughSDK:
     """A service that was started here."""
 
     name: str
-    target: Target
+    target: MeasuredService
     client: tinker.SamplingClient
     vocab: int
     rng: np.random.Generator
@@ -147,7 +147,7 @@ class ThroughSDK:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class SamplerBench:
     ours: ThroughSDK
     others: Sequence[Party]
     small: Party | None
@@ -183,13 +183,13 @@ class Bench:
                     yield Figure(f"{name}, latency p{share}", "s", values, party.name, base)
 
 
-def groups(bench: Bench) -> Iterator[Figure]:
+def groups(bench: SamplerBench) -> Iterator[Figure]:
     """8 prompts x 8 samples, 64+64 tokens, as in a step of reinforcement learning."""
     num_tokens = GROUPS["prompts"] * GROUPS["samples"] * GROUPS["new_tokens"]
     yield from bench.compare("8 x 8, 64+64", lambda party: party.generate(**GROUPS), num_tokens=num_tokens)
 
 
-def one_request(bench: Bench) -> Iterator[Figure]:
+def one_request(bench: SamplerBench) -> Iterator[Figure]:
     """Latency of one request alone."""
     ours, *others = bench.rounds(lambda party: party.generate(**ONE), [bench.ours, *bench.others])
     for party, theirs in zip(bench.others, others, strict=True):
@@ -198,14 +198,14 @@ def one_request(bench: Bench) -> Iterator[Figure]:
             yield Figure("one request, 64+32", unit, values, party.name, base)
 
 
-def mixed(bench: Bench) -> Iterator[Figure]:
+def mixed(bench: SamplerBench) -> Iterator[Figure]:
     """64 requests of various lengths that arrive one after the other."""
     load = mixed_load(count=64, spread_s=bench.spread_s, seed=0)
     tokens = num_new_tokens(load)
     yield from bench.compare("64 mixed requests", lambda party: party.serve(load), num_tokens=tokens)
 
 
-def first_token(bench: Bench) -> Iterator[Figure]:
+def first_token(bench: SamplerBench) -> Iterator[Figure]:
     """A request for one token while 56 sequences decode, in steps of that batch, whose time is measured without the
     request."""
     background = {"prompts": 7, "samples": 8, "prompt_tokens": 64}
@@ -227,7 +227,7 @@ def first_token(bench: Bench) -> Iterator[Figure]:
     yield Figure("one token beside a full batch", "ms", values, "a decode step", steps, [Aim(3, at_most=True)])
 
 
-def step(bench: Bench) -> Iterator[Figure]:
+def step(bench: SamplerBench) -> Iterator[Figure]:
     """CPU time of a decode step of 64 sequences: 63 of them are what 64 new tokens take more than one; and of its parts
     alone, without an adapter and with."""
     bare = next(party for party in bench.others if isinstance(party, InLoop) and party.name == BARE)
@@ -248,7 +248,7 @@ def _step_seconds(party: Party) -> float:
     return (long - short) / 63
 
 
-def recurrent(bench: Bench) -> Iterator[Figure]:
+def recurrent(bench: SamplerBench) -> Iterator[Figure]:
     """CPU time of a decode step of 64 sequences of a hybrid model, against that of `small`."""
     if bench.small is None:
         return
@@ -258,7 +258,7 @@ def recurrent(bench: Bench) -> Iterator[Figure]:
     yield Figure("a decode step of 64, hybrid", "CPU-ms", values, BARE_SMALL, base, [Aim(1.5, at_most=True)])
 
 
-def structured(bench: Bench) -> Iterator[Figure]:
+def structured(bench: SamplerBench) -> Iterator[Figure]:
     """64 sequences of which 1, 8 or 64 have to be JSON, against 64 that need not. One may cost the others 5 %."""
     bare = next(party for party in bench.others if isinstance(party, InLoop) and party.name == BARE)
     shape = {"prompts": 64, "samples": 1, "prompt_tokens": 64, "new_tokens": 64}
@@ -272,13 +272,13 @@ def structured(bench: Bench) -> Iterator[Figure]:
             yield Figure(f"64 x (64+64), {count} as JSON", unit, values, "none as JSON", base, aims)
 
 
-FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
+FIGURES: dict[str, Callable[[SamplerBench], Iterator[Figure]]] = {
     measure.__name__: measure for measure in (groups, one_request, mixed, first_token, step, recurrent, structured)
 }
 
 
 @contextmanager
-def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
+def prepared(arguments: argparse.Namespace) -> Iterator[SamplerBench]:
     """All engines, idle."""
     folder = model_folder(arguments.size, arguments.models)
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
@@ -319,7 +319,7 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
         else:
             print(f"LEFT OUT: vLLM and the service on it; {python} has no vllm (--vllm-python names one)", flush=True)
         ours = service(OURS, "torch")
-        yield Bench(ours, others, small, arguments.repeats, arguments.budget_s, arguments.spread_s)
+        yield SamplerBench(ours, others, small, arguments.repeats, arguments.budget_s, arguments.spread_s)
 
 
 def _imports(python: str, *modules: str) -> bool:

@@ -21,7 +21,7 @@ from tinker import types
 from benchmarks.canned import stand_in
 from benchmarks.command_line import add_models, add_rounds, add_size
 from benchmarks.figure import Aim, Figure, Report, usable_cores
-from benchmarks.processes import Target, cpu_seconds, started
+from benchmarks.processes import MeasuredService, cpu_seconds, started
 from benchmarks.rounds import alternate, ms
 from benchmarks.service.bench import RANK, datum, forward_backward, optim_step, pipelined
 
@@ -122,7 +122,7 @@ def _thread_clock(loop: asyncio.AbstractEventLoop) -> int:
     return time.pthread_getcpuclockid(asyncio.run_coroutine_threadsafe(thread_id(), loop).result())
 
 
-def figures(target: Target, arguments: argparse.Namespace) -> Iterator[Figure]:
+def figures(target: MeasuredService, arguments: argparse.Namespace) -> Iterator[Figure]:
     tokens = np.random.default_rng(0).integers(_VOCAB, size=(2, 8)).tolist()
     data = [datum(*tokens)]
     with stand_in(target.url) as (url, pid):

@@ -70,7 +70,7 @@ class _Adapter:
 
 
 @dataclass(eq=False)
-class Job:
+class BatchAndStep:
     """A batch and the step after it."""
 
     tenant: Tenant
@@ -79,7 +79,7 @@ class Job:
     tokens: int
 
 
-class Trainer:
+class SimulatedTrainer:
     """One trainer, which computes one micro-batch after the other on its GPUs."""
 
     def __init__(self, number: int, num_gpus: int) -> None:
@@ -87,7 +87,7 @@ class Trainer:
         self.num_gpus = num_gpus
         self.rate = TOKENS_PER_S * num_gpus
         self.ring = DeficitRoundRobin()
-        self.jobs: dict[Batch, Job] = {}
+        self.jobs: dict[Batch, BatchAndStep] = {}
         self.runs: set[str] = set()
         self.queued_tokens = 0
         self.is_busy = False
@@ -115,7 +115,7 @@ class Trainer:
         self.runs.discard(run)
         self.residency.remove(run)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: BatchAndStep) -> None:
         self.jobs[job.batch] = job
         self.queued_tokens += job.tokens
         self.ring.add(job.batch)
@@ -124,7 +124,7 @@ class Trainer:
         """The rule of MemoryBudget.go_together."""
         return self.residency.num_on_host(runs) <= MAX_COMING and len(runs) * RUN_BYTES <= DEVICE_BYTES
 
-    def compute(self) -> tuple[float, list[Job]]:
+    def compute(self) -> tuple[float, list[BatchAndStep]]:
         """Takes the next micro-batch. Returns its time, in seconds, and the jobs that it ends."""
         budget = self.num_gpus * MOST_TOKENS if self.ring.is_crowded else int(self.rate * SHARED_PASS_S)
         taken = self.ring.next_micro_batch(budget, self.go_together)
@@ -144,7 +144,7 @@ class Tenant:
     rate: float
     tokens: float
     run: str = ""
-    trainer: Trainer | None = None
+    trainer: SimulatedTrainer | None = None
     num_runs: int = 0
     ends_s: float = 0.0
     num_late: int = 0
@@ -164,7 +164,7 @@ class Outcome:
 def simulate(num_tenants: int, num_trainers: int, *, load: float, seconds: float, seed: int) -> Outcome:
     rng = random.Random(seed)  # noqa: S311
     capacity = NUM_GPUS * TOKENS_PER_S
-    trainers = [Trainer(number, NUM_GPUS // num_trainers) for number in range(num_trainers)]
+    trainers = [SimulatedTrainer(number, NUM_GPUS // num_trainers) for number in range(num_trainers)]
     tenants = _tenants(num_tenants, load * capacity, rng)
     events: list[tuple[float, int, Callable[[float], None]]] = []
     counter = iter(range(10**12))
@@ -174,14 +174,14 @@ def simulate(num_tenants: int, num_trainers: int, *, load: float, seconds: float
     def at(when: float, what: Callable[[float], None]) -> None:
         heappush(events, (when, next(counter), what))
 
-    def work(trainer: Trainer, now: float) -> None:
+    def work(trainer: SimulatedTrainer, now: float) -> None:
         if trainer.is_busy or not trainer.ring:
             return
         trainer.is_busy = True
         took, ended = trainer.compute()
         at(now + took, lambda now: over(trainer, ended, now))
 
-    def over(trainer: Trainer, ended: list[Job], now: float) -> None:
+    def over(trainer: SimulatedTrainer, ended: list[BatchAndStep], now: float) -> None:
         nonlocal computed
         trainer.is_busy = False
         for job in ended:
@@ -216,7 +216,7 @@ def simulate(num_tenants: int, num_trainers: int, *, load: float, seconds: float
         num_datums = max(1, round(tenant.tokens * rng.lognormvariate(0, 0.5) / DATUM_TOKENS))
         batch = Batch("cross_entropy", _LOSS, {}, False, [_DATUM] * num_datums, model_id=tenant.run)
         tenant.num_sent += 1
-        trainer.add(Job(tenant, batch, now, num_datums * DATUM_TOKENS))
+        trainer.add(BatchAndStep(tenant, batch, now, num_datums * DATUM_TOKENS))
         work(trainer, now)
 
     for tenant in tenants:

@@ -48,7 +48,7 @@ _REPLIES: dict[str, Any] = {
 }
 
 
-class Trainer:
+class TrainerClient:
     """The connection to a trainer, and the trainer's description of itself."""
 
     def __init__(self, address: str, *, api_key: str, certificates: Certificates | None) -> None:
@@ -105,12 +105,12 @@ class Clients:
     def __init__(self, config: GatewayConfig, metrics: Metrics) -> None:
         self._services = config.services
         self._connect = partial(
-            Trainer, api_key=config.service_key.get_secret_value(), certificates=config.certificates
+            TrainerClient, api_key=config.service_key.get_secret_value(), certificates=config.certificates
         )
-        self._known: dict[str, Trainer] = {}
+        self._known: dict[str, TrainerClient] = {}
         """All trainers that were ever listed, by address. A trainer that is no longer listed keeps its connection until
         the gateway stops, because calls may still be in work there."""
-        self.trainers: list[Trainer] = []
+        self.trainers: list[TrainerClient] = []
         self._metrics = metrics
         self._changed = asyncio.Condition()
         self.samplers = Replicas(config, changed=self._changed, metrics=metrics, may_join=self._services.may_change)
@@ -150,7 +150,7 @@ class Clients:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _watch(self, trainer: Trainer) -> None:
+    async def _watch(self, trainer: TrainerClient) -> None:
         boot_id, is_quiet = "", False
         up = self._metrics.services.trainer_up.labels(trainer.address)
         while True:
@@ -204,12 +204,12 @@ class Clients:
             return []
         return trainers + samplers
 
-    def of_each_store(self) -> list[Trainer]:
+    def of_each_store(self) -> list[TrainerClient]:
         """One trainer for each store of checkpoints, a connected trainer if the store has one. Raises NotReady while a
         trainer has not said yet which store it has."""
         if any(trainer.info is None for trainer in self.trainers):
             raise NotReady("not every trainer has been reached yet")
-        stores: dict[str, Trainer] = {}
+        stores: dict[str, TrainerClient] = {}
         for trainer in self.trainers:
             key = trainer.store_id or trainer.address
             if key not in stores or (trainer.is_connected and not stores[key].is_connected):
@@ -239,7 +239,7 @@ class Clients:
         if self.awaited:
             raise NotReady("not every service has been reached yet")
 
-    def any_trainer(self) -> Trainer:
+    def any_trainer(self) -> TrainerClient:
         """A trainer that has been reached. Raises NotReady when none has."""
         for trainer in self.trainers:
             if trainer.info is not None:
@@ -251,7 +251,7 @@ class Clients:
         """Whether a trainer in the list has not said yet what it serves, or none has joined yet."""
         return any(trainer.info is None for trainer in self.trainers) or not self.trainers
 
-    def find_trainer(self, base_model: str, trainer_id: str, *, what: str) -> Trainer:
+    def find_trainer(self, base_model: str, trainer_id: str, *, what: str) -> TrainerClient:
         """The trainer with this id; for an empty id, a trainer that serves the base model. `what`: model_id of the run,
         for error texts.
 
@@ -275,7 +275,7 @@ class Clients:
             model_id=what,
         )
 
-    def serving(self, base_model: str) -> list[Trainer]:
+    def serving(self, base_model: str) -> list[TrainerClient]:
         """The trainers that serve the base model and have been reached since the start, at least one.
 
         Raises NotReady when there is none, but a trainer that has not been reached may serve the base model. Raises

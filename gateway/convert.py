@@ -15,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from gateway import schemas
 from gateway.database.tables.checkpoints import Checkpoint
-from gateway.schema_types import Body
+from gateway.schema_types import TinkerBody
 from gateway.shown import shown, shown_given, shown_name
 from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.pictures.counting import Counting
@@ -175,7 +175,7 @@ _CHUNK_FIELDS = {
 def check_fields(value: Mapping[str, Any], known: Collection[str], *, field: str) -> None:
     """Raises InvalidRequest for an unknown field that is set, in an object that has no schema."""
     for name, content in value.items():
-        if content is not None and name not in known and name not in Body.HARMLESS:
+        if content is not None and name not in known and name not in TinkerBody.HARMLESS:
             place = f"{field}.{shown_name(name)}" if field else shown_name(name)
             raise InvalidRequest(
                 f"{place}: this server knows no such field and cannot apply {shown(content)}; "

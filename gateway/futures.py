@@ -54,7 +54,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptAnswer:
     """An answer in memory."""
 
     owner: str
@@ -67,7 +67,7 @@ class Kept:
         return len(self.answer.body) + _OVERHEAD_BYTES
 
 
-class Answers:
+class AnswerCache:
     """Keeps answers by request id, up to `max_bytes`.
 
     Above the bound, the owner whose answers take most memory loses the least recently used one. So no owner loses an
@@ -77,7 +77,7 @@ class Answers:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, KeptAnswer] = {}
         self._ids: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
         """owner -> request ids, the least recently used first."""
         self._bytes: Counter[str] = Counter()
@@ -87,13 +87,13 @@ class Answers:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._kept
 
-    def get(self, request_id: str) -> Kept | None:
+    def get(self, request_id: str) -> KeptAnswer | None:
         return self._kept.get(request_id)
 
     def use(self, request_id: str) -> None:
         self._ids[self._kept[request_id].owner].move_to_end(request_id)
 
-    def put(self, request_id: str, kept: Kept) -> None:
+    def put(self, request_id: str, kept: KeptAnswer) -> None:
         """Keeps an answer, and forgets others that no longer fit."""
         self.forget(request_id)
         if len(kept.answer.body) < _TRIMMED_BELOW_BYTES:
@@ -248,7 +248,7 @@ class Futures:
         self.listener: Listener | None = None
         self._pending: dict[str, Pending] = {}
         self._num_pending: Counter[str | tuple[str, str]] = Counter()  # by kind, by group, and by kind and owner
-        self._answers = Answers(cache_bytes)
+        self._answers = AnswerCache(cache_bytes)
         self._closing = False
 
     def num_pending(self, kind_or_group: str, *, owner: str | None = None) -> int:
@@ -361,7 +361,7 @@ class Futures:
     def _keep(self, request_id: str, fingerprint: str | None, answer: Answer) -> None:
         fingerprint = fingerprint or self.fingerprint(request_id)
         owner = self._ledger.owner_of(session_of(request_id))
-        self._answers.put(request_id, Kept(owner, answer, fingerprint))
+        self._answers.put(request_id, KeptAnswer(owner, answer, fingerprint))
 
     async def poll(self, request_id: str, *, timeout_s: float) -> Answer | Progress:
         """Waits for the answer. Returns the progress when there is no answer after `timeout_s`. Raises Gone when the id

@@ -24,7 +24,7 @@ from gateway.high_availability.forwarding import Forwarding
 from gateway.high_availability.peers import OtherGateways, Peers
 from gateway.load import Bodies, Pacer, Receiving, Turns, watch_event_loop
 from gateway.metrics import Metrics
-from gateway.moving import Moving
+from gateway.moving import RunMover
 from gateway.openai.generator import Generator
 from gateway.placement import Placement
 from gateway.reaper import Reaper
@@ -33,7 +33,7 @@ from gateway.sampling.drawing import Drawings
 from gateway.sampling.inflight import Inflight
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.records import Records
-from gateway.sampling.samples import Completions, Places, Samples
+from gateway.sampling.samples import Completions, SamplePlaces, Samples
 from gateway.sampling.silent_clients import SilentClients
 from gateway.sampling.suspects import Suspects
 from gateway.sampling.unnamed import Unnamed
@@ -57,7 +57,7 @@ from gateway.training.numbers import Numbers
 from gateway.training.operations import Operations
 from gateway.training.refusals import Refusals
 from gateway.training.results import Results
-from gateway.training.saves import Saves
+from gateway.training.saves import PendingSaves
 from tinsmith.rpc.auth import named, require_keys
 from tinsmith.tasks import cancel_all, to_its_end
 
@@ -85,7 +85,7 @@ class Core:
         self.placement = Placement(self.store, self.clients, timeout_s=config.submit_timeout_s)
         self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics, ledger=self.ledger)
         self.peers = Peers(self.store, self.futures, url=config.peer_url)
-        self.moving = Moving(
+        self.moving = RunMover(
             store=self.store,
             clients=self.clients,
             placement=self.placement,
@@ -154,7 +154,7 @@ class Sampling:
         self.publishing = Publishing(clients, core.placement, storage.retired)
         self.inflight = Inflight(store, clients, self.publishing)
         self.certificates = PublishCertificates(core.placement, self.inflight, storage.retired)
-        self.places = Places(config, core.futures)
+        self.places = SamplePlaces(config, core.futures)
         drawings = Drawings(
             clients=clients,
             publishing=self.publishing,
@@ -193,7 +193,9 @@ class Training:
         )
         self.refusals = Refusals(store, futures, gateway_id=core.peers.gateway_id)
         self.numbers = Numbers(core.placement, futures, core.peers, timeout_s=config.submit_timeout_s)
-        self.saves = Saves(store, storage.checkpoints, futures, self.operations, patience_s=config.submit_timeout_s)
+        self.saves = PendingSaves(
+            store, storage.checkpoints, futures, self.operations, patience_s=config.submit_timeout_s
+        )
         self.custom_losses = CustomLosses(config, store=store, clients=clients, futures=futures, refusals=self.refusals)
 
 

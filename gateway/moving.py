@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from gateway.clients import Clients, Trainer
+from gateway.clients import Clients, TrainerClient
 from gateway.database.outages import log_failure
 from gateway.database.store import Store
 from gateway.database.tables.moves import MoveRow, Problem
@@ -79,7 +79,7 @@ class _Failure:
 class TrainerState:
     """A trainer and its runs."""
 
-    trainer: Trainer
+    trainer: TrainerClient
     num_runs: int
     """Number of runs that this trainer has, as the database says."""
     num_moving: int
@@ -92,7 +92,7 @@ class TrainerState:
     """True when the trainer is being drained, and no run would be lost or wait without it."""
 
 
-class Moving:
+class RunMover:
     """Makes the moves. Among several gateways behind one database, only the holder of the reaper's lease does so."""
 
     def __init__(
@@ -136,7 +136,7 @@ class Moving:
 
     # Draining
 
-    async def drain(self, trainer: Trainer, *, until_restart: bool = False) -> None:
+    async def drain(self, trainer: TrainerClient, *, until_restart: bool = False) -> None:
         """Begins to drain a trainer. With `until_restart` the trainer takes runs again as soon as it has restarted. A
         repeat changes nothing. Raises FailedPrecondition when no other trainer can take its runs, and NotReady when the
         gateway has not reached the trainer yet."""
@@ -156,7 +156,7 @@ class Moving:
         logger.info("the trainer at %s is being drained", trainer.address)
         self._wake.set()
 
-    async def undrain(self, trainer: Trainer) -> None:
+    async def undrain(self, trainer: TrainerClient) -> None:
         """Lets a trainer take runs again. Moves that have begun are finished all the same."""
         await self._store.moves.undrain(trainer.trainer_id)
         logger.info("the trainer at %s takes runs again", trainer.address)
@@ -369,7 +369,7 @@ class Moving:
         trainer = self._connected(trainer_id)
         await getattr(trainer.admin, rpc)(request, timeout=_STEP_TIMEOUT_S)
 
-    def _connected(self, trainer_id: str) -> Trainer:
+    def _connected(self, trainer_id: str) -> TrainerClient:
         """The trainer with this id. Raises NotFound when none of this gateway's trainers has the id, and NotReady when
         the trainer cannot be reached now."""
         trainer = next((one for one in self._clients.trainers if one.trainer_id == trainer_id), None)
@@ -396,7 +396,7 @@ class Moving:
             found.append(TrainerState(trainer, num_runs, num_moving, row is not None, problems, is_empty))
         return found
 
-    def find(self, name: str) -> Trainer:
+    def find(self, name: str) -> TrainerClient:
         """The trainer with this address or trainer_id. Raises InvalidRequest, which lists all trainers."""
         found = [one for one in self._clients.trainers if name in (one.address, one.trainer_id) and name]
         if not found:

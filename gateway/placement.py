@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from cachetools import LRUCache
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.clients import Clients, Trainer
+from gateway.clients import Clients, TrainerClient
 from gateway.database.store import Store
 from gateway.database.tables.sessions import Model
 from tinsmith.errors import ModelNotFound, NotReady, ServiceError
@@ -56,7 +56,7 @@ class Placement:
         self._choosing = asyncio.Lock()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def choose(self, base_model: str, *, but: str | None = None) -> Trainer:
+    async def choose(self, base_model: str, *, but: str | None = None) -> TrainerClient:
         """The trainer of the base model that has most room and least work. Drained trainers are left out, but the only
         trainer of a base model takes runs even when it is drained. `but`: trainer_id of a further trainer that is left
         out.
@@ -80,7 +80,7 @@ class Placement:
         coming = await self._store.models.count_coming()
         return least_loaded(infos, coming)
 
-    async def _ask(self, trainer: Trainer) -> trainer_pb2.GetTrainerInfoResponse | None:
+    async def _ask(self, trainer: TrainerClient) -> trainer_pb2.GetTrainerInfoResponse | None:
         try:
             return await trainer.stub.GetTrainerInfo(trainer_pb2.GetTrainerInfoRequest(), timeout=_ASK_TIMEOUT_S)
         except ServiceError as error:
@@ -94,7 +94,7 @@ class Placement:
             model.trainer_id = (await self.choose(model.base_model)).trainer_id or None
             await self._store.models.add(model)
 
-    async def of_run(self, model_id: str, *, timeout_s: float | None = None) -> Trainer:
+    async def of_run(self, model_id: str, *, timeout_s: float | None = None) -> TrainerClient:
         """The trainer of the run. Waits until the gateway has reached this trainer once since its start.
 
         Raises NotReady after `timeout_s` (None: never), ModelNotFound when there is no such run or its trainer is no
@@ -120,7 +120,7 @@ class Placement:
             trainer = await self._settled(model_id, place, timeout_s=timeout_s)
         return trainer
 
-    async def _settled(self, model_id: str, place: _Place, *, timeout_s: float | None) -> Trainer:
+    async def _settled(self, model_id: str, place: _Place, *, timeout_s: float | None) -> TrainerClient:
         return await self._clients.settle(
             lambda: self._clients.find_trainer(place.base_model, place.trainer_id, what=model_id), timeout_s=timeout_s
         )
@@ -138,7 +138,7 @@ class Placement:
         """Drops the run's trainer from memory, because the run moves, or has moved."""
         self._known.pop(model_id, None)
 
-    async def has_moved(self, model_id: str, trainer: Trainer) -> bool:
+    async def has_moved(self, model_id: str, trainer: TrainerClient) -> bool:
         """Whether a call of the run that this trainer has refused as unknown must be made again, because the run is
         moving, or is at another trainer by now."""
         if not self.are_several:
@@ -154,7 +154,7 @@ class Placement:
         is_moving = move is not None and not move.is_done
         return is_moving or (row.trainer_id is not None and row.trainer_id != trainer.trainer_id)
 
-    async def of_checkpoint(self, location: str, base_model: str) -> Trainer:
+    async def of_checkpoint(self, location: str, base_model: str) -> TrainerClient:
         """A trainer that can read and change the checkpoint at this location: the trainer of the checkpoint's run, or
         another one with the same store while that trainer is away.
 
@@ -212,14 +212,14 @@ class Placement:
 
 
 def least_loaded(
-    infos: Sequence[tuple[Trainer, trainer_pb2.GetTrainerInfoResponse]], coming: dict[str, int]
-) -> Trainer:
+    infos: Sequence[tuple[TrainerClient, trainer_pb2.GetTrainerInfoResponse]], coming: dict[str, int]
+) -> TrainerClient:
     """The trainer with most room for a further run and least work. `coming`: trainer_id -> number of runs that were
     placed there and that the trainer's figures do not contain yet."""
     num_models = sum(info.num_models for _, info in infos)
     run_bytes = sum(info.reserved_bytes for _, info in infos) / num_models if num_models else 0.0
 
-    def load(found: tuple[Trainer, trainer_pb2.GetTrainerInfoResponse]) -> tuple[float, int]:
+    def load(found: tuple[TrainerClient, trainer_pb2.GetTrainerInfoResponse]) -> tuple[float, int]:
         _, info = found
         num_coming = coming.get(info.trainer_id, 0)
         reserved = info.reserved_bytes + num_coming * run_bytes

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from gateway.clients import Trainer
+from gateway.clients import TrainerClient
 from gateway.config import GatewayConfig
 from gateway.database.forgetting import Forgetting
 from gateway.database.outages import log_failure
@@ -248,7 +248,7 @@ class Reaper:
         error = FailedPrecondition(f"{what} has ended")
         self._futures.cancel(model.model_id.__eq__, error=error)
 
-    async def _trainer_of(self, model: Model) -> Trainer:
+    async def _trainer_of(self, model: Model) -> TrainerClient:
         """The trainer that has the run. When that trainer is gone for good, a trainer that can delete the run's files
         in the store.
 

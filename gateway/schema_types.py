@@ -134,7 +134,7 @@ def _fields(schema: type[Known]) -> Mapping[str, bool]:
     }
 
 
-class Body(Known):
+class TinkerBody(Known):
     model_config = ConfigDict(strict=True, protected_namespaces=())
     HARMLESS = frozenset({"type"})
     """The SDKs send `type` with each object. A schema that needs it has a field for it."""

@@ -13,11 +13,11 @@ from pydantic import (
 )
 
 from gateway.ids import LAST_CLONE_ID
-from gateway.schema_types import Body, Id, Known, Listed, Metadata, RequestId, ShortStops, Stops, Tags, Text
+from gateway.schema_types import Id, Known, Listed, Metadata, RequestId, ShortStops, Stops, Tags, Text, TinkerBody
 from tinsmith.rpc.notes import MAX_CHARACTERS
 
 
-class CreateSession(Body):
+class CreateSession(TinkerBody):
     tags: Tags = Field(default=[])
     user_metadata: Metadata | None = None
     sdk_version: Id | None = None
@@ -25,20 +25,20 @@ class CreateSession(Body):
     display_name: Id | None = None
 
 
-class SessionHeartbeat(Body):
+class SessionHeartbeat(TinkerBody):
     session_id: Id
 
 
-class FinishReason(Body):
+class FinishReason(TinkerBody):
     type: Literal["success", "errored", "interrupted"]
 
 
-class FinishSession(Body):
+class FinishSession(TinkerBody):
     reason: FinishReason
     detail: Annotated[Text | None, Field(max_length=MAX_CHARACTERS)] = None
 
 
-class LoraConfig(Body):
+class LoraConfig(TinkerBody):
     rank: int = 32
     seed: int | None = None
     train_unembed: bool = True
@@ -46,7 +46,7 @@ class LoraConfig(Body):
     train_attn: bool = True
 
 
-class OptimizerConfig(Body):
+class OptimizerConfig(TinkerBody):
     """Type of the optimizer. The trainer checks it."""
 
     type: str = "adamw"
@@ -59,7 +59,7 @@ class OptimizerConfig(Body):
         return self
 
 
-class NewModelIds(Body):
+class NewModelIds(TinkerBody):
     session_id: Id
     model_seq_id: int = Field(ge=0, lt=2**31)
 
@@ -80,21 +80,21 @@ def _may_lack(*names: str) -> ConfigDict:
     return ConfigDict(json_schema_extra=drop)
 
 
-class OperationIds(Body):
+class OperationIds(TinkerBody):
     model_config = _may_lack("seq_id")
 
     model_id: Text = Field(min_length=1, max_length=300)
     seq_id: int = Field(ge=1, lt=2**31)
 
 
-class GivenIds(Body):
+class GivenIds(TinkerBody):
     """Ids of a training operation, as a client sends them. An operation without seq_id gets the next number."""
 
     model_id: Text = Field(min_length=1, max_length=300)
     seq_id: int | None = Field(default=None, ge=1, lt=2**31)
 
 
-class AdamParams(Body):
+class AdamParams(TinkerBody):
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -103,7 +103,7 @@ class AdamParams(Body):
     grad_clip_norm: float = 0.0
 
 
-class DimuonParams(Body):
+class DimuonParams(TinkerBody):
     type: Literal["dimuon"]
     learning_rate: float
     beta1: float = 0.9
@@ -130,7 +130,7 @@ class SaveWeightsForSampler(OperationIds):
     user_metadata: Metadata | None = None
 
 
-class LoadWeights(Body):
+class LoadWeightsFields(TinkerBody):
     """Fields that both forms of load_weights have. The ids of each form have schemas of their own."""
 
     path: Id
@@ -141,33 +141,33 @@ class LoadWeights(Body):
     weights_access_token: str | None = None
 
 
-class GetInfo(Body):
+class GetInfo(TinkerBody):
     model_id: Id
 
 
-class UnloadModel(Body):
+class UnloadModel(TinkerBody):
     model_id: Id
 
 
-class WeightsInfo(Body):
+class WeightsInfo(TinkerBody):
     tinker_path: Id
 
 
-class CreateSamplingSession(Body):
+class CreateSamplingSession(TinkerBody):
     session_id: Id
     sampling_session_seq_id: int = Field(ge=0, lt=2**63)
     base_model: Id | None = None
     model_path: Id | None = None
 
 
-class SampleIds(Body):
+class SampleIds(TinkerBody):
     model_config = _may_lack("sampling_session_id", "seq_id")
 
     sampling_session_id: Text = Field(min_length=1, max_length=300)
     seq_id: int = Field(ge=0, lt=2**63)
 
 
-class GivenSampleIds(Body):
+class GivenSampleIds(TinkerBody):
     """Ids of a sample, as a client sends them. A sample without sampling_session_id names its weights, and a sample
     without seq_id gets the next number."""
 
@@ -177,11 +177,11 @@ class GivenSampleIds(Body):
     model_path: Id | None = None
 
 
-class ModelInput(Body):
+class ModelInput(TinkerBody):
     chunks: Listed[dict[str, Any]]
 
 
-class TensorData(Body):
+class TensorData(TinkerBody):
     data: Listed[int] | Listed[float]
     dtype: Literal["int64", "float32"]
     shape: Listed[int] | None = None
@@ -189,7 +189,7 @@ class TensorData(Body):
     sparse_col_indices: Listed[int] | None = None
 
 
-class SamplingParams(Body):
+class SamplingParams(TinkerBody):
     max_tokens: int | None = None
     seed: int | None = None
     stop: Annotated[str | Stops[str] | Stops[int], ShortStops] | None = None
@@ -213,43 +213,43 @@ class Sample(SampleIds):
     model_path: Id | None = None
 
 
-class RetrieveFuture(Body):
-    HARMLESS = Body.HARMLESS | {"model_id", "sample_sequence_ids"}
+class RetrieveFuture(TinkerBody):
+    HARMLESS = TinkerBody.HARMLESS | {"model_id", "sample_sequence_ids"}
     """Fields of a receipt. A client may send back a whole receipt."""
 
     request_id: RequestId
     allow_metadata_only: bool = False
 
 
-class CancelFuture(Body):
+class CancelFuture(TinkerBody):
     HARMLESS = RetrieveFuture.HARMLESS
 
     request_id: RequestId
 
 
-class FuturesTarget(Body):
+class FuturesTarget(TinkerBody):
     type: Literal["sampling_session"]
     sampling_session_id: Id
     cloned_sampler_id: int = Field(default=0, ge=0, le=LAST_CLONE_ID)
 
 
-class RetrieveFutures(Body):
+class RetrieveFutures(TinkerBody):
     target: FuturesTarget
     prev_cursor: int = Field(default=0, ge=0, lt=2**53)
     timeout: float | None = Field(default=None, ge=0)
     retrieved_request_ids: Listed[str] = Field(default=[])
 
 
-class JoinSamplingSession(Body):
+class JoinSamplingSession(TinkerBody):
     sampling_session_id: Id
 
 
-class CustomLossInput(Body):
+class CustomLossInput(TinkerBody):
     name: Text
     rank: int = Field(ge=0, le=2)
 
 
-class CreateCustomLoss(Body):
+class CreateCustomLoss(TinkerBody):
     session_id: Id
     custom_loss_seq_id: int = Field(ge=0, lt=2**63)
     name: Text = Field(max_length=200)
@@ -266,7 +266,7 @@ class SaveWeightsExternal(OperationIds):
     age_encryption_recipients: Listed[str] | None = Field(default=None, max_length=10)
 
 
-class Rules(Known):
+class RetentionRules(Known):
     """Rules for one kind of checkpoint. A checkpoint that no rule keeps is deleted; without rules all are kept."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
@@ -288,21 +288,21 @@ class Policy(Known):
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
-    training: Rules = Rules()
+    training: RetentionRules = RetentionRules()
     """Rules for checkpoints that training resumes from."""
-    sampler: Rules = Rules()
+    sampler: RetentionRules = RetentionRules()
     """Rules for checkpoints of sampler weights."""
 
     @property
     def keep_all(self) -> bool:
         return self.training.keep_all and self.sampler.keep_all
 
-    def of(self, kind: str) -> Rules:
+    def of(self, kind: str) -> RetentionRules:
         """The rules for a kind of path: "weights" or "sampler_weights"."""
         return {"weights": self.training, "sampler_weights": self.sampler}[kind]
 
 
-class Prune(Body):
+class Prune(TinkerBody):
     policy: Policy | None = None
     """Policy to apply. Without one, the run's own policy is applied."""
     paths: Listed[str] | None = None
@@ -310,12 +310,12 @@ class Prune(Body):
     dry_run: bool = False
 
 
-class SetTtl(Body):
+class SetTtl(TinkerBody):
     ttl_seconds: int | None
     """Lifetime from now on, in seconds. null means that the checkpoint does not expire."""
 
 
-class CopyWeights(Body):
+class CopyWeights(TinkerBody):
     source_path: Id
     destination_project_id: Id | None = None
     session_id: Id | None = None
@@ -324,11 +324,11 @@ class CopyWeights(Body):
     weights_access_token: str | None = None
 
 
-class AssignProject(Body):
+class AssignProject(TinkerBody):
     project_id: Id = Field(min_length=1)
 
 
-class TrainerName(Body):
+class TrainerName(TinkerBody):
     trainer: Id
     """Address or trainer_id of a trainer."""
 
@@ -383,32 +383,32 @@ class StorageQuery(Query):
     project_id: Id | None = None
 
 
-class OwnSearch(Body):
+class OwnSearch(TinkerBody):
     type: Literal["own"]
 
 
-class AccessibleSearch(Body):
+class AccessibleSearch(TinkerBody):
     type: Literal["accessible"]
 
 
-class UserSearch(Body):
+class UserSearch(TinkerBody):
     type: Literal["user"]
     owner_urns: Listed[Text] = Field(min_length=1, max_length=10)
 
 
-class ActiveQuery(Body):
+class ActiveQuery(TinkerBody):
     type: Literal["active"]
 
 
-class CancelledQuery(Body):
+class CancelledQuery(TinkerBody):
     type: Literal["cancelled"]
 
 
-class FailedQuery(Body):
+class FailedQuery(TinkerBody):
     type: Literal["failed"]
 
 
-class FinishedQuery(Body):
+class FinishedQuery(TinkerBody):
     type: Literal["client_finished"]
     reasons: Listed[Literal["success", "errored", "interrupted"]] | None = Field(
         default=None, min_length=1, max_length=16
@@ -418,12 +418,12 @@ class FinishedQuery(Body):
 StatusQuery = ActiveQuery | CancelledQuery | FailedQuery | FinishedQuery
 
 
-class SearchCursor(Body):
+class SearchCursor(TinkerBody):
     last_created_at: Annotated[AwareDatetime, Field(strict=False)]
     last_session_id: Text
 
 
-class SearchSessions(Body):
+class SearchSessions(TinkerBody):
     session_id: Id | None = None
     project_ids: Listed[Text] | None = Field(default=None, max_length=100)
     user_metadata: Metadata = Field(default={})

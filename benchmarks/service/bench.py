@@ -12,7 +12,7 @@ import tinker
 from tinker import types
 
 from benchmarks.figure import Aim, Figure
-from benchmarks.processes import Baseline, Target
+from benchmarks.processes import Baseline, MeasuredService
 from benchmarks.rounds import alternate, ms
 
 RANK = 32
@@ -23,8 +23,8 @@ Run = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
-    target: Target
+class ServiceBench:
+    target: MeasuredService
     service: tinker.ServiceClient
     trainer: tinker.TrainingClient
     http: httpx.Client

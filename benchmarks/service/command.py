@@ -22,8 +22,8 @@ import tinker
 
 from benchmarks.command_line import SIZES, add_models, add_only, add_rounds
 from benchmarks.figure import Figure, Report, usable_cores
-from benchmarks.processes import Baseline, Target, peak_rss_mb, started
-from benchmarks.service.bench import RANK, Bench
+from benchmarks.processes import Baseline, MeasuredService, peak_rss_mb, started
+from benchmarks.service.bench import RANK, ServiceBench
 from benchmarks.service.many import many_samples, many_sessions
 from benchmarks.service.requests import compute_gaps, first_requests, request_overhead
 from benchmarks.service.rl import async_rl_iteration, rl_iteration
@@ -32,14 +32,14 @@ from benchmarks.service.training import four_adapters, pipelined_step, training_
 from benchmarks.trainer.shapes import MODEL_SHAPES
 
 
-def peak_memory(bench: Bench) -> Iterator[Figure]:
+def peak_memory(bench: ServiceBench) -> Iterator[Figure]:
     """Peak RSS of each service process, after all other figures."""
     loop = [peak_rss_mb(bench.hf.pid)] if bench.hf else []
     for name, pid in bench.target.service_pids().items():
         yield Figure(f"peak RSS, {name}", "MB", [peak_rss_mb(pid)], "the PEFT loop", loop)
 
 
-FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
+FIGURES: dict[str, Callable[[ServiceBench], Iterator[Figure]]] = {
     measure.__name__: measure
     for measure in (
         first_requests,  # first, or they are not the first
@@ -60,14 +60,14 @@ FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
 
 
 @contextmanager
-def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
+def prepared(arguments: argparse.Namespace) -> Iterator[ServiceBench]:
     """The service to measure, clients for it, and the loop to compare it with."""
     with ExitStack() as stack:
         if arguments.size:
             threads = {"trainer_threads": arguments.trainer_threads, "sampler_threads": arguments.sampler_threads}
             target = stack.enter_context(started(arguments.size, models=arguments.models, **threads))
         else:
-            target = Target(arguments.base_url, arguments.base_model, arguments.model_folder)
+            target = MeasuredService(arguments.base_url, arguments.base_model, arguments.model_folder)
         folder = target.model_folder
         hf = stack.enter_context(closing(Baseline(folder, rank=RANK))) if folder and arguments.baseline else None
         login = {"base_url": target.url, "api_key": arguments.api_key}
@@ -76,7 +76,7 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
         contexts = {one.model_name: one.max_context_length for one in capabilities.supported_models}
         if target.base_model not in contexts:
             raise SystemExit(f"--base-model: {target.base_model!r} is not served there; these are: {list(contexts)}")
-        yield Bench(
+        yield ServiceBench(
             target=target,
             service=service,
             trainer=service.create_lora_training_client(target.base_model, rank=RANK).result(),

@@ -13,13 +13,13 @@ from tinker import types
 
 from benchmarks.canned import stand_in
 from benchmarks.figure import Aim, Figure
-from benchmarks.service.bench import Bench, publish, sample
+from benchmarks.service.bench import ServiceBench, publish, sample
 
 NUM_SAMPLES = 1000
 NUM_SESSIONS = 100
 
 
-def many_samples(bench: Bench) -> Iterator[Figure]:
+def many_samples(bench: ServiceBench) -> Iterator[Figure]:
     """A thousand samples of one client, submitted at once: how long the slowest hundredth waits."""
     prompts = [bench.prompt(16) for _ in range(NUM_SAMPLES)]
     params = types.SamplingParams(max_tokens=8, temperature=1.0, stop=[])
@@ -50,7 +50,7 @@ def many_samples(bench: Bench) -> Iterator[Figure]:
         )
 
 
-def many_sessions(bench: Bench) -> Iterator[Figure]:
+def many_sessions(bench: ServiceBench) -> Iterator[Figure]:
     """A hundred sessions, each with a model, opened at once: how long the slowest hundredth waits for its model."""
     clients: list[tinker.ServiceClient] = []  # never closed: docs/api.md (the SDK's transport) says why some would hang
 
@@ -77,7 +77,9 @@ def many_sessions(bench: Bench) -> Iterator[Figure]:
 
 
 @contextmanager
-def _alone(bench: Bench, connected: Callable[[str], Callable[[], float]]) -> Iterator[Callable[[], float] | None]:
+def _alone(
+    bench: ServiceBench, connected: Callable[[str], Callable[[], float]]
+) -> Iterator[Callable[[], float] | None]:
     """The baseline against the stand-in; None for a server elsewhere, which may need TLS."""
     if bench.target.up is None:
         yield None
@@ -87,7 +89,13 @@ def _alone(bench: Bench, connected: Callable[[str], Callable[[], float]]) -> Ite
 
 
 def _figures(
-    bench: Bench, name: str, run: Callable[[], float], alone: Callable[[], float] | None, *, repeats: int, aim: Aim
+    bench: ServiceBench,
+    name: str,
+    run: Callable[[], float],
+    alone: Callable[[], float] | None,
+    *,
+    repeats: int,
+    aim: Aim,
 ) -> Iterator[Figure]:
     repeats = min(bench.repeats, repeats)
     if alone is None:

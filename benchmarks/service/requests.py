@@ -12,13 +12,23 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.figure import Aim, Figure
 from benchmarks.rounds import ms
-from benchmarks.service.bench import RANK, Bench, Run, forward, forward_backward, optim_step, pipelined, results, sample
+from benchmarks.service.bench import (
+    RANK,
+    Run,
+    ServiceBench,
+    forward,
+    forward_backward,
+    optim_step,
+    pipelined,
+    results,
+    sample,
+)
 from tinsmith.rpc.server import RAN
 from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc, types_pb2
 
 
-def first_requests(bench: Bench) -> Iterator[Figure]:
+def first_requests(bench: ServiceBench) -> Iterator[Figure]:
     """The first forward_backward and the first sample after the start, compared with later ones."""
     if bench.target.up is None:
         print("first_requests: skipped, the server was already running", flush=True)
@@ -35,7 +45,7 @@ def first_requests(bench: Bench) -> Iterator[Figure]:
         yield Figure(name, "ms", [first], "the same later", [median(later)])
 
 
-def request_overhead(bench: Bench) -> Iterator[Figure]:
+def request_overhead(bench: ServiceBench) -> Iterator[Figure]:
     """Requests that compute next to nothing, from submission to result."""
     tiny = bench.batch([8])
 
@@ -80,7 +90,7 @@ def request_overhead(bench: Bench) -> Iterator[Figure]:
         yield Figure("bare gRPC health check", "ms", rpc, "HTTP GET healthz", http)
 
 
-def compute_gaps(bench: Bench) -> Iterator[Figure]:
+def compute_gaps(bench: ServiceBench) -> Iterator[Figure]:
     """Time of the trainer's compute thread between a batch and the step after it, as the trainer reports it over
     gRPC."""
     if not bench.target.grpc_address:
@@ -101,7 +111,7 @@ def compute_gaps(bench: Bench) -> Iterator[Figure]:
     yield Figure(f"idle in {num_steps} pipelined steps", "%", [100 * (1 - busy_s / (spans[-1][1] - spans[0][0]))])
 
 
-def _pipelined_spans(stub: Any, bench: Bench, *, num_steps: int) -> list[tuple[float, float]]:
+def _pipelined_spans(stub: Any, bench: ServiceBench, *, num_steps: int) -> list[tuple[float, float]]:
     """Begin and end of each batch and each step, in order. All are sent before the first is waited for."""
     model_id = "bench:train:0"
     lora = types_pb2.LoraConfig(rank=RANK, train_unembed=True, train_mlp=True, train_attn=True)

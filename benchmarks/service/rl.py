@@ -10,7 +10,7 @@ from tinker import types
 from benchmarks.figure import Figure
 from benchmarks.processes import Baseline
 from benchmarks.rounds import seconds
-from benchmarks.service.bench import Bench, publish, results
+from benchmarks.service.bench import ServiceBench, publish, results
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 64, 64
 ASYNC_NEW_TOKENS = 128
@@ -20,7 +20,7 @@ Drawing = tuple[list[int], tinker.APIFuture[types.SampleResponse]]
 """A prompt and its samples."""
 
 
-def rl_iteration(bench: Bench) -> Iterator[Figure]:
+def rl_iteration(bench: ServiceBench) -> Iterator[Figure]:
     """One synchronous iteration: samples of the newest weights, a step on them, and the new weights on the sampler. The
     loop generates and trains as much, in one process, and has nothing to publish."""
     clients = [publish(bench.trainer)]
@@ -44,7 +44,7 @@ def rl_iteration(bench: Bench) -> Iterator[Figure]:
     )
 
 
-def async_rl_iteration(bench: Bench) -> Iterator[Figure]:
+def async_rl_iteration(bench: ServiceBench) -> Iterator[Figure]:
     """One asynchronous iteration: trainer and sampler compute at the same time, each with half of the cores."""
     clients = [publish(bench.trainer)]
     batches = [_collected(_submitted(bench, clients[0], new_tokens=ASYNC_NEW_TOKENS))]
@@ -62,11 +62,11 @@ def async_rl_iteration(bench: Bench) -> Iterator[Figure]:
     )
 
 
-def _iterate(bench: Bench, sampler: tinker.SamplingClient) -> tinker.SamplingClient:
+def _iterate(bench: ServiceBench, sampler: tinker.SamplingClient) -> tinker.SamplingClient:
     return _trained(bench, _collected(_submitted(bench, sampler, new_tokens=NEW_TOKENS)))
 
 
-def _submitted(bench: Bench, sampler: tinker.SamplingClient, *, new_tokens: int) -> list[Drawing]:
+def _submitted(bench: ServiceBench, sampler: tinker.SamplingClient, *, new_tokens: int) -> list[Drawing]:
     """Samples of one iteration."""
     params = types.SamplingParams(max_tokens=new_tokens, temperature=1.0, stop=[])
     prompts = [bench.tokens(PROMPT_TOKENS) for _ in range(PROMPTS)]
@@ -82,7 +82,7 @@ def _collected(drawings: list[Drawing]) -> list[types.Datum]:
     ]
 
 
-def _trained(bench: Bench, data: list[types.Datum]) -> tinker.SamplingClient:
+def _trained(bench: ServiceBench, data: list[types.Datum]) -> tinker.SamplingClient:
     """A sampling client of the weights after a step on these samples."""
     losses = bench.trainer.forward_backward(data, "importance_sampling")
     step = bench.trainer.optim_step(types.AdamParams(learning_rate=1e-5))

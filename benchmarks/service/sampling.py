@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from benchmarks.figure import Aim, Figure
 from benchmarks.processes import Baseline
 from benchmarks.rounds import ms
-from benchmarks.service.bench import Bench, forward, publish, sample, train_step
+from benchmarks.service.bench import ServiceBench, forward, publish, sample, train_step
 
 
-def sampling(bench: Bench) -> Iterator[Figure]:
+def sampling(bench: ServiceBench) -> Iterator[Figure]:
     """Generation from a published adapter, with new prompts each time, so that no prefix cache helps."""
     sampler = publish(bench.trainer)
 
@@ -46,7 +46,7 @@ def sampling(bench: Bench) -> Iterator[Figure]:
     yield Figure("one sample, 8+1", "ms", first_token, "HTTP GET healthz", http)
 
 
-def publishing(bench: Bench) -> Iterator[Figure]:
+def publishing(bench: ServiceBench) -> Iterator[Figure]:
     """From a finished optim_step to a new sampling client, and to a token from it."""
     tiny, prompt = bench.batch([8]), bench.prompt(8)
 

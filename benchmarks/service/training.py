@@ -9,10 +9,10 @@ import numpy as np
 
 from benchmarks.figure import Aim, Figure
 from benchmarks.rounds import ms, seconds
-from benchmarks.service.bench import Bench, forward_backward, optim_step, train_step
+from benchmarks.service.bench import ServiceBench, forward_backward, optim_step, train_step
 
 
-def training_throughput(bench: Bench) -> Iterator[Figure]:
+def training_throughput(bench: ServiceBench) -> Iterator[Figure]:
     """forward_backward in real tokens per second: padding does not count."""
     ragged = np.exp(bench.rng.uniform(np.log(16), np.log(1024), size=16)).astype(int).clip(max=bench.context).tolist()
     aims = {"16x256": [Aim(1.25, model="small")], "16 of 16..1024": [Aim(3)]}
@@ -23,7 +23,7 @@ def training_throughput(bench: Bench) -> Iterator[Figure]:
         yield _forward_backward_rate(bench, name, lengths, aims=aims.get(name, ()))
 
 
-def _forward_backward_rate(bench: Bench, name: str, lengths: list[int], *, aims: Sequence[Aim]) -> Figure:
+def _forward_backward_rate(bench: ServiceBench, name: str, lengths: list[int], *, aims: Sequence[Aim]) -> Figure:
     data, num_tokens = bench.batch(lengths), sum(lengths)
     return bench.against_hf(
         f"forward_backward, {name}",
@@ -34,7 +34,7 @@ def _forward_backward_rate(bench: Bench, name: str, lengths: list[int], *, aims:
     )
 
 
-def pipelined_step(bench: Bench) -> Iterator[Figure]:
+def pipelined_step(bench: ServiceBench) -> Iterator[Figure]:
     """forward_backward and optim_step submitted together, against one after the other."""
     data = bench.batch([256] * 4)
     losses, step, together = bench.rounds(
@@ -47,7 +47,7 @@ def pipelined_step(bench: Bench) -> Iterator[Figure]:
     yield Figure("pipelined step, 4x256", "ms", together, "one after the other", one_by_one)
 
 
-def four_adapters(bench: Bench) -> Iterator[Figure]:
+def four_adapters(bench: ServiceBench) -> Iterator[Figure]:
     """Four clients at once, each with its own adapter, against one client that does all of it in sequence."""
     data, base_model = bench.batch([256] * 4), bench.target.base_model
     creating = [bench.service.create_lora_training_client(base_model, rank=rank) for rank in (8, 16, 32, 64)]

@@ -23,7 +23,7 @@ Run = Callable[[], float]
 
 
 @dataclass(slots=True)
-class Bench:
+class TrainerBench:
     engine: TrainingEngine
     rank: int
     shapes: dict[str, list[int]]

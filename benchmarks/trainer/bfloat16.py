@@ -9,12 +9,12 @@ import torch
 
 from benchmarks.figure import Aim, Figure
 from benchmarks.model_work import multiplies_bfloat16
-from benchmarks.trainer.bench import Bench
+from benchmarks.trainer.bench import TrainerBench
 from tinsmith.modeling.base_model import BaseModel
 from trainer_service.engine.engine import TrainingEngine
 
 
-def bfloat16(bench: Bench) -> Iterator[Figure]:
+def bfloat16(bench: TrainerBench) -> Iterator[Figure]:
     """forward_backward with base weights in bfloat16 and adapters in float32, in tokens per second."""
     path, device = Path(bench.engine.base.path), bench.device
     if not path.exists():

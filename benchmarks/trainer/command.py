@@ -25,7 +25,7 @@ from benchmarks.command_line import SIZES, add_models, add_only, add_rounds
 from benchmarks.figure import Figure, Report, usable_cores
 from benchmarks.model_work import ModelWork, Peak
 from benchmarks.processes import Baseline, model_folder
-from benchmarks.trainer.bench import Bench
+from benchmarks.trainer.bench import TrainerBench
 from benchmarks.trainer.bfloat16 import bfloat16
 from benchmarks.trainer.passes import co_batching, throughput
 from benchmarks.trainer.prefixes import shared_prefixes
@@ -37,7 +37,7 @@ from trainer_service.engine.engine import TrainingEngine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
+FIGURES: dict[str, Callable[[TrainerBench], Iterator[Figure]]] = {
     measure.__name__: measure
     for measure in (resident_adapters, throughput, co_batching, shared_prefixes, bfloat16, optimizer_step, finite_check)
 }
@@ -60,7 +60,7 @@ def load(arguments: argparse.Namespace) -> tuple[BaseModel, Path | None]:
 
 
 @contextmanager
-def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
+def prepared(arguments: argparse.Namespace) -> Iterator[TrainerBench]:
     torch.set_num_threads(arguments.threads)
     if arguments.device == "cpu":
         keep_freed_memory()  # as the service does
@@ -69,7 +69,7 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
         hf = None
         if folder is not None and arguments.baseline:
             hf = stack.enter_context(closing(Baseline(folder, rank=arguments.rank)))
-        yield Bench(
+        yield TrainerBench(
             engine=TrainingEngine(base, max_tokens_per_microbatch=arguments.max_tokens),
             rank=arguments.rank,
             shapes=arguments.shapes,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from benchmarks.figure import Aim, Figure
-from benchmarks.trainer.bench import Bench, Run
+from benchmarks.trainer.bench import Run, TrainerBench
 from benchmarks.trainer.memory import added_peak_mb
 from benchmarks.trainer.shapes import HYBRID_SHAPES
 
@@ -16,7 +16,7 @@ _PEFT_AIMS = {
 }
 
 
-def throughput(bench: Bench) -> Iterator[Figure]:
+def throughput(bench: TrainerBench) -> Iterator[Figure]:
     """forward_backward of one adapter, in real tokens per second (padding does not count) and as a part of peak."""
     model_id = bench.create("throughput")
     for name, lengths in bench.shapes.items():
@@ -52,7 +52,7 @@ def throughput(bench: Bench) -> Iterator[Figure]:
     bench.engine.delete_model(model_id)
 
 
-def co_batching(bench: Bench) -> Iterator[Figure]:
+def co_batching(bench: TrainerBench) -> Iterator[Figure]:
     """One sequence for each of many adapters in one call, compared with as many sequences of one adapter."""
     count = bench.num_adapters
     for lengths in bench.shapes.values():

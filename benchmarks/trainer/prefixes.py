@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from benchmarks.figure import Aim, Figure
-from benchmarks.trainer.bench import Bench
+from benchmarks.trainer.bench import TrainerBench
 from benchmarks.trainer.memory import added_peak_mb
 from trainer_service.engine.batch import Batch
 from trainer_service.engine.engine import TrainingEngine
@@ -14,7 +14,7 @@ from trainer_service.engine.engine import TrainingEngine
 Sequences = Sequence[Sequence[int]]
 
 
-def shared_prefixes(bench: Bench) -> Iterator[Figure]:
+def shared_prefixes(bench: TrainerBench) -> Iterator[Figure]:
     """forward_backward of samples of the same prompts, of conversations turn by turn, and of texts that share nothing,
     in tokens of the datums per second; and the peak of memory that a pass adds to what the process has."""
     base = bench.engine.base
@@ -39,7 +39,7 @@ def shared_prefixes(bench: Bench) -> Iterator[Figure]:
             engine.delete_model("m")
 
 
-def _kinds(bench: Bench) -> dict[str, tuple[Sequences, float]]:
+def _kinds(bench: TrainerBench) -> dict[str, tuple[Sequences, float]]:
     """Sequences by their kind, each with the ratio to reach."""
     turns, count = [], bench.num_prompts
     for _ in range(-(-count // 2)):
@@ -55,10 +55,10 @@ def _kinds(bench: Bench) -> dict[str, tuple[Sequences, float]]:
     }
 
 
-def _groups(bench: Bench, prompt: int, answer: int) -> Sequences:
+def _groups(bench: TrainerBench, prompt: int, answer: int) -> Sequences:
     prompts = [_new(bench, prompt) for _ in range(bench.num_prompts)]
     return [[*one, *_new(bench, answer)] for one in prompts for _ in range(8)]
 
 
-def _new(bench: Bench, length: int) -> list[int]:
+def _new(bench: TrainerBench, length: int) -> list[int]:
     return bench.rng.integers(bench.engine.base.vocab_size, size=length).tolist()

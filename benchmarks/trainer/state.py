@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks.figure import Aim, Figure
-from benchmarks.trainer.bench import Bench
+from benchmarks.trainer.bench import TrainerBench
 from benchmarks.trainer.memory import resident_mb
 from trainer_service.engine.optimizers import AdamParams
 
 ADAM = AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=1.0)
 
 
-def optimizer_step(bench: Bench) -> Iterator[Figure]:
+def optimizer_step(bench: TrainerBench) -> Iterator[Figure]:
     """optim_step (gradient clipping, AdamW and clearing the gradients), against stock AdamW on the same tensors."""
     model_id = bench.create("step")
     adapter = bench.adapter()
@@ -38,7 +38,7 @@ def optimizer_step(bench: Bench) -> Iterator[Figure]:
     bench.engine.delete_model(model_id)
 
 
-def finite_check(bench: Bench) -> Iterator[Figure]:
+def finite_check(bench: TrainerBench) -> Iterator[Figure]:
     """Cost of checking that a step leaves only finite values: a step with and without the check, in turns."""
     engine, model_id = bench.engine, bench.create("checked")
     model = engine.models[model_id]
@@ -74,7 +74,7 @@ def finite_check(bench: Bench) -> Iterator[Figure]:
     engine.delete_model(model_id)
 
 
-def resident_adapters(bench: Bench) -> Iterator[Figure]:
+def resident_adapters(bench: TrainerBench) -> Iterator[Figure]:
     """Memory of 64 adapters that have each taken a step, against their parameters, two moments and gradients."""
     num_models, length = 64, min(64, *(min(lengths) for lengths in bench.shapes.values()))
     batch = bench.batch([length])

@@ -65,7 +65,7 @@ class RetentionPlan(TypedDict):
     keep: list[KeptCheckpoint]
 
 
-class Retention(RetentionPlan):
+class RetentionState(RetentionPlan):
     policy: dict[str, dict[str, int]]
     is_default: bool
 

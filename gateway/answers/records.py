@@ -42,6 +42,6 @@ class StorageRow(TypedDict):
     estimated_monthly_cost_usd: float
 
 
-class Storage(TypedDict):
+class StorageFacts(TypedDict):
     effective_rate_usd_per_gigabyte_month: float
     data: list[StorageRow]

@@ -7,7 +7,7 @@ from typing import Literal
 from typing_extensions import TypedDict
 
 
-class Trainer(TypedDict):
+class TrainerFacts(TypedDict):
     address: str
     trainer_id: str
     """Empty until the gateway has reached the trainer."""
@@ -26,4 +26,4 @@ class Trainer(TypedDict):
 
 
 class Trainers(TypedDict):
-    trainers: list[Trainer]
+    trainers: list[TrainerFacts]

@@ -78,13 +78,13 @@ class JoinedSampler(TypedDict):
     client_counter: int
 
 
-class Sampler(TypedDict):
+class SamplerFacts(TypedDict):
     sampler_id: str
     base_model: str
     model_path: str | None
 
 
-class Completions(TypedDict):
+class CompletionPage(TypedDict):
     completions: list[dict[str, Any]]
     cursor: int
 

@@ -34,13 +34,13 @@ _MAX_WAITING = 20_000
 _PER_WRITE = 1000
 """Most points that one transaction writes."""
 _MAX_UNCHECKED = 10_000
-"""Most runs in `History._unchecked`. The next write to a forgotten run counts its rows."""
+"""Most runs in `MetricHistory._unchecked`. The next write to a forgotten run counts its rows."""
 _TAIL_ROWS = 240
 """Number of rows that a summary reads."""
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class HistorySummary:
     """The newest part of a run's history."""
 
     num_steps: int
@@ -49,7 +49,7 @@ class Summary:
     """Columns of the last steps."""
 
 
-class History:
+class MetricHistory:
     """Records the metrics of runs, bounds them, and reads them."""
 
     def __init__(self, store: Store, *, max_points: int) -> None:
@@ -175,7 +175,7 @@ class History:
             found: Any = await db.execute(select(Model.model_id, last).where(Model.model_id.in_(run_ids)))
             return {run_id: seq_id for run_id, seq_id in found if seq_id is not None}
 
-    async def summaries(self, run_ids: Sequence[str]) -> dict[str, Summary]:
+    async def summaries(self, run_ids: Sequence[str]) -> dict[str, HistorySummary]:
         """run_id -> summary, for the runs that have points; in two queries. At most PER_QUERY runs (connection.py)."""
         tails = [
             select(_TABLE).where(_TABLE.c.run_id == run_id).order_by(_TABLE.c.seq_id.desc()).limit(_TAIL_ROWS)
@@ -207,7 +207,7 @@ def _shown(points: Sequence[MetricPoint], *, before: tuple[int, float | None] | 
     return {"reset": False, **columns(steps, steps_before=num_steps, at_before=at_before)}
 
 
-def _summary(points: Sequence[MetricPoint], *, total: int) -> Summary:
+def _summary(points: Sequence[MetricPoint], *, total: int) -> HistorySummary:
     """The summary of a run. `points`: the run's newest points. `total`: number of the run's steps."""
     steps, waiting = by_steps(points)
     shown = steps or waiting
@@ -216,7 +216,7 @@ def _summary(points: Sequence[MetricPoint], *, total: int) -> Summary:
     if is_cut:
         begin += shown[0].num_steps
     at_before = shown[0].at if is_cut else None
-    return Summary(total, columns(shown[is_cut:], steps_before=begin, at_before=at_before))
+    return HistorySummary(total, columns(shown[is_cut:], steps_before=begin, at_before=at_before))
 
 
 async def _merged_ranges(db: AsyncSession, run_id: str, *, since: int) -> Iterable[tuple[int, int]]:

@@ -15,7 +15,7 @@ from sqlalchemy import Text, cast, func, or_, select
 from sqlalchemy.orm import defer
 
 from gateway.clients import Clients
-from gateway.dashboard.history import History, Summary
+from gateway.dashboard.history import HistorySummary, MetricHistory
 from gateway.database.catalog import exists_now
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
@@ -55,7 +55,7 @@ class _Reading:
     at: float
     newest: int
     """seq_id of the run's newest point; 0 when there is none."""
-    summary: Summary | None
+    summary: HistorySummary | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class _SharedList:
 class Lists:
     """Reads the lists."""
 
-    def __init__(self, store: Store, *, history: History, futures: Futures, clients: Clients) -> None:
+    def __init__(self, store: Store, *, history: MetricHistory, futures: Futures, clients: Clients) -> None:
         self._store = store
         self._history = history
         self._futures = futures

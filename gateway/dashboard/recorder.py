@@ -6,7 +6,7 @@ import time
 
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
-from gateway.dashboard.history import History
+from gateway.dashboard.history import MetricHistory
 from gateway.dashboard.lists import Lists
 from gateway.dashboard.samples import RecentSamples
 from gateway.dashboard.services import Services
@@ -16,7 +16,7 @@ from gateway.database.tables.samples import RecentSample
 from gateway.database.write_behind import WriteBehind
 from gateway.futures import Futures
 from gateway.metrics import Metrics
-from gateway.moving import Moving
+from gateway.moving import RunMover
 
 _FORGET_S = 60.0
 """Pause between two deletions of old points and samples, in seconds."""
@@ -32,12 +32,12 @@ class Dashboard:
         store: Store,
         clients: Clients,
         futures: Futures,
-        moving: Moving,
+        moving: RunMover,
         metrics: Metrics,
     ) -> None:
         self._config = config
         self._store = store
-        self.history = History(store, max_points=config.history_points)
+        self.history = MetricHistory(store, max_points=config.history_points)
         self.samples = RecentSamples(store, keep=config.recent_samples)
         self.services = Services(clients, moving, metrics)
         self.lists = Lists(store, history=self.history, futures=futures, clients=clients)

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.clients import Clients, Trainer
+from gateway.clients import Clients, TrainerClient
 from gateway.metrics import Metrics
-from gateway.moving import Moving, TrainerState
+from gateway.moving import RunMover, TrainerState
 from gateway.sampling.replicas import Replica
 from gateway.views import Json
 from tinsmith.errors import ServiceError
@@ -35,7 +35,7 @@ _SHOWN = ("trainer_", "sampler_", "gateway_pending", "gateway_sampler", "gateway
 class Services:
     """Asks the services for their metrics."""
 
-    def __init__(self, clients: Clients, moving: Moving, metrics: Metrics) -> None:
+    def __init__(self, clients: Clients, moving: RunMover, metrics: Metrics) -> None:
         self._clients = clients
         self._moving = moving
         self._registry: CollectorRegistry = metrics.registry
@@ -60,7 +60,7 @@ class Services:
             "samplers": [_sampler(one, found) for one, found in zip(samplers, figures[len(trainers) :], strict=True)],
         }
 
-    async def _moves(self) -> dict[Trainer, TrainerState]:
+    async def _moves(self) -> dict[TrainerClient, TrainerState]:
         """The runs of several trainers. Empty for one trainer, which has nowhere to move its runs to, and while the
         database cannot be read."""
         if len(self._clients.trainers) < 2:
@@ -96,7 +96,7 @@ def parse_figures(exposition: str) -> dict[str, float]:
     }
 
 
-def _trainer(trainer: Trainer, figures: dict[str, float] | None, moves: TrainerState | None) -> Json:
+def _trainer(trainer: TrainerClient, figures: dict[str, float] | None, moves: TrainerState | None) -> Json:
     info = trainer.info
     about: Json = {"address": trainer.address, "state": trainer.state, "figures": figures}
     if info is not None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pydantic import Field
 
 from gateway import schemas
-from gateway.schema_types import Body
+from gateway.schema_types import TinkerBody
 
 
-class Datum(Body):
+class Datum(TinkerBody):
     model_input: schemas.ModelInput
     loss_fn_inputs: dict[str, schemas.TensorData]
 
 
-class Batch(Body):
+class Batch(TinkerBody):
     data: list[Datum]
     loss_fn: str
     loss_fn_config: dict[str, float | str] | None = None
@@ -27,7 +27,7 @@ class Forward(schemas.OperationIds):
     forward_input: Batch
 
 
-class LoadWeights(schemas.LoadWeights):
+class LoadWeights(schemas.LoadWeightsFields):
     """session_id and model_seq_id for a new model, or model_id and seq_id for an existing one."""
 
     session_id: str | None = None

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from gateway.openai.draws import Draw, Entry, Update, Usage, text_off_loop
+from gateway.openai.draws import AnswerUsage, Draw, LogprobEntry, Update, text_off_loop
 from gateway.openai.generator import Source
 from gateway.openai.text import Vocabulary
 from tinsmith.rpc import logs
@@ -26,7 +26,7 @@ def log_begin(request_id: str, source: Source, *, user: str | None) -> None:
     logger.info("samples from %s%s", source.name, "" if user is None else f" for user {user[:200]!r}")
 
 
-def chat_logprobs(entries: Sequence[Entry], vocabulary: Vocabulary) -> Json:
+def chat_logprobs(entries: Sequence[LogprobEntry], vocabulary: Vocabulary) -> Json:
     """Log-probabilities as a list of objects, one for each token, for chats."""
 
     def named(token: int, logprob: float | None) -> Json:
@@ -41,7 +41,7 @@ def chat_logprobs(entries: Sequence[Entry], vocabulary: Vocabulary) -> Json:
     }
 
 
-def completion_logprobs(entries: Sequence[Entry], vocabulary: Vocabulary, *, has_top: bool) -> Json:
+def completion_logprobs(entries: Sequence[LogprobEntry], vocabulary: Vocabulary, *, has_top: bool) -> Json:
     """Log-probabilities as parallel lists, for completions. A top list also has the token itself, whatever its rank."""
     tops: list[Json | None] = []
     for entry in entries:
@@ -73,8 +73,8 @@ def head_of(request_id: str, source: Source, *, kind: str) -> Json:
     }
 
 
-def usage_of(draws: Sequence[Draw]) -> Usage:
-    total = Usage()
+def usage_of(draws: Sequence[Draw]) -> AnswerUsage:
+    total = AnswerUsage()
     for draw in draws:
         total.add(draw.usage)
     return total

@@ -24,7 +24,7 @@ from gateway.openai.generator import Source, TokenizerInfo
 from gateway.openai.messages import Messages
 from gateway.openai.pictures import images_of, placed
 from gateway.openai.response_schemas import OutputPart
-from gateway.openai.schemas import Chat, ImagePart, Message, TextPart
+from gateway.openai.schemas import Chat, ChatMessage, ImagePart, TextPart
 from gateway.openai.sources import find_source
 from gateway.openai.structured import Structure, structure_of
 from gateway.openai.text import Vocabulary
@@ -59,7 +59,7 @@ def _json(value: Any, *, field: str) -> str:
     return text
 
 
-def _check_arguments(messages: Sequence[Message], *, max_values: int) -> None:
+def _check_arguments(messages: Sequence[ChatMessage], *, max_values: int) -> None:
     """Raises InvalidRequest when the arguments of all tool calls hold more values than a body may.
 
     The arguments are JSON inside a string, which counts as only one value of the body.
@@ -76,7 +76,7 @@ def _check_arguments(messages: Sequence[Message], *, max_values: int) -> None:
             )
 
 
-def _message(message: Message, *, index: int) -> dict[str, Any]:
+def _message(message: ChatMessage, *, index: int) -> dict[str, Any]:
     """A message in the form of chat templates: content is text, or parts if there are pictures, and arguments of tool
     calls are objects. `index`: the message's place in the request.
 
@@ -150,7 +150,7 @@ def default_max_tokens(gateway: Gateway, source: Source, prompt: bytes) -> int |
     return min(default, room) if room > 0 else None  # the sampler refuses a prompt that fills the context
 
 
-class Form(Protocol):
+class AnswerForm(Protocol):
     """Turns the answer of a chat into the answer of another API."""
 
     def whole(self, answer: Json) -> Json:
@@ -163,7 +163,9 @@ class Form(Protocol):
         ...
 
 
-async def chat(gateway: Gateway, request: Request, body: Chat, *, caller: Caller, form: Form | None = None) -> Response:
+async def chat(
+    gateway: Gateway, request: Request, body: Chat, *, caller: Caller, form: AnswerForm | None = None
+) -> Response:
     """Answers a chat. `form`: another API's form of the answer.
 
     Raises ServiceError, and ClientDisconnect when the client has left.
@@ -183,7 +185,7 @@ async def _answer(
     *,
     caller: Caller,
     places: contextlib.ExitStack,
-    form: Form | None,
+    form: AnswerForm | None,
 ) -> Response:
     source = await find_source(gateway, body.model, caller=caller)
     tokenizer = await gateway.sampling.generator.tokenizer(source)
@@ -251,7 +253,7 @@ async def _stream(
     prompt: Json,
     *,
     places: contextlib.ExitStack,
-    form: Form | None,
+    form: AnswerForm | None,
 ) -> Response:
     """The answer as server-sent events. `prompt`: fields of the first event only. Takes over `places`, which are closed
     at the end of the stream."""

@@ -38,7 +38,7 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogprobEntry:
     """A token in a list of log-probabilities."""
 
     token: int
@@ -57,21 +57,21 @@ class Update:
     index: int
     text: str = ""
     tokens: list[int] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[LogprobEntry] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     spans: Sequence[tuple[str, int]] = ()
     """(version_id, number of tokens that this version has drawn), at the end of a choice that follows a run."""
 
 
 @dataclass(slots=True)
-class Usage:
+class AnswerUsage:
     """Token counts of an answer."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
 
-    def add(self, other: Usage) -> None:
+    def add(self, other: AnswerUsage) -> None:
         self.prompt_tokens += other.prompt_tokens
         self.cached_tokens += other.cached_tokens
         self.completion_tokens += other.completion_tokens
@@ -192,7 +192,7 @@ def _push(
         offset = text.num_chars
         pieces.append(text.push(token))
         # A token of a stop string begins where the text ends.
-        update.entries.append(Entry(token, logprob, top, start + min(offset, text.num_chars)))
+        update.entries.append(LogprobEntry(token, logprob, top, start + min(offset, text.num_chars)))
     update.text = "".join(pieces)
 
 
@@ -220,7 +220,7 @@ class Draw:
         `scores_only`: True if drawn tokens are thrown away. `echo`: True if the text begins with the prompt, including
         special tokens that occur in `prompt_text`. `shown`: special tokens whose text is part of the output.
         `with_entries`: True if updates have an entry for each token."""
-        self.usage = Usage()
+        self.usage = AnswerUsage()
         """Token counts, which are complete once the draw is over."""
         self.prompt: list[int] = np.frombuffer(prompt, _INT32).tolist()
         self._generator = generator
@@ -315,7 +315,7 @@ class Draw:
                 update.spans = [(span.version_id, span.num_tokens) for span in sequence.version_spans]
             yield update
         num_sampled = sum(choice.num_tokens for choice in self._choices)
-        self.usage = Usage(num_prompt, response.prompt_cache_hit_tokens, num_sampled)
+        self.usage = AnswerUsage(num_prompt, response.prompt_cache_hit_tokens, num_sampled)
 
 
 def _rows(table: types_pb2.TopkLogprobs, length: int) -> Tops:

@@ -79,10 +79,10 @@ async def event_stream(
             if not are_named:
                 yield b"data: [DONE]\n\n"
 
-    return _Stream(events(), stack)
+    return _EventStream(events(), stack)
 
 
-class _Stream(StreamingResponse):
+class _EventStream(StreamingResponse):
     """A streaming response that always ends its draws, also when the client leaves."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], stack: contextlib.AsyncExitStack) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway.openai.answers import Json
 from gateway.openai.draws import Update
 from gateway.openai.structured import Structure
-from gateway.openai.tool_calls import Call, Piece, ToolCallReader
+from gateway.openai.tool_calls import GeneratedCall, MessagePiece, ToolCallReader
 
 
 class Messages:
@@ -16,17 +16,17 @@ class Messages:
         self._readers: dict[int, ToolCallReader | None] = {}
         """Index of a choice -> its reader; None when calls are not read."""
 
-    def read(self, update: Update) -> list[Piece]:
+    def read(self, update: Update) -> list[MessagePiece]:
         """The pieces that an update adds to its choice."""
         if update.index not in self._readers:
             self._readers[update.index] = self._structure.reader()
         reader = self._readers[update.index]
         if reader is None:
-            return [Piece(update.text)] if update.text else []
+            return [MessagePiece(update.text)] if update.text else []
         pieces = reader.push(update.text)
         return pieces + reader.end() if update.finish_reason is not None else pieces
 
-    def calls(self, update: Update) -> list[Call]:
+    def calls(self, update: Update) -> list[GeneratedCall]:
         """The calls of tools in the update's choice so far."""
         reader = self._readers.get(update.index)
         return [] if reader is None else reader.calls
@@ -56,7 +56,7 @@ class Messages:
         return [_delta(piece) for piece in self.read(update)]
 
 
-def _delta(piece: Piece) -> Json:
+def _delta(piece: MessagePiece) -> Json:
     call = piece.call
     if call is None:
         return {"content": piece.text}

@@ -11,7 +11,7 @@ from gateway.assets import Assets
 from gateway.convert import picture_of
 from gateway.gateway import Gateway
 from gateway.load import Share
-from gateway.openai.schemas import ImagePart, Message
+from gateway.openai.schemas import ChatMessage, ImagePart
 from gateway.shown import shown
 from tinsmith.errors import InvalidRequest
 from tinsmith.pictures.counting import Counting
@@ -31,7 +31,7 @@ class Prompt:
     """int32 tokens, little endian. All tokens of a picture are the model's `picture_token`."""
 
 
-async def images_of(assets: Assets, messages: Sequence[Message], share: Share) -> list[types_pb2.Image]:
+async def images_of(assets: Assets, messages: Sequence[ChatMessage], share: Share) -> list[types_pb2.Image]:
     """The pictures of a chat, in their order. `share`: counts the bytes of fetched pictures.
 
     Raises InvalidRequest, which names the part, for a URL of a host that is not allowed, or of anything but a PNG or

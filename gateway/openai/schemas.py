@@ -241,7 +241,7 @@ class ToolCall(OpenAIBody):
     function: ToolCallFunction
 
 
-class Message(OpenAIBody):
+class ChatMessage(OpenAIBody):
     """A message of a chat. The model's chat template decides how its fields are used."""
 
     HARMLESS = frozenset({"annotations", "parsed", "provider_specific_fields"})
@@ -339,7 +339,7 @@ WHOLE_ANSWER = "this server does not split an answer into thoughts and text: the
 
 
 class Chat(Generate):
-    messages: Listed[Message]
+    messages: Listed[ChatMessage]
     """Rendered by the model's chat template."""
     prompt_token_ids: Listed[int] | None = None
     """Extension: the prompt as tokens, with messages []."""

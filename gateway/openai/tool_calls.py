@@ -16,7 +16,7 @@ from tinsmith.tool_calls import ToolCallFormat
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class GeneratedCall:
     """A call of a tool, which grows while it is read."""
 
     index: int
@@ -28,11 +28,11 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MessagePiece:
     """New text of a message, or of a call's arguments."""
 
     text: str
-    call: Call | None = None
+    call: GeneratedCall | None = None
     """The call to which the arguments belong; None for text of the message."""
     begins: bool = False
     """True for the first piece of a call."""
@@ -43,7 +43,7 @@ class ToolCallReader:
 
     def __init__(self, form: ToolCallFormat, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         """`schemas`: JSON Schema of the arguments of each of the request's tools, by name."""
-        self.calls: list[Call] = []
+        self.calls: list[GeneratedCall] = []
         self._form = FORMS[form]
         self._schemas = schemas
         self._state: Literal["text", "whole", "arguments", "object", "after", "plain"] = "text"
@@ -64,10 +64,10 @@ class ToolCallReader:
         """Whether the arguments of the last call have begun, and not ended."""
         return self._state == "arguments"
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[MessagePiece]:
         """Adds text. Returns the pieces that are certain now."""
         self._rest += text
-        pieces: list[Piece] = []
+        pieces: list[MessagePiece] = []
         while True:
             before = (self._state, len(self._rest))
             match self._state:
@@ -86,7 +86,7 @@ class ToolCallReader:
             if before == (self._state, len(self._rest)):
                 return pieces
 
-    def end(self) -> list[Piece]:
+    def end(self) -> list[MessagePiece]:
         """The remaining pieces, after the last text."""
         if self._state == "whole":
             self._drop_beginning_of_close()
@@ -99,14 +99,14 @@ class ToolCallReader:
                 return []
         return self._take(len(self._rest)) if self._state in ("text", "after") else []
 
-    def _take(self, size: int) -> list[Piece]:
+    def _take(self, size: int) -> list[MessagePiece]:
         """The first characters of the rest, as text of the message, without hidden marks."""
         text, self._rest = self._rest[:size], self._rest[size:]
         for mark in self._form.hidden:
             text = text.replace(mark, "")
-        return [Piece(text)] if text else []
+        return [MessagePiece(text)] if text else []
 
-    def _text(self) -> list[Piece]:
+    def _text(self) -> list[MessagePiece]:
         """Takes text up to the beginning of a call, or up to text that may become one, and up to the spaces before."""
         find = self._form.reads.search if self._form.anywhere else self._form.reads.match
         found = find(self._rest, partial=True)
@@ -127,27 +127,27 @@ class ToolCallReader:
         pieces = self._take(len(self._rest[: found.start()].rstrip()))
         return [*pieces, self._begin(found)]
 
-    def _begin(self, found: regex.Match[str]) -> Piece:
+    def _begin(self, found: regex.Match[str]) -> MessagePiece:
         """Begins a call whose arguments follow."""
         self._rest = found.string[found.start("arguments") :]
         self._state = "arguments"
         return self._new(_name(found), found.groupdict().get("id"))
 
-    def _new(self, name: str, own_id: str | None = None) -> Piece:
+    def _new(self, name: str, own_id: str | None = None) -> MessagePiece:
         made = f"{self._form.id_prefix}{uuid4().hex[: self._form.id_length]}"
-        call = Call(len(self.calls), name, own_id or made)
+        call = GeneratedCall(len(self.calls), name, own_id or made)
         self.calls.append(call)
         self._closing = [*self._form.closes]
-        return Piece("", call, begins=True)
+        return MessagePiece("", call, begins=True)
 
-    def _arguments(self) -> list[Piece]:
+    def _arguments(self) -> list[MessagePiece]:
         """Takes text up to the brace that closes the arguments."""
         text, is_closed = self._closed()
         if is_closed:
             self._state, self._depth = ("object", 1) if self._form.in_object else ("after", 0)
         call = self.calls[-1]
         call.arguments += text
-        return [Piece(text, call)] if text else []
+        return [MessagePiece(text, call)] if text else []
 
     def _object(self) -> None:
         """Skips the text from the end of the arguments to the brace that closes the call's object."""
@@ -173,7 +173,7 @@ class ToolCallReader:
         text, self._rest = self._rest[:size], self._rest[size:]
         return text, not self._depth
 
-    def _after(self) -> list[Piece]:
+    def _after(self) -> list[MessagePiece]:
         """Takes the text that follows a call: the beginning of another call, or marks that close the call, and
         spaces."""
         if self._form.more is not None:
@@ -193,7 +193,7 @@ class ToolCallReader:
             self._state = "text" if self._form.anywhere else "plain"
         return []
 
-    def _whole(self) -> list[Piece]:
+    def _whole(self) -> list[MessagePiece]:
         """Takes a call that is read as a whole, once all of it is there. Such a call is in XML, or has its members in
         an unusual order."""
         close, xml = self._form.closes[0], self._form.xml
@@ -204,19 +204,19 @@ class ToolCallReader:
         self._num_searched = max(0, len(self._rest) - len(close))
         return []
 
-    def _call_or_text(self, text: str, *, closed: bool) -> list[Piece]:
+    def _call_or_text(self, text: str, *, closed: bool) -> list[MessagePiece]:
         """Takes a whole call. A broken call becomes text."""
         close = self._form.closes[0] if closed else ""
         self._rest = self._rest[len(text) + len(close) :]
         self._state = "text"
         found = self._read(text)
         if found is None:
-            return [Piece(self._opening + text + close)] if self._opening + text else []
+            return [MessagePiece(self._opening + text + close)] if self._opening + text else []
         begun = self._new(found[0])
         assert begun.call is not None
         begun.call.arguments = found[1]
         self._closing, self._state = [], "after"
-        return [begun, Piece(begun.call.arguments, begun.call)]
+        return [begun, MessagePiece(begun.call.arguments, begun.call)]
 
     def _drop_beginning_of_close(self) -> None:
         """Drops the first part of a closing mark at the end of the text, if the call before it is whole."""

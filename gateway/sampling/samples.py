@@ -49,7 +49,7 @@ _KEPT = MAX_PAGE
 """Number of confirmed completions that are still kept, in case the client asks for them again."""
 
 
-class Places:
+class SamplePlaces:
     """Holds the samples in work, of both APIs together, within their limits."""
 
     def __init__(self, config: GatewayConfig, futures: Futures) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.clients import Trainer
+from gateway.clients import TrainerClient
 from gateway.convert import checkpoint_row, ttl_of
 from gateway.database.operations import COPY
 from gateway.database.store import Store
@@ -91,7 +91,7 @@ class Copies:
 
     async def _copy(
         self,
-        trainer: Trainer,
+        trainer: TrainerClient,
         source: Checkpoint,
         path: TinkerPath,
         *,

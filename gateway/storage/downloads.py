@@ -17,7 +17,7 @@ import grpc.aio
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from gateway.clients import Trainer
+from gateway.clients import TrainerClient
 from gateway.config import GatewayConfig
 from gateway.database.store import Store
 from tinsmith.v1 import trainer_pb2, types_pb2
@@ -95,7 +95,7 @@ class Content:
             digest.update(part if isinstance(part, bytes) else part.sha256.encode())
         return f'"{digest.hexdigest()}"'
 
-    async def read(self, trainer: Trainer, location: str, start: int, stop: int) -> AsyncIterator[bytes]:
+    async def read(self, trainer: TrainerClient, location: str, start: int, stop: int) -> AsyncIterator[bytes]:
         """Opens the parts, and returns an iterator over the bytes `start` to `stop`.
 
         Raises DataCorrupted for a damaged file, and another ServiceError when a file cannot be opened. So a client gets
@@ -149,7 +149,7 @@ def _size(part: bytes | types_pb2.CheckpointFile) -> int:
 
 
 async def _open_file(
-    trainer: Trainer, location: str, name: str, *, offset: int, num_bytes: int
+    trainer: TrainerClient, location: str, name: str, *, offset: int, num_bytes: int
 ) -> AsyncIterator[bytes]:
     request = trainer_pb2.ReadCheckpointFileRequest(location=location, name=name, offset=offset, num_bytes=num_bytes)
     call = trainer.stub.ReadCheckpointFile(request)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from gateway.clients import Trainer
+from gateway.clients import TrainerClient
 from gateway.codec import TooLarge
 from gateway.config import GatewayConfig
 from gateway.convert import checkpoint_row, ttl_of
@@ -111,7 +111,7 @@ class Imports:
 
     async def _send(
         self,
-        trainer: Trainer,
+        trainer: TrainerClient,
         header: trainer_pb2.ImportCheckpointHeader,
         archive: AsyncIterator[bytes],
         *,

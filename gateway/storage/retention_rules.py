@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gateway.database.tables.checkpoints import Checkpoint
-from gateway.schemas import Rules
+from gateway.schemas import RetentionRules
 
 KINDS = {"training": "weights", "sampler": "sampler_weights"}
 """Field of a policy -> kind of a path. Checkpoints for download have no rules."""
@@ -25,7 +25,9 @@ class Judged:
     """Reasons to keep the checkpoint. Empty means that it is to be deleted."""
 
 
-def judge(checkpoints: Sequence[Checkpoint], rules: Rules, *, in_use: Collection[str], now: float) -> list[Judged]:
+def judge(
+    checkpoints: Sequence[Checkpoint], rules: RetentionRules, *, in_use: Collection[str], now: float
+) -> list[Judged]:
     """Applies the rules to the checkpoints of one run and kind. The result is ordered, oldest first.
 
     `in_use`: paths that a sampler or a load needs. `now`: seconds since 1970.

@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway import json_forms
 from gateway.config import GatewayConfig
-from gateway.dashboard.history import History
+from gateway.dashboard.history import MetricHistory
 from gateway.database.outages import TRY_AGAIN, in_words, until_written
 from gateway.database.store import Store
 from gateway.database.tables.operations import Operation
@@ -67,7 +67,7 @@ class Operations:
         store: Store,
         metrics: Metrics,
         ledger: Ledger,
-        history: History,
+        history: MetricHistory,
         gateway_id: str,
     ) -> None:
         self._gateway_id = gateway_id

@@ -14,7 +14,7 @@ from tinsmith.errors import CheckpointNotFound, NotReady
 from tinsmith.rpc.paths import TinkerPath
 
 
-class Saves:
+class PendingSaves:
     """Finds checkpoints to load, and waits for those that are still being saved."""
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from gateway.clients import Trainer
+from gateway.clients import TrainerClient
 from gateway.futures import ran_of
 from gateway.placement import Placement
 from gateway.training.submission import Submission
@@ -92,7 +92,7 @@ class TrainerCalls:
         except TimeoutError:
             raise lost from None
 
-    async def _has_moved(self, model_id: str, trainer: Trainer, error: ServiceError | None) -> bool:
+    async def _has_moved(self, model_id: str, trainer: TrainerClient, error: ServiceError | None) -> bool:
         """Whether a call has failed because its run moves, or has moved, to another trainer."""
         if isinstance(error, ModelMoved):
             self._placement.forget(model_id)

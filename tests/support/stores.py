@@ -59,7 +59,7 @@ def file_system(protocol: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoreLocation:
     """Where the checkpoints of a test lie, seen past the store."""
 
     root: str
@@ -67,7 +67,7 @@ class Place:
     fs: Any
 
     @classmethod
-    def of(cls, root: str, state_dir: Path) -> Place:
+    def of(cls, root: str, state_dir: Path) -> StoreLocation:
         return cls(root, state_dir, file_system(root.partition("://")[0] if "://" in root else "file"))
 
     @property

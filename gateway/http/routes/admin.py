@@ -108,7 +108,7 @@ async def billing_usage(request: Request, query: schemas.UsageQuery) -> answers.
     }
 
 
-async def checkpoint_storage(request: Request, query: schemas.StorageQuery) -> answers.records.Storage:
+async def checkpoint_storage(request: Request, query: schemas.StorageQuery) -> answers.records.StorageFacts:
     """Stored checkpoints and their size."""
     gateway = request.gateway
     price = gateway.tenants.billing.storage_price

@@ -83,7 +83,9 @@ async def _poll(gateway: Gateway, request_id: str) -> Answer | Progress:
         return await gateway.futures.poll(request_id, timeout_s=timeout_s)
 
 
-async def retrieve_futures(request: Request, body: schemas.RetrieveFutures) -> answers.training.Completions | Response:
+async def retrieve_futures(
+    request: Request, body: schemas.RetrieveFutures
+) -> answers.training.CompletionPage | Response:
     """The finished samples of a sampler, by a long poll."""
     gateway = request.gateway
     sampling_session_id = body.target.sampling_session_id

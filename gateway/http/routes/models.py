@@ -58,7 +58,7 @@ async def create_model(request: Request) -> answers.training.Receipt:
     return await _create(request, "create_model", content, to_message)
 
 
-class _LoadNew(schemas.LoadWeights, schemas.NewModelIds):
+class _LoadNew(schemas.LoadWeightsFields, schemas.NewModelIds):
     """The form of load_weights that makes a model."""
 
 

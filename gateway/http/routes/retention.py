@@ -39,7 +39,7 @@ def _plan_view(plan: Sequence[Judged]) -> answers.checkpoints.RetentionPlan:
     }
 
 
-async def _answer(request: Request, run_id: str) -> answers.checkpoints.Retention:
+async def _answer(request: Request, run_id: str) -> answers.checkpoints.RetentionState:
     retention = request.gateway.storage.retention
     found = await retention.policy(run_id)
     plan = await retention.plan(run_id, found.policy)
@@ -47,19 +47,19 @@ async def _answer(request: Request, run_id: str) -> answers.checkpoints.Retentio
     return {"policy": policy, "is_default": found.is_default, **_plan_view(plan)}
 
 
-async def get_retention(request: Request) -> answers.checkpoints.Retention:
+async def get_retention(request: Request) -> answers.checkpoints.RetentionState:
     """The retention policy of a training run, and what it would delete now."""
     return await _answer(request, await _own_run(request))
 
 
-async def set_retention(request: Request, body: schemas.Policy) -> answers.checkpoints.Retention:
+async def set_retention(request: Request, body: schemas.Policy) -> answers.checkpoints.RetentionState:
     """Set the retention policy of a training run."""
     gateway, run_id = request.gateway, await _own_run(request)
     await gateway.storage.retention.set_policy(run_id, body)
     return await _answer(request, run_id)
 
 
-async def use_default_retention(request: Request) -> answers.checkpoints.Retention:
+async def use_default_retention(request: Request) -> answers.checkpoints.RetentionState:
     """Go back to the server's retention policy."""
     run_id = await _own_run(request)
     await request.gateway.storage.retention.use_default(run_id)

@@ -110,7 +110,7 @@ async def _living_session(gateway: Gateway, sampling_session_id: str, *, caller:
     return session
 
 
-async def get_sampler(request: Request) -> answers.training.Sampler:
+async def get_sampler(request: Request) -> answers.training.SamplerFacts:
     """The weights of a sampler."""
     sampler_id = request.path_params["sampling_session_id"]
     row = await request.gateway.tenants.access.sampling_session(sampler_id, request.caller)

@@ -15,7 +15,7 @@ def _check_admin(request: Request) -> None:
         raise HTTPException(403, f"the key {request.caller.name!r} is not that of an admin, which this needs")
 
 
-def _view(state: TrainerState) -> answers.trainers.Trainer:
+def _view(state: TrainerState) -> answers.trainers.TrainerFacts:
     trainer = state.trainer
     return {
         "address": trainer.address,

@@ -90,7 +90,7 @@ def _saves(
     save.path = str(path) if path is not None else None
 
 
-class _LoadInto(schemas.LoadWeights, schemas.OperationIds):
+class _LoadInto(schemas.LoadWeightsFields, schemas.OperationIds):
     """The legacy form of load_weights, which loads into an existing model."""
 
 

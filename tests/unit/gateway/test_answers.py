@@ -8,19 +8,19 @@ from collections import Counter
 
 import pytest
 
-from gateway.futures import _OVERHEAD_BYTES, Answer, Answers, Kept, failed
+from gateway.futures import _OVERHEAD_BYTES, Answer, AnswerCache, KeptAnswer, failed
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith.errors import InvalidRequest
 
 KB = 1024
 
 
-def put(answers: Answers, owner: str, name: str, *, kilobytes: int) -> None:
-    answers.put(name, Kept(owner, Answer(bytes(kilobytes * KB - _OVERHEAD_BYTES)), None))
+def put(answers: AnswerCache, owner: str, name: str, *, kilobytes: int) -> None:
+    answers.put(name, KeptAnswer(owner, Answer(bytes(kilobytes * KB - _OVERHEAD_BYTES)), None))
 
 
 def test_huge_answers_of_one_owner_push_out_nobody_elses() -> None:
-    answers = Answers(100 * KB)
+    answers = AnswerCache(100 * KB)
     for number in range(10):
         put(answers, "ada", f"a{number}", kilobytes=2)
     for number in range(20):
@@ -31,17 +31,17 @@ def test_huge_answers_of_one_owner_push_out_nobody_elses() -> None:
 
 
 def test_small_answers_take_no_more_memory_than_is_counted_for_them() -> None:
-    answers = Answers(2**30)
+    answers = AnswerCache(2**30)
     tracemalloc.start()
     for number in range(200):
-        answers.put(f"{number}", Kept("ada", failed(InvalidRequest("a short text")), None))
+        answers.put(f"{number}", KeptAnswer("ada", failed(InvalidRequest("a short text")), None))
     num_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert num_bytes <= 200 * (len(failed(InvalidRequest("a short text")).body) + _OVERHEAD_BYTES)
 
 
 def test_one_owner_alone_may_use_all_of_it_and_loses_what_was_used_least_recently() -> None:
-    answers = Answers(10 * KB)
+    answers = AnswerCache(10 * KB)
     for number in range(10):
         put(answers, "ada", str(number), kilobytes=1)
     answers.use("0")
@@ -53,15 +53,15 @@ def test_one_owner_alone_may_use_all_of_it_and_loses_what_was_used_least_recentl
 
 
 def test_no_more_is_kept_than_the_bound_and_one_answer_and_nothing_is_lost_below_it() -> None:
-    rng, answers, bound = random.Random(0), Answers(64 * KB), 64 * KB
+    rng, answers, bound = random.Random(0), AnswerCache(64 * KB), 64 * KB
     names = [str(number) for number in range(200)]
 
-    def kept() -> dict[str, Kept]:
+    def kept() -> dict[str, KeptAnswer]:
         return {name: found for name in names if (found := answers.get(name)) is not None}
 
     for number in range(3000):
         owner, name, size = rng.choice("abcd"), rng.choice(names), rng.choice((1, 1, 1, 8, 100))
-        before = {**kept(), name: Kept(owner, Answer(bytes(size * KB - _OVERHEAD_BYTES)), None)}
+        before = {**kept(), name: KeptAnswer(owner, Answer(bytes(size * KB - _OVERHEAD_BYTES)), None)}
         put(answers, owner, name, kilobytes=size)
         after = kept()
         sizes = [one.num_bytes for one in after.values()]

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 from sqlalchemy import func, select, update
 
-from gateway.dashboard.history import History
+from gateway.dashboard.history import MetricHistory
 from gateway.dashboard.samples import MAX_PICTURE_BYTES, MAX_TOKENS, RecentSamples
 from gateway.dashboard.services import parse_figures
 from gateway.dashboard.thumbnails import MAX_BYTES, MAX_THUMBNAIL_BYTES, thumbnail
@@ -106,7 +106,7 @@ async def test_an_answer_that_passes_again_is_counted_once(stack: Stack, client:
     assert (await get(client, f"runs/{run_id}/history"))["step"] == [1, 2]
 
 
-def observe(history: History, seq_id: int) -> None:
+def observe(history: MetricHistory, seq_id: int) -> None:
     """A batch where seq_id is odd, a step where it is even."""
     ran = (BEGAN_AT + seq_id, BEGAN_AT + seq_id + 0.5)
     if seq_id % 2:
@@ -123,7 +123,7 @@ async def num_rows(gateway: Gateway, table: type[MetricPoint] | type[RecentSampl
 
 async def test_a_long_history_is_bounded_and_whole_also_with_two_writers(stack: Stack) -> None:
     gateway = stack.gateway
-    one, other = (History(gateway.store, max_points=64) for _ in range(2))
+    one, other = (MetricHistory(gateway.store, max_points=64) for _ in range(2))
     for seq_id in range(1, 1001):
         observe((one, other)[seq_id // 4 % 2], seq_id)
         if seq_id % 5 == 0:
@@ -143,7 +143,7 @@ async def test_a_long_history_is_bounded_and_whole_also_with_two_writers(stack: 
 
 
 async def test_a_reader_whose_points_were_merged_gets_all_anew(stack: Stack) -> None:
-    history = History(stack.gateway.store, max_points=64)
+    history = MetricHistory(stack.gateway.store, max_points=64)
     for seq_id in range(1, 41):
         observe(history, seq_id)
     await history.flush()
@@ -163,7 +163,7 @@ async def test_many_points_are_written_in_portions_and_none_is_lost_between_them
     """20,000 points of one run, as after an outage, kept the event loop from others for 2.5 s."""
     monkeypatch.setattr("gateway.dashboard.history._PER_WRITE", 10)
     store, commits_seen = stack.gateway.store, 0
-    history = History(store, max_points=64)
+    history = MetricHistory(store, max_points=64)
 
     def fail() -> None:
         nonlocal commits_seen
@@ -183,7 +183,7 @@ async def test_many_points_are_written_in_portions_and_none_is_lost_between_them
 
 async def test_without_points_nothing_is_kept(stack: Stack) -> None:
     gateway = stack.gateway
-    history = History(gateway.store, max_points=0)
+    history = MetricHistory(gateway.store, max_points=0)
     observe(history, 1)
     await history.flush()
     assert await num_rows(gateway, MetricPoint) == 0
@@ -191,7 +191,7 @@ async def test_without_points_nothing_is_kept(stack: Stack) -> None:
 
 async def test_old_points_are_forgotten(stack: Stack) -> None:
     gateway = stack.gateway
-    history = History(gateway.store, max_points=64)
+    history = MetricHistory(gateway.store, max_points=64)
     for seq_id in range(1, 9):
         observe(history, seq_id)
     await history.flush()
@@ -330,7 +330,7 @@ async def test_only_the_newest_samples_stay_of_each_owner(stack: Stack) -> None:
 
 async def test_only_the_newest_points_and_samples_of_all_runs_together_stay(stack: Stack) -> None:
     gateway = stack.gateway
-    history = History(gateway.store, max_points=64)
+    history = MetricHistory(gateway.store, max_points=64)
     for seq_id in range(1, 9):
         observe(history, seq_id)
     await history.flush()

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from gateway import convert, schemas
 from gateway.codec import invalid
-from gateway.schema_types import Body
+from gateway.schema_types import TinkerBody
 from tinsmith.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2
 
@@ -15,7 +15,7 @@ IDS = {"model_id": "s:train:0", "seq_id": 1}
 DIMUON = {"type": "dimuon", "learning_rate": 0.5}
 
 
-def parsed(schema: type[Body], body: dict[str, Any]) -> Any:
+def parsed(schema: type[TinkerBody], body: dict[str, Any]) -> Any:
     try:
         return schema.model_validate(body)
     except ValidationError as error:

@@ -11,7 +11,7 @@ from sqlalchemy import select
 
 from gateway.config import GatewayConfig
 from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint, RetentionPolicy
-from gateway.schemas import Policy, Rules
+from gateway.schemas import Policy, RetentionRules
 from gateway.storage.retention_rules import judge
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tests.unit.gateway.test_checkpoints import ask, events, expire, save_for_sampler
@@ -29,7 +29,7 @@ def checkpoint(step: int, *, age_s: float = 0.0, **facts: Any) -> Checkpoint:
 
 
 def kept(checkpoints: list[Checkpoint], *, in_use: tuple[str, ...] = (), **rules: int) -> list[int]:
-    judged = judge(checkpoints, Rules(**rules), in_use=in_use, now=NOW)
+    judged = judge(checkpoints, RetentionRules(**rules), in_use=in_use, now=NOW)
     return [one.checkpoint.step for one in judged if one.kept_as]
 
 
@@ -133,7 +133,7 @@ async def test_a_policy_says_what_it_would_delete_and_the_reaper_does_it(stack: 
     assert 'gateway_swept_checkpoints_total{reason="retention"} 2.0' in text
 
 
-@pytest.mark.gateway(retention=Policy(training=Rules(keep_last=1), sampler=Rules(keep_last=1)))
+@pytest.mark.gateway(retention=Policy(training=RetentionRules(keep_last=1), sampler=RetentionRules(keep_last=1)))
 async def test_the_default_is_for_runs_without_a_policy_of_their_own(stack: Stack, client: Client) -> None:
     mine, other = await run_with(client, number=2), await run_with(client, number=2)
     await retention(client, mine, "PUT")  # no rules: everything stays
@@ -170,7 +170,7 @@ async def test_a_checkpoint_pinned_after_the_plan_stays(
 ) -> None:
     run_id = await run_with(client)
     service = stack.gateway.storage.retention
-    old = await service.plan(run_id, Policy(training=Rules(keep_last=1)))
+    old = await service.plan(run_id, Policy(training=RetentionRules(keep_last=1)))
     await ask(client, "POST", path_of(run_id, "n1"), "pin")
     await ask(client, "POST", path_of(run_id, "n2"), "publish")
 

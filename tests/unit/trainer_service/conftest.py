@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.support.parameters import fast_ones
 from tests.support.postgres import Postgres, postgres  # noqa: F401 - a fixture
-from tests.support.stores import BUCKET, Place, gs, s3
+from tests.support.stores import BUCKET, StoreLocation, gs, s3
 from tests.unit.trainer_service.journals import Journals
 from tests.unit.trainer_service.scheduling import Bench, FakeEngine, MakeBench
 from trainer_service.durability.journal import Journal
@@ -62,11 +62,11 @@ def s3_env() -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture
-def objects(s3_env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def objects(s3_env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StoreLocation:
     """In a bucket, for this test alone."""
     for name, value in s3_env.items():
         monkeypatch.setenv(name, value)
-    return Place.of(f"s3://{BUCKET}/{uuid.uuid4().hex}", tmp_path / "state")
+    return StoreLocation.of(f"s3://{BUCKET}/{uuid.uuid4().hex}", tmp_path / "state")
 
 
 @pytest.fixture(scope="session")
@@ -76,19 +76,19 @@ def gs_env() -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture(params=fast_ones(["local", "s3", "gs"], ["local"]))
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StoreLocation:
     """One of each kind. test_object_storage.py has an s3 among the fast tests."""
     if request.param == "s3":
         return request.getfixturevalue("objects")
     if request.param == "gs":
         for name, value in request.getfixturevalue("gs_env").items():
             monkeypatch.setenv(name, value)
-        return Place.of(f"gs://{BUCKET}/{uuid.uuid4().hex}", tmp_path / "state")
-    return Place.of(str(tmp_path / "root"), tmp_path / "state")
+        return StoreLocation.of(f"gs://{BUCKET}/{uuid.uuid4().hex}", tmp_path / "state")
+    return StoreLocation.of(str(tmp_path / "root"), tmp_path / "state")
 
 
 @pytest.fixture
-def store(place: Place) -> Iterator[CheckpointStore]:
+def store(place: StoreLocation) -> Iterator[CheckpointStore]:
     store = place.open()
     yield store
     store.close()

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.support.models import make_model, make_vision_model
-from tests.support.stores import Place
+from tests.support.stores import StoreLocation
 from tinsmith.errors import (
     CheckpointExists,
     CheckpointNotFound,
@@ -120,7 +120,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(store: CheckpointStore, base: BaseM
 
 
 def test_sampler_weights_are_a_plain_peft_folder(
-    store: CheckpointStore, place: Place, base: BaseModel, model_folder: Path, tmp_path: Path
+    store: CheckpointStore, place: StoreLocation, base: BaseModel, model_folder: Path, tmp_path: Path
 ) -> None:
     state = make_state(base, optimizer=False)
     store.save(make_info(state), state, overwrite=False)
@@ -129,7 +129,7 @@ def test_sampler_weights_are_a_plain_peft_folder(
 
 
 def test_external_weights_are_a_plain_peft_folder_too(
-    store: CheckpointStore, place: Place, base: BaseModel, model_folder: Path, tmp_path: Path
+    store: CheckpointStore, place: StoreLocation, base: BaseModel, model_folder: Path, tmp_path: Path
 ) -> None:
     state, info = make_state(base, optimizer=False), external_info(base)
     saved = store.save(info, state, overwrite=False)
@@ -147,7 +147,7 @@ def test_external_weights_are_a_plain_peft_folder_too(
 
 
 def test_external_weights_name_a_tied_head_as_the_hosted_service_does(
-    store: CheckpointStore, place: Place, tmp_path: Path
+    store: CheckpointStore, place: StoreLocation, tmp_path: Path
 ) -> None:
     """The cookbook's merge finds no lm_head.weight in the base model's file, and stock PEFT no unembed_tokens."""
     folder = make_model(tmp_path / "tied", tie_word_embeddings=True)
@@ -174,7 +174,7 @@ def test_external_weights_name_a_tied_head_as_the_hosted_service_does(
 
 
 def test_external_weights_name_layers_beside_a_tower_as_the_hosted_service_does(
-    store: CheckpointStore, place: Place, tmp_path: Path
+    store: CheckpointStore, place: StoreLocation, tmp_path: Path
 ) -> None:
     """The cookbook's merge puts `language_model` before `layers` by itself, where the base model's file has it."""
     base = BaseModel.load(make_vision_model(tmp_path / "seeing"), device=torch.device("cpu"), dtype=torch.float32)
@@ -198,7 +198,7 @@ def test_external_weights_name_layers_beside_a_tower_as_the_hosted_service_does(
 
 
 def test_a_damaged_ephemeral_checkpoint_is_found_by_a_faster_digest(
-    store: CheckpointStore, place: Place, base: BaseModel
+    store: CheckpointStore, place: StoreLocation, base: BaseModel
 ) -> None:
     state, location = make_state(base, optimizer=False), at("one", "ephemeral")
     info = make_info(state)
@@ -244,7 +244,9 @@ def test_recipients_may_be_ssh_keys_and_a_malformed_one_is_named() -> None:
         parse_recipients([good] * 11, field="age_recipients")
 
 
-def test_a_copy_shares_the_bytes_and_outlives_its_source(store: CheckpointStore, place: Place, base: BaseModel) -> None:
+def test_a_copy_shares_the_bytes_and_outlives_its_source(
+    store: CheckpointStore, place: StoreLocation, base: BaseModel
+) -> None:
     state, other = make_state(base, value=0.1), make_state(base, value=0.2)
     saved = store.save(make_info(state), state, overwrite=False)
     copied = store.copy(at("one"), Location("t:train:0", "weights", "two"), ttl=duration(7200))
@@ -285,7 +287,7 @@ def test_a_copy_works_where_the_file_system_has_no_links(
     assert torch.equal(store.load(at("two"), base, with_optimizer=True)[1].adapter.flat, state.adapter.flat)
 
 
-def test_a_copy_is_refused_by_name(store: CheckpointStore, place: Place, base: BaseModel) -> None:
+def test_a_copy_is_refused_by_name(store: CheckpointStore, place: StoreLocation, base: BaseModel) -> None:
     state = make_state(base)
     store.save(make_info(state), state, overwrite=False)
     store.copy(at("one"), at("two"), ttl=None)
@@ -316,7 +318,7 @@ def test_the_optimizer_is_refused_by_name_when_there_is_none(store: CheckpointSt
         store.load(at("one", "sampler_weights"), base, with_optimizer=True)
 
 
-def test_an_existing_name_needs_overwrite(store: CheckpointStore, place: Place, base: BaseModel) -> None:
+def test_an_existing_name_needs_overwrite(store: CheckpointStore, place: StoreLocation, base: BaseModel) -> None:
     first, second = make_state(base, value=0.1), make_state(base, value=0.2)
     store.save(make_info(first), first, overwrite=False)
     with pytest.raises(CheckpointExists, match="weights/one"):
@@ -346,7 +348,7 @@ def test_a_reader_sees_the_old_or_the_new_while_it_is_overwritten(store: Checkpo
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"])
 def test_one_flipped_byte_is_found_and_its_file_named(
-    store: CheckpointStore, place: Place, base: BaseModel, name: str
+    store: CheckpointStore, place: StoreLocation, base: BaseModel, name: str
 ) -> None:
     state = make_state(base)
     store.save(make_info(state), state, overwrite=False)
@@ -372,7 +374,7 @@ def assert_damage_is_found(store: CheckpointStore, base: BaseModel, name: str, h
 
 @pytest.mark.parametrize("damage", ["change", "truncate"])
 def test_a_damaged_manifest_is_named_and_its_checkpoint_can_be_deleted(
-    store: CheckpointStore, place: Place, base: BaseModel, damage: str
+    store: CheckpointStore, place: StoreLocation, base: BaseModel, damage: str
 ) -> None:
     state = make_state(base)
     store.save(make_info(state), state, overwrite=False)
@@ -412,7 +414,7 @@ def test_a_location_that_could_leave_the_root_is_refused(text: str) -> None:
 )
 def test_a_disk_that_is_full_or_fails_is_said_and_nothing_is_left(
     store: CheckpointStore,
-    place: Place,
+    place: StoreLocation,
     base: BaseModel,
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
@@ -469,7 +471,7 @@ def test_leftovers_of_a_dead_process_are_cleaned_or_put_back(base: BaseModel, tm
     assert list((root / "~tmp").iterdir()) == []
 
 
-def test_deleting(store: CheckpointStore, place: Place, base: BaseModel) -> None:
+def test_deleting(store: CheckpointStore, place: StoreLocation, base: BaseModel) -> None:
     state = make_state(base)
     store.save(make_info(state), state, overwrite=False)
     store.delete(at("one"))
@@ -488,11 +490,11 @@ def test_deleting(store: CheckpointStore, place: Place, base: BaseModel) -> None
 
 
 def test_all_trainers_with_one_store_read_the_same_id_and_other_stores_have_others(
-    place: Place, tmp_path: Path
+    place: StoreLocation, tmp_path: Path
 ) -> None:
     first, second = place.open(), place.open(state_dir=tmp_path / "other")
     assert first.storage.store_id == second.storage.store_id
-    other = Place.of(f"{place.root}-other", place.state_dir).open()
+    other = StoreLocation.of(f"{place.root}-other", place.state_dir).open()
     assert other.storage.store_id != first.storage.store_id
     assert all(re.fullmatch("[0-9a-f]{32}", store.storage.store_id) for store in (first, other))
     for store in (first, second, other):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from tests.support.stores import BUCKET, Place
+from tests.support.stores import BUCKET, StoreLocation
 from tests.unit.trainer_service.test_checkpoints import RUN, at, make_info, make_state
 from tinsmith.errors import CheckpointExists, CheckpointNotFound, NotReady
 from tinsmith.modeling.base_model import BaseModel
@@ -58,7 +58,7 @@ def die_in(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
 @pytest.mark.parametrize("method", ["upload", "install"])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_leftovers_of_a_dead_writer_are_gone_after_its_restart_and_the_old_checkpoint_stays(
-    objects: Place, base: BaseModel, method: str, overwrite: bool
+    objects: StoreLocation, base: BaseModel, method: str, overwrite: bool
 ) -> None:
     store = objects.open()
     old = save(store, base, value=0.1) if overwrite else None
@@ -76,7 +76,7 @@ def test_leftovers_of_a_dead_writer_are_gone_after_its_restart_and_the_old_check
         assert torch.equal(loaded(store, base), old)
 
 
-def test_a_writer_that_dies_after_the_manifest_has_saved(objects: Place, base: BaseModel) -> None:
+def test_a_writer_that_dies_after_the_manifest_has_saved(objects: StoreLocation, base: BaseModel) -> None:
     store = objects.open()
     save(store, base, value=0.1)
     with pytest.MonkeyPatch.context() as patch:
@@ -91,7 +91,7 @@ def test_a_writer_that_dies_after_the_manifest_has_saved(objects: Place, base: B
 
 
 def test_files_of_another_trainer_are_no_leftovers_until_they_are_old(
-    objects: Place, base: BaseModel, tmp_path: Path
+    objects: StoreLocation, base: BaseModel, tmp_path: Path
 ) -> None:
     store = objects.open()
     with pytest.MonkeyPatch.context() as patch:
@@ -109,7 +109,7 @@ def test_files_of_another_trainer_are_no_leftovers_until_they_are_old(
 
 
 def test_a_start_beside_a_trainer_that_ends_a_save_goes_on(
-    objects: Place, base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    objects: StoreLocation, base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other trainer's marker is listed, and is gone when its age is asked for."""
     store = objects.open()
@@ -131,7 +131,7 @@ def test_a_start_beside_a_trainer_that_ends_a_save_goes_on(
 
 
 def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(
-    objects: Place, base: BaseModel, monkeypatch: pytest.MonkeyPatch
+    objects: StoreLocation, base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = objects.open()
     old = save(store, base, value=0.1)
@@ -147,7 +147,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(
     assert objects.objects() == before
 
 
-def test_a_generation_stays_until_its_last_reader_is_done(objects: Place, base: BaseModel) -> None:
+def test_a_generation_stays_until_its_last_reader_is_done(objects: StoreLocation, base: BaseModel) -> None:
     store = objects.open()
     save(store, base, value=0.1)
     storage = store.storage
@@ -164,7 +164,7 @@ def test_a_generation_stays_until_its_last_reader_is_done(objects: Place, base: 
     assert objects.objects() == []
 
 
-def test_a_version_that_was_replaced_is_not_deleted(objects: Place, base: BaseModel) -> None:
+def test_a_version_that_was_replaced_is_not_deleted(objects: StoreLocation, base: BaseModel) -> None:
     store = objects.open()
     save(store, base)
     store.delete(at("one"), version_id="another")
@@ -173,7 +173,7 @@ def test_a_version_that_was_replaced_is_not_deleted(objects: Place, base: BaseMo
     assert objects.objects() == []
 
 
-def test_a_copy_is_made_by_the_store(objects: Place, base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_made_by_the_store(objects: StoreLocation, base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     store = objects.open()
     flat = save(store, base)
 
@@ -191,7 +191,7 @@ def test_a_copy_is_made_by_the_store(objects: Place, base: BaseModel, monkeypatc
 
 
 def test_a_file_damaged_on_its_way_is_read_again(
-    objects: Place, base: BaseModel, monkeypatch: pytest.MonkeyPatch
+    objects: StoreLocation, base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = objects.open()
     flat = save(store, base)
@@ -208,7 +208,7 @@ def test_a_file_damaged_on_its_way_is_read_again(
     assert damaged
 
 
-def test_nothing_stays_in_the_scratch_folder(objects: Place, base: BaseModel) -> None:
+def test_nothing_stays_in_the_scratch_folder(objects: StoreLocation, base: BaseModel) -> None:
     scratch = objects.state_dir / "checkpoints.scratch"
     (scratch / "of-a-dead-process").mkdir(parents=True)
     store = objects.open()
@@ -220,8 +220,10 @@ def test_nothing_stays_in_the_scratch_folder(objects: Place, base: BaseModel) ->
         assert len(file.read()) == store.manifest(at("one")).files[DATA].size_bytes
 
 
-def test_checkpoints_move_between_the_stores_by_copying_files(objects: Place, base: BaseModel, tmp_path: Path) -> None:
-    here = Place.of(str(tmp_path / "root"), tmp_path / "here")
+def test_checkpoints_move_between_the_stores_by_copying_files(
+    objects: StoreLocation, base: BaseModel, tmp_path: Path
+) -> None:
+    here = StoreLocation.of(str(tmp_path / "root"), tmp_path / "here")
     store, others = here.open(), objects.open()
     flat = save(store, base)
     objects.fs.put(f"{here.root}/{RUN}", f"{objects.root}/{RUN}", recursive=True)
@@ -237,8 +239,10 @@ def test_checkpoints_move_between_the_stores_by_copying_files(objects: Place, ba
     assert copied.size_bytes == store.info(at("one")).size_bytes
 
 
-def test_a_checkpoint_that_came_from_a_folder_is_deleted_whole(objects: Place, base: BaseModel, tmp_path: Path) -> None:
-    here, others = Place.of(str(tmp_path / "root"), tmp_path / "here"), objects.open()
+def test_a_checkpoint_that_came_from_a_folder_is_deleted_whole(
+    objects: StoreLocation, base: BaseModel, tmp_path: Path
+) -> None:
+    here, others = StoreLocation.of(str(tmp_path / "root"), tmp_path / "here"), objects.open()
     save(here.open(), base)
     objects.fs.put(f"{here.root}/{RUN}", f"{objects.root}/{RUN}", recursive=True)
     others.delete(at("one"))
@@ -279,7 +283,7 @@ def open_at(url: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def fresh_clients(objects: Place) -> Iterator[None]:
+def fresh_clients(objects: StoreLocation) -> Iterator[None]:
     """fsspec keeps its clients, and with them what was in the environment."""
     type(objects.fs).clear_instance_cache()
     yield
@@ -328,7 +332,7 @@ def test_a_folder_that_cannot_be_made_is_said_at_start(tmp_path: Path) -> None:
         open_at(str(tmp_path / "file" / "root"), tmp_path)
 
 
-def test_reading_what_is_gone_is_not_damage(objects: Place, base: BaseModel) -> None:
+def test_reading_what_is_gone_is_not_damage(objects: StoreLocation, base: BaseModel) -> None:
     store = objects.open()
     save(store, base)
     with store.storage.reading(at("one")) as found:

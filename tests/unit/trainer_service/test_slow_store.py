@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.support.batches import random_datum, request
 from tests.support.models import VOCAB_SIZE
-from tests.support.stores import Place
+from tests.support.stores import StoreLocation
 from tests.unit.trainer_service.test_checkpoints import at, make_info, make_state
 from tests.unit.trainer_service.test_servicer import (  # noqa: F401 - fixtures
     MODEL,
@@ -161,7 +161,7 @@ async def test_deletions_that_the_store_does_not_answer_hold_up_no_save_under_an
 
 
 def test_a_checkpoint_that_is_replaced_and_deleted_is_read_to_its_end_and_removed_then(
-    place: Place, base: BaseModel, stuck: Stuck
+    place: StoreLocation, base: BaseModel, stuck: Stuck
 ) -> None:
     store = place.open()
     old, new = make_state(base, value=0.1), make_state(base, value=0.2)
@@ -211,7 +211,7 @@ def test_a_checkpoint_is_read_where_open_folders_have_no_paths(
     assert torch.equal(store.load(at("one"), base, with_optimizer=True)[1].adapter.flat, state.adapter.flat)
 
 
-def test_reading_one_checkpoint_holds_up_no_other(place: Place, base: BaseModel, stuck: Stuck) -> None:
+def test_reading_one_checkpoint_holds_up_no_other(place: StoreLocation, base: BaseModel, stuck: Stuck) -> None:
     store = place.open()
     for name in ("one", "two"):
         store.save(make_info(make_state(base), name), make_state(base), overwrite=False)
@@ -239,7 +239,7 @@ def test_reading_one_checkpoint_holds_up_no_other(place: Place, base: BaseModel,
 
 
 @pytest.mark.slow
-def test_a_read_during_many_replacements_gives_one_of_the_versions(place: Place, base: BaseModel) -> None:
+def test_a_read_during_many_replacements_gives_one_of_the_versions(place: StoreLocation, base: BaseModel) -> None:
     store = place.open()
     states = [make_state(base, value=value) for value in (0.1, 0.2)]
     store.save(make_info(states[0]), states[0], overwrite=False)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from tests.support.stores import Place
+from tests.support.stores import StoreLocation
 from tests.unit.trainer_service.test_checkpoints import at, make_info, make_state
 from tests.unit.trainer_service.test_imports import GOOD, tar
 from tinsmith.errors import OutOfCapacity
@@ -99,7 +99,7 @@ def test_the_reserve_follows_the_disk(
 
 
 def test_a_save_is_refused_before_it_writes_and_what_was_saved_stays(
-    place: Place, base: BaseModel, monkeypatch: pytest.MonkeyPatch
+    place: StoreLocation, base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = CollectorRegistry()
     store = place.open(min_free_bytes=2**20, registry=registry)
@@ -119,7 +119,7 @@ def test_a_save_is_refused_before_it_writes_and_what_was_saved_stays(
     store.close()
 
 
-def test_the_estimate_is_what_is_written_and_little_more(place: Place, base: BaseModel) -> None:
+def test_the_estimate_is_what_is_written_and_little_more(place: StoreLocation, base: BaseModel) -> None:
     store = place.open()
     for state in (make_state(base), make_state(base, optimizer=False)):
         saved = store.save(make_info(state), state, overwrite=False)
@@ -145,7 +145,7 @@ def test_a_copy_without_links_is_refused_too(tmp_path: Path, base: BaseModel, mo
 
 
 def test_reading_from_an_object_store_needs_room_for_the_copy(
-    objects: Place, base: BaseModel, monkeypatch: pytest.MonkeyPatch
+    objects: StoreLocation, base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = objects.open(min_free_bytes=1000)
     state = make_state(base)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from tests.support.stores import Place
+from tests.support.stores import StoreLocation
 from tests.unit.trainer_service.test_checkpoints import make_state
 from tinsmith.errors import DataCorrupted, NotReady
 from tinsmith.lora_config import config_to_proto
@@ -26,14 +26,14 @@ from trainer_service.storage.protocol import Storage
 MODEL, OTHER = "s:train:0", "s:train:1"
 
 
-def storage_at(place: Place) -> Storage:
+def storage_at(place: StoreLocation) -> Storage:
     metrics = Metrics(CollectorRegistry())
     root = f"{place.root}/{stored_snapshots.FOLDER}/a1"
     return open_storage(root, state_dir=place.state_dir, metrics=metrics, min_free_bytes=None, scratch="s.scratch")
 
 
 @pytest.fixture(params=["own folder", "checkpoints"])
-def files(request: pytest.FixtureRequest, place: Place, tmp_path: Path) -> SnapshotStore:
+def files(request: pytest.FixtureRequest, place: StoreLocation, tmp_path: Path) -> SnapshotStore:
     if request.param == "own folder":
         if place.in_objects:
             pytest.skip("a folder is no object store")
@@ -84,7 +84,7 @@ def test_snapshots_are_listed_replaced_and_deleted(files: SnapshotStore, base: B
     files.read(OTHER, 1, base)
 
 
-def test_a_damaged_or_missing_snapshot_is_told_as_such(place: Place, base: BaseModel) -> None:
+def test_a_damaged_or_missing_snapshot_is_told_as_such(place: StoreLocation, base: BaseModel) -> None:
     files = StoredSnapshots(storage_at(place))
     write(files, base, MODEL, 3)
     (path,) = [one for one in place.objects() if one.endswith("/adapter.npy")]
@@ -97,7 +97,7 @@ def test_a_damaged_or_missing_snapshot_is_told_as_such(place: Place, base: BaseM
 
 
 def test_a_storage_that_is_away_is_waited_for_and_keeps_what_cannot_be_deleted(
-    place: Place, base: BaseModel, monkeypatch: pytest.MonkeyPatch
+    place: StoreLocation, base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_snapshots, "_READ_AGAIN_S", 0.0)
     storage: Any = storage_at(place)
