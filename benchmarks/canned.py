@@ -46,7 +46,8 @@ def _with_body(answer: bytes, body: bytes) -> bytes:
 
 
 class CannedAnswers:
-    """Answers of the real service, with their headers, by request line; answers of retrieve_future also by request_id.
+    """Answers of the real service, with their headers, by request line. Those of retrieve_future are told apart by the
+    body, too, but all samples have one answer.
 
     So each submission of a kind gets the id of the first submission of this kind, and with it the first one's result.
     The SDK tells samples apart, so each sample has an id of its own.

@@ -135,7 +135,7 @@ class Clients:
             await self._use(services)
 
     async def _use(self, services: Addresses) -> None:
-        """Takes up the services that are new in the list, and leaves those that are no longer in it."""
+        """Takes up services that are new in the list, and leaves services that are no longer in it."""
         for address in self._watches.keys() - services.trainers:
             self._watches.pop(address).cancel()
             self._known[address].info = None

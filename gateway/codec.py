@@ -57,8 +57,8 @@ _KEEPS_CANCELS = (3, 12)
 
 IDS_BYTES = 4096
 """Bytes at either end of a forward_backward in which its ids lie: first in protobuf, last in JSON."""
-_MAX_DRAINED_BYTES = 2**30
-"""Most bytes of a body that are read although it is too large."""
+MAX_DRAINED_BYTES = 2**30
+"""Most bytes of a body that are still read although it is refused."""
 _MAX_KEY_CHARACTERS = 300
 """Longest X-Idempotency-Key, in characters."""
 
@@ -209,7 +209,7 @@ async def read(request: Request) -> bytes:
                 except OutOfCapacity as error:
                     full = error
                     chunks.clear()
-            elif num_bytes > _MAX_DRAINED_BYTES:
+            elif num_bytes > MAX_DRAINED_BYTES:
                 end = b""
                 break
             else:

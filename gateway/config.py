@@ -57,8 +57,8 @@ class GatewayConfig(GrpcTls, BaseSettings):
     for every address of the host, looked up every two seconds."""
     services_file: Path | None = None
     """JSON file with the addresses, {"trainers": [...], "samplers": [...]}, instead of trainers and samplers. It may
-    change while the gateway runs: within a second the gateway takes up services that came, and asks nothing of those
-    that went. `tinsmith up` writes it."""
+    change while the gateway runs: within a second the gateway takes up services that were added, and leaves services
+    that were removed. `tinsmith up` writes the file."""
     sampler_timeout_s: float = Field(default=3.0, gt=0, le=60)
     """A sampler that has not answered a health check for this long, in seconds, gets no requests, and other samplers
     take its work."""
@@ -90,9 +90,9 @@ class GatewayConfig(GrpcTls, BaseSettings):
     stores it in the database."""
 
     allowed_hosts: list[str] = []
-    """For a server without keys: further host names under which clients may reach it, as a JSON list. Loopback names
-    and the host of public_url are always allowed. This keeps pages in a browser from reaching the gateway under a host
-    name of their own."""
+    """Further host names under which clients may reach a server without keys, as a JSON list. Loopback names and the
+    host of public_url are always allowed. This keeps pages in a browser from reaching the gateway under a host name of
+    their own."""
     max_connections: int = Field(default=4096, ge=16)
     """Most open HTTP connections. A further one is closed at once. If another address has more connections, one of
     that address is closed instead."""

@@ -123,7 +123,7 @@ def optim_step(body: schemas.OptimStep) -> trainer_pb2.OptimStepRequest:
 
 
 def int32_bytes(values: Sequence[Any], *, field: str) -> bytes:
-    """Token ids as int32, little endian. Raises InvalidRequest, naming the first value that is no token id."""
+    """Token ids as int32, little endian. Raises InvalidRequest, which names the first value that is no token id."""
     with contextlib.suppress(ValueError, OverflowError):
         array = np.array(values)
         are_numbers = bool not in set(map(type, values))  # numpy takes true for 1
@@ -142,7 +142,7 @@ def int32_bytes(values: Sequence[Any], *, field: str) -> bytes:
 
 
 def base64_bytes(value: Any, *, field: str) -> bytes:
-    """The bytes of a text in base64. Raises InvalidRequest, naming the field."""
+    """The bytes of a text in base64. Raises InvalidRequest, which names the field."""
     try:
         return base64.b64decode(value, validate=True)
     except (binascii.Error, TypeError, ValueError):
@@ -185,7 +185,7 @@ def check_fields(value: Mapping[str, Any], known: Collection[str], *, field: str
 
 
 def chunk(value: dict[str, Any], *, field: str) -> types_pb2.Chunk:
-    """One chunk of a prompt. Raises InvalidRequest or Unsupported, naming the field."""
+    """One chunk of a prompt. Raises InvalidRequest or Unsupported, which name the field."""
     kind = type_of(value)
     if isinstance(kind, str) and kind in _CHUNK_FIELDS:
         check_fields(value, _CHUNK_FIELDS[kind], field=field)

@@ -49,7 +49,7 @@ class Answer:
 
     body: bytes
     as_json: Callable[[bytes], bytes] | None = None
-    """Converts a protobuf body to JSON, for clients that do not accept protobuf. None: the body is JSON."""
+    """Converts a protobuf body to JSON, for clients that do not accept protobuf. None means that the body is JSON."""
     is_failure: bool = False
 
 
@@ -161,7 +161,7 @@ class Pending:
     """Hash of the request; None when only the request id is known."""
     progress: Progress = field(default_factory=Progress)
     accepted: asyncio.Future[None] | None = None
-    """Done once a receipt may be given. None: a receipt may be given at once."""
+    """Done once a receipt may be given. None means that a receipt may be given at once."""
     num_tokens: int = 0
     hold: Hold | None = None
     """The reservation in the owner's budgets; released when the work ends."""

@@ -1,6 +1,6 @@
 """The gateway: all its parts, one class for each package, and how they start and stop.
 
-Each part is built from those above it, and knows none below it.
+Each part is built from the parts above it, and knows no part below it.
 """
 
 from __future__ import annotations

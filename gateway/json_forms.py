@@ -207,7 +207,7 @@ def _sequence(sequence: types_pb2.SampledSequence) -> dict[str, Any]:
 
 
 def _topk(table: types_pb2.TopkLogprobs) -> list[list[tuple[int, float]] | None]:
-    """For each position its (token, logprob) pairs, best first; None for a position without any."""
+    """The (token, logprob) pairs of each position, best first; None for a position without pairs."""
     token_ids = np.frombuffer(table.token_ids, "<i4").reshape(table.length, table.k)
     logprobs = np.frombuffer(table.logprobs, "<f4").reshape(table.length, table.k)
     num_filled = ((token_ids != 0) | (logprobs != _EMPTY_LOGPROB)).sum(axis=1)

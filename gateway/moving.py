@@ -1,4 +1,4 @@
-"""Moves runs from one trainer to another, one at a time: those of trainers that are being drained, and of lost ones.
+"""Moves runs of drained trainers, and runs of lost trainers, to other trainers, one run at a time.
 
 A move has a row in the database (database/tables/moves.py) until it is over. Its steps are:
 

@@ -160,8 +160,8 @@ class Forgetting:
 
     async def _forget_marks(self, owner: str) -> None:
         """Forgets the progress of clients of the owner's oldest sampling sessions; within one sampling session, of the
-        clients that joined first. If a gateway is started again while a sample of such a client is in work, the client
-        is not told to send the sample again."""
+        clients with the smallest numbers. If a gateway is started again while a sample of such a client is in work, the
+        client is not told to send the sample again."""
         key = SampleMark.sampling_session_id, SampleMark.clone_id
         newest = select(*key).join(SamplingSession, _is_of_sampler()).join(Session).where(Session.owner == owner)
         newest = newest.order_by(SamplingSession.created_at.desc(), *(column.desc() for column in key))

@@ -28,7 +28,7 @@ class DatabaseUnusable(SQLAlchemyError):
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether the same statement may succeed later. False when the statement itself is wrong."""
+    """Whether the statement that failed may succeed later. False when the statement itself is wrong."""
     if isinstance(error, DatabaseUnusable):
         return True
     cause = error.orig if isinstance(error, DBAPIError) else error

@@ -188,8 +188,8 @@ class Life:
         self._emptying = None
         self._let_in()
 
-    def _admit(self, those: list[Suspicion]) -> None:
-        for mine in those:
+    def _admit(self, admitted: list[Suspicion]) -> None:
+        for mine in admitted:
             self._num_let_in += 1
             mine.came_alone_as = self._num_let_in if not self._in_work and self._is_empty else None
             mine.is_alone_for_sure = False

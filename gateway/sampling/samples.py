@@ -185,7 +185,7 @@ class Samples:
         return Answer(response.SerializeToString(), json_forms.sample_result)
 
 
-# Which samples are done
+# Completions
 
 
 @dataclass(slots=True)
@@ -276,7 +276,7 @@ class Completions:
                     samples.low, samples.high = low, high
 
     async def _load(self, target: Target) -> _TargetSamples:
-        """The samples of a target. After a restart, those that may have been in work are open."""
+        """The samples of a target. After a restart, all samples that may have been in work are open."""
         if target not in self._samples:
             mark = await self._store.samplers.mark(*target)
             if target not in self._samples:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from gateway.clients import TrainerClient
-from gateway.codec import TooLarge
+from gateway.codec import MAX_DRAINED_BYTES, TooLarge
 from gateway.config import GatewayConfig
 from gateway.convert import checkpoint_row, ttl_of
 from gateway.database.operations import IMPORT
@@ -25,9 +25,6 @@ from gateway.tenants.limits import PATIENCE_S, Hold, Limits
 from tinsmith.errors import RateLimited, ServiceError
 from tinsmith.rpc.paths import TinkerPath
 from tinsmith.v1 import trainer_pb2
-
-_MAX_DRAINED_BYTES = 2**30
-"""Most bytes that are still read of an archive that the trainer has refused already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +116,7 @@ class Imports:
     ) -> trainer_pb2.ImportCheckpointResponse:
         """Sends the archive to the trainer as it arrives. `room` gives the most bytes that the checkpoint may have.
 
-        After a refusal the rest of the archive is still read, up to `_MAX_DRAINED_BYTES`, because most clients read no
+        After a refusal the rest of the archive is still read, up to `MAX_DRAINED_BYTES`, because most clients read no
         answer before they have sent everything.
         """
         limit = self._config.max_import_bytes
@@ -133,7 +130,7 @@ class Imports:
                     call.cancel()
                 if call.done():
                     num_dropped += len(piece)
-                    if num_dropped > _MAX_DRAINED_BYTES:
+                    if num_dropped > MAX_DRAINED_BYTES:
                         break
                 elif piece:
                     await self._write(call, trainer_pb2.ImportCheckpointRequest(archive=piece))

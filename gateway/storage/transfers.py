@@ -35,7 +35,7 @@ _PATIENCE_S = 3600.0
 
 
 class Transfers:
-    """Indexes copied and imported checkpoints, and those that a dead gateway left behind."""
+    """Indexes copied and imported checkpoints, also those that a dead gateway has left without a row."""
 
     def __init__(self, store: Store, checkpoints: Checkpoints, *, gateway_id: str) -> None:
         self._store = store

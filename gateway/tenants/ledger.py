@@ -6,8 +6,9 @@ the transaction of the change.
 Each batch is written exactly once. A lost connection leaves open whether the database has the batch, so the batch is
 sent again; its number, which is written in the same transaction, tells a batch that the database has already.
 
-Several gateways may see the answer of one training operation: the one that submitted it, and those that were asked for
-it later. Each adds the tokens in a transaction that also marks the operation as counted. Only the first mark counts.
+Several gateways may see the answer of one training operation: the gateway that submitted it, and gateways that were
+asked for it later. Each adds the tokens in a transaction that also marks the operation as counted. Only the first mark
+counts.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A **budget** is never exceeded. Work in progress counts with the most that it ma
   again. So is work that fits by the count in the database, because unwritten tokens may be counted twice for a moment.
 - The size of a save is not known before the first of its shape is stored. That first save may take all the room there
   is, and others wait for it.
-- The tokens of other gateways are known once those have written them, which they do every second.
+- The tokens of other gateways are known once these gateways have written them, which they do every second.
 - A refusal by a budget is final for the SDK (403, or a future that fails with category "user"), because nothing changes
   until somebody raises the budget. 402 would make the SDK retry for an hour without a word to its user.
 
