@@ -25,8 +25,8 @@ from tests.unit.modeling.test_parallel_tensor import step
 from tinsmith.modeling import base_model
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.capabilities import checked
-from tinsmith.modeling.parts import move
 from tinsmith.modeling.self_check import Probe
+from tinsmith.modeling.weight_parts import move
 from trainer_service.config import TrainerConfig
 from trainer_service.ranks import process
 from trainer_service.ranks.group import RankGroup

@@ -34,13 +34,13 @@ from tinsmith.modeling.padded import cached_batches, padded_batches, runs_within
 from tinsmith.modeling.parallel import Division
 from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.modeling.parallel_tensor import TensorParallel
-from tinsmith.modeling.parts import in_parts, move
 from tinsmith.modeling.pretrained import persistent_buffers
 from tinsmith.modeling.quantized import LoadingConfig, num_weights
 from tinsmith.modeling.recurrent import call_packages_where_they_work, pack_recurrent
 from tinsmith.modeling.self_check import Probe
 from tinsmith.modeling.shared_pages import can_share, share_base
 from tinsmith.modeling.tower import Sights, Tower
+from tinsmith.modeling.weight_parts import in_parts, move
 from tinsmith.modeling.whole_layers import take_over
 from tinsmith.quantization import Quantization
 

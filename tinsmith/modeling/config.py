@@ -8,13 +8,10 @@ from transformers import AutoConfig, PretrainedConfig
 
 
 def load_config(path: str | Path, *, local_files_only: bool = False) -> PretrainedConfig:
-    """The configuration of a folder or a Hugging Face id. Raises OSError and ValueError, as AutoConfig does.
-
-    `local_files_only`: the hub is not asked for a newer one.
-
-    Without trust_remote_code=False, transformers would ask on the terminal whether to run the model's code.
-    """
+    """The configuration of a model. `path`: a folder or a Hugging Face id. `local_files_only`: do not ask the hub for a
+    newer configuration. Raises OSError and ValueError, as AutoConfig does."""
     try:
+        # Without trust_remote_code=False, transformers would ask on the terminal whether to run the model's code.
         return AutoConfig.from_pretrained(path, local_files_only=local_files_only, trust_remote_code=False)
     except ValueError as error:
         if "trust_remote_code" not in str(error):

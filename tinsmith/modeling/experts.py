@@ -57,7 +57,8 @@ class LoraExperts(nn.Module):
         )  # fmt: skip
 
     def forward(self, x_T_H: Tensor, expert_T_K: Tensor, weight_T_K: Tensor) -> Tensor:
-        """The layer's output [T, H]; the signature is that of transformers. Rows without a run get the base model."""
+        """The layer's output [T, H]. Rows without a run get the base model's output. transformers prescribes the
+        signature."""
         pairs = _Pairs.of(expert_T_K, self.num_experts)
         shares = _shares(self.active.runs, self.up.name, expert_T_K, pairs)
         up_S_O = self._product(pairs.spread(x_T_H), self.up_name, pairs)
@@ -158,18 +159,18 @@ class _Pairs:
         return _Take.apply(x_n_C, self.order_S // self.num_choices, self.inverse_S, self.num_choices)
 
     def restore(self, x_S_C: Tensor) -> Tensor:
-        """[n, K, C] of values in the sorted order: back to the order of the rows."""
+        """Values [S, C] in the sorted order, put back into the order of the rows: [n, K, C]."""
         return _Take.apply(x_S_C, self.inverse_S, self.order_S, 1).unflatten(0, (-1, self.num_choices))
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """The rows and pairs to which one run adds its adapter's share. Row numbers that are None mean all rows, in
-    order."""
+    """The rows and pairs to which one run adds its adapter's share. `rows_n` and `where_s` are None for a run of all
+    rows."""
 
     adapter: Adapter
     pairs: _Pairs
-    """Pairs of the run's own rows, in a sorted order of their own."""
+    """Pairs of the run's rows only, sorted by expert."""
     rows_n: Tensor | None
     """The run's rows among all T."""
     where_s: Tensor | None
@@ -193,8 +194,9 @@ def _shares(runs: Sequence[Run], target: str, expert_T_K: Tensor, pairs: _Pairs)
 
 
 def _rows_of(x: Tensor, numbers: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """The rows of each share, by one gather for all. With one gather for each share, the backward pass would make a
-    tensor of the size of x for each."""
+    """The rows of x for each share, [n, ...] each, taken by one gather. With one gather for each share, the backward
+    pass would make a tensor of the size of x for each share. `numbers`: row numbers; None for all rows, which occurs
+    only with a single share."""
     given = [rows for rows in numbers if rows is not None]
     if not given:
         return [x]
@@ -224,12 +226,13 @@ class _Take(torch.autograd.Function):
 
 
 def grouped_mm(x_S_I: Tensor, weight_E_O_I: Tensor, ends_E: Tensor) -> Tensor:
-    """[S, O]: x W_e^T with the weight of each row's group. Group e consists of the rows from ends[e - 1] to ends[e]."""
+    """x W_e^T, [S, O], where e is the group of each row. Group e consists of the rows from ends[e - 1] to ends[e]."""
     return _GroupedMM.apply(x_S_I, weight_E_O_I, ends_E)
 
 
 class _GroupedMM(torch.autograd.Function):
-    """Differentiated by hand, so that a frozen weight saves no rows for backward, and every rank is possible."""
+    """`grouped_mm`, differentiated by hand: a frozen weight saves no rows for backward, and padding allows adapters of
+    every rank."""
 
     @staticmethod
     def forward(ctx: Any, x_S_I: Tensor, weight_E_O_I: Tensor, ends_E: Tensor) -> Tensor:
@@ -248,7 +251,8 @@ class _GroupedMM(torch.autograd.Function):
 
 
 class _QuantizedGroupedMM(torch.autograd.Function):
-    """`grouped_mm` with a frozen weight that is made for each product, so that backward keeps none."""
+    """`grouped_mm` with a frozen weight that is dequantised again for each product, so that nothing of it is kept for
+    backward."""
 
     @staticmethod
     def forward(ctx: Any, x_S_I: Tensor, weight_E_O_I: Callable[[], Tensor], ends_E: Tensor) -> Tensor:
@@ -263,6 +267,7 @@ class _QuantizedGroupedMM(torch.autograd.Function):
 
 
 def _grouped(x_S_I: Tensor, weight_E_I_O: Tensor, ends_E: Tensor) -> Tensor:
+    """x W_e of each row, [S, O]. Pads features to the alignment that the kernel needs."""
     num_inputs, num_outputs = weight_E_I_O.shape[1:]
     pad_I, pad_O = (_padding(size, x_S_I) for size in (num_inputs, num_outputs))
     if pad_I:
@@ -276,7 +281,7 @@ def _grouped(x_S_I: Tensor, weight_E_I_O: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _grouped_outer(grad_S_O: Tensor, x_S_I: Tensor, ends_E: Tensor) -> Tensor:
-    """[E, O, I]: grad^T x of each group."""
+    """grad^T x of each group, [E, O, I]."""
     num_outputs, num_inputs = grad_S_O.shape[1], x_S_I.shape[1]
     grad_S_O = nn.functional.pad(grad_S_O, (0, _padding(num_outputs, grad_S_O)))
     x_S_I = nn.functional.pad(x_S_I, (0, _padding(num_inputs, x_S_I)))

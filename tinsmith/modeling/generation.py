@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from tinsmith.modeling.whole_layers import WholeLayer
 
 
-class Joined:
-    """Adapted layers that read one input. Their matrices lie end to end in one, column by column, and each layer's
-    weight is a view of it. Quantised layers keep theirs."""
+class JoinedLinear:
+    """Adapted linear layers that read one input, as one product. Their matrices lie side by side in one matrix, and
+    each layer's weight is a view of it. Quantised layers keep their own matrices."""
 
     def __init__(self, layers: Sequence[LoraLinear]) -> None:
         self.layers = layers
@@ -55,11 +55,12 @@ class Joined:
 
     @property
     def is_current(self) -> bool:
-        """False while the model's parameters are not those with which this was made."""
+        """False while the model's parameters are other tensors than at the time when the matrices were joined, as with
+        a full version."""
         return self._weight is None or self.layers[0].weight.data_ptr() == self._weight.data_ptr()
 
     def __call__(self, x_T_I: Tensor, runs: Sequence[Run]) -> Tensor:
-        """[T, O]: outputs of all layers, side by side."""
+        """The outputs of all layers, side by side: [T, O]."""
         prepacked = self.layers[0].prepacked
         if prepacked is not None and prepacked.gains(x_T_I):
             y_T_O = prepacked.together(x_T_I)
@@ -79,7 +80,7 @@ class Joined:
         return y_T_O
 
     def _from_quantized(self, x_T_I: Tensor) -> Tensor:
-        """The outputs without adapters. One layer's weight is dequantised at a time."""
+        """The outputs [T, O] without adapters. Only one layer's weight is dequantised at a time."""
         y_T_O = x_T_I.new_empty(x_T_I.shape[0], self._columns[-1].stop)
         for layer, columns in zip(self.layers, self._columns, strict=True):
             torch.mm(x_T_I, layer.dense().T, out=y_T_O[:, columns])
@@ -87,6 +88,8 @@ class Joined:
 
 
 class GenerationLayer:
+    """A decoder layer of the Llama family, computed without gradients."""
+
     def __init__(self, whole: WholeLayer) -> None:
         self._whole = whole
 
@@ -125,7 +128,8 @@ def generate(
     layout: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    """The forward of a decoder layer. Uses `layer` where it can, and otherwise `own`, the layer's own forward."""
+    """Forward of a decoder layer. It runs `layer` if that can compute this pass, and otherwise `own`, the forward of
+    transformers."""
     rotates = position_embeddings is not None and layer.rotates_whole_heads(position_embeddings[0])
     if not rotates or args or active.groups is not None or torch.is_grad_enabled() or not layer.is_current:
         return own(hidden_states, *args, position_embeddings=position_embeddings, layout=layout, **kwargs)

@@ -52,8 +52,8 @@ class Groups:
 
     @classmethod
     def of(cls, runs: Sequence[Run], num_rows: int, device: torch.device, mm: GroupedMM) -> Groups | None:
-        """The groups of these runs. None if grouped products do not pay or are not possible: fewer than two runs,
-        rows that are numbers or out of order, or too many groups."""
+        """The groups of these runs. None if grouped products do not pay or are not possible: for fewer than two runs,
+        for runs whose rows are not slices in rising order, and for more than MAX_GROUPS groups."""
         if len(runs) < 2:
             return None
         adapters: list[Adapter | None] = []
@@ -97,7 +97,7 @@ class _GroupedLayer:
     parameters: Sequence[Tensor]
     """A and B of each of these groups in turn."""
     rank: int
-    """The common rank, to which all are padded."""
+    """The common rank R, to which A and B of all adapters are padded."""
     dtype: torch.dtype
 
     @classmethod
@@ -142,9 +142,9 @@ class _GroupedLayer:
         return len(self.where) == len(self.groups.adapters) and all(rank == self.rank for rank in self.ranks)
 
     def parts(self, stack_G: Tensor, dimension: int) -> list[Tensor]:
-        """The part of each adapter that has this layer: of its group, as many rows (dimension 0) or columns (1) as its
-        rank."""
-        groups = stack_G.unbind()  # one operation, and most ranks need no other
+        """Views of a stack, one for each adapter with this layer: the first rows (dimension 0) or columns (dimension 1)
+        of the adapter's group, as many as the adapter's rank."""
+        groups = stack_G.unbind()  # one operation, which is enough for adapters of the common rank
         return [
             groups[n] if rank == self.rank else groups[n].narrow(dimension, 0, rank)
             for n, rank in zip(self.where, self.ranks, strict=True)

@@ -2,12 +2,12 @@
 
 Such a layer makes the keys and values of all heads from one latent vector of each token, by its `kv_b_proj`; to each
 key it appends rotated features that all heads share. In generation the cache holds the latent vector and the rotated
-features only. With k = U c and v = V c, a score q k is (U^T q) c, and a weighted sum of values is V times that of
-latent vectors (DeepSeek-AI, DeepSeek-V2, 2024, section 2.1). So to attention there is one head of keys, and the values
-are their first features. An adapter of `kv_b_proj` adds its share to U and V on its own rows.
+features only. With k = U c and v = V c, a score q k is (U^T q) c, and a weighted sum of values is V times the weighted
+sum of latent vectors (DeepSeek-AI, DeepSeek-V2, 2024, section 2.1). So attention sees a single head of keys [C + E],
+whose first C features are the values. An adapter of `kv_b_proj` adds its share to U and V on its own rows.
 
-Shapes: T rows, N heads, C features of a latent vector, K of a head's key without the rotated ones, E rotated ones, D =
-K + E, V of a value, R rank.
+Shapes: T rows, N heads, C features of a latent vector, K features of a head's key without the rotated ones, E rotated
+features, D = K + E, V features of a value, R rank.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.lora import LoraLinear
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
-"""Largest relative difference on random numbers; for other types _ROUGH."""
+"""Largest relative difference from the layer's own attention on random numbers."""
 _ROUGH = 0.05
+"""Largest difference for types that _TOLERANCE does not name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,11 @@ class Latent:
     """The computation of one attention layer on latent vectors, in place of keys and values."""
 
     projection: nn.Linear | LoraLinear
-    """kv_b_proj: latent vectors to the keys and values of each head, side by side."""
+    """kv_b_proj, which maps latent vectors to the keys and values of each head, side by side."""
     active: ActiveRuns
     num_heads: int
     num_key_features: int
-    """K"""
+    """K, the features of a head's key without the rotated ones."""
 
     @property
     def in_use(self) -> bool:
@@ -46,7 +47,7 @@ class Latent:
         return self.active.layout is not None and not isinstance(self.active.layout, Packed)
 
     def queries(self, q_T_N_D: Tensor) -> Tensor:
-        """Queries of latent vectors and rotated features, [T, N, C + E]."""
+        """Queries [T, N, C + E] for keys that are latent vectors and rotated features."""
         q_T_N_K, rotated_T_N_E = q_T_N_D.tensor_split([self.num_key_features], -1)
         q_N_T_K = q_T_N_K.transpose(0, 1)
         out_N_T_C = q_N_T_K @ self._by_head(_weight_of(self.projection))[:, : self.num_key_features]
@@ -55,7 +56,7 @@ class Latent:
         return torch.cat([out_N_T_C.transpose(0, 1), rotated_T_N_E], -1)
 
     def values(self, x_T_N_C: Tensor) -> Tensor:
-        """Values [T, N, V] of weighted sums of latent vectors."""
+        """The weighted sums of values, [T, N, V], from weighted sums of latent vectors."""
         x_N_T_C = x_T_N_C.transpose(0, 1)
         out_N_T_V = x_N_T_C @ self._by_head(_weight_of(self.projection))[:, self.num_key_features :].transpose(1, 2)
         for rows, a_R_C, b_N_O_R in self._shares(x_T_N_C.dtype):
@@ -64,11 +65,11 @@ class Latent:
         return out_N_T_V.transpose(0, 1)
 
     def _by_head(self, x_NO_X: Tensor) -> Tensor:
-        """[N, K + V, X]"""
+        """The outputs of `projection` by head: [N, K + V, X] from [N (K + V), X]."""
         return x_NO_X.unflatten(0, (self.num_heads, -1))
 
     def _shares(self, dtype: torch.dtype) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
-        """Rows of each run, and A [R, C] and scaled B [N, K + V, R] of its adapter."""
+        """For each run with an adapter of `projection`: its rows, A [R, C], and B [N, K + V, R] times the scaling."""
         if not isinstance(self.projection, LoraLinear):
             return
         for run in self.active.runs:
@@ -83,8 +84,9 @@ def _weight_of(projection: nn.Linear | LoraLinear) -> Tensor:
 
 
 def compress(decoder: nn.Module, active: ActiveRuns) -> list[str]:
-    """Makes the layers with latent attention keep latent vectors in generation. A layer is taken if its structure is
-    known and, on random numbers, its attention is that of its own keys and values. Returns the classes' names."""
+    """Makes the layers with latent attention keep latent vectors in generation. A layer is changed if its structure is
+    known, and if attention on latent vectors agrees with its own keys and values on random numbers. Returns the names
+    of the classes of the changed layers."""
     taken = set()
     for module in decoder.modules():
         latent = _latent_of(module, active)
@@ -96,7 +98,8 @@ def compress(decoder: nn.Module, active: ActiveRuns) -> list[str]:
 
 
 def _expand(theirs: Callable[..., tuple[Tensor, Tensor]], latent: Latent, latents: Tensor, rotated: Tensor) -> object:
-    """transformers' expand_kv: keys and values of latent vectors [1, 1, T, C] and rotated features [1, 1, T, E]."""
+    """Replaces transformers' expand_kv, which makes keys and values from latent vectors [1, 1, T, C] and rotated
+    features [1, 1, T, E]. In generation it returns the two inputs joined as keys, and the latent vectors as values."""
     if not latent.in_use:
         return theirs(latents, rotated)
     return torch.cat([latents, rotated], -1), latents
@@ -104,6 +107,7 @@ def _expand(theirs: Callable[..., tuple[Tensor, Tensor]], latent: Latent, latent
 
 @torch.no_grad()
 def _latent_of(module: nn.Module, active: ActiveRuns) -> Latent | None:
+    """The computation on latent vectors of an attention layer; None for a module that `compress` does not change."""
     expand: Callable[..., tuple[Tensor, Tensor]] | None = getattr(module, "expand_kv", None)
     projection = getattr(module, "kv_b_proj", None)
     if expand is None or not isinstance(projection, nn.Linear | LoraLinear) or projection.bias is not None:

@@ -1,9 +1,9 @@
-"""Sequences of a packed batch as the rows of a padded one, for layers that carry a state from token to token.
+"""Sequences of a packed batch as the rows of a padded batch, for layers that carry a state from token to token.
 
-Such a layer (a recurrence, or a convolution over time) does not know where the sequences of a packed batch begin. It
-computes them side by side instead. Padding is at the end, where no token sees it. In generation the next tokens of all
-running sequences are one such batch without padding, each piece of a prompt is one of its own, and both go on from the
-states that the cache has.
+Such a layer (a recurrence, or a convolution over time) does not know where the sequences of a packed batch begin. So it
+computes them side by side, in a padded batch. Padding is at the end of a row, where no token sees it. In generation the
+next tokens of all running sequences form one padded batch, which needs no padding, and each piece of a prompt forms
+another one. Both continue from the states in the cache.
 
 Shapes: T packed tokens, n tokens of some consecutive sequences, B sequences, L tokens of the longest one.
 """
@@ -26,25 +26,27 @@ from tinsmith.modeling.kv_cache import Cached, CachedTogether
 from tinsmith.modeling.recurrent_cache import LaneStates
 
 _CACHES = ("cache_params", "past_key_values")
-"""Names of the argument with which layers of transformers get their cache."""
+"""Names under which layers of transformers take their cache."""
 _MOST_PADDING = 1.25
-"""Rows of a padded batch in relation to its tokens, at most. Sequences of more different lengths become several
+"""Largest ratio of B * L to the tokens of a padded batch. Sequences whose lengths differ more become several
 batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """Consecutive sequences, in rows of one length."""
+    """Consecutive sequences of a packed batch as rows of one length."""
 
     start: int
-    """Number of their first token in the packed batch."""
+    """Row of the sequences' first token in the packed batch."""
     lengths: Sequence[int]
+    """Lengths of the sequences, in tokens."""
     places_n: Tensor | None
-    """Place of each token among the B * L; None if there is no padding."""
+    """int64: place of each token among the B * L places; None if there is no padding."""
     active: ActiveRuns
     """The adapters' runs, in the padded batch's own rows."""
     states: LaneStates | None = None
-    """States from which the sequences go on; None for whole sequences, of which no state is kept."""
+    """States from which the sequences continue, and in which their new states are kept. None for whole sequences, whose
+    states are not kept."""
     token_by_token: bool = False
     """Whether layers compute one token at a time; only for a single sequence."""
 
@@ -76,24 +78,24 @@ class Padded:
         return sum(self.lengths)
 
     def pad(self, x_n: Tensor) -> Tensor:
-        """[B, L, ...] of [n, ...], the tokens in the packed order."""
+        """Converts tokens [n, ...] in the packed order to padded rows [B, L, ...]."""
         shape = (len(self.lengths), max(self.lengths))
         if self.places_n is None:
             return x_n.unflatten(0, shape)
         return x_n.new_zeros(shape[0] * shape[1], *x_n.shape[1:]).index_copy(0, self.places_n, x_n).unflatten(0, shape)
 
     def unpad(self, y_B_L: Tensor) -> Tensor:
-        """[n, ...]: the tokens in the packed order."""
+        """Converts padded rows [B, L, ...] to tokens [n, ...] in the packed order."""
         y = y_B_L.flatten(0, 1)
         return y if self.places_n is None else y.index_select(0, self.places_n)
 
     def _rows(self, rows: slice | Tensor) -> slice | Tensor:
-        """The places of some of the n tokens."""
+        """The places in the padded batch of some of the n tokens."""
         if self.places_n is None:
             return rows
         borders = [0, *accumulate(self.lengths)]
         if isinstance(rows, slice) and rows.start in borders and rows.stop in borders:
-            longest = max(self.lengths)  # padding may join the run: it is zero, and so is its gradient
+            longest = max(self.lengths)  # the run may include padding, which is zero and whose gradient is zero
             return slice(borders.index(rows.start) * longest, borders.index(rows.stop) * longest)
         return self.places_n[rows]
 
@@ -129,9 +131,10 @@ def cached_batches(
     *,
     token_by_token: bool,
 ) -> list[Padded]:
-    """The decoding rows of each cache as one batch, then each piece of a prompt as a batch of its own.
+    """Padded batches of a pass in generation: one for the decoding rows of each cache, then one for each piece of a
+    prompt.
 
-    `token_by_token`: layers that have a state take only one token at a time."""
+    `token_by_token`: whether layers that continue from a state take only one token at a time."""
     parts: list[tuple[Sequence[int], LaneStates]] = []
     for one in layout.parts:
         if one.num_decoding:
@@ -152,7 +155,7 @@ def cached_batches(
 
 
 def _cuts(lengths: Sequence[int]) -> Iterator[int]:
-    """Numbers of the sequences with which a padded batch begins."""
+    """Index of the first sequence of each padded batch."""
     longest = tokens = count = 0
     for n, length in enumerate(lengths):
         longest, tokens, count = max(longest, length), tokens + length, count + 1
@@ -175,15 +178,16 @@ def uncached(decoder: nn.Module) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """The forward of a layer that carries a state, over the batches in `active.padded`, if there are any."""
+    """Forward of a layer that carries a state. It runs the layer once for each batch in `active.padded`, or once on the
+    whole input if there are no such batches."""
 
     inner: Any
     active: ActiveRuns
     packs: bool = False
-    """Whether `inner` computes the packed sequences of `active.lengths` as they are."""
+    """Whether `inner` can compute the packed sequences of `active.lengths` without padding."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("layout", None)  # the layer hands what is left to its kernels, which would not know it
+        kwargs.pop("layout", None)  # the layer passes arguments that it does not know to kernels, which would fail
         batches = self.active.padded
         if not batches or (self.packs and self.active.lengths):
             return self.inner(*args, **kwargs)
@@ -208,7 +212,7 @@ class Apart:
             batch.states.end_layer()
             return output
         outputs = []
-        for place in range(batch.num_tokens):  # of one piece of a prompt
+        for place in range(batch.num_tokens):  # the batch is one piece of a prompt
             with self.active.replaced_by(ActiveRuns(runs_within(batch.active.runs, place, place + 1))):
                 token = [_at(value, place, batch.num_tokens) for value in args]
                 named = {name: _at(value, place, batch.num_tokens) for name, value in kwargs.items()}

@@ -16,7 +16,7 @@ from tinsmith.modeling.adapter_runs import ActiveRuns
 from tinsmith.modeling.parallel_base import ShardedLayers, parameters_outside
 from tinsmith.modeling.parallel_ops import Peers
 from tinsmith.modeling.parallel_tensor import CannotDivide, TensorParallel, divided_axes
-from tinsmith.modeling.parts import Parts
+from tinsmith.modeling.weight_parts import WeightParts
 
 T = TypeVar("T")
 
@@ -39,8 +39,8 @@ class Division:
     """Reads the model on one rank after the other, so that a machine's memory holds at most one whole model."""
 
     @property
-    def parts(self) -> Parts:
-        return Parts(self.tensor, self.mesh)
+    def parts(self) -> WeightParts:
+        return WeightParts(self.tensor, self.mesh)
 
     def cut(self, model: PreTrainedModel, device: torch.device) -> None:
         """Makes the model, whose weights are not read yet, read only this rank's part of them, if its files allow that.

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor
 
-from tinsmith.modeling.parts import of_rows
+from tinsmith.modeling.weight_parts import of_rows
 
 
 class _CountedGather(AllGather):

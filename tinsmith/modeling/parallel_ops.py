@@ -57,14 +57,13 @@ class GroupPeers:
 
 
 def replicated(x: Tensor, peers: Peers) -> Tensor:
-    """x itself, which is equal on every rank. Each rank computes something else with it, so backward sums the
-    gradients.
-    """
+    """x itself, which is equal on every rank. Each rank uses it for another part of the computation, so backward sums
+    the gradients of all ranks."""
     return _Replicated.apply(x, peers)
 
 
 def summed(x: Tensor, peers: Peers) -> Tensor:
-    """The sum of all ranks' x."""
+    """The sum of x over all ranks. Every rank gets the whole gradient."""
     return _Summed.apply(x, peers)
 
 
@@ -79,8 +78,8 @@ def own_part(x: Tensor, peers: Peers) -> Tensor:
 
 
 def shared_gradient(x: Tensor, peers: Peers) -> Tensor:
-    """x itself. Every rank computes the whole gradient of x and keeps 1 / ranks of it, so the sum over ranks is
-    right."""
+    """x itself. Every rank computes the whole gradient of x, and backward multiplies it by 1 / ranks, so that the sum
+    over the ranks is the gradient."""
     return _SharedGradient.apply(x, 1 / peers.size)
 
 

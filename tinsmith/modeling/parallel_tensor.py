@@ -24,7 +24,7 @@ from tinsmith.modeling.adapter_runs import ActiveRuns, Run
 from tinsmith.modeling.logprobs import Head, target_logprobs
 from tinsmith.modeling.lora import LoraLinear
 from tinsmith.modeling.parallel_ops import Peers, joined, own_part, replicated, shared_gradient, summed
-from tinsmith.modeling.parts import own_features
+from tinsmith.modeling.weight_parts import own_features
 
 _COLWISE = ("colwise", "colwise_gather_output")
 _ROWWISE = ("rowwise", "rowwise_split_input")

@@ -1,7 +1,8 @@
-"""Lays sequences end to end, with a beginning that several of them share only once.
+"""Lays sequences end to end so that a beginning which several of them share occurs only once.
 
-The sequences become a forest of segments. A segment goes on where its parent ends. The segments lie in depth-first
-order, so all rows beneath a segment come directly behind it, and each of them sees all of its rows.
+The sequences become a forest of segments. A segment continues the sequence where its parent ends. The segments lie in
+depth-first order, so all rows beneath a segment follow directly after it, and each of these rows sees all rows of the
+segment.
 
 Shapes: N tokens of all sequences, T rows.
 """
@@ -18,46 +19,46 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[Any]
-"""Numbers of a sequence's tokens, of any integer type. Equal numbers mean equal tokens."""
+"""A sequence as integers of any type, one for each token. Equal integers mean equal tokens."""
 
 LEAST_SAVED = 32
-"""Fewest tokens that a shared segment must save. Each costs a call of attention in every layer, which takes about as
-long as 16 tokens do (benchmarks/LOG.md)."""
+"""Fewest tokens that a shared segment must save. Each segment costs a call of attention in every layer, which takes
+about as long as 16 tokens do (benchmarks/LOG.md)."""
 _DEEPEST = 200
-"""Most different common beginnings of a sequence that are looked at. Further tokens are not shared."""
+"""Most levels of common beginnings of a sequence that are considered. Tokens beyond them are not shared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """Where the tokens of some sequences lie."""
+    """Rows in which the tokens of some sequences lie."""
 
     lengths: Sequence[int]
     """Rows of each segment."""
     below: Sequence[int]
     """Number of rows beneath each segment."""
     sources_T: Ints
-    """For each row, the number of a token that lies there. The tokens are numbered through all sequences."""
+    """For each row, the number of one of the tokens that lie there. Tokens are numbered through all sequences."""
     rows_N: Ints
     """The row of each token."""
 
 
 def forest_of(groups: Sequence[Sequence[Tokens]], *, least_saved: int = LEAST_SAVED) -> Forest | None:
-    """The forest of some groups of sequences. Groups lie in their order, and share nothing with each other.
+    """The forest of some groups of sequences. The groups keep their order, and share no rows with each other.
 
     `least_saved`: fewest tokens that a shared segment must save. Returns None if there is no such segment.
     """
-    growing = _Growing(sum(len(tokens) for group in groups for tokens in group), least_saved)
+    builder = _ForestBuilder(sum(len(tokens) for group in groups for tokens in group), least_saved)
     start = 0
     for group in groups:
-        growing.add(group, start)
+        builder.add(group, start)
         start += sum(map(len, group))
-    if growing.num_rows == start:
+    if builder.num_rows == start:
         return None
-    return Forest(growing.lengths, growing.below, np.concatenate(growing.sources), growing.rows_N)
+    return Forest(builder.lengths, builder.below, np.concatenate(builder.sources), builder.rows_N)
 
 
-class _Growing:
-    """A forest to which groups of sequences are added."""
+class _ForestBuilder:
+    """Builds a forest from groups of sequences."""
 
     def __init__(self, num_tokens: int, least_saved: int) -> None:
         self._least_saved = least_saved
@@ -80,7 +81,7 @@ class _Growing:
 
     def _grow(self, first: int, stop: int, *, depth: int, common: int, level: int) -> None:
         """Lays the sequences from `first` to `stop`, which have `common` tokens in common. The first `depth` of these
-        are laid."""
+        tokens are laid already."""
         parts = list(self._divided(first, stop, common=common if level < _DEEPEST else sys.maxsize))
         parts.sort(key=lambda part: self._lengths[part[0]])  # equal lengths lie together: attention batches them
         for begin, end in parts:

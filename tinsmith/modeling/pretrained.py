@@ -67,11 +67,12 @@ def load_causal_lm(
     transformers fills at random.
 
     `tower`: without it, a model that sees pictures gets none of the layers for them, and their weights are not read.
-    `cut`: is called with the model before its weights are read, and may make places for parts of them (parts.py).
-    `quantization`: quantises weights while they are read (quantized.py). A tied parameter does not count as missing if
-    the files hold its partner, nor does one that transformers expects to be absent. Raises OSError if there is no such
-    model, if a file of its weights is damaged, or if a tensor has another shape than the configuration gives it. Raises
-    ValueError for weights that cannot be quantised. Code that comes with a model is never run.
+    `cut`: is called with the model before its weights are read, and may make places for parts of them
+    (weight_parts.py). `quantization`: quantises weights while they are read (quantized.py). A tied parameter does not
+    count as missing if the files hold its partner, nor does one that transformers expects to be absent. Raises OSError
+    if there is no such model, if a file of its weights is damaged, or if a tensor has another shape than the
+    configuration gives it. Raises ValueError for weights that cannot be quantised. Code that comes with a model is
+    never run.
     """
     if quantization is not None:
         if method := quantized_in_files(config):

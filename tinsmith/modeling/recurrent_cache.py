@@ -66,16 +66,16 @@ class RecurrentCache:
         return sum(store.nbytes for store in self.stores.values())
 
     def store(self, key: Key, like: Tensor) -> Tensor:
-        """The tensor of all lanes. If there is none, it is made with the type of `like` [B, ...] and its shape but for
-        the first dimension."""
+        """The tensor of all lanes. If there is none, it is made with the type of `like` [B, ...], and with the shape of
+        `like` after the first dimension."""
         if key not in self.stores:
             self.stores[key] = _zeros(key, self.num_lanes, like)
         return self.stores[key]
 
 
 def _zeros(key: Key, num_lanes: int, like: Tensor) -> Tensor:
-    """For so many lanes, with the other dimensions of `like`. The channels of an input of a window lie together, as
-    causal_conv_step reads them."""
+    """Zeros [num_lanes, ...], with the type of `like` [B, ...] and its other dimensions. In a window, the channels of
+    one input lie next to each other in memory, because causal_conv_step reads them so."""
     if key[0] == "window":
         return like.new_zeros(num_lanes, like.shape[2], like.shape[1]).transpose(1, 2)
     return like.new_zeros(num_lanes, *like.shape[1:])
@@ -88,8 +88,9 @@ class LaneStates:
     def __init__(
         self, cache: RecurrentCache, lanes: slice | Tensor, *, begun: bool, copy: RecurrentCache | None = None
     ) -> None:
-        """`lanes`: of the sequences, as a slice or int64 [B]. `begun`: whether they have states; if not, the layers
-        begin anew, whatever the lanes hold. `copy`: gets a copy of the states after this call, of a single sequence."""
+        """`lanes`: the lanes of the sequences, a slice or int64 [B]. `begun`: whether the sequences have states; if
+        not, the layers begin anew, whatever the lanes hold. `copy`: cache that gets a copy of the states after this
+        call; for a single sequence only."""
         self.begun = begun
         self._cache = cache
         self._lanes = lanes
@@ -97,10 +98,10 @@ class LaneStates:
         self._uncopied: set[Key] = set()
         """Keys of the states that the layer has read or written since `end_layer`."""
         self._copies: dict[Key, Tensor] = {}
-        """Copies of the states of lanes that do not follow each other, which a layer may change in place."""
+        """Copies of the states if the lanes are not a slice. A layer may change the copies in place."""
 
     def read(self, key: Key) -> Tensor | None:
-        """[B, ...]; None if the layer has none. Changes in place count, once `keep` is called."""
+        """The states [B, ...]; None if there are none. The layer may change them in place, and `keep` stores them."""
         store = self._cache.stores.get(key)
         if store is None or not self.begun:
             return None
@@ -116,16 +117,16 @@ class LaneStates:
         self._uncopied.add(key)
         self._copies.pop(key, None)
         if not isinstance(self._lanes, slice) or value.data_ptr() != store[self._lanes].data_ptr():
-            store[self._lanes] = value  # else a layer has changed the lanes in place
+            store[self._lanes] = value  # otherwise the layer has changed the lanes in place
 
     def keep(self) -> None:
-        """Stores what a layer has changed in place. To be called after each call of a layer."""
+        """Stores the copies of states that a layer has changed in place. To be called after each call of a layer."""
         for key, value in self._copies.items():
             self._cache.stores[key][self._lanes] = value
         self._copies.clear()
 
     def end_layer(self) -> None:
-        """Copies the layer's states out, if a copy is wanted. To be called when the layer has computed all tokens."""
+        """Copies the layer's states to `copy`, if it is given. To be called when the layer has computed all tokens."""
         if self._copy is not None:
             for key in self._uncopied:
                 self._copy.stores[key] = self._cache.stores[key][self._lanes].clone()
@@ -146,8 +147,8 @@ class LaneStates:
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int | None = None
     ) -> Tensor:
-        """The window's inputs before the new ones [B, C, T], which are then its newest. [B, C, W + T], or at least W if
-        there were none."""
+        """Adds new inputs [B, C, T] to the window. Returns the window's earlier inputs and the new ones, [B, C, W + T].
+        If there were no earlier inputs, zeros precede the new ones up to the length W."""
         key: Key = ("window", layer_idx, state_idx)
         size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         earlier = self.read(key)

@@ -56,7 +56,7 @@ def _add_delta(
 
 
 def _sum(weight: Tensor, weights: LoraWeights, scaling: float, *, transposed: bool) -> Tensor:
-    if weight.ndim == 3 and not torch.is_grad_enabled():  # the sum of all experts at once takes several of the weight
+    if weight.ndim == 3 and not torch.is_grad_enabled():  # all experts at once would take several times their memory
         changed = torch.empty_like(weight)
         for expert, (into, one) in enumerate(zip(changed, weight, strict=True)):
             own = LoraWeights(*(part[expert] if part.ndim == 3 else part for part in (weights.a_R_I, weights.b_O_R)))
@@ -69,6 +69,7 @@ def _sum(weight: Tensor, weights: LoraWeights, scaling: float, *, transposed: bo
 
 
 def _is_transposed(experts: nn.Module) -> bool:
+    """Whether fused experts hold their weights as [E, I, O] in place of [E, O, I]."""
     return bool(getattr(experts, "is_transposed", False) or getattr(experts, "transposed", False))
 
 
@@ -79,7 +80,7 @@ def _replaced(owner: nn.Module, name: str, weights: LoraWeights, scaling: float)
     originals: list[nn.Parameter | None] = []
 
     def before(*_: Any) -> None:
-        original = owner._parameters[name]  # the layer around it may have gathered it only now (parts.py)
+        original = owner._parameters[name]  # the layer around it may have gathered it only now (weight_parts.py)
         assert original is not None
         originals.append(original)
         changed = _sum(original, weights, scaling, transposed=_is_transposed(owner))

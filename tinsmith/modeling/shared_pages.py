@@ -1,10 +1,10 @@
 """One copy of a base model's weights in host memory for all services of a machine.
 
-Trainers and samplers read the base model's files, and lay the weights out in the same way. So their memory holds the
-same bytes several times. Here the first of them writes its bytes into a file of memory, which `tinsmith up` makes. The
-others compare their bytes with the file's. Each maps the file's pages at the addresses of its own pages, which the
-kernel then frees. No tensor changes. The mapping is private (MAP_PRIVATE): a service that wrote to a weight would get
-its own page again, and no other service would see the change.
+Trainers and samplers read the base model's files, and lay the weights out in the same way. So the machine's memory
+holds the same bytes several times. Here the first service writes its bytes into a file of memory (memfd), which
+`tinsmith up` makes. The other services compare their bytes with the file. Each service then maps the file's pages at
+the addresses of its own pages, which the kernel frees. No tensor changes. The mapping is private (MAP_PRIVATE): a
+service that wrote to a weight would get its own page again, and no other service would see the change.
 
 Two weights can have the same pages only if they begin at the same place of a page. Those that were allocated within
 `blocks_at_page_starts` (tinsmith/allocator.py) do.
@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 _PAGE = mmap.PAGESIZE
 _HEAD = struct.Struct("<32sQ")
-"""The key of a record's block, and the number of bytes."""
+"""Head of a record: the key of its block, and the number of bytes."""
 _MIN_BYTES = 256 * 1024
 """Smaller blocks keep their own pages."""
 _LOCK_S = 600.0
-"""Longest wait for other services to be done with the file, in seconds. One that was stopped keeps its lock."""
+"""Longest wait for the file's lock, in seconds. A service that was stopped (SIGSTOP) keeps its lock."""
 _PRIVATE, _POPULATE = 0x02, 0x8000
 """Flags of Linux's mmap(2). Python's module mmap gives no addresses."""
 _MAY_MOVE, _TO_ADDRESS = 1, 2
@@ -72,17 +72,18 @@ class _Block:
 
 
 def can_share(path: str, device: torch.device, *, trainable: bool, divided: bool) -> bool:
-    """Whether the pages of a model's weights can be those of other services. Parameters that are all trained change,
-    and the memory of a divided model is not that of plain tensors."""
+    """Whether services can share the pages of a model's weights. `path`: the file of memory; empty if there is none. A
+    trainable model cannot be shared because its parameters change; a divided model, because its weights are not plain
+    tensors."""
     return bool(path) and device.type == "cpu" and not trainable and not divided
 
 
 def share_base(base: BaseModel, path: str) -> int:
-    """Maps the pages of the file of memory at `path` in place of the pages with the base model's frozen weights and
-    their prepacked copies, where the bytes are the same. Returns the number of bytes in such pages.
+    """Replaces the pages of the base model's frozen weights, and of their prepacked copies, by pages of the file of
+    memory at `path` that hold the same bytes. Returns the number of bytes in replaced pages.
 
-    Nothing may use the model meanwhile. It must be one that `can_share` allows. An OSError, such as for memory that is
-    full, is logged, and the remaining weights keep their own pages.
+    Nothing may use the model meanwhile. The model must be one that `can_share` allows. An OSError is logged, for
+    example when memory is full, and the remaining weights keep their own pages.
     """
     num_shared = 0
     try:
@@ -122,8 +123,9 @@ def _blocks(base: BaseModel) -> Iterator[_Block]:
 
 @contextmanager
 def _locked(path: str) -> Iterator[int]:
-    """The open file, which no other service uses within the block. Raises OSError for a path that is no file of memory
-    with FILE_NAME, because another file would be overwritten, and TimeoutError if others use it for _LOCK_S."""
+    """Opens and locks the file, so that no other service uses it within the block. Raises OSError unless `path` is a
+    file of memory with the name FILE_NAME, because any other file would be overwritten. Raises TimeoutError if others
+    hold the lock for _LOCK_S."""
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if not os.readlink(f"/proc/self/fd/{file}").startswith(f"/memfd:{FILE_NAME}"):
@@ -131,7 +133,7 @@ def _locked(path: str) -> Iterator[int]:
         _lock(file)
         yield file
     finally:
-        fcntl.flock(file, fcntl.LOCK_UN)  # the mappings keep the file open, and would keep its lock
+        fcntl.flock(file, fcntl.LOCK_UN)  # closing would not unlock: the mappings keep the file open
         os.close(file)
 
 
@@ -147,8 +149,8 @@ def _lock(file: int) -> None:
 
 
 def _places(file: int) -> Iterator[tuple[bytes, int]]:
-    """The key of each record, and where in the file its bytes begin. Cuts off a record without a head: the service that
-    wrote it was killed meanwhile."""
+    """The key of each record, and the place in the file where its bytes begin. Cuts off a record without a head, which
+    a service leaves that is killed while it writes."""
     place, end = 0, os.fstat(file).st_size
     while place < end:
         key, num_bytes = _HEAD.unpack(os.pread(file, _HEAD.size, place))
@@ -160,7 +162,7 @@ def _places(file: int) -> Iterator[tuple[bytes, int]]:
 
 
 def _append(file: int, block: _Block) -> int:
-    """Appends a record, and returns where its bytes begin. After an OSError the file is as before."""
+    """Appends a record, and returns the place where its bytes begin. After an OSError the file is as before."""
     end = os.fstat(file).st_size
     memory = memoryview((ctypes.c_char * block.num_bytes).from_address(block.start))
     try:
@@ -175,9 +177,10 @@ def _append(file: int, block: _Block) -> int:
 
 
 def _map(file: int, place: int, block: _Block) -> bool:
-    """Maps the block's pages from the file. Returns False, and maps nothing, if the file has other bytes there."""
+    """Maps the block's pages from the file, at `place`. Returns False, and maps nothing, if the file has other bytes
+    there."""
     libc, num_bytes = _libc(), block.num_bytes
-    # Populating a mapping that may be written would make private copies of its pages.
+    # The mapping is read-only at first: populating a writable one would make private copies of its pages.
     theirs = libc.mmap(None, num_bytes, mmap.PROT_READ, _PRIVATE | _POPULATE, file, place)
     if theirs == _FAILED:
         raise _error()

@@ -1,11 +1,11 @@
 """Decoder layers of the Llama family as one autograd node each, differentiated by hand.
 
-A short sequence costs the fixed time of each operation; a long one costs a pass through memory for each. There are
-fewer operations here than in the layer's own code under autograd. Layers are recognised by their structure, and each is
+Each operation costs a fixed time with a short sequence, and a pass through memory with a long one. There are fewer
+operations here than in the layer's own code under autograd. Layers are recognised by their structure, and each is
 compared with its own code on random numbers, gradients included. A layer that computes anything else stays as it is.
 
-This serves passes with gradients, on a CPU, in float32 or float64. Passes without gradients go through generation.py,
-also in bfloat16.
+Passes with gradients are computed here, on a CPU, in float32 or float64. Passes without gradients are computed in
+generation.py, also in bfloat16.
 
 Shapes: T packed tokens, H hidden, N query heads, K key/value heads, D head dimension, C = N D, F feed-forward features,
 S features side by side.
@@ -26,7 +26,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tinsmith.modeling.adapter_runs import ActiveRuns, Run
 from tinsmith.modeling.attention import Layout, Packed, attend, attend_backward
-from tinsmith.modeling.generation import GenerationLayer, Joined, generate
+from tinsmith.modeling.generation import GenerationLayer, JoinedLinear, generate
 from tinsmith.modeling.heads import Heads
 from tinsmith.modeling.kernels.cpu import (
     CPU,
@@ -41,8 +41,8 @@ from tinsmith.modeling.kernels.install import FusedMLP, FusedRMSNorm
 from tinsmith.modeling.lora import LoraLinear, backward, forward, parameters_of
 
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.02}
-"""Largest relative difference from a layer's own code, by the type of its weights. It allows rounding, and no other
-function."""
+"""Largest relative difference from a layer's own code, by the type of its weights. It allows for rounding, and is
+exceeded by any other computation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +57,19 @@ class _Norm:
 
 @dataclass(frozen=True, slots=True)
 class WholeLayer:
-    """The parts of a decoder layer."""
+    """A decoder layer that is computed as one autograd node: its norms and linear layers."""
 
     index: int
     heads: Heads
     head_dim: int
     before_attention: _Norm
-    qkv: Joined
+    qkv: JoinedLinear
     of_heads: _Norm | None
-    """Norm over single heads, of queries and keys; its weight is [N + K, D]."""
-    out: Joined
+    """Norm over each head of the queries and keys, with a weight [N + K, D]; None for a layer without such norms."""
+    out: JoinedLinear
     before_mlp: _Norm
-    gate_up: Joined
-    down: Joined
+    gate_up: JoinedLinear
+    down: JoinedLinear
 
     @property
     def num_heads(self) -> tuple[int, int]:
@@ -102,7 +102,8 @@ class WholeLayer:
 
 
 class _Layer(torch.autograd.Function):
-    """Norm, projections, the heads' norms, rotation, attention, output projection, residual, norm, SwiGLU, residual."""
+    """The autograd node: norm, projections, the heads' norms, rotation, attention, output projection, residual, norm,
+    SwiGLU, residual."""
 
     @staticmethod
     def forward(
@@ -203,7 +204,7 @@ def take_over(decoder: nn.Module, layers: Sequence[nn.Module], active: ActiveRun
             layer.forward = partial(_forward, generating, whole, active) if whole.differentiable else generating
             count += 1
     if count and count == len(layers) and _is_plain(decoder, layers):
-        decoder.forward = partial(_decode, decoder.forward, decoder)
+        decoder.forward = partial(_forward_decoder, decoder.forward, decoder)
     return count
 
 
@@ -213,9 +214,11 @@ def give_back(decoder: nn.Module, layers: Sequence[nn.Module]) -> None:
         module.__dict__.pop("forward", None)
 
 
-def _decode(
+def _forward_decoder(
     own: Any, decoder: Any, *, position_ids: Tensor, layout: Any, input_ids: Tensor | None = None, **kwargs: Any
 ) -> Any:
+    """Forward of a plain decoder. It runs `own`, the forward of transformers, for passes that `_through` does not
+    compute."""
     if input_ids is None or (type(layout) is not Packed and torch.is_grad_enabled()):
         return own(input_ids=input_ids, position_ids=position_ids, layout=layout, **kwargs)
     hidden: Any = _through(decoder, input_ids, position_ids, layout)  # transformers names a type of its own here
@@ -223,7 +226,7 @@ def _decode(
 
 
 def _through(decoder: Any, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-    """The hidden states of a plain decoder: embedding, layers, norm."""
+    """The hidden states [1, T, H] of a plain decoder: embedding, layers, norm."""
     hidden = decoder.embed_tokens(input_ids)
     angles = decoder.rotary_emb(hidden, position_ids)
     for layer in decoder.layers:
@@ -259,6 +262,7 @@ def _forward(
     layout: Any = None,
     **kwargs: Any,
 ) -> Tensor:
+    """Forward of a decoder layer in passes with gradients. It runs `own` for passes that `whole` cannot compute."""
     plain = type(layout) is Packed and layout.flash is None and layout.ahead is None and active.groups is None
     rotates = position_embeddings is not None and whole.rotates_whole_heads(position_embeddings[0])
     if args or not rotates or not plain or not torch.is_grad_enabled():
@@ -314,25 +318,25 @@ def _whole(layer: nn.Module, index: int) -> WholeLayer | None:
         heads=Heads(scale=1.0),
         head_dim=head_dim,
         before_attention=first,
-        qkv=Joined([q, k, v]),
+        qkv=JoinedLinear([q, k, v]),
         of_heads=together,
-        out=Joined([o]),
+        out=JoinedLinear([o]),
         before_mlp=second,
-        gate_up=Joined([gate, up]),
-        down=Joined([down]),
+        gate_up=JoinedLinear([gate, up]),
+        down=JoinedLinear([down]),
     )
     return _tried(found, layer)
 
 
 def _linear_layers(layer: nn.Module) -> list[LoraLinear]:
-    """The linear layers of a Llama layer, at most seven, that are plain adapted ones."""
+    """The seven linear layers of a Llama layer, without those that are no LoraLinear."""
     names = (*(f"self_attn.{name}_proj" for name in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     modules = dict(layer.named_modules())
     return [one for name in names if type(one := modules.get(name)) is LoraLinear]
 
 
 def _tried(whole: WholeLayer, layer: nn.Module) -> WholeLayer | None:
-    """`whole` with the heads with which the layer attends, or None unless both compute the same."""
+    """`whole` with the `heads` of the layer's attention; None if `whole` and the layer disagree on random numbers."""
     num_features, differentiable = whole.before_attention.weight.shape[0], whole.differentiable
     lengths, random = [5, 3], partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=whole.dtype)
     x = random(sum(lengths), num_features).requires_grad_(differentiable)

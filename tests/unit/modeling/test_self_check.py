@@ -14,7 +14,7 @@ from tinsmith.modeling import base_model, whole_layers
 from tinsmith.modeling.adapter import GROUPS, Group
 from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.modeling.generation import Joined
+from tinsmith.modeling.generation import JoinedLinear
 from tinsmith.modeling.lora import LoraLinear
 from tinsmith.modeling.reference import adapted
 from tinsmith.modeling.self_check import Gaps, only, random_adapter
@@ -77,12 +77,12 @@ def lose_in_training(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
 
 
 def lose_in_generation(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    call = Joined.__call__
+    call = JoinedLinear.__call__
 
-    def without(self: Joined, x: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
+    def without(self: JoinedLinear, x: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
         return call(self, x, [] if any(part in layer.name for layer in self.layers) else runs)
 
-    monkeypatch.setattr(Joined, "__call__", without)
+    monkeypatch.setattr(JoinedLinear, "__call__", without)
 
 
 LOSSES = [lose_in_own_code, lose_in_training, lose_in_generation]

@@ -16,13 +16,15 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 _ROWS = 256
-"""Tokens that are computed together, so that their outputs stay in a core's cache from one product to the next."""
+"""Number of tokens that are computed together, so that their outputs stay in a core's cache from one product to the
+next."""
 
 
 def causal_conv(
     x_T_F: Tensor, weight_F_W: Tensor, bias_F: Tensor | None, lengths: Sequence[int], *, activate: bool
 ) -> Tensor:
-    """The convolution [T, F], followed by SiLU if `activate`, in the dtype of x. Computes in the weight's dtype."""
+    """The convolution, followed by SiLU if `activate`: [T, F], in the dtype of x. Computes in the dtype of the
+    weight."""
     x = x_T_F.to(weight_F_W.dtype)
     out: Tensor = _CausalConv.apply(x, weight_F_W, bias_F, tuple(lengths), activate)
     return out.to(x_T_F.dtype)
@@ -31,10 +33,11 @@ def causal_conv(
 def causal_conv_step(
     x_B_F: Tensor, kept_B_F_S: Tensor, weight_F_W: Tensor, bias_F: Tensor | None, *, activate: bool
 ) -> Tensor:
-    """The convolution of one more token of each sequence [B, F], followed by SiLU if `activate`, in the weight's dtype.
+    """The convolution of one more token of each sequence, followed by SiLU if `activate`: [B, F], in the dtype of the
+    weight.
 
-    `kept_B_F_S`: the sequences' newest inputs, at least W - 1. They are changed in place: the oldest leaves for the
-    token. This is fastest if the features of an input lie together in memory.
+    `kept_B_F_S`: the newest inputs of each sequence, at least W - 1 of them. They are changed in place: the new token's
+    input is appended, and the oldest one is dropped. Fastest if the features of an input are contiguous in memory.
     """
     x_B_F = x_B_F.to(weight_F_W.dtype)
     taps_W_F = weight_F_W.T.contiguous()
@@ -52,7 +55,7 @@ class _CausalConv(torch.autograd.Function):
     def forward(
         ctx: Any, x_T_F: Tensor, weight_F_W: Tensor, bias_F: Tensor | None, lengths: tuple[int, ...], activate: bool
     ) -> Tensor:
-        taps_W_F = weight_F_W.flip(-1).T.contiguous()  # tap j is that of the token j places before
+        taps_W_F = weight_F_W.flip(-1).T.contiguous()  # tap j is the weight of the token j places before
         y_T_F = _windows(x_T_F, taps_W_F, bias_F, lengths)
         ctx.lengths, ctx.activate = lengths, activate
         trained = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
@@ -66,7 +69,7 @@ class _CausalConv(torch.autograd.Function):
         grad = torch.ops.aten.silu_backward(grad, y_T_F) if ctx.activate else grad.contiguous()
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            # The mirror image: token t is seen by those up to W - 1 places after it.
+            # The mirror image of forward: token t influences the outputs of itself and the W - 1 tokens after it.
             grad_x = _windows(grad, taps_W_F, None, ctx.lengths, mirrored=True)
         if ctx.needs_input_grad[1]:
             taps = [_tap_gradient(grad, x_T_F, j, ctx.lengths) for j in range(taps_W_F.shape[0])]
@@ -79,7 +82,8 @@ class _CausalConv(torch.autograd.Function):
 def _windows(
     x_T_F: Tensor, taps_W_F: Tensor, bias_F: Tensor | None, lengths: tuple[int, ...], *, mirrored: bool = False
 ) -> Tensor:
-    """The weighted sum of each token and the W - 1 before it, or after it if mirrored, within each sequence."""
+    """The weighted sum of each token and the W - 1 tokens before it, or after it if `mirrored`, within each sequence:
+    [T, F]."""
     width, total = taps_W_F.shape[0], x_T_F.shape[0]
     y_T_F = x_T_F.new_empty(x_T_F.shape)
     for start in range(0, total, _ROWS):
@@ -98,7 +102,7 @@ def _windows(
                 first = max(start, j)
                 if rows.stop > first:
                     out[first - start :].addcmul_(x_T_F[first - j : rows.stop - j], taps_W_F[j])
-    # Near the borders of sequences the windows above reached over them, so those tokens are computed again.
+    # The windows above reach over the borders of sequences, so the tokens near borders are computed again.
     tokens_n, places_n_w = _at_borders(lengths, width, mirrored, x_T_F.device)
     if tokens_n.numel():
         seen_n_w_F = x_T_F[places_n_w.clamp(min=0)].masked_fill((places_n_w < 0).unsqueeze(-1), 0)
@@ -109,8 +113,8 @@ def _windows(
 
 @lru_cache(maxsize=8)
 def _at_borders(lengths: tuple[int, ...], width: int, mirrored: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens whose windows reach over the border to a neighbouring sequence, int64 [n], and the W tokens of each one's
-    window, [n, W]: -1 for those beyond the border."""
+    """The tokens whose windows reach over a border into a neighbouring sequence, int64 [n], and the W tokens in the
+    window of each, int64 [n, W], with -1 for tokens beyond the border."""
     tokens: list[int] = []
     windows: list[list[int]] = []
     start = 0
@@ -130,7 +134,7 @@ def _at_borders(lengths: tuple[int, ...], width: int, mirrored: bool, device: to
 
 
 def _tap_gradient(grad_T_F: Tensor, x_T_F: Tensor, j: int, lengths: tuple[int, ...]) -> Tensor:
-    """The gradient [F] of the weight of the token j places before."""
+    """The gradient [F] of the weight for the token j places before."""
     total = torch.zeros_like(grad_T_F[0])
     start = 0
     for length in lengths:

@@ -24,20 +24,20 @@ logger = logging.getLogger(__name__)
 Setting = Literal["auto", "plain", "compiled", "liger"]
 
 _GROUPED_MM_MAJORS = (9, 10)
-"""Major compute capabilities for which torch has a grouped product. On others, torch loops over the groups and makes
-the host wait for the device."""
+"""Major compute capabilities for which torch has a kernel for grouped products. On other devices torch loops over the
+groups, and makes the host wait for the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels of a base model. None is the plain implementation, which works for all models and devices."""
+    """The kernels of a base model. None stands for the plain implementation, which works for all models and devices."""
 
     attention: Kernel | None = None
     grouped_mm: GroupedMM | None = None
     elementwise: Elementwise | None = None
 
     def groups(self, runs: Sequence[Run], num_rows: int, device: torch.device) -> Groups | None:
-        """The runs in the form for grouped products; None if those are not used."""
+        """The runs in the form for grouped products; None if grouped products are not used."""
         return Groups.of(runs, num_rows, device, self.grouped_mm) if self.grouped_mm is not None else None
 
     def __str__(self) -> str:
@@ -53,9 +53,10 @@ PLAIN = Kernels()
 def choose(setting: Setting, device: torch.device, dtype: torch.dtype) -> Kernels:
     """The kernels for a setting on this device.
 
-    `auto` takes those that are available: on CUDA, variable-length attention, grouped products, and Liger's elementwise
-    kernels or else torch.compile's; on a CPU, the elementwise functions of cpu.py. `plain` takes none.
-    `compiled` and `liger` name the elementwise kernels. Raises ValueError if the named kernels do not work here.
+    `auto` takes the kernels that are available: on CUDA, variable-length attention, grouped products, and the
+    elementwise kernels of Liger or else of torch.compile; on a CPU, the elementwise functions of cpu.py. `plain` takes
+    none. `compiled` and `liger` are like `auto` with these elementwise kernels. Raises ValueError if the named kernels
+    do not work here.
     """
     if setting == "plain":
         return PLAIN

@@ -1,9 +1,9 @@
 """Packed sequences cut into chunks of C tokens, for recurrent layers that compute each chunk by matrix products.
 
-Chunks are ordered by their number within the sequence: first the first chunk of every sequence, then every second one,
-and so on. Longer sequences come first, so the sequences that have an n-th chunk are a prefix of those that have an
-(n-1)-th. A scan over chunks therefore reads and writes consecutive rows only. The last chunk of a sequence is filled up
-with zeros.
+Chunks are ordered by their number within the sequence: first the first chunks of all sequences, then the second chunks,
+and so on. Longer sequences come first. So the sequences that have an n-th chunk are the first ones among the sequences
+that have an (n-1)-th chunk, and a scan over chunks reads and writes consecutive rows only. The last chunk of a sequence
+is filled up with zeros.
 
 Shapes: T packed tokens, N chunks, C tokens of a chunk, B sequences.
 """
@@ -37,7 +37,8 @@ class Chunks:
         self.transitions = [
             (slice(rows.start, rows.start + after.stop - after.start), after) for rows, after in pairwise(self.steps)
         ]
-        """For each step but the first: the rows of the chunks whose states it continues, and its own rows."""
+        """For each step but the first: the rows of the preceding chunks, whose states it continues, and its own
+        rows."""
         self._uniform = lengths[0] if len(set(lengths)) == 1 and lengths[0] % size == 0 else 0
         self._places_T = torch.empty(sum(lengths), dtype=torch.int64)
         if not self._uniform:
@@ -51,7 +52,7 @@ class Chunks:
         self._on: dict[torch.device, Tensor] = {}
 
     def cut(self, x_T: Tensor) -> Tensor:
-        """[N, C, ...] of [T, ...]."""
+        """Cuts tokens [T, ...] into chunks [N, C, ...]."""
         if self._uniform:
             x = x_T.unflatten(0, (self.num_sequences, len(self.steps), self.size))
             return x.transpose(0, 1).flatten(0, 1)
@@ -59,7 +60,7 @@ class Chunks:
         return x.index_copy_(0, self._places(x_T.device), x_T).unflatten(0, (self.num_chunks, self.size))
 
     def join(self, y_N_C: Tensor) -> Tensor:
-        """[T, ...] of [N, C, ...]."""
+        """Joins chunks [N, C, ...] to tokens [T, ...], without the zeros."""
         if self._uniform:
             return y_N_C.unflatten(0, (len(self.steps), self.num_sequences)).transpose(0, 1).flatten(0, 2)
         return y_N_C.flatten(0, 1).index_select(0, self._places(y_N_C.device))

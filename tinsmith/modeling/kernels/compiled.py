@@ -46,7 +46,7 @@ def compiled(device: torch.device, dtype: torch.dtype) -> Elementwise:
 
 
 def first_lines(error: Exception) -> str:
-    """The first two lines of the error's message: often the second one tells the cause."""
+    """The first two lines of an error's message, because often the second line names the cause."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) or type(error).__name__
 

@@ -1,10 +1,10 @@
-"""The elementwise parts of a layer on a CPU, where a pass through memory costs as much as its arithmetic.
+"""The elementwise operations of a layer on a CPU, where a pass through memory costs as much as its arithmetic.
 
 Autograd's own operations save several tensors of the size of x, and pass through them. These functions save x only, and
 pass through it as few times as torch's operations allow.
 
-In bfloat16 every operation rounds. There these functions round where the plain ones do, with equal bits, and leave
-gradients to them.
+In bfloat16 every operation rounds. There these functions round at the same places as the plain ones (elementwise.py),
+so that the results are bit-equal, and gradients are computed by the plain functions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tinsmith.modeling.kernels.elementwise import Elementwise
 
 
 def normalize(x: Tensor, weight_F: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm of x, and the factor of each row, which `normalize_backward` takes as `scale`."""
+    """RMSNorm of x, [..., F], and the factor of each row, [..., 1], which `normalize_backward` takes as `scale`."""
     if x.dtype == torch.bfloat16:
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -32,12 +32,13 @@ def normalize(x: Tensor, weight_F: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def gemma_factor(weight_F: Tensor) -> Tensor:
-    """1 + weight, in float32 for a weight in bfloat16: `normalize` then rounds once, after the factor."""
+    """The factor 1 + weight of Gemma's norms. It is float32 for a weight in bfloat16, so that `normalize` rounds only
+    once, after the multiplication."""
     return 1.0 + (weight_F.float() if weight_F.dtype == torch.bfloat16 else weight_F)
 
 
 def normalize_backward(grad: Tensor, x: Tensor, scale: Tensor, weight_F: Tensor, out: Tensor | None = None) -> Tensor:
-    """The gradient of x, in `out` if given."""
+    """The gradient of x from that of `normalize`'s output. Written to `out` if it is given."""
     # y = w x s with s = (mean(x^2) + eps)^(-1/2), so dx = s w dy - x s^3 mean(x w dy)
     grad = grad * weight_F
     share = torch.linalg.vecdot(grad, x).unsqueeze(-1).mul_(scale.pow(3).div_(-x.shape[-1]))
@@ -47,7 +48,7 @@ def normalize_backward(grad: Tensor, x: Tensor, scale: Tensor, weight_F: Tensor,
 def swiglu_backward(
     grad: Tensor, gate: Tensor, up: Tensor, out: tuple[Tensor, ...] | None = None
 ) -> tuple[Tensor, ...]:
-    """The gradients of gate and up, in `out` if given."""
+    """The gradients of gate and up from that of silu(gate) * up. Written to `out` if it is given."""
     if out is None:
         return torch.ops.aten.silu_backward(grad * up, gate), silu(gate).mul_(grad)
     torch.ops.aten.silu_backward(grad * up, gate, grad_input=out[0])
@@ -56,7 +57,7 @@ def swiglu_backward(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the halves of each head by the angles' cos and sin, [T, 1, D]. x is [T, N, D]."""
+    """Rotates the halves of each head of x [T, N, D] by angles with these cosines and sines, [T, 1, D]."""
     if x.dtype == torch.bfloat16:
         return elementwise.rotate(x, cos, sin)
     first, second = x.chunk(2, -1)
@@ -69,7 +70,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of x."""
+    """The gradient of x from that of `rotate`'s output."""
     first, second = grad.chunk(2, -1)
     sin_first, sin_second = sin.chunk(2, -1)
     out = grad * cos
@@ -122,7 +123,7 @@ def rms_norm(x: Tensor, weight_F: Tensor, eps: float, *, gemma: bool) -> Tensor:
     if x.dtype == torch.bfloat16:
         return elementwise.rms_norm(x, weight_F, eps, gemma=gemma)
     weight_F = gemma_factor(weight_F) if gemma else weight_F
-    if not torch.is_grad_enabled():  # a decode step consists of fixed costs, such as that of an autograd function
+    if not torch.is_grad_enabled():  # saves the fixed cost of an autograd function, which counts in a decode step
         return normalize(x, weight_F, eps)[0]
     return _RMSNorm.apply(x, weight_F, eps)
 

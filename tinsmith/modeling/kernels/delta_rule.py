@@ -38,8 +38,8 @@ _CHUNK = 32
 def gated_delta_rule(
     q_T_H_K: Tensor, k_T_H_K: Tensor, v_T_H_V: Tensor, g_T_H: Tensor, beta_T_H: Tensor, lengths: Sequence[int]
 ) -> Tensor:
-    """The outputs [T, H, V], in the dtype of q. Normalizes queries and keys, and divides queries by the square root of
-    K. Computes in float32, or float64 for float64 inputs."""
+    """The outputs [T, H, V], in the dtype of q. Queries and keys are normalised here, and queries are divided by the
+    square root of K. Computes in float32, or in float64 for float64 inputs."""
     dtype = torch.float64 if q_T_H_K.dtype == torch.float64 else torch.float32
     chunks = chunks_of(tuple(lengths), _CHUNK)
     inputs = (x.to(dtype) for x in (q_T_H_K, k_T_H_K, v_T_H_V, g_T_H, beta_T_H))
@@ -159,23 +159,23 @@ def _scan_backward(
 
 
 def _by_head(chunks: Chunks, x_T_H_F: Tensor) -> Tensor:
-    """[N, H, C, F], a new tensor."""
+    """The tokens cut into chunks, by head: [N, H, C, F], a new tensor."""
     x = chunks.cut(x_T_H_F).transpose(1, 2)
     return x.contiguous() if not x.is_contiguous() else x.clone()
 
 
 def _by_token(chunks: Chunks, x_N_H_C_F: Tensor) -> Tensor:
-    """[T, H, F]"""
+    """The inverse of `_by_head`: [T, H, F]."""
     return chunks.join(x_N_H_C_F.transpose(1, 2))
 
 
 def _unit(x: Tensor) -> Tensor:
-    """The factors that give each row the norm 1."""
+    """The factor of each row, [..., 1], that gives the row the norm 1."""
     return torch.linalg.vecdot(x, x).add_(_EPS).rsqrt_().unsqueeze(-1)
 
 
 def _unit_backward(grad: Tensor, y: Tensor, norm: Tensor, scale: float) -> None:
-    """Makes the gradient of y = x * norm * scale that of x."""
+    """Converts `grad`, the gradient of y = x * norm * scale, to the gradient of x, in place."""
     # dx = norm scale (dy - y (y . dy) / scale^2)
     grad.addcmul_(y, _dot(grad, y), value=-(scale**-2)).mul_(norm * scale)
 
@@ -185,12 +185,12 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def rows_less_columns(x: Tensor) -> Tensor:
-    """The gradient of c, [..., C, 1], from that of c_i - c_j."""
+    """The gradient of c, [..., C, 1], from the gradient x of c_i - c_j, [..., C, C]."""
     return (x.sum(-1) - x.sum(-2)).unsqueeze(-1)
 
 
 def decay_of(c: Tensor) -> Tensor:
-    """D_ij = exp(c_i - c_j) for j <= i, and 0 above."""
+    """D_ij = exp(c_i - c_j) for j <= i, and 0 above the diagonal: [..., C, C]."""
     return (c - c.mT).add_(_above(c.shape[-2], c.dtype, c.device)).exp_()
 
 

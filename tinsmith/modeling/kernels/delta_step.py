@@ -1,4 +1,4 @@
-"""One step of the gated delta rule, in generation on a CPU, where the passes through the states are most of the time.
+"""One step of the gated delta rule, for generation on a CPU. Passes through the states take most of its time.
 
 Shapes: B sequences, H heads, N = B H, K features of a key, V features of a value.
 """
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 _EPS = 1e-6
-"""transformers' constant in the norm of queries and keys."""
+"""Added to the squared norm of queries and keys, as in transformers."""
 _BLOCK_BYTES = 1024 * 1024
-"""States that are computed together, in bytes, so that they stay in a core's cache from one pass to the next. With 64
-sequences of 6 heads of [64, 64], blocks took 0.86 of the time of all at once."""
+"""Size of the blocks of states that are computed together, in bytes. A block stays in a core's cache from one pass to
+the next. For 64 sequences of 6 heads of [64, 64], blocks took 0.86 times as long as all states at once."""
 
 
 def gated_delta_step(
@@ -27,11 +27,11 @@ def gated_delta_step(
     *,
     normalize: bool,
 ) -> Tensor:
-    """The rule's output for one token of each sequence, [B, H, V]. Changes the states, which must be contiguous, in
-    place.
+    """The output for one token of each sequence, [B, H, V]. Changes the states in place; they must be contiguous.
 
     With decay a, S' = a S + k d^T where d = beta (v - (a S)^T k), and the output is S'^T q = (a S)^T q + (k q) d
-    (Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024). a S is read once for both products.
+    (Yang, Kautz and Hatamizadeh, Gated Delta Networks, arXiv:2412.06464). a S is read once for both products.
+    `normalize`: whether queries and keys are normalised here.
     """
     if normalize:
         query_B_H_K, key_B_H_K = _unit(query_B_H_K), _unit(key_B_H_K)
@@ -53,7 +53,7 @@ def gated_delta_step(
 
 
 def blocks_of(state_N_K_V: Tensor) -> Iterator[slice]:
-    """Rows of _BLOCK_BYTES of states each."""
+    """Slices of N that cover all states, with at most _BLOCK_BYTES of states each, but at least one state."""
     rows = max(1, _BLOCK_BYTES // max(1, state_N_K_V[0].nbytes))
     return (slice(start, start + rows) for start in range(0, state_N_K_V.shape[0], rows))
 

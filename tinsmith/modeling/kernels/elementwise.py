@@ -14,10 +14,10 @@ from torch import Tensor
 
 class RMSNorm(Protocol):
     def __call__(self, x: Tensor, weight_F: Tensor, eps: float, *, gemma: bool) -> Tensor:
-        """x / rms(x) over the last dimension, computed in float32, rounded to x's dtype, times the weight. A backend
-        may multiply before it rounds.
+        """x / rms(x) over the last dimension, with the shape and dtype of x. It is computed in float32, rounded to x's
+        dtype and multiplied by the weight. A backend may multiply before it rounds.
 
-        `gemma`: times 1 + weight, in float32, before it is rounded. The result has x's shape and dtype.
+        `gemma`: the factor is 1 + weight, and is multiplied in float32 before the result is rounded.
         """
         ...
 
@@ -73,8 +73,8 @@ EAGER = Elementwise("eager", rms_norm, swiglu, rotary)
 
 
 def eager_on_host(backend: Elementwise) -> Elementwise:
-    """The backend, with plain torch for tensors in host memory. For a model that is checked there before it moves to
-    the device of the backend."""
+    """The backend, with plain torch for tensors in host memory. Needed for a model that is checked in host memory
+    before it moves to the backend's device."""
 
     def at(x: Tensor) -> Elementwise:
         return EAGER if x.device.type == "cpu" else backend

@@ -19,8 +19,8 @@ _NEEDED = {"softmax_scale", "causal", "window_size_left", "window_size_right", "
 
 
 class FlashAttn:
-    """A varlen.Kernel. It calls the functions below the package's public one, which takes no other log-sum-exp in
-    backward."""
+    """flash-attn's functions as a varlen.Kernel. It calls private functions of the package, because the public function
+    does not accept another log-sum-exp for backward."""
 
     def __init__(self, interface: Any) -> None:
         """`interface`: the module flash_attn.flash_attn_interface.

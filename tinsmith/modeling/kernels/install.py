@@ -23,8 +23,8 @@ from tinsmith.modeling.kernels.elementwise import Elementwise
 _ROTARY = "apply_rotary_pos_emb"
 """Name of the function with which attention layers of transformers rotate, in their Python module."""
 _TOLERANCE = 0.02
-"""Largest relative difference of a module and its replacement. It allows rounding in bfloat16, and no other
-function."""
+"""Largest relative difference of a module and its replacement. It allows for rounding in bfloat16, and is exceeded by
+any other computation."""
 
 
 class FusedRMSNorm(nn.Module):
@@ -56,8 +56,8 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 @torch.no_grad()
 def install(model: nn.Module, backend: Elementwise) -> Counter[str]:
-    """Replaces the parts of the model that the backend can compute. Returns the number of each kind. To be called
-    before layers are replaced by adapted ones."""
+    """Replaces the parts of the model that the backend can compute. Returns the number of replaced parts by kind. To be
+    called before layers are replaced by adapted ones."""
     replaced: Counter[str] = Counter()
     for name, module in list(model.named_modules()):
         norm = _norm(module, backend)
@@ -74,6 +74,7 @@ def install(model: nn.Module, backend: Elementwise) -> Counter[str]:
 
 
 def _norm(module: nn.Module, backend: Elementwise) -> FusedRMSNorm | None:
+    """The replacement of a module; None if the module is not an RMSNorm that the backend can compute."""
     parameters = dict(module.named_parameters())
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or list(parameters) != ["weight"] or not isinstance(eps, float):
@@ -106,12 +107,12 @@ def _is_swiglu(module: nn.Module) -> bool:
 
 @cache
 def _rotating(kind: type[nn.Module]) -> FunctionType | None:
-    """The forward of this type of module, if it is attention that rotates the halves of whole heads; else None."""
+    """The forward of this class of modules, if it is attention that rotates the halves of whole heads; else None."""
     forward = kind.forward
     if not isinstance(forward, FunctionType) or _ROTARY not in forward.__code__.co_names:
         return None
     rotate: Callable[..., Any] | None = forward.__globals__.get(_ROTARY)
-    if rotate is None or _rotated(rotate, features=4) is not None:  # it accepts angles for only a part of each head
+    if rotate is None or _rotated(rotate, features=4) is not None:  # accepts angles for only a part of each head
         return None
     ours, theirs = (_rotated(function, features=8) for function in (elementwise.rotary, rotate))
     assert ours is not None
@@ -119,8 +120,8 @@ def _rotating(kind: type[nn.Module]) -> FunctionType | None:
 
 
 def _rotated(rotate: Callable[..., Any], *, features: int) -> Tensor | None:
-    """Random heads of 8 features, rotated with angles for `features` of them. None if the function does not accept
-    these."""
+    """Random heads of 8 features, rotated with angles for `features` of the 8. None if `rotate` does not accept these
+    angles."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, n, 3, 8, generator=generator) for n in (2, 1))
     angles = torch.randn(1, 3, features // 2, generator=generator).repeat(1, 1, 2)
@@ -143,8 +144,8 @@ def _with_rotary(forward: FunctionType, rotary: Callable[..., tuple[Tensor, Tens
 
 
 def with_functions(forward: FunctionType, functions: Mapping[str, Callable[..., Any]]) -> FunctionType:
-    """A copy of `forward` in which these names of its Python module mean other functions. The module, and so other
-    models of this architecture, stay as they are."""
+    """A copy of `forward` in which names of its Python module refer to `functions`. The module itself does not change,
+    so other models of this architecture keep their functions."""
     scope = {**forward.__globals__, **functions}
     copy = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__

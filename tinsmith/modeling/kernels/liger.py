@@ -15,7 +15,8 @@ from tinsmith.modeling.kernels.elementwise import Elementwise
 
 
 def liger(ops: Any) -> Elementwise:
-    """The backend. `ops`: the module liger_kernel.ops. Raises ImportError if it lacks a function."""
+    """The backend with Liger's kernels. `ops`: the module liger_kernel.ops. Raises ImportError if it lacks a
+    function."""
     try:
         norm, glu, rope = ops.LigerRMSNormFunction, ops.LigerSiLUMulFunction, ops.LigerRopeFunction
     except AttributeError as error:

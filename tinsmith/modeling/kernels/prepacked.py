@@ -20,7 +20,7 @@ from torch import Tensor
 from tinsmith.memory import host_bytes
 
 _TYPICAL_ROWS = 64
-"""Number of rows for which oneDNN chooses the layout. The layout works for any number."""
+"""Number of rows for which oneDNN chooses the layout. A product may have any number of rows."""
 _MAX_ROWS = 64
 _MAX_EXACT_ROWS = 32
 _STEP = 4
@@ -36,8 +36,8 @@ class Prepacked:
     """Copy of matrices that read one input, end to end, so that one product computes the outputs of all."""
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, by_columns: bool = True) -> None:
-        """weights: [O, I] each, which are copied. by_columns: they lie column by column, for which a plain product with
-        one row is faster."""
+        """`weights`: matrices [O, I], which are copied. `by_columns`: whether they lie column by column in memory, in
+        which case a plain product with one row is faster than the copy."""
         self._source = weights[0].data_ptr()
         self._min_rows = 1 if weights[0].dtype == torch.bfloat16 or not by_columns else 2
         self._sizes = [weight.shape[0] for weight in weights]
@@ -60,7 +60,8 @@ class Prepacked:
         return self._min_rows * x.shape[-1] <= x.numel() <= _MAX_ROWS * x.shape[-1]
 
     def copies(self, weight_O_I: Tensor) -> bool:
-        """Whether the first matrix still has the copied values. A full version may have replaced the parameters."""
+        """Whether `weight_O_I` is the first matrix that was copied. It is another one after a full version has replaced
+        the parameters."""
         return weight_O_I.data_ptr() == self._source
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
@@ -68,7 +69,7 @@ class Prepacked:
         return self.together(x).split(self._sizes, -1)
 
     def together(self, x: Tensor) -> Tensor:
-        """The outputs of all matrices, end to end."""
+        """The outputs of all matrices for x [..., I], end to end in the last dimension. Not differentiable."""
         num_rows = x.numel() // x.shape[-1]
         computed = rows_computed(num_rows)
         if computed == num_rows:

@@ -1,12 +1,13 @@
-"""Functions of other packages for recurrent layers on CUDA, where they are installed.
+"""Functions of optional packages for recurrent layers on CUDA.
 
 flash-linear-attention computes the gated delta rule, causal-conv1d the convolution, and mamba-ssm Mamba2's scan. Each
 takes the borders of packed sequences. Without a package, the torch code of this folder runs on CUDA, too.
 
-flash-linear-attention's forward has run on an H200. No test has run its backward or the other two packages on a GPU:
-their calls are held by functions that compute the same with torch.
+flash-linear-attention's forward has run on an H200. No test has run its backward, or the other two packages, on a GPU.
+Their calls are tested against stand-ins that compute the same in torch.
 
-transformers calls the packages as well, wherever they can be imported, on a CPU and in float32, too (`where_it_works`).
+transformers calls the packages by itself wherever they can be imported, also on a CPU and in float32, where they fail.
+`where_it_works` prevents this.
 
 Shapes: T packed tokens, B sequences.
 """
@@ -37,12 +38,13 @@ _DELTA_RULE = ("chunk_gated_delta_rule", "torch_chunk_gated_delta_rule")
 
 
 def function(name: Name, x: Tensor) -> Callable[..., Any] | None:
-    """The package's function, if it takes x and the package can be imported."""
+    """The package's function, if it takes x and the package can be imported; else None."""
     return _imported(name) if _takes(name, x) else None
 
 
 def where_it_works(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of transformers that calls a package, or computes the same in torch where the package cannot."""
+    """Wraps `theirs`, a function of transformers that calls a package, so that it computes in torch where the package
+    cannot."""
     in_torch: Callable[..., Any] = theirs.__wrapped__  # type: ignore[attr-defined]
     known = inspect.signature(in_torch).parameters
 
@@ -57,8 +59,8 @@ def where_it_works(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _takes(name: str, x: Tensor) -> bool:
-    """Whether a package's function takes x. All need CUDA. flash-linear-attention's delta rule does not take
-    float32."""
+    """Whether a package's function takes x. All functions need CUDA. flash-linear-attention's delta rule does not take
+    float32, and has no gradient on some machines."""
     if x.device.type != "cuda":
         return False
     if name not in _DELTA_RULE:
@@ -68,9 +70,10 @@ def _takes(name: str, x: Tensor) -> bool:
 
 @cache
 def _has_gradient(device: torch.device) -> bool:
-    """Whether flash-linear-attention's delta rule has a gradient on this device. On Hopper, Triton 3.4 and later ones
-    before 3.7.1 compile it wrongly, so flash-linear-attention refuses it there unless tilelang is installed
-    (https://github.com/fla-org/flash-linear-attention/issues/640). Before 0.6 it refuses Triton 3.7.1, too."""
+    """Whether flash-linear-attention's delta rule has a gradient on this device. On Hopper, the versions of Triton from
+    3.4 to before 3.7.1 compile the gradient wrongly, so flash-linear-attention refuses it unless tilelang is installed
+    (https://github.com/fla-org/flash-linear-attention/issues/640). flash-linear-attention before 0.6 refuses Triton
+    3.7.1, too."""
     if torch.cuda.get_device_capability(device)[0] != 9 or find_spec("tilelang") is not None:
         return True
     try:
@@ -89,12 +92,12 @@ def _imported(name: Name) -> Callable[..., Any] | None:
 
 
 def numbers_of(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """int32 [1, T]: the number of each token's sequence."""
+    """The number of each token's sequence, int32 [1, T]."""
     return _numbers(tuple(lengths), device)
 
 
 def borders_of(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """int64 [B + 1]: the first token of each sequence, and T."""
+    """The first token of each sequence, then T: int64 [B + 1]."""
     return _borders(tuple(lengths), device)
 
 

@@ -39,7 +39,8 @@ def state_space_scan(
     skip_H: Tensor | None,
     lengths: Sequence[int],
 ) -> Tensor:
-    """The outputs y, [T, H, V], in float32, or in float64 for float64 inputs. `skip_H` is D."""
+    """The outputs y, [T, H, V], in float32, or in float64 for float64 inputs. `step_T_H`: d. `rate_H`: A. `skip_H`: D;
+    None for a layer without it."""
     dtype = torch.float64 if x_T_H_V.dtype == torch.float64 else torch.float32
     step_T_H = step_T_H.to(dtype)
     inputs = (x_T_H_V.to(dtype), step_T_H, step_T_H * rate_H.to(dtype), b_T_G_K.to(dtype), c_T_G_K.to(dtype))
@@ -48,7 +49,7 @@ def state_space_scan(
 
 
 class _Scan(torch.autograd.Function):
-    """Differentiated by hand, as the delta rule is."""
+    """Differentiated by hand, for the reasons of delta_rule.py."""
 
     @staticmethod
     def forward(
@@ -118,8 +119,8 @@ class _Scan(torch.autograd.Function):
 
 
 def _states(added: Tensor, last: Tensor, chunks: Chunks) -> Tensor:
-    """The state at the beginning of each chunk, [N, G, K, R V]: `added` is what each chunk adds to it, and `last`
-    [N, G, R, 1] the factor with which it keeps what was there."""
+    """The state at the beginning of each chunk, [N, G, K, R V]. A chunk multiplies the state by its `last`
+    [N, G, R, 1], and then adds its `added` [N, G, K, R V]."""
     states = torch.empty_like(added)
     states[chunks.steps[0]] = 0
     for own, after in chunks.transitions:
@@ -129,7 +130,8 @@ def _states(added: Tensor, last: Tensor, chunks: Chunks) -> Tensor:
 
 
 def _states_backward(grad_states: Tensor, states: Tensor, last: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
-    """The gradients of `added` and `last`. grad_states, from the outputs, is overwritten."""
+    """The gradients of `added` and `last`. `grad_states`: the gradient that comes from the outputs, which is
+    overwritten."""
     grad_added, grad_last = torch.zeros_like(states), torch.zeros_like(last)
     for own, after in reversed(chunks.transitions):
         grad_added[own] = grad_states[after]
@@ -140,15 +142,15 @@ def _states_backward(grad_states: Tensor, states: Tensor, last: Tensor, chunks: 
 
 
 def _heads(states: Tensor, last: Tensor) -> Tensor:
-    """[N, G, K, R, V], a view."""
+    """The states by head: [N, G, K, R, V], a view."""
     return states.unflatten(-1, (last.shape[2], -1))
 
 
 def _by_group(chunks: Chunks, x_T_H_F: Tensor, groups: int) -> Tensor:
-    """[N, G, C, R, F], contiguous."""
+    """The tokens cut into chunks, by group: [N, G, C, R, F], contiguous."""
     return chunks.cut(x_T_H_F).unflatten(2, (groups, -1)).transpose(1, 2).contiguous()
 
 
 def _by_token(chunks: Chunks, x_N_G_C_R_F: Tensor) -> Tensor:
-    """[T, H, F]"""
+    """The inverse of `_by_group`: [T, H, F]."""
     return chunks.join(x_N_G_C_R_F.transpose(1, 2).flatten(2, 3))

@@ -1,6 +1,6 @@
-"""One step of Mamba2's state space, in generation on a CPU, where the passes through the states are most of the time.
+"""One step of Mamba2's state space, for generation on a CPU. Passes through the states take most of its time.
 
-Shapes: B sequences, H heads, G groups of heads with one b and c, P features of a head, N of a state.
+Shapes: B sequences, H heads, G groups of heads with one b and c, P features of a head, N features of a state.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ def state_space_step(
     skip_H: Tensor | None,
     state_B_H_P_N: Tensor,
 ) -> Tensor:
-    """The output for one token of each sequence, [B, H, P]. Changes the states, which must be contiguous, in place.
+    """The output for one token of each sequence, [B, H, P]. Changes the states in place; they must be contiguous.
 
-    S' = exp(step a) S + step x b^T, and the output is S' c + skip x (Dao and Gu, Transformers are SSMs, 2024). There is
-    one exponential for each head; transformers computes one for each number of the states.
+    S' = exp(step a) S + step x b^T, and the output is S' c + skip x (Dao and Gu, Transformers are SSMs,
+    arXiv:2405.21060). One exponential is computed for each head; transformers computes one for each element of the
+    states.
     """
     num_sequences, num_heads = step_B_H.shape
     per_group = num_heads // b_B_G_N.shape[1]

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 _MOST_PINNED_BYTES = 1 << 30
-"""Size above which a copy for files goes into pageable memory, such as one of full weights. torch keeps pinned memory,
-and rounds it up to a power of two."""
+"""Size above which a copy goes into pageable memory, such as a copy of full weights for a file. torch keeps pinned
+memory after its use, and rounds it up to a power of two."""
 
 
 def in_host_memory(tensor: Tensor, *, max_pinned_bytes: float = _MOST_PINNED_BYTES) -> Tensor:
-    """A copy in host memory, without a gradient and complete on return. From a GPU it is pinned up to this size."""
+    """A copy in host memory, without a gradient. It is complete on return. A copy from a GPU of at most
+    `max_pinned_bytes` is pinned."""
     pin = tensor.device.type == "cuda" and tensor.nbytes <= max_pinned_bytes
     return torch.empty_like(tensor, device="cpu", pin_memory=pin, requires_grad=False).copy_(tensor.detach())
 

@@ -28,6 +28,7 @@ class Segments:
     starts: Tensor
     """int32 [B + 1], on the device: the first row of each sequence, then T."""
     longest: int
+    """Length of the longest sequence, in tokens."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Segments:
@@ -47,7 +48,7 @@ class Kernel(Protocol):
     def forward(
         self, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, segments: Segments, heads: Heads
     ) -> tuple[Tensor, Tensor]:
-        """The output [T, N, D], and float32 [N, T]: log-sum-exp of the scores."""
+        """The output [T, N, D], and the log-sum-exp of the scores, float32 [N, T]."""
         ...
 
     def backward(
@@ -111,8 +112,8 @@ class _Attention(torch.autograd.Function):
 
 
 class TorchVarlen:
-    """The kernels of torch.nn.attention.varlen, called as operators. Sinks need a backward with another log-sum-exp,
-    which torch's public function does not allow."""
+    """The kernels of torch.nn.attention.varlen as a Kernel. They are called as operators, because sinks need a backward
+    with another log-sum-exp, which torch's public function does not allow."""
 
     def __init__(self) -> None:
         import torch.nn.attention.varlen  # noqa: F401  # registers the operators
@@ -172,10 +173,8 @@ class TorchVarlen:
 
 
 def left_of(heads: Heads, segments: Segments) -> int:
-    """Number of tokens before itself that a token sees, as flash attention counts them; -1 means all.
-
-    A window of Heads includes the token itself; flash attention's does not.
-    """
+    """Flash attention's size of the window: the number of tokens before itself that a token sees; -1 means all. The
+    window of Heads counts the token itself, too."""
     if heads.window is None or heads.window >= segments.longest:
         return -1
     return heads.window - 1

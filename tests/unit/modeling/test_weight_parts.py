@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from tests.unit.modeling.test_families import DENSE, FAMILIES, MORE, SPARSE, make
-from tinsmith.modeling import parts
+from tinsmith.modeling import weight_parts
 from tinsmith.modeling.config import load_config
 from tinsmith.modeling.parallel import Division
-from tinsmith.modeling.parts import Places, in_parts
 from tinsmith.modeling.pretrained import load_causal_lm
+from tinsmith.modeling.weight_parts import RankMesh, in_parts
 
 CPU = torch.device("cpu")
 RANKS = 2
@@ -27,7 +27,7 @@ def read(folder: Path, dtype: torch.dtype, rank: int | None = None) -> PreTraine
     """The model whole, or the part of one of the ranks that divide each layer's memory."""
     cut = None
     if rank is not None:
-        mesh = Places("cpu", [RANKS], [rank], ["data"])
+        mesh = RankMesh("cpu", [RANKS], [rank], ["data"])
         cut = partial(Division(None, mesh, lambda call: call()).cut, device=CPU)
     model, missing = load_causal_lm(folder, config=load_config(folder), dtype=dtype, cut=cut)
     assert not missing
@@ -57,7 +57,7 @@ def test_weights_that_are_cut_from_larger_ones_are_read_whole(tmp_path: Path, mo
     folder = make(tmp_path, "Qwen3", DENSE["Qwen3"])
     assert in_parts(read(folder, torch.float32, 0))
     together = WeightConverter("mlp.gate_up.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [Chunk(dim=0)])
-    monkeypatch.setattr(parts, "get_model_conversion_mapping", lambda _: [together])
+    monkeypatch.setattr(weight_parts, "get_model_conversion_mapping", lambda _: [together])
     assert not in_parts(read(folder, torch.float32, 0))
 
 

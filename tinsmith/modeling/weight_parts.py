@@ -1,8 +1,9 @@
-"""Reads from a base model's files only what this rank keeps of each weight, and lends the whole weights to a layer.
+"""Reads from a base model's files only this rank's part of each weight, and gathers whole weights for the self-check.
 
-transformers reads a weight whose place is a DTensor in parts: it takes a rank's rows or columns from the file, converts
-only these, and stacks only the rank's own experts where the files hold them one by one. A model that is read so can
-compute its own forward pass, for the self-check, while each layer gathers its weights from all ranks.
+transformers reads only a part of a weight if the parameter is a DTensor: it takes this rank's rows or columns from the
+file, converts only these, and stacks only the rank's own experts where the files hold experts one by one. A model that
+was read in parts can still compute its own forward pass, which the self-check needs: each layer then gathers its whole
+weights from all ranks while it computes.
 
 The embedding, norms, biases and convolutions are read whole.
 """
@@ -35,9 +36,9 @@ _WHOLE_SHARE = 0.1
 """Largest part of the layers' weights that every rank may read whole."""
 
 
-class Places(DeviceMesh):
-    """Ranks by their numbers only, [ranks that divide layers' memory, ranks that divide features]. transformers asks it
-    which part of a weight is this rank's; nothing is sent over it."""
+class RankMesh(DeviceMesh):
+    """A mesh of ranks without communication, [ranks that divide the layers' memory, ranks that divide features].
+    transformers asks the mesh which part of a weight belongs to this rank."""
 
     def __init__(self, kind: str, sizes: Sequence[int], coordinates: Sequence[int], names: Sequence[str]) -> None:
         ranks = torch.arange(prod(sizes)).view(*sizes)
@@ -51,18 +52,19 @@ class Places(DeviceMesh):
         return coordinates[self._names.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim or 0]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Places) and super().__eq__(other) and self._rank == other._rank  # threads may be ranks
+        # Two ranks may be threads of one process, with equal meshes.
+        return isinstance(other, RankMesh) and super().__eq__(other) and self._rank == other._rank
 
     def __hash__(self) -> int:
         return hash((super().__hash__(), self._rank))
 
     def __getitem__(self, name: Any) -> DeviceMesh:
         index = self._names.index(name)
-        return Places(self.device_type, [self.size(index)], [self.get_local_rank(index)], [name])
+        return RankMesh(self.device_type, [self.size(index)], [self.get_local_rank(index)], [name])
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class WeightParts:
     """The parts of the weights that each rank reads."""
 
     tensor: Peers | None
@@ -73,26 +75,28 @@ class Parts:
     def cut(
         self, model: PreTrainedModel, styles: Mapping[str, int], layers: Sequence[nn.Module], device: torch.device
     ) -> None:
-        """Makes places for parts of a model that is not read yet, on `device`. Leaves it as it is if its files must be
-        read whole. `styles`: the divided axis of each linear layer whose features are divided, by its name."""
+        """Replaces parameters of a model, before its weights are read to `device`, by DTensors that have memory for
+        this rank's part only. Changes nothing if the files must be read whole. `styles`: the divided axis of each
+        linear layer whose features are divided, by the layer's name."""
         wanted = self._wanted(model, styles, layers)
         if wanted is None:
             return
         rows = 1 if self.mesh is None else self.mesh.size()
         columns = 1 if self.tensor is None else self.tensor.size
         place = 0 if self.mesh is None else self.mesh.get_local_rank(), 0 if self.tensor is None else self.tensor.rank
-        places = Places(device.type, (rows, columns), place, ("data", "tensor"))
+        mesh = RankMesh(device.type, (rows, columns), place, ("data", "tensor"))
         for name, placements in wanted.items():
             path, _, key = name.rpartition(".")
             parameter = model.get_submodule(path)._parameters[key]
             assert parameter is not None
-            empty = _divided(parameter.detach(), places, placements)
+            empty = _divided(parameter.detach(), mesh, placements)
             model.get_submodule(path)._parameters[key] = nn.Parameter(empty, requires_grad=False)
 
     def _wanted(
         self, model: PreTrainedModel, styles: Mapping[str, int], layers: Sequence[nn.Module]
     ) -> dict[str, tuple[Placement, Placement]] | None:
-        """The divisions of each weight that is read in parts; None if this is not possible."""
+        """The placements of each weight that is read in parts, by name: over the ranks that divide memory, and over
+        those that divide features. None if the model must be read whole."""
         if quantized_in_files(model.config):
             return None
         inside = {module for layer in layers for module in layer.modules()} if self.mesh is not None else set()
@@ -132,7 +136,7 @@ class Parts:
         return (Shard(0), columns) if -(-size // ranks) * (ranks - 1) < size else None
 
     def whole(self, weight: Tensor) -> Tensor:
-        """The whole weight. All ranks must call this together."""
+        """The whole weight, gathered from all ranks. All ranks must call this together."""
         if not isinstance(weight, DTensor):
             return weight
         rows, columns = weight.placements
@@ -172,8 +176,8 @@ class Parts:
 
 
 def _parts_of(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """The weights that the module reads and of which this rank has a part: its own, and, since layers that carry a
-    state may read the weights of the linear layers in them, all of theirs."""
+    """The weights that the module reads and that this rank holds in part, each with its module and name. A layer that
+    carries a state may read the weights of the linear layers in it, so these belong to it, too."""
     owners = module.modules() if carries_state(module) else [module]
     return [
         (owner, key, parameter)
@@ -189,7 +193,8 @@ def in_parts(model: nn.Module) -> bool:
 
 
 def move(model: nn.Module, device: torch.device) -> None:
-    """Moves a model that was read in parts. On the CPU, it copies the parts, which may lie in the files' memory."""
+    """Moves a model that was read in parts to a device. On the CPU the parts are copied, because they may be views of
+    mapped files."""
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if isinstance(parameter, DTensor):
@@ -208,7 +213,7 @@ def move(model: nn.Module, device: torch.device) -> None:
 
 
 def own_features(weight: Tensor, axis: int, peers: Peers) -> Tensor:
-    """This rank's features of a weight, of which it may hold some rows only."""
+    """This rank's features of a weight: a DTensor if the rank holds only some rows of these features."""
     if not isinstance(weight, DTensor):
         return weight.detach().chunk(peers.size, axis)[peers.rank]
     rows, _ = weight.placements
@@ -227,19 +232,20 @@ def _local(weight: DTensor) -> Tensor:
 
 
 def of_rows(local: Tensor, shape: torch.Size, mesh: DeviceMesh) -> DTensor:
-    """A tensor of which the ranks of `mesh` hold some rows each."""
+    """The tensor of shape `shape` whose rows are divided among the ranks of `mesh`. `local`: this rank's rows."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [Shard(0)], shape=shape, stride=stride)
 
 
-def _divided(weight: Tensor, places: Places, placements: tuple[Placement, Placement]) -> DTensor:
-    local, _ = compute_local_shape_and_global_offset(weight.shape, places, placements)
+def _divided(weight: Tensor, mesh: RankMesh, placements: tuple[Placement, Placement]) -> DTensor:
+    local, _ = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
     empty = torch.empty(local, dtype=weight.dtype, device="meta")
-    return DTensor.from_local(empty, places, placements, shape=weight.shape, stride=weight.stride())
+    return DTensor.from_local(empty, mesh, placements, shape=weight.shape, stride=weight.stride())
 
 
 def _mixed(model: PreTrainedModel) -> list[str]:
-    """Patterns of the names of weights whose part cannot be made from the same part of the files' tensors."""
+    """Patterns of the names of weights that transformers makes from tensors of the files in such a way that a part of
+    the weight needs more than the same part of these tensors."""
     found = []
     for one in get_model_conversion_mapping(model):
         if isinstance(one, WeightConverter) and not _by_experts(one.operations):
@@ -249,7 +255,8 @@ def _mixed(model: PreTrainedModel) -> list[str]:
 
 
 def _by_experts(operations: Sequence[ConversionOps]) -> bool:
-    """Whether each expert of the result comes from this expert's own tensors, which keep their order."""
+    """Whether the operations only stack the tensors of single experts in their order, so that a rank can stack its own
+    experts alone."""
     first, *others = operations
     return (
         isinstance(first, MergeModulelist)
@@ -259,6 +266,7 @@ def _by_experts(operations: Sequence[ConversionOps]) -> bool:
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, int]:
+    """The number of modules that hold each parameter; more than one for tied parameters."""
     found: dict[nn.Parameter, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
