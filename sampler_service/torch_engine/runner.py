@@ -28,7 +28,7 @@ from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.modeling.full_weights import FullWeights, Parameters
+from tinsmith.modeling.full_weights import FullWeights, ParameterSwitch
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.kv_cache import Cached, CachedTogether, KVCache, Prefill, SharedPrompts
 from tinsmith.modeling.logprobs import logits
@@ -227,7 +227,7 @@ class Runner:
         """`caches`: keys and values, by the size of sequences (planner.py). `cores`: None leaves the number of threads
         as it is."""
         self.base = base
-        self.parameters = Parameters(base)
+        self.parameters = ParameterSwitch(base)
         self.caches = caches
         self.metrics = metrics
         self.cores = cores or Cores("", most=0, set_threads=lambda _: None)

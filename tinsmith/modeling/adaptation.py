@@ -20,7 +20,7 @@ from tinsmith.modeling.padded import carries_state
 
 
 def decoder_layers(decoder: nn.Module, count: int) -> Sequence[nn.Module]:
-    """The outermost list of `count` modules; empty if there is none."""
+    """The decoder's layers: the outermost list of `count` modules. Empty if there is none."""
     for module in decoder.modules():  # parents come before their children
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return list(module)
@@ -28,17 +28,18 @@ def decoder_layers(decoder: nn.Module, count: int) -> Sequence[nn.Module]:
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """The decoder of a causal LM. transformers' own get_decoder returns the whole model for some, such as Llama 4."""
+    """The decoder of a causal LM. transformers' own get_decoder returns the whole model for some models, such as
+    Llama 4."""
     decoder = model.get_decoder()
     return decoder if decoder.get_output_embeddings() is None else decoder.model
 
 
 _PEFT_WITHOUT_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
-"""Types of models whose out_proj PEFT adapts in no adapter."""
+"""Types of models whose out_proj PEFT refuses to adapt."""
 _TIED_HEAD = "model.unembed_tokens"
 """Name of the output layer in the files of the hosted service, if it shares the embedding's weight."""
 _BESIDE_TOWER, _TEXT_ONLY = "model.language_model.", "model."
-"""Beginning of a layer's name in a model with an encoder of images, and in the hosted service's files."""
+"""Beginnings of a layer's name: in a language model beside a vision tower, and in the hosted service's files."""
 
 
 def adapt(
@@ -52,9 +53,10 @@ def adapt(
 ) -> tuple[Sequence[Target], dict[Group, str]]:
     """Replaces every layer that Tinker's train_* flags select by a LoraLinear or LoraExperts.
 
-    Returns the layers, and the groups that cannot be adapted, with the reasons. Without `replace`, it only lists the
-    linear layers. `for_pictures`: names of the linear layers for pictures, which read `seeing`. `by_columns`: as that
-    of LoraLinear; False for a model that is divided among ranks afterwards, of which only a part may be copied.
+    Returns the targets, and the groups that cannot be adapted, with the reasons. `replace`: False replaces nothing, and
+    returns only the linear layers. `for_pictures`: names of the linear layers for pictures, which read the runs of
+    `seeing`. `by_columns`: see LoraLinear; False for a model that is divided among ranks afterwards, because only this
+    rank's part may be copied.
     """
     output = model.get_output_embeddings()
     is_tied = output is not None and output.weight is model.get_input_embeddings().weight
@@ -112,9 +114,9 @@ def adapt(
 
 
 def quantizable(model: PreTrainedModel) -> set[str]:
-    """Names of the weights that are quantised: those of all layers that `adapt` replaces. Embeddings, norms, routers,
-    convolutions, the output layer and the vision tower keep theirs. Raises ValueError if a large part of the model
-    cannot be quantised."""
+    """Names of the weights that are quantised: the weights of all layers of text that `adapt` replaces. Embeddings,
+    norms, routers, convolutions, the output layer and the vision tower are not quantised. Raises ValueError if a large
+    part of the model cannot be quantised."""
     output, of_text = model.get_output_embeddings(), set(decoder_of(model).modules())
     names: set[str] = set()
     for name, module in model.named_modules():
@@ -136,7 +138,8 @@ def quantizable(model: PreTrainedModel) -> set[str]:
 
 
 def _named_as_hosted(target: Target) -> Target:
-    """The target with the name that the hosted service gives to a layer of a language model beside a tower."""
+    """The target with its name in the hosted service's files, if it belongs to a language model beside a tower; else
+    the target itself."""
     name = target.tinker_name or target.name
     if not name.startswith(_BESIDE_TOWER):
         return target
@@ -144,8 +147,8 @@ def _named_as_hosted(target: Target) -> Target:
 
 
 def _linear(module: nn.Module) -> nn.Linear | None:
-    """The module itself, or, for GPT-2's Conv1D, a linear layer with its parameters, W transposed. None for others:
-    subclasses may have a forward of their own."""
+    """The module if it is an nn.Linear. For GPT-2's Conv1D, a linear layer with its parameters, W transposed. None for
+    any other module, also for a subclass, because it may have a forward of its own."""
     if type_before_parametrizations(module) is nn.Linear:
         assert isinstance(module, nn.Linear)
         return module
@@ -159,8 +162,8 @@ def _linear(module: nn.Module) -> nn.Linear | None:
 
 
 def hand_on_layout(decoder: nn.Module, active: ActiveRuns) -> None:
-    """Makes all attention modules give the pass's layout to the attention function, for decoder layers that do not hand
-    it on to them."""
+    """Makes all attention modules pass the layout of the present pass on to the attention function. Needed for decoder
+    layers that do not pass keyword arguments on to their attention."""
     for module in decoder.modules():
         if "Attention" in type(module).__name__ and hasattr(module, "layer_idx"):
             module.forward = partial(_with_layout, module.forward, active)
@@ -171,12 +174,13 @@ def _with_layout(forward: Callable[..., Any], active: ActiveRuns, *args: Any, **
 
 
 def _group(model: PreTrainedModel, name: str) -> Group | None:
+    """The group of the layer `name`, by the classes of the modules around it; None if adapters cannot change it."""
     path = name.rpartition(".")[0]
     parents = [path.rsplit(".", n)[0] for n in range(path.count(".") + 1)] if path else []
-    for n, parent in enumerate(map(model.get_submodule, parents)):  # the nearest first
+    for n, parent in enumerate(map(model.get_submodule, parents)):  # the nearest module comes first
         kind = type(parent).__name__
         if (n == 0 and hasattr(parent, "experts")) or "Router" in kind or "Indexer" in kind:
-            return None  # a choice, of experts or of tokens to attend to, has no gradient
+            return None  # it chooses experts, or tokens to attend to, and a choice has no gradient
         if carries_state(parent):  # such layers take the place of attention
             return None if _end(name) in _read_by_weight(model) else "attn"
         if "Attention" in kind and "Layer" not in kind:
@@ -193,6 +197,6 @@ def _end(name: str) -> str:
 
 
 def _read_by_weight(model: PreTrainedModel) -> set[str]:
-    """Layers of a recurrent layer whose weights it may read without calling them, so that an adapter would be lost.
-    PEFT refuses out_proj for the models that do so with it."""
+    """Names of linear layers in a recurrent layer whose weights it may read without calling them, so that an adapter
+    would have no effect. out_proj is among them for the models for which PEFT refuses it."""
     return {"dt_proj", "out_proj"} if model.config.model_type in _PEFT_WITHOUT_OUT_PROJ else {"dt_proj"}

@@ -28,7 +28,7 @@ ALPHA = 32
 GROUPS = ("attn", "mlp", "unembed")
 """Groups of layers of the language model."""
 VISION = "vision"
-"""Group of the linear layers for pictures: of the vision tower, and of what joins it to the language model."""
+"""Group of the linear layers for pictures: those of the vision tower, and those between it and the language model."""
 ALL_GROUPS = (*GROUPS, VISION)
 Group = Literal["attn", "mlp", "unembed", "vision"]
 
@@ -72,22 +72,23 @@ class Target:
     out_features: int
     num_experts: int | None = None
     shared: Literal["A", "B"] | None = None
-    """The one of A and B that all experts share. The other has an expert dimension in front."""
+    """Which of A and B all experts share; None for a linear layer. The other one has the experts as its first
+    dimension."""
     peft_name: str | None = None
-    """Module in the names of PEFT's tensors, if it is not `name`."""
+    """Name of the module in the names of PEFT's tensors, if it is not `name`."""
     ambiguous: bool = False
     """Whether a layer of another group, or of none, has the same last part of its name."""
     tinker_name: str | None = None
-    """Name of the module in the hosted service's files, if it is not `name`: of an output layer that shares the
-    embedding's weight, of layers beside an encoder of images, and of fused experts, for which it is the name of the
-    first projection. Tools that merge such files look for this name."""
+    """Name of the module in the hosted service's files, if it is not `name`. It differs for an output layer that shares
+    the embedding's weight, for the layers of a language model beside a vision tower, and for fused experts, which have
+    the name of their first projection. Tools that merge such files look for this name."""
     projections: Sequence[str] = ()
-    """Names of the experts' projections in the hosted service's files. Two, the gate and the input ("w1", "w3"), if
+    """Names of the experts' projections in the hosted service's files. There are two, gate and input ("w1", "w3"), if
     this layer's outputs hold both."""
     interleaved: bool = False
-    """Whether the outputs of two projections alternate. Otherwise the first half belongs to the first one."""
+    """Whether the outputs of two projections alternate. Otherwise the first half belongs to the first projection."""
     fan_in_fan_out: bool = False
-    """PEFT's name for a layer whose own weight is W transposed, as GPT-2's are. A and B are as of other layers."""
+    """Whether the layer's own weight is W transposed, as in GPT-2 (PEFT's name). A and B are not transposed."""
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of A and B."""
@@ -97,7 +98,8 @@ class Target:
         return (a, (self.num_experts, *b)) if self.shared == "A" else ((self.num_experts, *a), b)
 
     def with_tinker_name(self) -> Target:
-        """This target under the name of the hosted service's files, in whose form its tensors are then written."""
+        """This target under its name in the hosted service's files. Its tensors then have the form of these files,
+        too."""
         return self if self.tinker_name is None else replace(self, name=self.tinker_name, peft_name=None)
 
     def named_as_in(self, names: Collection[str]) -> Target:
@@ -111,7 +113,7 @@ class Target:
 
     @property
     def peft_modules(self) -> Sequence[str]:
-        """Modules in the names of this target's tensors in a file, each of which has an A and a B."""
+        """Names of the modules in the names of this target's tensors in a file. Each module has an A and a B."""
         if not self._has_hosted_experts:
             return [self.peft_name or self.name]
         experts = self.name.rpartition(".")[0]
@@ -119,7 +121,7 @@ class Target:
 
     @property
     def pattern_modules(self) -> Sequence[str]:
-        """Modules to which the patterns of PEFT's configuration apply."""
+        """Names of the modules to which the patterns of PEFT's configuration apply."""
         return self.peft_modules if self._has_hosted_experts else [self.name]
 
     @property
@@ -142,8 +144,8 @@ class Target:
         return (rows, self.in_features), (self.out_features, rows)
 
     def to_peft(self, weights: LoraWeights) -> Sequence[Tensor]:
-        """The tensors of a file, in the order of `peft_names`. PEFT's form repeats a matrix that all experts share for
-        each of them."""
+        """The tensors of a file, in the order of `peft_names`. PEFT's form repeats a matrix that all experts share,
+        once for each expert."""
         if self.num_experts is None:
             return weights.a_R_I, weights.b_O_R
         if self._has_hosted_experts:
@@ -154,13 +156,13 @@ class Target:
         return a_E_R_I.flatten(0, 1), b_E_O_R.permute(1, 2, 0).flatten(1)
 
     def _split(self, b_E_O_R: Tensor) -> Sequence[Tensor]:
-        """B of each projection."""
+        """B of each projection, [E, outputs of the projection, R]."""
         count = len(self.projections)
         return [b_E_O_R[:, n::count] for n in range(count)] if self.interleaved else b_E_O_R.chunk(count, dim=1)
 
     def from_peft(self, a: Tensor, b: Tensor, *others: Tensor) -> LoraWeights:
-        """The inverse of to_peft. Raises InvalidRequest if the experts, or two projections of theirs, differ in the
-        matrix that they share here."""
+        """The inverse of to_peft. Raises InvalidRequest if the experts, or their two projections, differ in the matrix
+        that they share here."""
         if self.num_experts is None:
             return LoraWeights(a, b)
         if self._has_hosted_experts:
@@ -209,7 +211,7 @@ class Adapter:
         self.targets = chosen_targets(config, targets)
         self.flat = flat
         self._bytes_beside = 0
-        """Bytes of weights that are no views of `flat`; see `rounded`."""
+        """Bytes of weights that are not views of `flat`; see `rounded`."""
         self.weights: dict[str, LoraWeights] = {}
         parts = iter(flat.split([prod(shape) for _, shape in self._layout()]))
         for target in self.targets:
@@ -250,7 +252,7 @@ class Adapter:
         return self.flat.dtype
 
     def sync(self) -> None:
-        """Does nothing: the forward pass reads the buffer itself. See TrainedWeights.sync."""
+        """Does nothing, because the forward pass reads the buffer itself. See TrainedWeights.sync."""
 
     def like(self, flat: Tensor) -> Adapter:
         """This adapter's layout over another buffer, such as a gradient or a moment."""
@@ -261,8 +263,9 @@ class Adapter:
         return other
 
     def rounded(self, dtype: torch.dtype) -> Adapter:
-        """This adapter for many passes that do not change it: A and B in `dtype`, to which each pass over a base model
-        of that type would round them. Those of the output layer stay as they are, because its product is float32."""
+        """A copy of this adapter for many passes that do not change it, with A and B in `dtype`, the type of the base
+        model. Otherwise each pass would round them to this type. A and B of the output layer stay as they are, because
+        its product is float32."""
         other = self.like(self.flat.to(dtype))
         for target in self.targets:
             if target.group == "unembed":
@@ -327,11 +330,12 @@ class Adapter:
         if any(target.fan_in_fan_out for target in layers):
             config["fan_in_fan_out"] = True
         if experts:
-            # In a model with fused experts, PEFT mistakes the name of a feed-forward layer for that of an expert, which
-            # was a module in earlier versions of transformers. The name of the layer's weight avoids this, and the
-            # tensors stay as they are.
+            # PEFT mistakes the name of a feed-forward layer in a model with fused experts for the name of an expert,
+            # because experts were modules in earlier versions of transformers. The name of the layer's weight avoids
+            # this, and the tensors stay as they are.
             config["target_modules"] = _modules([target for target in layers if target.group != "mlp"])
-            # Beside a tower these are whole names: its layers may end with the same two words, as in GLM-5.3-Flash.
+            # Beside a tower the whole names are given, because names of the tower's layers may end with the same two
+            # words, as in GLM-5.3-Flash.
             experts |= {
                 f"{target.name if '.' in _around_layers(target.name) else _last(target.name, 2)}.weight"
                 for target in layers
@@ -340,8 +344,8 @@ class Adapter:
             config["target_parameters"] = sorted(experts)
         heads = [target for target in self.targets if target.group == "unembed"]
         if renamed := [target.name for target in heads if target.name == target.tinker_name]:
-            # Stock PEFT leaves out the tensors of a layer that the model does not have, without a word. It does warn of
-            # a pattern that fits no layer. The value changes nothing.
+            # Stock PEFT silently leaves out the tensors of a layer that the model does not have, but it warns of a
+            # pattern that fits no layer. The value of this pattern changes nothing.
             config["alpha_pattern"] = {_last(name, 1): ALPHA for name in renamed}
         return config
 
@@ -379,7 +383,7 @@ def _modules(layers: Sequence[Target]) -> list[str] | str:
     of_text = [target for target in layers if target.group != VISION]
     ends = sorted({_last(target.name, 2 if target.ambiguous else 1) for target in of_text})
     nested = sorted({outer for target in of_text if "." in (outer := _around_layers(target.name))})
-    # A layer for pictures may end with the same name as one of text.
+    # The name of a layer for pictures may end like the name of a layer of text.
     seeing = _numbered([target.name for target in layers if target.group == VISION])
     if not nested and not seeing:
         return ends
@@ -389,8 +393,8 @@ def _modules(layers: Sequence[Target]) -> list[str] | str:
 
 
 def _numbered(names: Sequence[str]) -> list[str]:
-    """Regular expressions for these names and no others: one for all that differ by their first number alone. A tower
-    may have further layers that no feature depends on."""
+    """Regular expressions that match exactly these names. Names that differ only in their first number share one
+    expression. A tower may have layers that are not among the names, because no feature depends on them."""
     numbers: dict[tuple[str, str], list[str]] = {}
     for name in names:
         found = re.match(r"(.*?)\b(\d+)\b(.*)", name)
@@ -402,7 +406,7 @@ def _numbered(names: Sequence[str]) -> list[str]:
 
 
 def _around_layers(name: str) -> str:
-    """Name of the module that holds the list of layers to which a layer belongs; empty if it belongs to none."""
+    """Name of the module that holds a layer's list of layers; empty if the layer belongs to no list."""
     found = re.match(r"(.+?)\.[^.]+\.\d+\.", name)
     return found[1] if found else ""
 
@@ -413,7 +417,7 @@ def _last(name: str, count: int) -> str:
 
 
 def groups_of(targets: Sequence[Target]) -> list[Group]:
-    """The groups of which the targets have layers."""
+    """The groups to which at least one of the targets belongs."""
     found = {target.group for target in targets}
     return [group for group in ALL_GROUPS if group in found]
 

@@ -1,4 +1,4 @@
-"""Which adapter applies to which rows of a packed batch, and where its gradient goes."""
+"""The runs of a packed batch: the rows to which each adapter applies, and the buffer that gets its gradient."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ if TYPE_CHECKING:
 class PassGradient:
     """The gradient of one adapter in one backward pass, in one flat buffer.
 
-    Layers that are differentiated by hand add the gradients of A and B to it, and return none to autograd.
+    Layers that are differentiated by hand add the gradients of A and B to this buffer, and return none to autograd.
     """
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
         self._sum: Adapter | None = None
-        """Made at the first gradient, so that it takes no memory during the forward pass."""
+        """The buffer. It is made at the first gradient, so that it takes no memory during the forward pass."""
         self.anchor = torch.zeros((), requires_grad=True)
-        """Input of such layers in place of A and B, so that autograd runs their backward. It gets no gradient."""
+        """Input of layers that are differentiated by hand, in place of A and B, so that autograd runs their backward.
+        It gets no gradient."""
 
     def of(self, name: str) -> LoraWeights:
-        """The gradient of A and B of the layer `name`, to be added to."""
+        """The gradients of A and B of the layer `name`, as views of the buffer, to which callers add."""
         return self._need_sum().weights[name]
 
     def gather(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """The whole gradient, flat. `grads`: gradients that autograd computed, in the order of the adapter's
-        tensors."""
+        """The whole gradient, float32 [numel]. `grads`: gradients that autograd computed, in the order of the adapter's
+        tensors; None for tensors whose gradient was added to the buffer, or that have none."""
         found = [grad for grad in grads if grad is not None]
         if len(found) == len(grads) and self._sum is None:
-            # One operation: on CUDA an operation for each of 500 tensors takes longer than the products.
+            # A single operation: on CUDA, one operation for each of 500 tensors takes longer than the products.
             self._sum = self._adapter.like(torch.cat([grad.flatten() for grad in found]))
         elif found:
             own = [one for one, grad in zip(self._need_sum().tensors(), grads, strict=True) if grad is not None]
@@ -80,23 +81,23 @@ class Run:
 
 @dataclass(slots=True)
 class ActiveRuns:
-    """The runs of the present forward pass, which the adapted layers of a base model read. Only one compute thread sets
-    and reads it."""
+    """The runs of the present forward pass, which the adapted layers of a base model read. Belongs to one compute
+    thread."""
 
     runs: Sequence[Run] = field(default_factory=tuple)
     groups: Groups | None = None
     """The runs in the form for grouped matrix products, if those are used."""
     layout: Layout | None = None
-    """The layout of the pass, for layers that transformers does not hand it to."""
+    """The layout of the pass, for layers that do not get it as an argument."""
     every_row: bool = False
     """Whether the only run applies to all rows that a layer sees. A layer of a plain model may see more rows than the
     call has tokens: it expands the compressed keys and values of all earlier tokens."""
     padded: Sequence[Padded] = ()
-    """The packed sequences as padded batches, for those of these layers that have no code for packed ones."""
+    """The packed sequences as padded batches, for layers that carry a state and have no code for packed sequences."""
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Lengths of the packed sequences; empty in passes over others."""
+        """Lengths of the packed sequences; empty in a pass with another layout."""
         return self.layout.lengths if isinstance(self.layout, Packed) else ()
 
     def clear(self) -> None:

@@ -1,12 +1,13 @@
 """Attention over sequences that are laid end to end without padding, in training and in generation.
 
-Sequences that begin alike may share segments (prefixes.py). Attention to the tokens of a segment and to those of the
-segments before it is then computed in parts, which are joined by the logarithms of their sums of exponentials (lse), as
-in "Online normalizer calculation for softmax" (arXiv:1805.02867). The backward pass of each part takes the joined
-output and sums, so it yields the exact gradients of the whole.
+Sequences that begin alike may share segments (prefixes.py). Attention to a row's own segment and to the segments before
+it is then computed in parts, which are joined by the logarithms of their sums of exponentials (lse), as in "Online
+normalizer calculation for softmax" (arXiv:1805.02867). The backward pass of each part takes the joined output and the
+joined sums, so it yields the exact gradients.
 
-It is registered with transformers as the attention implementation "tinsmith". Every Hugging Face model whose attention
-goes through `AttentionInterface` runs on it unchanged. Each forward pass gets a `Layout` as a keyword argument.
+This attention is registered with transformers as the implementation "tinsmith". Every Hugging Face model whose
+attention goes through `AttentionInterface` runs on it unchanged. Each forward pass gets a `Layout` as a keyword
+argument.
 
 Shapes: T packed tokens, N query heads, K key/value heads, D head dimension, L keys, B sequences.
 """
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 NAME = "tinsmith"
 
 _HIDDEN = -1e30
-"""Score of a hidden token. It is finite, because a part of the attention may hide all of its tokens from a query."""
+"""Score of a hidden token. It is finite, because all tokens of one part of the attention may be hidden from a query."""
 
 
 class WithoutLayout(TypeError):
@@ -40,20 +41,20 @@ class WithoutLayout(TypeError):
 
 
 class Layout(Protocol):
-    """Decides which tokens each token sees."""
+    """The arrangement of the tokens of a forward pass, which decides which tokens each token sees."""
 
     def attend(self, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
-        """Attention output, [T, N, D]."""
+        """Attention output of the layer with number `layer`, [T, N, D]."""
         ...
 
     def with_ahead(self, ahead: Ahead | None) -> Layout:
-        """This layout for one forward pass in which some tokens see later ones."""
+        """This layout for one forward pass in which the tokens of pictures also see later tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Flash:
-    """A variable-length kernel, and the positions of the sequences for it."""
+    """A variable-length attention kernel, and the positions of the sequences in the form that it takes."""
 
     kernel: varlen.Kernel
     segments: varlen.Segments
@@ -66,9 +67,10 @@ class Ahead:
     numbers_T: Tensor
     """int64: for each row the number of its picture, or -1. Pictures of one sequence have different numbers."""
     in_windows_only: bool
-    """Whether this is so only in layers whose attention has a window."""
+    """Whether these tokens see each other only in layers whose attention has a window."""
 
     def concerns(self, heads: Heads) -> bool:
+        """Whether these tokens see each other in a layer with these settings."""
         return heads.window is not None or not self.in_windows_only
 
 
@@ -79,13 +81,16 @@ class Packed:
     lengths: Sequence[int]
     """Length of each sequence; with `below`, of each segment."""
     below: Sequence[int] = ()
-    """For each segment the number of rows that go on from it, which lie directly behind it. Empty if no sequences
+    """For each segment the number of rows that continue it, which follow directly after it. Empty if no sequences
     share a segment."""
     flash: Flash | None = None
+    """The kernel for the layers that it supports; None without one."""
     ahead: Ahead | None = None
+    """The tokens that see later tokens; None if there are none."""
 
     def with_ahead(self, ahead: Ahead | None) -> Packed:
-        """This layout, in which some tokens see later ones. No sequence has a picture at which a segment parts."""
+        """This layout, in which the tokens of pictures also see later tokens. The border of a segment must not cut a
+        picture."""
         return replace(self, ahead=ahead)
 
     def with_kernel(self, kernel: varlen.Kernel | None, device: torch.device) -> Packed:
@@ -126,8 +131,8 @@ class Packed:
         return torch.cat(outputs)
 
     def blocks(self) -> Iterator[tuple[slice, tuple[int, int]]]:
-        """Rows of consecutive sequences of equal length, with their number and length. One batched call computes
-        them."""
+        """Rows of consecutive sequences of equal length, which one batched call computes, with the number of sequences
+        and their length."""
         start = 0
         for length, group in groupby(self.lengths):
             count = len(list(group))
@@ -135,7 +140,7 @@ class Packed:
             start += count * length
 
     def paths(self) -> Iterator[tuple[slice, Sequence[slice]]]:
-        """The rows of each segment, with those of the segments that it goes on from, the first one first."""
+        """The rows of each segment, with the rows of the segments that precede it in its sequences, in order."""
         before: list[tuple[int, slice]] = []
         start = 0
         for length, below in zip(self.lengths, self.below or [0] * len(self.lengths), strict=True):
@@ -147,14 +152,14 @@ class Packed:
             start = rows.stop
 
     def shared(self) -> Iterator[tuple[slice, slice, int]]:
-        """The rows of each segment that others go on from, the rows that go on from it, and the position of its first
-        row."""
+        """For each segment that several sequences share: its rows, the rows that continue it, and the position of its
+        first row in the sequences."""
         for (rows, before), below in zip(self.paths(), self.below, strict=True):
             if below:
                 yield rows, slice(rows.stop, rows.stop + below), _num_rows(before)
 
     def positions(self, rows: slice) -> Tensor:
-        """int64: the positions of some whole segments' rows in their sequences."""
+        """The positions of rows in their sequences, int64. `rows`: the rows of some whole segments."""
         found = []
         for own, before in self.paths():
             if rows.start <= own.start < rows.stop:
@@ -175,8 +180,8 @@ def _is_plain(q_T_N_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> bool:
 
 
 class _Attend(torch.autograd.Function):
-    """One autograd node for all sequences. With a node for each, the gradient of each one's rows would be a tensor of
-    the size of all rows."""
+    """Plain causal attention as one autograd node for all sequences. With one node for each sequence, the gradient of
+    each sequence's rows would be a tensor of the size of all rows."""
 
     @staticmethod
     def forward(ctx: Any, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, layout: Packed, heads: Heads) -> Tensor:
@@ -195,7 +200,8 @@ class _Attend(torch.autograd.Function):
 def attend(
     q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, layout: Packed, heads: Heads
 ) -> tuple[Tensor, list[Tensor]]:
-    """Plain causal attention on a CPU: [T, N, D], and the sums that `attend_backward` takes."""
+    """Plain causal attention on a CPU. Returns the output [T, N, D], and the log-sum-exps of the scores, in the form
+    that `attend_backward` takes."""
     outputs, sums = [], []
     for rows, shape in layout.blocks():
         q, k, v = (_block(x, rows, shape) for x in (q_T_N_D, k_T_K_D, v_T_K_D))
@@ -219,7 +225,7 @@ def attend(
 
 
 def _join(out_T_N_D: Tensor, lse_T_N: Tensor, more_T_N_D: Tensor, more_lse_T_N: Tensor) -> None:
-    """Adds attention to more tokens, in place."""
+    """Adds attention to further tokens, with its log-sum-exp, to an output and its log-sum-exp, in place."""
     both_T_N = torch.logaddexp(lse_T_N, more_lse_T_N)
     out_T_N_D.mul_((lse_T_N - both_T_N).exp_()[..., None])
     out_T_N_D.addcmul_(more_T_N_D, (more_lse_T_N - both_T_N).exp_()[..., None])
@@ -227,8 +233,8 @@ def _join(out_T_N_D: Tensor, lse_T_N: Tensor, more_T_N_D: Tensor, more_lse_T_N: 
 
 
 def _tiles(layout: Packed, heads: Heads, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Rows of keys, rows of the queries that see them beside their own segment's, and a mask to be added to the
-    scores."""
+    """For each shared segment: its rows, as keys; the rows that continue it, as queries; and a mask to be added to the
+    scores, or None if the queries see all keys."""
     for keys, queries, depth in layout.shared():
         if heads.window is None:
             yield keys, queries, None
@@ -242,7 +248,7 @@ def _tiles(layout: Packed, heads: Heads, dtype: torch.dtype) -> Iterator[tuple[s
 def _tile(
     q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, queries: slice, keys: slice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Some rows of queries and of keys and values, as batches of one sequence: [1, N, T, D]."""
+    """Rows of queries, keys and values as batches of one sequence, [1, N, T, D] and twice [1, K, L, D]."""
     q, k, v = (x[rows].transpose(0, 1)[None] for x, rows in ((q_T_N_D, queries), (k_T_K_D, keys), (v_T_K_D, keys)))
     return q, k, v
 
@@ -257,9 +263,9 @@ def attend_backward(
     layout: Packed,
     heads: Heads,
 ) -> Tensor:
-    """The gradients of q, k and v side by side: [T, N + 2 K, D].
+    """The gradients of q, k and v side by side: [T, N + 2 K, D]. `sums`: the log-sum-exps from `attend`.
 
-    They are computed in float32. In bfloat16 torch's function took 2.3 times as long on a CPU with AMX.
+    The gradients are computed in float32. In bfloat16 torch's function took 2.3 times as long on a CPU with AMX.
     """
     if q_T_N_D.dtype != torch.float32:
         grad, q, k, v, out = (x.float() for x in (grad_T_N_D, q_T_N_D, k_T_K_D, v_T_K_D, out_T_N_D))
@@ -293,13 +299,13 @@ def attend_backward(
 
 
 def _block(x_T_N_D: Tensor, rows: slice, shape: tuple[int, int]) -> Tensor:
-    """The rows as [B, N, T, D]."""
+    """Rows of B sequences of one length, as [B, N, T, D]. `shape`: number and length of the sequences."""
     here = x_T_N_D if rows.stop - rows.start == x_T_N_D.shape[0] else x_T_N_D[rows]
     return here.unflatten(0, shape).transpose(1, 2)
 
 
 def _window_mask(q_B_N_T_D: Tensor, heads: Heads) -> Tensor | None:
-    """Mask to be added to the scores, [T, T]; None unless a window hides some tokens."""
+    """Mask to be added to the scores, [T, T]; None if no window hides a token."""
     num_tokens = q_B_N_T_D.shape[2]
     if heads.window is None or heads.window >= num_tokens:
         return None
@@ -311,8 +317,8 @@ def _window_mask(q_B_N_T_D: Tensor, heads: Heads) -> Tensor | None:
 def causal(
     q_B_N_T_D: Tensor, k_B_K_L_D: Tensor, v_B_K_L_D: Tensor, heads: Heads, numbers_L: Tensor | None = None
 ) -> Tensor:
-    """Attention of the last T of L positions, each to all positions up to its own, and to later ones with the same
-    number that is not negative: [B, N, T, D]."""
+    """Attention of the last T of L positions: [B, N, T, D]. A position sees all positions up to its own. With
+    `numbers_L`, a position whose number is not negative also sees later positions with its number."""
     num_queries, num_keys = q_B_N_T_D.shape[2], k_B_K_L_D.shape[2]
     window = heads.window if heads.window is not None and heads.window < num_keys else None
     plain = heads.softcap is None and heads.sinks_N is None
@@ -330,7 +336,8 @@ def causal(
 
 
 def masked(q_B_N_T_D: Tensor, k_B_K_L_D: Tensor, v_B_K_L_D: Tensor, heads: Heads, mask: Tensor | None) -> Tensor:
-    """Attention to the keys for which the boolean mask, broadcastable to [B, N, T, L], is true.
+    """Attention to the keys for which the boolean mask is true: [B, N, T, D]. The mask is broadcastable to
+    [B, N, T, L].
 
     Without softcap and sinks, the mask may also be None, which hides nothing, or numbers that are added to the scores.
     """
@@ -369,8 +376,8 @@ def _forward(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function, with the signature of transformers: query [1, N, T, D], key and value [1, K, T, D] ->
-    [1, T, N, D]."""
+    """The attention function, with the signature that transformers prescribes: from query [1, N, T, D], key and value
+    [1, K, T, D] to output [1, T, N, D]."""
     if layout is None:
         raise WithoutLayout("its decoder layers do not hand keyword arguments on to attention")
     heads = Heads(

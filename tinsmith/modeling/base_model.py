@@ -45,10 +45,10 @@ from tinsmith.modeling.whole_layers import take_over
 from tinsmith.quantization import Quantization
 
 _WORK_OF_THREAD = 25_000_000
-"""Multiply-adds in a layer for which one more thread pays on a CPU. A layer consists of some dozens of operations, and
-the threads synchronise at each. Measured in training with `small` (1.6 M weights in a layer), two threads in relation
-to one: on two idle cores 0.92 of the time with 16 tokens and 0.7 with 64 tokens. Beside a process that took one core:
-3 and 2 times as long."""
+"""Multiply-adds in a layer for which one more thread pays on a CPU. A layer consists of dozens of operations, and the
+threads synchronise at each of them. Measured in training with `small` (1.6 M weights in a layer), two threads took 0.92
+times as long as one with 16 tokens, and 0.7 times as long with 64 tokens, on two idle cores. Beside a process that took
+one of the two cores, two threads took 3 times and 2 times as long."""
 
 
 NO_LIMIT = 2**20
@@ -57,7 +57,7 @@ NO_LIMIT = 2**20
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """How a model is read and prepared. BaseModel.load describes the fields."""
+    """Options with which a model is read and prepared. BaseModel.load describes the fields."""
 
     path: str | Path
     device: torch.device
@@ -68,7 +68,7 @@ class _Options:
     pictures: bool = True
     quantization: LoadingConfig | None = None
     from_files: bool = False
-    """Whether `path` is where the model was loaded from, with the processor of its pictures."""
+    """Whether the model was loaded from `path`, where its image processor lies, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,31 +91,31 @@ class BaseModel:
     """Names of the parameters that full_weights.py stores column by column: the matrices of all linear layers except
     the output layer."""
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    """Buffers in the model's files, which training does not change, by name."""
+    """The buffers in the model's files, by name. Training does not change them."""
     kernels: Kernels = PLAIN
     weights_sum: str = ""
     """Checksum of the weights in the model's files (base_weights.py), followed by `quantize` if they are quantised."""
     quantize: Quantization | None = None
-    """How the weights of the adapted layers are stored (quantized.py)."""
+    """Form in which the weights of the adapted layers are stored (quantized.py); None if they are not quantised."""
     refused_groups: Mapping[Group, str] = field(default_factory=dict)
-    """Groups whose adapters cannot be computed here, with the reason. They have no targets."""
+    """Groups whose adapters cannot be computed here, with the reasons. They have no targets."""
     tensor_parallel: TensorParallel | None = None
     """Division of the layers' features among ranks; None if they are not divided."""
     sharded: ShardedLayers | None = None
     """Division of the layers' memory among ranks; None if it is not divided."""
     recurrent: Sequence[str] = ()
-    """Classes of the layers that carry a state from token to token (recurrent.py)."""
+    """Names of the classes of the layers that carry a state from token to token (recurrent.py)."""
     pads: bool = False
-    """Whether some of these layers compute the sequences of a packed batch side by side, padded (padded.py)."""
+    """Whether some of the `recurrent` layers compute the sequences of a packed batch side by side, padded
+    (padded.py)."""
     one_by_one: str = ""
     """The reason for which the model runs one sequence at a time, with its own attention; empty if it packs them."""
     token_by_token: bool = False
-    """Whether layers that go on from earlier tokens take the next ones one at a time only, as Mamba's do."""
+    """Whether layers that continue from earlier tokens take only one further token at a time, as Mamba's do."""
     why_not_cached: str = ""
-    """The reason for which tokens cannot be computed one after the other from a cache; empty if they can."""
+    """The reason for which sequences cannot be continued from a cache; empty if they can."""
     why_not_shared: str = ""
-    """The reason for which sequences cannot share rows for tokens with which several of them begin; empty if they
-    can."""
+    """The reason for which sequences cannot share the rows of a common beginning; empty if they can."""
     tower: Tower | None = None
     """The vision tower; None if the model takes no pictures here."""
     why_no_pictures: str = ""
@@ -136,26 +136,29 @@ class BaseModel:
         pictures: bool = True,
         pages: str = "",
     ) -> BaseModel:
-        """Loads a folder or a Hugging Face id. With a division, all ranks must call this together.
+        """Loads a base model. `path`: a folder or a Hugging Face id. With a division, all ranks must call this
+        together.
 
-        `trainable`: for full-parameter training (full_weights.py). The layers stay as they are and take no adapters, so
-        that autograd computes the gradient of every parameter.
-        `prepack`: passes without gradient use a second copy of the matrices, in the layout of the CPU's products
-        (kernels/prepacked.py). None makes the copy if there is enough memory.
-        `quantize`: stores the weights of all layers that take adapters, except the output layer, in 8 or 4 bits
-        (quantized.py). The model is then compared with transformers' own forward on these weights. Nothing is
-        prepacked.
-        `pictures`: without them, the vision tower of a model of a family that sees pictures here is not loaded, unless
-        all parameters are trained.
-        `pages`: path of a file of memory, through which services share the pages of the weights (shared_pages.py).
+        `trainable`: whether all parameters can be trained (full_weights.py). The layers then stay as they are and take
+        no adapters, and autograd computes the gradient of every parameter.
+        `prepack`: whether passes without gradient use a second copy of the matrices, in the layout of the CPU's
+        products (kernels/prepacked.py). None makes the copy if there is enough memory.
+        `division`: the ranks among which the model is divided; None for a whole model.
+        `quantize`: form with 8 or 4 bits in which the weights of all layers that take adapters are stored, except the
+        output layer (quantized.py). The model is then compared with transformers' own forward on these weights, and
+        nothing is prepacked.
+        `pictures`: False does not load the vision tower of a family that sees pictures here, unless the model is
+        trainable.
+        `pages`: path of a file of memory through which services share the pages of the weights (shared_pages.py); empty
+        shares nothing.
 
         A model whose packed forward pass disagrees with its own runs one sequence at a time (`one_by_one`).
 
         Raises UnsupportedModel if the files lack parameters or hold broken ones, if the output layer is not a plain
-        linear layer, or if the adapted layers compute something else than the model's own. Raises OSError if there is
-        no such model or a file is damaged. Raises ValueError for kernels that do not work here, and CannotDivide, a
-        ValueError, for a division that the model does not support. Raises ValueError if the model cannot be quantised,
-        or not together with `trainable`, `prepack` or this division.
+        linear layer, or if the adapted layers do not compute the same as the model's own layers. Raises OSError if
+        there is no such model, or if a file is damaged. Raises CannotDivide, a ValueError, for a division that the
+        model does not support. Raises ValueError for kernels that do not work here, for a model that cannot be
+        quantised, and for `quantize` with `trainable`, `prepack` or a division of the model.
         """
         if quantize is not None:
             preparation.check_quantize(quantize, trainable=trainable, prepack=prepack, division=division)
@@ -182,25 +185,25 @@ class BaseModel:
 
     @classmethod
     def of(cls, model: PreTrainedModel, *, path: str, kernels: Setting = "auto") -> BaseModel:
-        """Takes over a causal LM with eager attention, on its device and in its dtype. `path`: name of the model.
-
-        Raises UnsupportedModel as `load` does.
+        """Makes a BaseModel of a causal LM with eager attention, on the LM's device and in its dtype. `path`: name of
+        the model. The LM must not be used otherwise afterwards. Raises UnsupportedModel as `load` does.
         """
         return checked(*cls._prepared(model, _Options(path, model.device, kernels)))
 
     @classmethod
     def _loaded(cls, options: _Options, dtype: torch.dtype) -> tuple[BaseModel, Probe]:
-        """A model that is not divided."""
+        """Loads and prepares a model that is not divided."""
         model = _read(options, dtype)
         model.to(options.device)  # type: ignore[arg-type]  # transformers' decorated signature
         return cls._prepared(model, options)
 
     @classmethod
     def _divided(cls, options: _Options, dtype: torch.dtype, division: Division) -> tuple[BaseModel, Probe]:
-        """This rank's part of a model. The ranks of a machine read one after the other."""
+        """Loads and prepares this rank's part of a model. The ranks of a machine read one after the other."""
 
         def load() -> Callable[[], tuple[BaseModel, Probe]]:
-            """A rank that has read a whole model divides it before the next one reads."""
+            """Reads the model. Returns the function that prepares it, which all ranks call together. A rank that has
+            read a whole model prepares it at once, so that it is divided before the next rank reads."""
             model = _read(options, dtype)
             if in_parts(model):
                 move(model, options.device)
@@ -212,7 +215,7 @@ class BaseModel:
 
     @classmethod
     def _prepared(cls, model: PreTrainedModel, options: _Options) -> tuple[BaseModel, Probe]:
-        """Adapts and divides the model. Also returns the probe, which its own forward pass computed before that."""
+        """Adapts and divides the model. Also returns the probe, with the results of the model's own forward pass."""
         path, device, division = str(options.path), options.device, options.division
         trainable, quantization = options.trainable, options.quantization
         # torch's default rounds the inputs of a convolution, which cuts a picture into patches, to 10 bits in float32.
@@ -298,8 +301,7 @@ class BaseModel:
 
     @property
     def tokens_per_thread(self) -> int:
-        """Number of tokens for which one more thread pays. With fewer tokens for each thread, fewer threads are as
-        fast."""
+        """Fewest tokens of a pass for which one more thread pays."""
         if self.device.type != "cpu" or not self.layers:
             return 1
         weights = sum(num_weights(layer) for layer in self.layers)
@@ -336,11 +338,12 @@ class BaseModel:
         runs: Sequence[Run],
         sights: Sights | None = None,
     ) -> Tensor:
-        """The decoder's last hidden states [T, H], in the model's dtype.
+        """The decoder's last hidden states [T, H], in the model's dtype. Raises Unsupported for a layout with a cache
+        if the model cannot be continued from one.
 
-        tokens_T and positions_T are int64 [T] on the model's device. A run's adapter applies to the run's rows. Rows
-        without a run get the base model. `sights`: features of pictures, from `tower`, in place of the embeddings of
-        some tokens; with them, positions_T may be [3, T] (`positions_with_pictures`).
+        `tokens_T`, `positions_T`: int64 [T], on the model's device. A run's adapter applies to the run's rows. Rows
+        without a run get the base model. `sights`: features of pictures, from `tower`, which replace the embeddings of
+        some tokens; with them, `positions_T` may be [3, T] (`positions_with_pictures`).
         """
         if not isinstance(layout, Packed) and self.why_not_cached:
             raise Unsupported(f"{self.architecture} cannot be continued from a cache: {self.why_not_cached}")
@@ -368,12 +371,12 @@ class BaseModel:
     def _hidden_states_apart(
         self, tokens_T: Tensor, position_ids: Tensor, layout: Layout, runs: Sequence[Run], sights: Sights | None
     ) -> Tensor:
-        """hidden_states of one sequence after the other, computed as by the plain model."""
+        """Computes `hidden_states` for one sequence after the other, as the plain model does."""
         outputs, start = [], 0
         for length, options in self._calls(layout):
             stop = start + length
             seen = None if sights is None else sights.within(start, stop)
-            # Text after a picture has positions of its own, which the length of a cache does not tell.
+            # The positions of text after a picture do not follow from the length of a cache, so they are passed.
             told = seen is not None or (self.tower is not None and "past_key_values" in options)
             places = {"position_ids": position_ids[..., start:stop]} if told else {}
             within = runs_within(runs, start, stop)
@@ -382,7 +385,7 @@ class BaseModel:
         return torch.cat(outputs)
 
     def _calls(self, layout: Layout) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """The calls of the plain model, in the order of the tokens: the number of tokens, and arguments."""
+        """The calls of the plain model in the order of the tokens: the number of tokens and the arguments of each."""
         if isinstance(layout, Packed):
             yield from ((length, {"use_cache": False}) for length in layout.lengths)
             return
@@ -401,7 +404,7 @@ class BaseModel:
     def _decode(
         self, tokens_T: Tensor, runs: Sequence[Run], sights: Sights | None, options: Mapping[str, Any]
     ) -> Tensor:
-        """One call of the decoder, with the runs' adapters. [T, H]"""
+        """Calls the decoder with the runs' adapters. Returns the last hidden states [T, H]."""
         inputs: Mapping[str, Any] = {"input_ids": tokens_T[None]}
         if sights is not None:
             inputs = {**self._by_layer(tokens_T, sights), **sights.options(self._embedded(tokens_T))}
@@ -410,7 +413,8 @@ class BaseModel:
         if not self.active.every_row:
             self.active.groups = self.kernels.groups(runs, tokens_T.shape[0], self.device)
         if self.active.groups is None and self.tensor_parallel is None and self.device.type == "cuda":
-            # One operation for all layers: the host takes longer to start two for each than the device to compute them.
+            # Adapters are rounded by one operation for all layers. Starting two operations for each layer would take
+            # the host longer than the device takes to compute them.
             self.active.runs = [run.rounded_for(self.dtype) for run in runs]
         try:
             output = self.decoder(**inputs, **options)
@@ -424,8 +428,8 @@ class BaseModel:
         return self.decoder.get_input_embeddings()(tokens_T)  # type: ignore[operator]
 
     def _by_layer(self, tokens_T: Tensor, sights: Sights) -> Mapping[str, Any]:
-        """The further embeddings that each layer takes in the small models of Gemma 4, which have those of padding at
-        pictures."""
+        """The argument with further embeddings for each layer, which the small models of Gemma 4 take. Tokens of
+        pictures have the further embeddings of the padding token. Empty for other models."""
         if not getattr(self.config, "hidden_size_per_layer_input", None):
             return {}
         text_T = tokens_T.index_fill(0, sights.rows_P, self.config.pad_token_id or 0)
@@ -433,19 +437,19 @@ class BaseModel:
         return {"per_layer_inputs": found}
 
     def target_logprobs(self, hidden_T_H: Tensor, rows_M: Tensor, tokens_M: Tensor, runs: Sequence[Run]) -> Tensor:
-        """logprobs.target_logprobs for this model's output layer."""
+        """Computes logprobs.target_logprobs for this model's output layer: float32 [M]."""
         if self.tensor_parallel is None:
             return target_logprobs(self.head, hidden_T_H, rows_M, tokens_M, runs)
         return self.tensor_parallel.target_logprobs(self.head, hidden_T_H, rows_M, tokens_M, runs)
 
 
 def positions_of(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """int64 [T]: 0, 1, 2, ... for each sequence, end to end."""
+    """The positions 0, 1, 2, ... of each sequence, end to end: int64 [T]."""
     return on_device(torch.cat([torch.arange(length) for length in lengths]), device)
 
 
 def _read(options: _Options, dtype: torch.dtype) -> PreTrainedModel:
-    """The model as transformers makes it; with a division, perhaps this rank's parts of it."""
+    """The model as transformers makes it. With a division, only this rank's part of it if its files allow that."""
     division = options.division
     cut = None if division is None else partial(division.cut, device=options.device)
     tower = options.pictures or options.trainable

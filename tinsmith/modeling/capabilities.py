@@ -1,7 +1,7 @@
 """Finds out what a loaded model can do here, by comparing it with its own forward pass.
 
-It may pack sequences, take adapters on a group of layers, take pictures, share rows of a common beginning, and go on
-from a cache.
+A model may pack sequences, take adapters on a group of layers, take pictures, share the rows of a common beginning, and
+continue from a cache.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ logger = logging.getLogger(__name__)
 _PACKABLE = {
     "full_attention", "sliding_attention", "linear_attention", "attention", "mamba", "conv", "hybrid", "moe", "mlp",
 }  # fmt: skip
-"""Kinds of layers, as in `layer_types` of a configuration, that compute packed sequences if the check on short ones
-passes. Other kinds do something else from a certain length on, such as attention in chunks."""
+"""Kinds of layers, as in `layer_types` of a configuration, for which the check on short sequences is sufficient. Layers
+of other kinds may compute something else from a certain length on, such as attention in chunks."""
 MISFITS = (TypeError, AttributeError, LookupError, ValueError, RuntimeError)
-"""Errors of a layer that was called in a way that it does not support."""
+"""Errors that a layer raises when it is called in a way that it does not support."""
 
 
 def checked(base: BaseModel, probe: Probe) -> BaseModel:
-    """Compares the model with the probe. Returns it without the groups whose adapters are computed wrongly.
-
-    Raises UnsupportedModel.
+    """Compares the model with the probe. Returns the model with its capabilities, and without the groups whose adapters
+    are computed wrongly. Raises UnsupportedModel if the model's own logprobs are not finite, or if no way of computing
+    packed or single sequences agrees with them.
     """
     logger.info("kernels of %s: %s", base.path, base.kernels)
     if not probe.is_finite:
@@ -52,7 +52,7 @@ def checked(base: BaseModel, probe: Probe) -> BaseModel:
     if isinstance(gaps, WithoutLayout):
         hand_on_layout(base.decoder, base.active)
         gaps = _gaps(base, probe)
-    if isinstance(gaps, Exception):  # a layer was not given what it needs, or met what it does not know
+    if isinstance(gaps, Exception):  # a layer lacks an argument, or got one that it does not know
         logger.info("packed sequences in %s failed", base.path, exc_info=gaps)
         reason = "its layers do not take packed sequences: they fail on them, as the log shows at level INFO"
     elif gaps is not None and not gaps.base <= limit:
@@ -80,7 +80,7 @@ def checked(base: BaseModel, probe: Probe) -> BaseModel:
 
 
 def _sharing(base: BaseModel, probe: Probe) -> BaseModel:
-    """The model, knowing whether sequences may share the rows of a common beginning."""
+    """The model with `why_not_shared`, after sequences that share the rows of a common beginning were tried."""
     if base.one_by_one or base.recurrent:
         reason = "it runs one sequence at a time" if base.one_by_one else "its layers carry a state"
         return replace(base, why_not_shared=reason)
@@ -102,8 +102,8 @@ def _sharing(base: BaseModel, probe: Probe) -> BaseModel:
 
 
 def _continuing(base: BaseModel, probe: Probe) -> BaseModel:
-    """The model, knowing whether its layers, or transformers' own cache, go on from earlier tokens, and with how
-    many at a time. Attention that does not go through attention.py, as GPT-J's, does not read the cache here."""
+    """The model with `token_by_token` and `why_not_cached`, after continuing from a cache was tried. Attention that
+    does not go through attention.py, such as GPT-J's, does not read the cache here."""
     if base.why_not_cached or base.tensor_parallel is not None or base.sharded is not None:
         return base
     reasons = []
@@ -122,7 +122,7 @@ def _continuing(base: BaseModel, probe: Probe) -> BaseModel:
 
 
 def _without_wrong_pictures(base: BaseModel, probe: Probe) -> BaseModel:
-    """The model, without its tower if pictures are computed wrongly."""
+    """The model without its tower if pictures are computed wrongly, else the model as it is."""
     if base.tower is None or probe.pictures is None:
         return base
     limit = TOLERANCE[base.dtype]
@@ -141,7 +141,7 @@ def _without_wrong_pictures(base: BaseModel, probe: Probe) -> BaseModel:
 
 
 def _without_wrong_vision(base: BaseModel, reason: str) -> BaseModel:
-    """The model, with adapters of the layers for pictures only if there is no reason against them."""
+    """The model without targets of the group VISION if there is a reason against them, else the model as it is."""
     if not reason:
         return base
     targets = [target for target in base.targets if target.group != VISION]
@@ -177,7 +177,7 @@ def one_by_one(base: BaseModel, reason: str) -> BaseModel:
 
 
 def _unpackable(config: PretrainedConfig) -> str:
-    """The reason for which the check on short sequences would not suffice for this model; empty if it does."""
+    """The reason for which the check on short sequences is not sufficient for this model; empty if it is."""
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _PACKABLE)
     if not kinds:
         return ""

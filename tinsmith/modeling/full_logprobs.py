@@ -1,5 +1,5 @@
-"""Log-probabilities of named tokens in full-parameter training. Unlike logprobs.py, it has no adapters and computes the
-gradient of the output layer's own weight. The full [T, V] logits never exist at once.
+"""Log-probabilities of named tokens in full-parameter training. In contrast to logprobs.py, there are no adapters, and
+the output layer's own weight has a gradient. The logits [T, V] never exist as a whole.
 
 Shapes: T packed tokens, V vocabulary, H hidden, M named tokens (several may share a row), n rows of a chunk.
 """
@@ -16,9 +16,10 @@ from tinsmith.modeling.logprobs import Head
 
 
 def full_target_logprobs(head: Head, hidden_T_H: Tensor, rows_M: Tensor, tokens_M: Tensor) -> Tensor:
-    """float32 [M]: log P(tokens_M[m] | row rows_M[m]), differentiable in the hidden states, the weight and the bias.
+    """log P(tokens_M[m] | row rows_M[m]) for each m, float32 [M]. Differentiable in the hidden states, the weight and
+    the bias of the output layer.
 
-    rows_M is int64 and in ascending order, with repeats.
+    `rows_M`: int64, in ascending order, with repeats.
     """
     return _FullLogprobs.apply(hidden_T_H, head.weight_V_H, head.bias_V, rows_M, tokens_M, head)
 
@@ -92,7 +93,7 @@ def _chunks(head: Head, num_rows: int, rows_M: Tensor) -> Iterator[tuple[slice, 
 
 
 def _logits(head: Head, hidden_n_H: Tensor, weight_V_H: Tensor, bias_V: Tensor | None) -> Tensor:
-    """float32 [n, V], with scale and softcap applied."""
+    """The logits of some rows, with scale and softcap applied: float32 [n, V]."""
     logits_n_V = torch.nn.functional.linear(hidden_n_H, weight_V_H, bias_V).float()
     if head.scale != 1.0:
         logits_n_V.mul_(head.scale)

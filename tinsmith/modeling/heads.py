@@ -1,4 +1,7 @@
-"""The settings of attention in one layer. N: query heads."""
+"""The settings of attention in one layer.
+
+Shapes: N query heads.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ class Heads:
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap), as in Gemma 2."""
     sinks_N: Tensor | None = None
-    """An extra score for each head, which takes probability and adds nothing to the output, as in GPT-OSS."""
+    """An extra score for each head, which takes a part of the probability and adds nothing to the output, as in
+    GPT-OSS."""
     values_in_keys: bool = False
     """Whether the values are the first features of the keys, so that a cache stores the keys only (latent.py)."""

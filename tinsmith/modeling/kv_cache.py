@@ -1,7 +1,7 @@
-"""Keys and values of running generations, one lane for each, and the states of recurrent layers.
+"""Keys and values of running generations, one lane for each generation, and the states of recurrent layers.
 
-The running generations occupy lanes 0 .. n-1, so that a decode step reads the cache as one view, without gathering. The
-code that frees a lane moves the last lane into its place. All lanes of a cache have the same capacity, which grows with
+The running generations occupy lanes 0 .. n-1, so that a decode step reads the cache as one view, without gathering.
+Code that frees a lane moves the last lane into its place. All lanes of a cache have the same capacity, which grows with
 the longest generation. One forward pass can use several caches, for generations of very different lengths.
 
 Shapes: S lanes, C capacity, B decoding rows, N query heads, K key/value heads, D head dimension, T packed tokens, L
@@ -26,26 +26,28 @@ from tinsmith.modeling.heads import Heads
 from tinsmith.modeling.recurrent_cache import RecurrentCache
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
-"""Largest contiguous copy of the shared prompts, in bytes. Above that, they are gathered in every step."""
+"""Largest size of a contiguous copy of shared prompts that is kept, in bytes. Larger ones are gathered in every
+step."""
 _KEYS_OF_A_CALL = 64
 """Fixed cost of a call of attention on a CPU, as the number of keys that one row computes in the same time."""
 
 
 @dataclass(slots=True)
 class KVCache:
-    """Keys and values by layer, [S, K, C, D] each. A layer's tensors are made when it first writes. A layer whose
-    values are part of its keys has keys only."""
+    """Keys and values by layer, [S, K, C, D] each. A layer's tensors are made when the layer first writes. A layer
+    whose values are part of its keys has keys only."""
 
     num_lanes: int = 0
     capacity: int = 0
+    """Tokens of each lane."""
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
     states: RecurrentCache = field(default_factory=RecurrentCache)
-    """States of the recurrent layers, in the same lanes. They stand for all tokens of a lane that are computed."""
+    """States of the recurrent layers, in the same lanes, after all computed tokens of a lane."""
     whole: dict[int, Cache] = field(default_factory=dict)
-    """transformers' caches by lane, in place of all else, for a model that runs one sequence at a time."""
+    """transformers' caches by lane, for a model that runs one sequence at a time. The other fields are unused then."""
     generation: int = 0
-    """Changes when the tensors are replaced by others."""
+    """A number that changes when the tensors are replaced by others."""
 
     def reserve(self, num_lanes: int, capacity: int) -> None:
         """Grows to at least `num_lanes` lanes of `capacity` tokens. Stored values stay."""
@@ -65,7 +67,7 @@ class KVCache:
                 lanes, tokens = kept.shape[0], kept.shape[2]
                 new = store[layer] = old.new_empty(num_lanes, old.shape[1], capacity, old.shape[3])
                 new[:lanes, :, :tokens] = kept
-                # Zeros, not garbage: a masked key still takes part in a product, and 0 * NaN would be NaN.
+                # A masked key takes part in a product, and 0 * NaN would be NaN, so new memory must not hold NaN.
                 new[:lanes, :, tokens:].zero_()
                 new[lanes:].zero_()
 
@@ -79,7 +81,8 @@ class KVCache:
         self.whole.clear()
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` tokens of one lane, and its states, to another. The first lane is free then."""
+        """Copies the first `length` tokens of the lane `source`, and its states, to the lane `target`. `source` is free
+        from then on."""
         self.states.move(source, target)
         if source in self.whole:
             self.whole[target] = self.whole.pop(source)
@@ -97,7 +100,8 @@ class KVCache:
                 tensor[targets, :, :length] = tensor[source, :, :length]
 
     def wipe(self, lane: int) -> None:
-        """Zeros a lane that may hold NaN: a masked key still takes part in a product, and 0 * NaN is NaN."""
+        """Fills a lane with zeros. Needed for a lane that may hold NaN, because a masked key takes part in a product,
+        and 0 * NaN is NaN."""
         self.states.wipe(lane)
         self.whole.pop(lane, None)
         for store in (self.keys, self.values):
@@ -132,16 +136,17 @@ class KVCache:
     def layer(
         self, layer: int, k_T_K_D: Tensor, v_T_K_D: Tensor, *, values_in_keys: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values, [S, K, C, D] each. If there are none, they are made with the heads and types of
-        these new keys and values, whose head dimensions may differ. `values_in_keys`: as of Heads; the values are a
-        view of the keys then."""
+        """The layer's keys and values, [S, K, C, D] each. Missing ones are made with the heads and types of the new
+        keys and values `k_T_K_D` and `v_T_K_D`, whose head dimensions may differ. `values_in_keys`: see Heads; the
+        returned values are then a view of the keys."""
         keys_S_K_C_D = self.lanes_of(self.keys, layer, k_T_K_D)
         if values_in_keys:
             return keys_S_K_C_D, keys_S_K_C_D[..., : v_T_K_D.shape[2]]
         return keys_S_K_C_D, self.lanes_of(self.values, layer, v_T_K_D)
 
     def lanes_of(self, store: dict[int, Tensor], layer: int, like_T_K_D: Tensor) -> Tensor:
-        """The layer's lanes in `keys` or `values`, [S, K, C, D]; made with the heads and type of `like` if missing."""
+        """The layer's lanes in `store`, which is `keys` or `values`: [S, K, C, D]. Missing lanes are made with the
+        heads and type of `like_T_K_D`."""
         if layer not in store:
             num_heads, head_dim = like_T_K_D.shape[1:]
             store[layer] = like_T_K_D.new_zeros(self.num_lanes, num_heads, self.capacity, head_dim)
@@ -166,24 +171,27 @@ class Prefill:
     start: int
     length: int
     states_after: RecurrentCache | None = None
-    """Gets a copy of the lane's states after these tokens. A later `Prefill` of the same pass may go on from them."""
+    """Cache that gets a copy of the lane's states after these tokens. A later `Prefill` of the same pass may continue
+    from them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
-    """Groups of decoding rows whose first keys and values are equal, such as the samples of one request. One product
-    reads the shared keys of a group once. Every decoding row is in a group. Valid as long as the same rows run."""
+    """Groups of decoding rows whose first keys and values are equal, such as the samples of one request. A product for
+    a whole group reads the shared keys only once. Every decoding row is in a group. Valid as long as the same rows
+    run."""
 
     length: int
     """Number of keys that the rows of each group share."""
     rows_U_M: Tensor
-    """Row numbers of each group. A smaller group repeats its first row."""
+    """int64: row numbers of each group. A smaller group repeats its first row."""
     places_B: Tensor
-    """Position of each row in the flattened rows_U_M."""
+    """int64: position of each row in the flattened rows_U_M."""
     in_order: bool
-    """Whether the groups are of equal size and follow each other in row order. `together` and `apart` need no index
-    then."""
+    """Whether the groups are of equal size and follow each other in row order. If so, `together` and `apart` need no
+    index."""
     _kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Copies of the shared keys and values, by layer."""
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[int]], length: int, device: torch.device) -> SharedPrompts:
@@ -212,8 +220,8 @@ class SharedPrompts:
         return x_B_K_R_X.unflatten(0, self.rows_U_M.shape) if self.in_order else x_B_K_R_X
 
     def prompts(self, layer: int, keys_S_K_C_D: Tensor, values_S_K_C_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Shared keys and values of each group, [U, K, P, D]. They are gathered at the first step, and kept if they are
-        small."""
+        """Shared keys and values of each group, [U, K, P, D] each. They are gathered at the first step, and kept as far
+        as MAX_KEPT_BYTES allows."""
         kept = self._kept.get(layer)
         if kept is None:
             first_U = self.rows_U_M[:, 0]
@@ -225,8 +233,8 @@ class SharedPrompts:
 
 
 @dataclass(slots=True)
-class _Stretch:
-    """Consecutive decoding rows that are computed together, each with `num_keys` keys."""
+class _RowRange:
+    """Consecutive decoding rows whose attention is one call, over `num_keys` keys each."""
 
     start: int
     stop: int
@@ -235,10 +243,10 @@ class _Stretch:
     """Whether every row has exactly `num_keys` keys, so that none is masked."""
 
 
-def _stretches_of(lengths: Sequence[int], device: torch.device) -> list[_Stretch]:
-    """Divides rows with these numbers of keys into stretches. A new stretch begins if one more call of attention costs
-    less than computing the masked keys."""
-    out: list[_Stretch] = []
+def _row_ranges(lengths: Sequence[int], device: torch.device) -> list[_RowRange]:
+    """Divides rows with these numbers of keys into ranges. A new range begins where another call of attention costs
+    less than computing the keys that would be masked."""
+    out: list[_RowRange] = []
     for row, length in enumerate(lengths):
         if out:
             last = out[-1]
@@ -249,18 +257,19 @@ def _stretches_of(lengths: Sequence[int], device: torch.device) -> list[_Stretch
                 last.equal = last.equal and length == last.num_keys
                 last.stop, last.num_keys = row + 1, num_keys
                 continue
-        out.append(_Stretch(row, row + 1, length))
+        out.append(_RowRange(row, row + 1, length))
     return out
 
 
 class Cached:
-    """Layout of one forward pass: first one new token for each of lanes 0 .. B-1, then pieces of prompts.
+    """Layout of one forward pass over a cache: first one new token for each of the lanes 0 .. B-1, then pieces of
+    prompts.
 
-    `positions_B`: position of each decoding lane's new token, int64 [B]. `lanes_B`: other lanes than the first B, int64
-    [B]; their keys and values are gathered. `shared`: prompts that the first B lanes share; ignored with `lanes_B`.
-    `num_keys`: a bound on the number of keys, with which the host need not read `positions_B`. `written_B`: for
-    each row the row in whose stead it stores that one's new keys and values, int64 [B], so that rows after the last
-    sequence change nothing.
+    `positions_B`: position of each decoding lane's new token, int64 [B]. `lanes_B`: the decoding lanes, int64 [B], if
+    they are not the first B lanes; their keys and values are gathered. `shared`: prompts that the first B lanes share;
+    ignored with `lanes_B`. `num_keys`: upper bound of the number of keys, with which the host need not wait for
+    `positions_B`. `written_B`: for each row the row whose new keys and values it stores, at that row's place, int64
+    [B]; so that rows after the last sequence change nothing.
     """
 
     def __init__(
@@ -281,10 +290,10 @@ class Cached:
         if num_keys is None:
             lengths = [position + 1 for position in positions_B.tolist()]
             self.num_keys = max(lengths, default=0)
-            self._stretches = _stretches_of(lengths, positions_B.device)
+            self._ranges = _row_ranges(lengths, positions_B.device)
         else:
             self.num_keys = num_keys
-            self._stretches = [_Stretch(0, self.num_decoding, num_keys, equal=False)]
+            self._ranges = [_RowRange(0, self.num_decoding, num_keys, equal=False)]
         self._lanes_B = torch.arange(self.num_decoding, device=positions_B.device) if lanes_B is None else lanes_B
         self._written_B = written_B
         self.ahead: Ahead | None = None
@@ -294,22 +303,23 @@ class Cached:
         self._mask_B_1_1_L = (keys <= positions_B[:, None])[:, None, None]
         self._keys = keys
         self._shared = None if self._gathers else shared
-        # Made once for all layers. From a boolean mask, attention would make it in every call.
+        # The bias is made once for all layers. From a boolean mask, attention would make it in every call.
         hidden = ~self._mask_B_1_1_L
         self._bias_B_1_1_L = torch.zeros(hidden.shape, device=positions_B.device).masked_fill_(hidden, float("-inf"))
 
     @property
     def parts(self) -> Sequence[Cached]:
-        """As of CachedTogether."""
+        """The layouts of single caches, as of CachedTogether: this layout alone."""
         return [self]
 
     @property
     def lanes(self) -> slice | Tensor:
-        """Lanes of the decoding rows."""
+        """Lanes of the decoding rows, a slice or int64 [B]."""
         return self._lanes_B if self._gathers else slice(0, self.num_decoding)
 
     def with_ahead(self, ahead: Ahead | None) -> Cached:
-        """This layout, in which some tokens of pieces see later ones. Such a picture is whole in its piece."""
+        """This layout, in which the tokens of pictures also see later tokens. Each such picture must lie in one piece
+        as a whole."""
         self.ahead = ahead
         return self
 
@@ -338,7 +348,7 @@ class Cached:
         numbers_T: Tensor | None = None,
     ) -> Tensor:
         """Stores the keys and values of a piece of a prompt. Returns its attention output, [T, N, D]. `numbers_T`: the
-        piece's, as of Ahead."""
+        rows of Ahead.numbers_T that belong to the piece; None if no token sees later ones."""
         keys_S_K_C_D, values_S_K_C_D = self.cache.layer(layer, k_T_K_D, v_T_K_D, values_in_keys=heads.values_in_keys)
         end = piece.start + piece.length
         lane = slice(piece.lane, piece.lane + 1)
@@ -351,7 +361,8 @@ class Cached:
         return out[0].transpose(0, 1)
 
     def _places(self, store_S_K_C_D: Tensor) -> Tensor:
-        """Positions of the new keys or values in the flattened cache, int64 [B K]. One index writes faster than two."""
+        """Positions of the new keys or values in the flattened cache, int64 [B K]. Writing by one index is faster than
+        by two."""
         num_heads, capacity = store_S_K_C_D.shape[1:3]
         if (places := self._places_by_shape.get((num_heads, capacity))) is None:
             heads_K = torch.arange(num_heads, device=self.positions_B.device)
@@ -367,26 +378,26 @@ class Cached:
         if self._shared is not None and plain and heads.window is None:
             lanes = slice(0, self.num_decoding)
             return self._decode_shared(self._shared, layer, q_B_N_D, keys_S_K_C_D[lanes], values_S_K_C_D[lanes], heads)
-        outputs = [self._decode_rows(rows, q_B_N_D, keys_S_K_C_D, values_S_K_C_D, heads) for rows in self._stretches]
+        outputs = [self._decode_rows(one, q_B_N_D, keys_S_K_C_D, values_S_K_C_D, heads) for one in self._ranges]
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _decode_rows(
-        self, stretch: _Stretch, q_B_N_D: Tensor, keys_S_K_C_D: Tensor, values_S_K_C_D: Tensor, heads: Heads
+        self, span: _RowRange, q_B_N_D: Tensor, keys_S_K_C_D: Tensor, values_S_K_C_D: Tensor, heads: Heads
     ) -> Tensor:
-        rows = slice(stretch.start, stretch.stop)
+        rows = slice(span.start, span.stop)
         lanes = self._lanes_B[rows] if self._gathers else rows
-        k, v = (store[:, :, : stretch.num_keys][lanes] for store in (keys_S_K_C_D, values_S_K_C_D))
+        k, v = (store[:, :, : span.num_keys][lanes] for store in (keys_S_K_C_D, values_S_K_C_D))
         q = q_B_N_D[rows]
         plain = heads.softcap is None and heads.sinks_N is None
-        # The query heads of one key/value head are rows of one product: no key is repeated.
+        # The query heads of one key/value head are rows of one product, so no key is repeated.
         q_B_K_R_D = q.view(q.shape[0], k.shape[1], -1, q.shape[2])
         if plain and heads.window is None:
-            bias = None if stretch.equal else self._bias_B_1_1_L[rows, ..., : stretch.num_keys].to(q.dtype)
+            bias = None if span.equal else self._bias_B_1_1_L[rows, ..., : span.num_keys].to(q.dtype)
             return masked(q_B_K_R_D, k, v, heads, bias).reshape(*q.shape[:2], -1)
-        mask = self._mask_B_1_1_L[rows, ..., : stretch.num_keys]
+        mask = self._mask_B_1_1_L[rows, ..., : span.num_keys]
         if heads.window is not None:
             first_B = self.positions_B[rows, None] - heads.window
-            mask = mask & (self._keys[: stretch.num_keys] > first_B)[:, None, None]
+            mask = mask & (self._keys[: span.num_keys] > first_B)[:, None, None]
         if plain:
             return masked(q_B_K_R_D, k, v, heads, mask).reshape(*q.shape[:2], -1)
         return masked(q[:, :, None], k, v, heads, mask)[:, :, 0]
@@ -418,7 +429,7 @@ class Cached:
 
 
 class CachedTogether:
-    """Layout of one forward pass over several caches: first the decoding rows of all caches, then the prompts' pieces
+    """Layout of one forward pass over several caches: first the decoding rows of all caches, then the pieces of prompts
     of all caches."""
 
     def __init__(self, parts: Sequence[Cached]) -> None:
@@ -426,7 +437,7 @@ class CachedTogether:
         self.ahead: Ahead | None = None
 
     def with_ahead(self, ahead: Ahead | None) -> CachedTogether:
-        """As of Cached."""
+        """See Cached.with_ahead."""
         self.ahead = ahead
         return self
 
@@ -443,6 +454,8 @@ def attend_together(
     heads: Heads,
     ahead: Ahead | None = None,
 ) -> Tensor:
+    """Stores the new keys and values of all rows. Returns the attention output, [T, N, D], in the order of
+    CachedTogether."""
     numbers_T = ahead.numbers_T if ahead is not None and ahead.concerns(heads) else None
     outputs, first = [], 0
     for part in parts:
@@ -460,10 +473,10 @@ def attend_together(
 
 
 class KVBlocks:
-    """Keys and values that outlive a generation, in numbered blocks of `block_tokens` tokens, separate from the lanes.
+    """Keys and values that outlive a generation, in numbered blocks of `block_tokens` tokens, apart from the lanes.
 
-    A layer's tensors, [num_blocks, K, block_tokens, D], are made in full size when the layer is first saved. On a CPU
-    the system allocates their memory as blocks are written.
+    A layer's tensors, [num_blocks, K, block_tokens, D], are made in full size when a block of the layer is first saved.
+    On a CPU the system allocates their memory as blocks are written.
     """
 
     def __init__(self, num_blocks: int, block_tokens: int) -> None:

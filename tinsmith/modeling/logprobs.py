@@ -1,5 +1,5 @@
-"""Log-probabilities of named tokens, computed in chunks, so that only a bounded part of the [T, V] logits exists at
-once.
+"""Log-probabilities of named tokens. They are computed in chunks, so that only a bounded part of the logits [T, V]
+exists at once.
 
 Shapes: T packed tokens, V vocabulary, H hidden, M named tokens (several may share a row), n rows of a chunk.
 """
@@ -22,9 +22,9 @@ from tinsmith.modeling.lora import add_rows
 from tinsmith.sizing import MAX_CHUNK_ELEMENTS
 
 MAX_KEPT_ELEMENTS = {"cpu": 64 * 1024 * 1024, "cuda": 0}
-"""Log-probabilities that are kept from the forward to the backward pass, in elements: 256 MB on a CPU, where computing
-them again takes a third of the output layer's time. With a large vocabulary these are few rows. The others are computed
-again."""
+"""Most log-probabilities that are kept from the forward to the backward pass, in elements: 256 MB on a CPU, where
+computing them again takes a third of the output layer's time. With a large vocabulary these are few rows. The
+log-probabilities of all other rows are computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class Head:
 
     @torch.no_grad()
     def with_prepacked(self) -> Head:
-        """This head with a prepacked copy. The weight lies row by row, because the embedding may share it."""
+        """This head with a prepacked copy of its weight. The weight itself stays row by row, because the embedding may
+        share it."""
         return replace(self, prepacked=Prepacked([self.weight_V_H], [self.bias_V], by_columns=False))
 
     @property
@@ -58,14 +59,15 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Rows of one chunk with one adapter (`run`, an index) or none, which are projected together."""
+    """Rows that are projected together: some or all rows of one chunk, with at most one adapter. `run`: index of the
+    run with the adapter."""
 
     rows: slice
     run: int | None
 
 
 def logits(head: Head, hidden_T_H: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Logits, float32 [T, V], for few rows. Not differentiable."""
+    """The logits, float32 [T, V]. For few rows, because they are not computed in chunks. Not differentiable."""
     with torch.no_grad():
         out = _project(head, hidden_T_H, [])
         for run in runs:
@@ -77,8 +79,8 @@ def logits(head: Head, hidden_T_H: Tensor, runs: Sequence[Run]) -> Tensor:
 
 
 def logprob_chunks(head: Head, hidden_T_H: Tensor, runs: Sequence[Run]) -> Iterator[tuple[slice, Tensor]]:
-    """Rows and their float32 log-softmax [n, V], chunk by chunk. The rows of each run must be a slice. Not
-    differentiable."""
+    """The log-softmax of all rows, chunk by chunk: a slice of rows, and float32 [n, V]. The rows of each run must be a
+    slice. Not differentiable."""
     for piece in _pieces(head, hidden_T_H.shape[0], _slices(runs)):
         run = None if piece.run is None else runs[piece.run]
         here = [] if run is None else [Run(run.adapter, slice(0, piece.rows.stop - piece.rows.start))]
@@ -86,10 +88,11 @@ def logprob_chunks(head: Head, hidden_T_H: Tensor, runs: Sequence[Run]) -> Itera
 
 
 def target_logprobs(head: Head, hidden_T_H: Tensor, rows_M: Tensor, tokens_M: Tensor, runs: Sequence[Run]) -> Tensor:
-    """float32 [M]: log P(tokens_M[m] | row rows_M[m]), differentiable in the hidden states and the adapters' heads.
+    """log P(tokens_M[m] | row rows_M[m]) for each m, float32 [M]. Differentiable in the hidden states, and in A and B
+    of the adapters' output layers.
 
-    rows_M and tokens_M are int64 and in host memory, where the work is cut into chunks without waiting for the device.
-    rows_M is in ascending order, with repeats. The rows of runs must be slices, in order, without overlap.
+    `rows_M`, `tokens_M`: int64 and in host memory, so that the work is cut into chunks without waiting for the device.
+    `rows_M` is in ascending order, with repeats. `runs`: their rows must be slices, in order and without overlap.
     """
     adapted = [run for run in runs if head.name in run.adapter.weights]
     parameters: list[Tensor] = []
@@ -101,8 +104,9 @@ def target_logprobs(head: Head, hidden_T_H: Tensor, rows_M: Tensor, tokens_M: Te
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """Forward keeps the log-probabilities of the first chunks, up to MAX_KEPT_ELEMENTS. Backward computes those of the
-    other chunks again, only for rows that have a gradient (prompt tokens have none). Such rows are gathered first."""
+    """Forward keeps the log-probabilities of the first chunks, up to MAX_KEPT_ELEMENTS. Backward computes the other
+    log-probabilities again. It gathers the rows that have a gradient first, and computes only them: prompt tokens have
+    no gradient."""
 
     @staticmethod
     def forward(
@@ -134,8 +138,8 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_M,) = grad_outputs
         head, runs = ctx.head, ctx.runs
-        kept, ctx.kept = ctx.kept, []  # backward overwrites them, so a second backward computes all of them again
-        hidden_T_H, tokens_M, *_ = ctx.saved_tensors  # with the parameters, so that autograd notices changed ones
+        kept, ctx.kept = ctx.kept, []  # this backward overwrites them, so a second one computes all of them again
+        hidden_T_H, tokens_M, *_ = ctx.saved_tensors  # the parameters are saved so that autograd notices changes
         grad_hidden_T_H = torch.zeros_like(hidden_T_H) if ctx.needs_input_grad[0] else None
         grads = [_gradients(run, head) for run in runs]
         kept_K = (grad_M != 0).cpu().numpy().nonzero()[0]  # the only wait for the device
@@ -209,7 +213,7 @@ def _gradients(run: Run, head: Head) -> tuple[Tensor, Tensor]:
 
 
 def _num_kept_rows(head: Head, pieces: Sequence[_Piece]) -> int:
-    """Number of rows, from the first on and in whole pieces, whose log-probabilities are kept."""
+    """Number of rows whose log-probabilities are kept. They are the first rows, in whole pieces."""
     if head.softcap is not None:  # backward needs the logits themselves
         return 0
     limit = MAX_KEPT_ELEMENTS[head.weight_V_H.device.type] // head.vocab_size
@@ -219,8 +223,8 @@ def _num_kept_rows(head: Head, pieces: Sequence[_Piece]) -> int:
 def _backward_pieces(
     head: Head, kept: Sequence[Tensor], active_N: np.ndarray, num_rows: int, runs: Sequence[slice]
 ) -> list[tuple[_Piece, tuple[Tensor, int] | None]]:
-    """Slices of active_N that are computed together. Each comes with the kept chunk that holds its rows, and the
-    chunk's first row; None if its log-probabilities are computed again."""
+    """Pieces whose rows are slices of active_N. Each piece comes with the kept chunk that holds its rows and the first
+    row of this chunk; with None if its log-probabilities are computed again."""
     out: list[tuple[_Piece, tuple[Tensor, int] | None]] = []
     row = 0
     if kept:
@@ -239,8 +243,8 @@ def _backward_pieces(
 
 
 def _log_softmax_(logits_n_V: Tensor) -> Tensor:
-    """log_softmax in place, in one pass through memory. The kernel reads all elements of a row before it writes
-    them."""
+    """log_softmax in place, in one pass through memory. This is correct because the kernel reads a row before it writes
+    the row."""
     return torch.log_softmax(logits_n_V, -1, out=logits_n_V)
 
 
@@ -258,7 +262,7 @@ def _among(active_N: np.ndarray, rows: slice) -> slice:
 
 
 def _pieces(head: Head, num_rows: int, runs: Sequence[slice]) -> list[_Piece]:
-    """All rows, in order, cut at the borders of runs and after max_rows."""
+    """Pieces of all rows, in order. A piece ends at the border of a run, and after max_rows rows."""
     borders: list[tuple[int, int, int | None]] = []
     start = 0
     for n, rows in enumerate(runs):
@@ -273,7 +277,7 @@ def _pieces(head: Head, num_rows: int, runs: Sequence[slice]) -> list[_Piece]:
 
 
 def _named(pieces: Sequence[_Piece], rows_M: np.ndarray) -> list[slice]:
-    """For each piece, the slice of M whose rows lie in it."""
+    """For each piece, the slice of M whose rows lie in the piece."""
     stops = np.searchsorted(rows_M, [piece.rows.stop for piece in pieces]).tolist()
     return [slice(first, stop) for first, stop in zip([0, *stops], stops, strict=False)]
 
@@ -287,7 +291,7 @@ def _lora(piece: _Piece, head: Head, runs: Sequence[Run]) -> list[tuple[Tensor, 
 
 
 def _project(head: Head, hidden_n_H: Tensor, lora: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:
-    """float32 [n, V], before scale and softcap. The adapters' share is computed in float32."""
+    """The logits of some rows before scale and softcap, float32 [n, V]. The adapters' share is computed in float32."""
     prepacked = head.prepacked
     if prepacked is not None and prepacked.gains(hidden_n_H) and prepacked.copies(head.weight_V_H):
         out = prepacked.together(hidden_n_H).float()
@@ -301,14 +305,15 @@ def _project(head: Head, hidden_n_H: Tensor, lora: Sequence[tuple[Tensor, Tensor
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right in float32. On CUDA, the sums are not rounded to half precision in between; other devices have no
-    such product."""
+    """left @ right in float32. On CUDA the sums of a product in half precision stay float32. Other devices have no such
+    product, and round the result to half precision first."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).float()
 
 
 def _finish(head: Head, raw_n_V: Tensor) -> Tensor:
+    """Applies scale and softcap to logits, in place."""
     if head.scale != 1.0:
         raw_n_V.mul_(head.scale)
     if head.softcap is not None:

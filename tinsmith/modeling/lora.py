@@ -1,7 +1,7 @@
 """The LoRA product, y = x W^T + b + scaling (x A^T) B^T, with many adapters in one packed batch.
 
-A `Run` (adapter_runs.py) says to which rows of the batch an adapter applies. `LoraLinear` is the frozen layer that
-computes the product. There are two ways, which compute the same:
+A `Run` (adapter_runs.py) names the rows of the batch to which an adapter applies. `LoraLinear` is the frozen layer that
+computes the product. There are two implementations with the same result:
 
 - `forward` and `backward` loop over the runs. They work on every device and in every dtype, for all ranks and for any
   rows. Decoder layers that are differentiated by hand (whole_layers.py) call them directly.
@@ -27,18 +27,20 @@ from tinsmith.modeling.kernels.prepacked import Prepacked
 from tinsmith.modeling.quantized import dtype_of, quantized_parameters, take_quantized
 
 _FEW_ROWS = 64
-"""Up to this number of rows the gradient of B is one operation. With more rows, two operations are faster."""
+"""Up to this number of rows the gradient of B is computed by one operation. With more rows, two operations are
+faster."""
 
 
 class LoraLinear(nn.Module):
     """A frozen linear layer. Each active adapter's share is added to the adapter's rows."""
 
     def __init__(self, base: nn.Linear, name: str, active: ActiveRuns, *, by_columns: bool = True) -> None:
-        """`by_columns`: copies a weight in host memory, so that it lies column by column. A product with some 8 rows (a
-        small decode step) then takes a third of the time on a CPU, and one with many rows as long as before."""
+        """`by_columns`: a weight in host memory is copied, so that it lies column by column. On a CPU, a product with
+        about 8 rows (a small decode step) then takes a third of the time, and a product with many rows takes as long as
+        before."""
         super().__init__()
         self.quantized: Callable[[], Tensor] | None = None
-        """Computes the weight if it is quantised (quantized.py). If not, the layer has `weight`."""
+        """Computes the weight if it is quantised (quantized.py). None if it is not; the layer then has `weight`."""
         if (parameter := quantized_parameters(base).get("weight")) is not None:
             take_quantized(self, base)
             object.__setattr__(self, "quantized", parameter)  # `parametrizations` registers it
@@ -52,15 +54,15 @@ class LoraLinear(nn.Module):
         self.active = active
         self.num_outputs, num_inputs = base.out_features, base.in_features
         self.merges_above = 2 * num_inputs * self.num_outputs // (num_inputs + self.num_outputs)
-        """Number of rows of a run up to which merging does not pay (see `_shares`)."""
+        """Largest number of rows of a run for which merging does not pay (see `_shares`)."""
         self.joined: tuple[LoraLinear, ...] = (self,)
-        """The layers that compute one product with this one in passes without gradient, including itself, in order
+        """This layer and the layers that share one product with it in passes without gradient, in order
         (generation.py)."""
         self.prepacked: Prepacked | None = None
-        """Prepacked matrices of all joined layers, in the first of them only."""
+        """Prepacked matrices of all joined layers. Only the first joined layer has it."""
 
     def dense(self) -> Tensor:
-        """The weight [O, I]. If it is quantised, it is made anew at each call, and callers must not keep it."""
+        """The weight [O, I]. A quantised weight is dequantised at each call, and callers must not keep it."""
         return self.weight if self.quantized is None else self.quantized()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,8 +83,8 @@ class LoraLinear(nn.Module):
         return y_T_O.unflatten(0, x.shape[:-1])
 
     def _without_gradient(self, x: Tensor) -> Tensor:
-        """The output, in as few operations as possible: their fixed costs are the time of a decode step of one
-        token."""
+        """The output in a pass without gradients, in as few operations as possible, because their fixed costs are most
+        of the time of a decode step of one token."""
         prepacked = self.prepacked if len(self.joined) == 1 else None
         if prepacked is not None and prepacked.gains(x) and prepacked.copies(self.weight):
             y = prepacked.together(x)
@@ -112,8 +114,8 @@ def prepack(model: nn.Module) -> None:
 
 
 def parameters_of(layers: Sequence[LoraLinear], runs: Sequence[Run]) -> list[Tensor]:
-    """The inputs for autograd, in the order in which `backward` returns their gradients: A and B of each layer and run,
-    or in their place the anchor of the run's `gradient`."""
+    """Inputs for an autograd function, in the order in which `backward` returns their gradients: A and B of each layer
+    and run, or the anchor of the run's `gradient` in their place."""
     found = []
     for layer in layers:
         for run in runs:
@@ -124,8 +126,8 @@ def parameters_of(layers: Sequence[LoraLinear], runs: Sequence[Run]) -> list[Ten
 
 
 def forward(x_T_I: Tensor, layers: Sequence[LoraLinear], runs: Sequence[Run]) -> tuple[Tensor, list[Tensor]]:
-    """The outputs of layers that read the same input, side by side, [T, S], and the tensors that `backward` takes as
-    `lows`: x A^T, [n, R], of each layer and run that is not merged."""
+    """Computes layers that read the same input. Returns their outputs side by side, [T, S], and the tensors that
+    `backward` takes as `lows`: x A^T [n, R] for each layer and each run that is not merged."""
     y_T_S = x_T_I.new_empty(x_T_I.shape[0], sum(layer.num_outputs for layer in layers))
     lows = []
     for layer, y_T_O in zip(layers, _columns(y_T_S, layers), strict=True):
@@ -151,7 +153,8 @@ def backward(
     *,
     need_x: bool,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The gradients of x, if needed, and of `parameters_of(layers, runs)`, from the gradient of the outputs."""
+    """The gradients of x (None unless `need_x`) and of `parameters_of(layers, runs)`, from the gradient of the
+    outputs."""
     grad_x_T_I = torch.empty_like(x_T_I) if need_x else None
     grads: list[Tensor | None] = []
     low = iter(lows)
@@ -182,24 +185,24 @@ def add_rows(out: Tensor, rows: slice | Tensor, left: Tensor, right: Tensor, alp
 
 
 def _take(x: Tensor, rows: slice | Tensor) -> Tensor:
-    """x[rows]. All rows are x itself, because a view of few rows takes as long as a product."""
+    """x[rows]. Returns x itself for all rows, because making a view takes as long as a product of few rows."""
     return x if isinstance(rows, slice) and rows.start == 0 and rows.stop == x.shape[0] else x[rows]
 
 
 def _columns(y_T_S: Tensor, layers: Sequence[LoraLinear]) -> Sequence[Tensor]:
-    """The part of each layer."""
+    """The outputs of each layer, [T, O], as views."""
     if len(layers) == 1:
         return (y_T_S,)
     return torch.split_with_sizes(y_T_S, [layer.num_outputs for layer in layers], 1)
 
 
 def _shares(layer: LoraLinear, runs: Sequence[Run], x_T_I: Tensor) -> list[tuple[Run, LoraWeights, bool]]:
-    """The runs whose adapter has the layer, with its A and B in the dtype of x, and whether W + scaling B A is computed
-    as one matrix for the run's rows.
+    """The runs whose adapter has the layer, with A and B in the dtype of x, and whether the run is merged: whether
+    W + scaling B A is computed as one matrix for the run's rows.
 
-    On a CPU both ways are bound by memory. Merging reads and writes W twice, forward and backward. Otherwise each of
-    the run's rows of the output and of the input's gradient is read and written once more. Half precision is never
-    merged, because it would round a small share away.
+    On a CPU, memory bounds the speed with and without merging. Merging reads and writes W twice, in forward and in
+    backward. Without merging, each of the run's rows of the output, and of the input's gradient, is read and written
+    once more. Half precision is never merged, because W + scaling B A would round a small share away.
     """
     dtype = x_T_I.dtype
     found = []
@@ -221,8 +224,8 @@ def _pieces(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Slices that cover all rows, in order, each with the weight for its rows.
 
-    A merged matrix is made when its slice comes, and again in backward: to keep all of them until then would take as
-    much memory as a model.
+    A merged matrix is made when its slice is reached, and made again in backward. Keeping all merged matrices until
+    backward would take as much memory as a model.
     """
     merged = [(run.rows, run, weights) for run, weights, is_merged in shares if is_merged]
     if not merged:
@@ -261,7 +264,8 @@ def _gradients(
 
 
 class _Linear(torch.autograd.Function):
-    """Differentiated by hand, because autograd over slices would copy the whole [T, O] for every run."""
+    """One LoraLinear, differentiated by hand, because autograd over slices would copy the whole [T, O] for every
+    run."""
 
     @staticmethod
     def forward(ctx: Any, x_T_I: Tensor, layer: LoraLinear, runs: Sequence[Run], *parameters: Tensor) -> Tensor:

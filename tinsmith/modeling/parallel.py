@@ -29,7 +29,7 @@ class InTurns(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The part that each rank keeps of a model."""
+    """The ranks among which a model is divided."""
 
     tensor: Peers | None
     """Ranks that divide the features of each layer; None if they are not divided."""
@@ -43,8 +43,8 @@ class Division:
         return WeightParts(self.tensor, self.mesh)
 
     def cut(self, model: PreTrainedModel, device: torch.device) -> None:
-        """Makes the model, whose weights are not read yet, read only this rank's part of them, if its files allow that.
-        Raises CannotDivide."""
+        """Prepares a model whose weights have not been read yet, so that only this rank's part of them is read. Changes
+        nothing if the model's files do not allow that. Raises CannotDivide."""
         axes = {} if self.tensor is None else divided_axes(model, self.tensor.size)
         layers = decoder_layers(decoder_of(model), model.config.get_text_config().num_hidden_layers)
         with torch.device("cpu"):  # transformers makes the model on the meta device
@@ -53,7 +53,7 @@ class Division:
     def apply(
         self, model: PreTrainedModel, layers: Sequence[nn.Module], active: ActiveRuns, device: torch.device
     ) -> tuple[TensorParallel | None, ShardedLayers | None]:
-        """Divides the model, whose layers are adapted, and moves this rank's part to `device`. Raises CannotDivide."""
+        """Divides a model whose layers are adapted, and moves this rank's part to `device`. Raises CannotDivide."""
         tensor = None
         if self.tensor is not None:
             by_columns = device.type == "cpu" and self.mesh is None  # FSDP2 does not take weights column by column

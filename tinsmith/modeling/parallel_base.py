@@ -1,10 +1,10 @@
-"""Divides the frozen base model among ranks (FSDP2). Each rank holds a part of every decoder layer; a layer is gathered
-only while it computes. The embedding, the last norm and the output layer stay whole, because the output layer is read
-outside of any module's call.
+"""Divides the memory of a frozen base model among ranks (FSDP2). Each rank holds a part of every decoder layer; a layer
+is gathered only while it computes. The embedding, the last norm and the output layer stay whole, because the output
+layer is read outside of any module's call.
 
-All ranks must take part in the same gathers: of each layer in order in forward, and in reverse order in backward. A
-rank may compute less than the others: it has no datums, its adapters need no gradient below the output layer, or it has
-failed half-way. Such a rank takes part in the remaining gathers with `catch_up`.
+All ranks must take part in the same gathers. Forward gathers the layers in order, backward in reverse order. A rank may
+compute less than the others: it has no datums, its adapters need no gradient below the output layer, or it has failed
+half-way. Such a rank takes part in the remaining gathers with `catch_up`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ class _CountedGather(AllGather):
 
 
 def parameters_outside(module: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """The module's parameters that belong to none of the layers. Nothing refers to the layers' own afterwards: what a
-    rank does not keep of them can be freed one layer after the other."""
+    """The module's parameters that belong to none of the layers. The result does not refer to the layers' parameters,
+    so that their memory can be freed one layer after the other."""
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     return [parameter for parameter in module.parameters() if id(parameter) not in inside]
 
 
 def _take_rows(layer: nn.Module) -> list[tuple[nn.Module, str, DTensor]]:
-    """The weights of which this rank has read its rows only, with their places, which get the shape of the whole."""
+    """Takes the weights of which this rank has read its own rows only out of the layer, and puts empty weights of the
+    whole shape in their places. Returns the module, the name and the rows of each weight."""
     found = []
     for module in layer.modules():
         for key, parameter in module._parameters.items():
@@ -68,7 +69,7 @@ class ShardedLayers:
         for layer in layers:
             rows = _take_rows(layer)
             for parameter in layer.parameters():
-                parameter.data = parameter.data.contiguous()  # a weight of GPT-2 lies column by column, for one
+                parameter.data = parameter.data.contiguous()  # a weight may lie column by column, as GPT-2's do
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
             for module, key, part in rows:
                 kept = of_rows(part.to_local(), part.shape, mesh)
@@ -83,12 +84,12 @@ class ShardedLayers:
         self._gather.count = 0
 
     def catch_up(self, *, backward: bool) -> None:
-        """Takes part in the remaining gathers of this pass: those of its forward, or of its forward and backward."""
+        """Takes part in the remaining gathers of this pass. `backward`: whether the pass has a backward, too."""
         order = [*self._layers, *self._layers[::-1]] if backward else self._layers
         for layer in order[self._gather.count :]:
             layer.unshard()
             layer.reshard()
 
     def reset(self) -> None:
-        """To be called on all ranks after a pass that stopped half-way."""
+        """Resets the state of the pass. To be called on all ranks after a pass that stopped half-way."""
         self._root.reset_iter_state()

@@ -1,8 +1,8 @@
 """Tensor parallelism of the adapted layers, by the model's own plan (transformers' tp_plan).
 
-A rank holds some output features of a "colwise" layer, and some input features of a "rowwise" one. It computes some
+A rank holds some output features of a "colwise" layer, and some input features of a "rowwise" layer. It computes some
 rows of the output layer. Every rank has the whole adapters, and uses the part of A or B that belongs to its features.
-The gradient is the sum of all ranks' gradients.
+The gradient of an adapter is the sum of all ranks' gradients.
 
 Shapes: T packed tokens, M named tokens, H hidden, I input features, O output features, R rank of an adapter.
 """
@@ -29,7 +29,7 @@ from tinsmith.modeling.weight_parts import own_features
 _COLWISE = ("colwise", "colwise_gather_output")
 _ROWWISE = ("rowwise", "rowwise_split_input")
 _FROZEN_COPY = ("replicated_with_grad_allreduce",)
-"""Styles of norms over single heads, whose weights every rank holds whole. Frozen weights need no gradient."""
+"""Styles of norms over single heads. Every rank holds their whole weights, which are frozen and need no gradient."""
 _ALTERNATIVE = "set tensor_parallel to 1; shard_base divides the memory of any model"
 
 
@@ -39,31 +39,32 @@ class CannotDivide(ValueError):
 
 @dataclass(slots=True)
 class TensorParallel:
-    """The division of a model's layers, and the part of a forward pass that depends on it."""
+    """The division of the features of a model's layers among ranks."""
 
     peers: Peers
     styles: Mapping[str, str]
     """Style of each divided layer, by the layer's name."""
     _copied: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
-    """The last input of a colwise layer, and its `replicated` form for all layers that read it, so that its gradient is
-    summed over the ranks once."""
+    """The last input of a colwise layer, and its `replicated` form. All layers that read this input share the form, so
+    that the gradient is summed over the ranks only once."""
 
     @classmethod
     def divide(cls, model: PreTrainedModel, active: ActiveRuns, peers: Peers, *, by_columns: bool) -> TensorParallel:
-        """Replaces every layer in the plan by this rank's part of it. `by_columns`: as that of LoraLinear, for the
-        parts. Raises CannotDivide."""
+        """Replaces every layer in the model's plan by this rank's part of it. `by_columns`: see LoraLinear. Raises
+        CannotDivide."""
         styles = _styles(model, peers.size, LoraLinear)
         parallel = cls(peers, styles)
         for name, style in styles.items():
             whole = model.get_submodule(name)
             assert isinstance(whole, LoraLinear)
             model.set_submodule(name, _Divided(whole, active, style, parallel, by_columns=by_columns))
-            whole._parameters.clear()  # it is in a reference cycle, so they would stay until a garbage collection
+            # The whole layer is in a reference cycle, so its parameters would stay until a garbage collection.
+            whole._parameters.clear()
         return parallel
 
     def runs(self, runs: Sequence[Run]) -> list[Run]:
-        """The runs with the parts of their adapters that this rank's layers need. The ranks' gradients of an adapter
-        add up to its gradient."""
+        """The runs with the parts of their adapters that this rank's layers need. The gradient of an adapter is the sum
+        of the ranks' gradients."""
         return [replace(run, adapter=self._part(run), gradient=None) for run in runs]
 
     def _part(self, run: Run) -> Adapter:
@@ -83,7 +84,8 @@ class TensorParallel:
     def target_logprobs(
         self, head: Head, hidden_T_H: Tensor, rows_M: Tensor, tokens_M: Tensor, runs: Sequence[Run]
     ) -> Tensor:
-        """logprobs.target_logprobs. The arguments must be equal on every rank; each rank computes some of the rows."""
+        """Computes logprobs.target_logprobs. The arguments must be equal on every rank. Each rank computes some of the
+        rows."""
         first, last = (hidden_T_H.shape[0] * n // self.peers.size for n in (self.peers.rank, self.peers.rank + 1))
         named = slice(*torch.searchsorted(rows_M, torch.tensor([first, last])).tolist())
         logprobs_m = target_logprobs(
@@ -96,12 +98,13 @@ class TensorParallel:
         return summed(nn.functional.pad(logprobs_m, (named.start, rows_M.shape[0] - named.stop)), self.peers)
 
     def copied(self, x: Tensor) -> Tensor:
+        """`replicated(x)`, which is made once for all layers that read x one after the other."""
         if self._copied is None or self._copied[0] is not x:
             self._copied = x, replicated(x, self.peers)
         return self._copied[1]
 
     def forget(self) -> None:
-        """To be called after each forward pass, to whose graph the kept input belongs."""
+        """Drops the kept input, which belongs to the graph of one forward pass. To be called after each pass."""
         self._copied = None
 
 
@@ -164,13 +167,14 @@ def _clipped(run: Run, first: int, last: int) -> Run:
 
 
 def divided_axes(model: PreTrainedModel, size: int) -> dict[str, int]:
-    """The axis along which the weight of each layer is divided, of a model whose layers are not adapted yet. Raises
-    CannotDivide."""
+    """The axis along which each layer's weight is divided, by the layer's name. The layers of `model` must not be
+    adapted yet. Raises CannotDivide."""
     return {name: 0 if style in _COLWISE else 1 for name, style in _styles(model, size, nn.Linear).items()}
 
 
 def _styles(model: PreTrainedModel, size: int, kind: type[nn.Module]) -> dict[str, str]:
-    """The style of each layer to divide, which must be of this kind. Raises CannotDivide."""
+    """The style of each layer that is divided, by the layer's name. Raises CannotDivide if such a layer is not of class
+    `kind`, or if `size` does not divide its features."""
     plan = _plan(model)
     _check_heads(model, plan, size)
     found: dict[str, str] = {}
@@ -217,7 +221,8 @@ def _plan(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _check_heads(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> None:
-    """Raises CannotDivide if attention would get parts of heads: its projections' outputs stay divided."""
+    """Raises CannotDivide if `size` does not divide the number of heads. The projections' outputs stay divided, so
+    attention would get parts of heads."""
     if not any(style == "colwise" and "attn" in pattern for pattern, style in plan.items()):
         return
     config = model.config.get_text_config()
@@ -231,5 +236,5 @@ def _check_heads(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> 
 
 
 def _pattern(name: str) -> str:
-    """A module's name in the form of plans, with * for the numbers of layers."""
+    """A module's name as plans write it, with * in place of the numbers of layers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -27,13 +27,13 @@ _WITHOUT_EFFECT = {
     "layers_pattern", "layers_to_transform", "loftq_config", "lora_ga_config", "megatron_core", "peft_version",
     "qalora_group_size", "revision", "runtime_config", "target_modules",
 }  # fmt: skip
-"""Keys that do not change what the tensors compute. The tensors' names tell their layers."""
+"""Keys that do not change what the tensors compute. The tensors' names show to which layers they belong."""
 _HARMLESS_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base model's weights as they are."""
 
 
 @dataclass(frozen=True, slots=True)
-class Low:
+class LayerScaling:
     """Rank and scaling of a layer that computes with W + scaling * B A."""
 
     rank: int
@@ -42,6 +42,8 @@ class Low:
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
+    """The settings of a PEFT folder that decide what its tensors compute."""
+
     rank: int
     alpha: float
     rslora: bool
@@ -52,6 +54,7 @@ class PeftConfig:
     made_for: str
     """Name of the base model; empty if the file names none."""
     notes: Sequence[str]
+    """Settings that have no effect here, in sentences for the user."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -98,17 +101,17 @@ class PeftConfig:
                 )
         return config
 
-    def lows(self, modules: Sequence[str]) -> dict[str, Low]:
+    def scalings(self, modules: Sequence[str]) -> dict[str, LayerScaling]:
         """Rank and scaling of each module, by its name in the model. Raises InvalidRequest for a bad or slow regular
         expression."""
         deadline_s = time.monotonic() + _MATCHING_TIMEOUT_S
-        found: dict[str, Low] = {}
+        found: dict[str, LayerScaling] = {}
         for module in modules:
             weight = f"{module}.weight"
             name = weight if any(f".{weight}".endswith(f".{end}") for end in self.parameters) else module
             rank = _first_match(self.rank_pattern, name, deadline_s, key="rank_pattern", otherwise=self.rank)
             alpha = _first_match(self.alpha_pattern, name, deadline_s, key="alpha_pattern", otherwise=self.alpha)
-            found[module] = Low(rank, alpha / (math.sqrt(rank) if self.rslora else rank))
+            found[module] = LayerScaling(rank, alpha / (math.sqrt(rank) if self.rslora else rank))
         return found
 
 

@@ -19,6 +19,8 @@ PICKLE = "adapter_model.bin"
 
 
 class TensorFile(Protocol):
+    """A file of named tensors, which are read one at a time."""
+
     path: Path
 
     @property
@@ -52,7 +54,8 @@ class _Safetensors:
 
 @contextmanager
 def open_tensors(folder: Path) -> Iterator[TensorFile]:
-    """Opens adapter_model.safetensors. Raises InvalidRequest if it is missing or damaged. A pickle is not read."""
+    """Opens adapter_model.safetensors. Raises InvalidRequest if the file is missing or damaged. A pickle in its place
+    is not read."""
     path = folder / SAFETENSORS
     if not path.exists():
         pickled = (folder / PICKLE).exists()

@@ -5,11 +5,11 @@
 
 R is the largest r of the adapter, and B' = s R / 32 B. A layer with r < R gets further rows of A', drawn as in a new
 adapter, and further columns of B' that are zero. A layer without an adapter gets a whole A' drawn in this way, and
-B' = 0. Training can use all of them. The experts of a fused layer must share the matrix that they share here
-(experts.py).
+B' = 0. Later training may change all of these numbers. The experts of a fused layer must share the matrix that they
+share here (experts.py).
 
-Everything else that such a folder may hold is refused by name. References: LoRA, arXiv:2106.09685; rank-stabilised
-scaling, arXiv:2312.03732; the file format is that of huggingface/peft.
+A folder that holds anything else is refused, and the error names it. References: LoRA, arXiv:2106.09685;
+rank-stabilised scaling, arXiv:2312.03732; the file format is that of huggingface/peft.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.adapter import ALPHA, VISION, Adapter, AdapterConfig, LoraWeights, Target
-from tinsmith.modeling.peft_config import Low, PeftConfig
+from tinsmith.modeling.peft_config import LayerScaling, PeftConfig
 from tinsmith.modeling.peft_files import CONFIG, TensorFile, open_tensors
 
 _NUM_SHOWN = 4
@@ -40,7 +40,9 @@ _FOREIGN = {
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
+class ImportedAdapter:
+    """The result of an import."""
+
     adapter: Adapter
     """The adapter's weights, in host memory."""
     notes: Sequence[str]
@@ -49,21 +51,22 @@ class Imported:
 
 def import_peft(
     folder: Path, targets: Sequence[Target], frozen: Mapping[str, Tensor], *, base_model: str, max_rank: int
-) -> Imported:
+) -> ImportedAdapter:
     """Reads adapter_config.json and adapter_model.safetensors.
 
-    `targets`: those of the base model. `frozen`: the base model's head and embedding by the ends of their names, of
-    which PEFT stores copies beside an adapted head. Raises InvalidRequest, naming the tensor or the key of the config.
+    `targets`: the targets of the base model. `frozen`: weights of the base model's output layer and embedding, by the
+    ends of their names; PEFT stores copies of them beside an adapted output layer. `base_model`: name of the base
+    model. Raises InvalidRequest, naming the tensor or the key of the configuration.
     """
     config = PeftConfig.read(folder / CONFIG)
     with open_tensors(folder) as file:
         names = set(file.names)
         theirs = [target.named_as_in(names) for target in targets]
         pairs = _pairs(file, theirs, frozen)
-        lows = _lows(config, pairs)
+        scalings = _scalings(config, pairs)
         for target in pairs:
-            _check_pair(file, target, lows[target.name].rank)
-        rank = max(low.rank for low in lows.values())
+            _check_pair(file, target, scalings[target.name].rank)
+        rank = max(one.rank for one in scalings.values())
         if rank > max_rank:
             raise InvalidRequest(f"{CONFIG}: rank {rank} is above {max_rank}, this server's max_lora_rank", field="r")
         groups = {target.group for target in pairs}
@@ -76,30 +79,32 @@ def import_peft(
         )
         adapter = Adapter.create(ours, theirs, torch.device("cpu"))
         for target in pairs:
-            _copy(file, target, lows[target.name], adapter.weights[target.name])
+            _copy(file, target, scalings[target.name], adapter.weights[target.name])
         dtypes = {file.dtype(name) for target in pairs for name in target.peft_names} - {torch.float32}
     notes = list(config.notes)
     if config.made_for not in ("", base_model):
         notes.append(f"the adapter says that it was made for {config.made_for!r}; it was imported for {base_model!r}")
-    return Imported(Adapter(ours, targets, adapter.flat), [*notes, *_notes(adapter, lows, dtypes)])
+    return ImportedAdapter(Adapter(ours, targets, adapter.flat), [*notes, *_notes(adapter, scalings, dtypes)])
 
 
-def _lows(config: PeftConfig, targets: Sequence[Target]) -> dict[str, Low]:
-    """Rank and scaling of each target, by its name. Raises InvalidRequest if the modules of a target differ in them."""
-    lows = config.lows([module for target in targets for module in target.pattern_modules])
+def _scalings(config: PeftConfig, targets: Sequence[Target]) -> dict[str, LayerScaling]:
+    """Rank and scaling of each target, by the target's name. Raises InvalidRequest if they differ between two modules
+    of one target."""
+    scalings = config.scalings([module for target in targets for module in target.pattern_modules])
     for target in targets:
         first, *others = target.pattern_modules
         for other in others:
-            if lows[other] != lows[first]:
-                key = "rank_pattern" if lows[other].rank != lows[first].rank else "alpha_pattern"
+            if scalings[other] != scalings[first]:
+                key = "rank_pattern" if scalings[other].rank != scalings[first].rank else "alpha_pattern"
                 raise InvalidRequest(
                     f"{CONFIG}: {key} differs between {first!r} and {other!r}, which are one layer here", field=key
                 )
-    return {target.name: lows[target.pattern_modules[0]] for target in targets}
+    return {target.name: scalings[target.pattern_modules[0]] for target in targets}
 
 
 def _pairs(file: TensorFile, targets: Sequence[Target], frozen: Mapping[str, Tensor]) -> list[Target]:
-    """The targets whose tensors are in the file."""
+    """The targets whose tensors are in the file. Raises InvalidRequest for a file with incomplete or unknown
+    tensors."""
     modules = {module for target in targets for module in target.peft_modules}
     sides: dict[str, list[str]] = defaultdict(list)
     for name in file.names:
@@ -156,10 +161,10 @@ def _check_pair(file: TensorFile, target: Target, rank: int) -> None:
             raise InvalidRequest(f"tensor {name!r} holds {file.dtype(name)}, which is no float", field=name)
 
 
-def _copy(file: TensorFile, target: Target, low: Low, ours: LoraWeights) -> None:
+def _copy(file: TensorFile, target: Target, layer: LayerScaling, ours: LoraWeights) -> None:
     theirs = target.from_peft(*(_finite(file.read(name).float(), name) for name in target.peft_names))
-    ours.a_R_I[..., : low.rank, :] = theirs.a_R_I
-    ours.b_O_R[..., : low.rank] = theirs.b_O_R * (low.scaling * ours.a_R_I.shape[-2] / ALPHA)
+    ours.a_R_I[..., : layer.rank, :] = theirs.a_R_I
+    ours.b_O_R[..., : layer.rank] = theirs.b_O_R * (layer.scaling * ours.a_R_I.shape[-2] / ALPHA)
     _finite(ours.b_O_R, target.peft_names[1])
 
 
@@ -169,16 +174,16 @@ def _finite(tensor: Tensor, name: str) -> Tensor:
     return tensor
 
 
-def _notes(adapter: Adapter, lows: Mapping[str, Low], dtypes: set[torch.dtype]) -> list[str]:
+def _notes(adapter: Adapter, scalings: Mapping[str, LayerScaling], dtypes: set[torch.dtype]) -> list[str]:
     notes: list[str] = []
     rank = adapter.config.rank
-    missing = [target.name for target in adapter.targets if target.name not in lows]
-    smaller = [name for name, low in lows.items() if low.rank < rank]
+    missing = [target.name for target in adapter.targets if target.name not in scalings]
+    smaller = [name for name, one in scalings.items() if one.rank < rank]
     if missing:
         notes.append(f"{_listed(missing)}: not in the adapter; they start at zero, and are trained too")
     if smaller:
         notes.append(f"{_listed(smaller)}: padded to rank {rank}, which changes nothing that is computed")
-    if any(not math.isclose(low.scaling, ALPHA / rank) for low in lows.values()):
+    if any(not math.isclose(one.scaling, ALPHA / rank) for one in scalings.values()):
         notes.append(f"lora_alpha is {ALPHA} here, with rank {rank}: B was scaled so that the function is the same")
     if dtypes:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

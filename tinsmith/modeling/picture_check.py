@@ -1,4 +1,4 @@
-"""Compares pictures, packed with text, with the model's own forward pass, when a base model is loaded."""
+"""Compares the packed forward pass with pictures with the model's own forward pass, when a base model is loaded."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ if TYPE_CHECKING:
     from tinsmith.modeling.base_model import BaseModel
 
 _TEXT = (5, 3, 2, 4)
-"""Lengths of the texts: a sequence by itself, and what lies before, between and after the pictures of another one."""
+"""Lengths of the texts, in tokens: a sequence of text, and the texts before, between and after the two pictures of
+another sequence."""
 _KINDS = ("token_type_ids", "mm_token_type_ids")
-"""Names under which models take the kinds of tokens: 1 for those of pictures, 0 for text."""
+"""Names under which models take the kinds of tokens: 1 for tokens of pictures, 0 for tokens of text."""
 
 
 @dataclass(slots=True)
 class PictureProbe:
-    """Two sequences, of which the second has pictures, and its logits by the model's own forward pass."""
+    """Two sequences, and the logits of the second one, which has pictures, by the model's own forward pass."""
 
     tokens_T: Tensor
     placed: tuple[Placed, ...]
@@ -47,7 +48,8 @@ class PictureProbe:
     adapted_N_V: Tensor | None = None
     """The logits with the adapter."""
     layers: frozenset[str] = frozenset()
-    """Names of the linear layers on which the pictures' features depend: a tower may have a head for something else."""
+    """Names of the linear layers on which the pictures' features depend. A tower may have other layers, such as a head
+    for another task."""
 
     @classmethod
     @torch.no_grad()
@@ -77,12 +79,14 @@ class PictureProbe:
                 self.adapted_N_V = _plain(model, tower, self.tokens_T, self.placed)
 
     def gap(self, base: BaseModel, *, usual: bool) -> float:
-        """The larger gap of a packed pass with gradients and one without: the largest difference of any token's
-        logprobs, or with `usual` the median over tokens (see self_check.py)."""
+        """The gap of the packed forward pass, which is the larger one of a pass with gradients and a pass without. A
+        gap is the largest difference of logprobs over all tokens, or with `usual` the median over tokens
+        (self_check.py)."""
         return self._gap(base, self.logits_N_V, [], usual=usual)
 
     def why_not_adapted(self, base: BaseModel, limit: float, *, usual: bool) -> str:
-        """The reason for which adapters of layers for pictures cannot be had; empty if they compute what they mean."""
+        """The reason for which layers for pictures cannot be adapted; empty if their adapters are computed
+        correctly."""
         if self.adapter is None or self.adapted_N_V is None:
             return "it has no linear layers for pictures"
         effect = _apart(self.adapted_N_V, self.logits_N_V, usual=usual)
@@ -128,12 +132,12 @@ def _layers(model: PreTrainedModel, tower: Tower, pictures: Sequence[Picture]) -
 
 
 def _anchored(anchor: Tensor, module: nn.Module, args: object, output: Tensor) -> Tensor:
-    """Forward hook that makes the output depend on the anchor, which is zero."""
+    """Forward hook that adds the anchor, which is zero, so that the output depends on it."""
     return output + anchor.to(output.dtype)
 
 
 def _plain(model: PreTrainedModel, tower: Tower, tokens_T: Tensor, placed: Sequence[Placed]) -> Tensor:
-    """float [N, V]: the logits of the second sequence by the model's own forward pass."""
+    """The logits of the second sequence by the model's own forward pass, float32 [N, V]."""
     kinds_T = torch.zeros_like(tokens_T, dtype=torch.int32)
     for one in placed:
         kinds_T[one.start : one.stop] = 1

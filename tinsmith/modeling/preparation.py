@@ -1,5 +1,5 @@
-"""The steps that make a model of transformers ready for BaseModel: load it, find its vision tower and its output layer,
-and give it kernels, adapters and our attention."""
+"""The steps that prepare a model of transformers for BaseModel: they load it, find its vision tower and its output
+layer, and give it kernels, adapted layers and the attention of attention.py."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def load(
     tower: bool,
     cut: Callable[[PreTrainedModel], None] | None,
 ) -> PreTrainedModel:
-    """The model as transformers makes it, in host memory unless it is quantised or cut. `tower`: with the vision tower,
-    which models of families that see no pictures here always keep. `cut`: called with the
-    model before its weights are read; it may make places for parts of them. Raises UnsupportedModel."""
+    """The model as transformers makes it, in host memory unless it is quantised or `cut` is given. `tower`: False
+    leaves out the vision tower, except for models of families that see no pictures here. `cut`: see `load_causal_lm`.
+    Raises UnsupportedModel, and the errors of `load_causal_lm`."""
     transformers_logging.disable_progress_bar()  # it would break up the service's log lines
     config = load_config(path)
     if auto_class(config) is None:
@@ -63,7 +63,7 @@ def load(
         cut=cut,
         attn_implementation="eager",
     )
-    if missing:  # each process would fill them with other random values
+    if missing:  # every process would fill them with different random values
         raise UnsupportedModel(
             f"{len(missing)} parameters are not in the files ({listed(missing)}): the files are incomplete, or "
             "of another architecture than config.json says; fetch them again"
@@ -74,7 +74,7 @@ def load(
 def why_no_pictures(
     model: PreTrainedModel, trainable: bool, division: Division | None, *, pictures: bool, from_files: bool
 ) -> str:
-    """The reason for which no vision tower is looked for; empty if one is."""
+    """The reason for which the model's vision tower is not used; empty if it may be used."""
     if trainable or division is not None:
         return "pictures are not supported when all parameters are trained, or divided among ranks"
     if not pictures and model.config.model_type in FAMILIES:
@@ -85,7 +85,8 @@ def why_no_pictures(
 
 
 def install_kernels(model: PreTrainedModel, chosen: Kernels, device: torch.device, *, trainable: bool) -> Kernels:
-    """Gives the model the chosen elementwise kernels, which compute no gradient of a norm's weight."""
+    """Gives the model the chosen elementwise kernels, unless it is trainable: the kernels compute no gradient of a
+    norm's weight. Returns `chosen`."""
     if chosen.elementwise is not None and not trainable:
         here = model.device.type == device.type
         install(model, chosen.elementwise if here else eager_on_host(chosen.elementwise))
@@ -108,8 +109,9 @@ def adapt_layers(
     trainable: bool,
     division: Division | None,
 ) -> tuple[Sequence[Target], Mapping[Group, str]]:
-    """Gives the layers adapters and our attention. Returns the targets, and the groups that cannot be adapted, with
-    their reasons. The probe gets what the model's own forward pass gives with adapters."""
+    """Replaces layers by adapted ones, and the model's attention by that of attention.py. Returns the targets, and the
+    groups that cannot be adapted, with the reasons. Between the two steps, the probe runs the model's own forward pass
+    with adapters."""
     seeing = probe.pictures if tower is not None else None
     targets, refused = adapt(
         model,
@@ -131,7 +133,7 @@ def adapt_layers(
 
 
 def tower_or_reason(model: PreTrainedModel, path: str, probe: Probe) -> tuple[Tower | None, str]:
-    """The model's tower, or the reason for which there is none. The probe gets logits with pictures. `model` must be as
+    """The model's tower, or None and the reason. The probe computes logits with pictures. `model` must be as
     transformers made it."""
     try:
         tower = tower_of(model, path)
@@ -144,7 +146,7 @@ def tower_or_reason(model: PreTrainedModel, path: str, probe: Probe) -> tuple[To
 
 
 def check_quantize(quantize: Quantization, *, trainable: bool, prepack: bool | None, division: Division | None) -> None:
-    """Raises ValueError for what a quantised model cannot be."""
+    """Raises ValueError if a quantised model cannot be loaded with these options."""
     if trainable:
         raise ValueError(f"quantize: {quantize} is for adapters; full-parameter training changes the base weights")
     if prepack:
@@ -157,12 +159,13 @@ def check_quantize(quantize: Quantization, *, trainable: bool, prepack: bool | N
 
 
 def lent(division: Division | None, model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Lets a model that was read in parts compute its own forward pass."""
+    """A context in which a model that was read in parts can compute its own forward pass."""
     return nullcontext() if division is None else division.parts.lent(model)
 
 
 def weights_sum(model: PreTrainedModel, quantization: LoadingConfig | None, division: Division | None) -> str:
-    """The checksum without the layers for pictures, so that it is the same if they are not loaded."""
+    """The checksum of the model's weights. It leaves out the layers for pictures, so that it does not depend on whether
+    they are loaded."""
     beside = {parameter for _, module in beside_text(model) for parameter in module.parameters()}
     used = [parameter for parameter in model.parameters() if parameter not in beside]
     if quantization is None:
@@ -175,8 +178,8 @@ def weights_sum(model: PreTrainedModel, quantization: LoadingConfig | None, divi
 def prepack_matrices(
     model: PreTrainedModel, head: Head, device: torch.device, *, path: str, always: bool | None
 ) -> bool:
-    """Makes the prepacked copy of the layers' matrices. Returns False if it cannot be used here, or if memory is short
-    and `always` is not set."""
+    """Makes the prepacked copy of the layers' matrices. Returns False, and makes none, if it cannot be used here, or if
+    memory is short and `always` is not set."""
     if not prepacked.works(model.dtype, device):
         return False
     matrices = [head.weight_V_H, *(layer.weight for layer in model.modules() if isinstance(layer, LoraLinear))]
@@ -189,6 +192,8 @@ def prepack_matrices(
 
 
 def head_of(model: PreTrainedModel) -> Head:
+    """The model's output layer, with its scale and softcap by the configuration. Raises UnsupportedModel if it is not a
+    plain linear layer."""
     output = model.get_output_embeddings()
     if type(output) is not nn.Linear:
         raise UnsupportedModel(f"the output layer of {type(model).__name__} is not a plain linear layer: {output}")
@@ -201,7 +206,7 @@ def head_of(model: PreTrainedModel) -> Head:
         scale = float(config["lm_head_multiplier"])
     elif config.get("logits_scaling") is not None:  # Granite
         scale = 1.0 / float(config["logits_scaling"])
-    elif config.get("logits_mup_width_multiplier") is not None:  # Inkling divides what goes into the output layer
+    elif config.get("logits_mup_width_multiplier") is not None:  # Inkling divides the output layer's input
         scale = 1.0 / float(config["logits_mup_width_multiplier"])
     return Head(
         name=names[id(output)],

@@ -33,7 +33,7 @@ class UnsupportedModel(Exception):
 
 
 def _damaged_file(path: str | Path) -> str:
-    """The file of weights that cannot be read, in the folder `path`."""
+    """Name of the first file of weights in the folder `path` that cannot be read."""
     for file in sorted(Path(path).glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
@@ -44,10 +44,11 @@ def _damaged_file(path: str | Path) -> str:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """The class of transformers that makes a causal language model with this configuration; None if there is none. A
-    model that also sees pictures counts as one: transformers has its language model alone for some, and all of it for
-    the others. Of a family that sees pictures here it is all of the model: the files name the layers as that does, and
-    so do adapters."""
+    """The class of transformers that makes a causal language model with this configuration; None if there is none.
+
+    A model that also sees pictures counts as a causal language model. For some such models transformers can load the
+    language model alone. Models of the families that see pictures here are always loaded as a whole, because their
+    files and adapters name the layers as in the whole model."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in FAMILIES:
         return AutoModelForCausalLM
     return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
@@ -63,16 +64,17 @@ def load_causal_lm(
     cut: Callable[[PreTrainedModel], None] | None = None,
     **options: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """The model, in host memory unless it is quantised or cut, and the names of parameters that its files lack, which
-    transformers fills at random.
+    """The model, and the names of the parameters that its files lack, which transformers fills at random. The model is
+    in host memory unless it is quantised or `cut` is given.
 
-    `tower`: without it, a model that sees pictures gets none of the layers for them, and their weights are not read.
-    `cut`: is called with the model before its weights are read, and may make places for parts of them
-    (weight_parts.py). `quantization`: quantises weights while they are read (quantized.py). A tied parameter does not
-    count as missing if the files hold its partner, nor does one that transformers expects to be absent. Raises OSError
-    if there is no such model, if a file of its weights is damaged, or if a tensor has another shape than the
-    configuration gives it. Raises ValueError for weights that cannot be quantised. Code that comes with a model is
-    never run.
+    `quantization`: quantises weights while they are read (quantized.py); None does not. `tower`: False leaves out the
+    layers for pictures, and does not read their weights. `cut`: called with the model before its weights are read; it
+    may make places for only a part of them (weight_parts.py).
+
+    A tied parameter does not count as missing if the files hold its partner. Nor does a parameter that transformers
+    expects to be absent. Raises OSError if there is no such model, if a file of its weights is damaged, or if the shape
+    of a tensor differs from the configuration. Raises ValueError for weights that cannot be quantised. Code that comes
+    with a model is never run.
     """
     if quantization is not None:
         if method := quantized_in_files(config):
@@ -109,7 +111,7 @@ def load_causal_lm(
 def _class_and_config(
     config: PretrainedConfig, *, tower: bool, cut: Callable[[PreTrainedModel], None] | None
 ) -> tuple[Any, PretrainedConfig]:
-    """The class of transformers that loads the model, and the configuration that it takes. `tower`, `cut`: those of
+    """The class of transformers that loads the model, and the configuration that it takes. `tower`, `cut`: see
     `load_causal_lm`."""
     kind: Any = auto_class(config)
     if not tower and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind is AutoModelForImageTextToText:
@@ -125,7 +127,8 @@ def _class_and_config(
 
 
 def _check_shapes(mismatched: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
-    """Raises OSError if there are mismatched tensors: (name, shape in the files, shape by the configuration)."""
+    """Raises OSError if there are mismatched tensors. `mismatched`: name, shape in the files and shape by the
+    configuration of each of them."""
     if not mismatched:
         return
     (name, stored, expected), *rest = mismatched
@@ -137,22 +140,22 @@ def _check_shapes(mismatched: Sequence[tuple[str, Sequence[int], Sequence[int]]]
 
 
 def beside_text(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """The parts of a model beside its language model, by their names in `base_model`: those for pictures and sound.
-    Empty for a model of text."""
+    """The parts of a model beside its language model, which are for pictures and sound, with their names in
+    `base_model`. Empty for a model of text."""
     inner: Any = model.base_model
     language = getattr(inner, "language_model", None)
     return [] if language is None else [(name, part) for name, part in inner.named_children() if part is not language]
 
 
 def _drop_tower(model: PreTrainedModel) -> None:
-    """Leaves the language model and the output layer only."""
+    """Removes everything but the language model and the output layer."""
     for name, _ in beside_text(model):
         delattr(model.base_model, name)
 
 
 def _changed(kind: type[PreTrainedModel], change: Callable[[PreTrainedModel], None]) -> Any:
-    """The class of models of this one that are changed as soon as they are made. transformers makes a model without
-    memory, and then reads the weights for which it has places."""
+    """A subclass of `kind` whose models are changed by `change` as soon as they are made. At that time a model has no
+    memory yet. transformers then reads only the weights that the changed model has places for."""
 
     def init(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, config, *args, **kwargs)
@@ -162,7 +165,7 @@ def _changed(kind: type[PreTrainedModel], change: Callable[[PreTrainedModel], No
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The buffers in a model's files, which hold them besides the parameters, by Hugging Face name."""
+    """The buffers that a model's files hold besides the parameters, by Hugging Face name."""
     computed = {name for name, _ in model.named_non_persistent_buffers()}
     return {name: buffer for name, buffer in model.named_buffers() if name not in computed}
 

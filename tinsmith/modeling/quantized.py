@@ -1,10 +1,10 @@
 """Frozen weights in 8 or 4 bits, which are dequantised wherever they are used.
 
-Weights are cut into blocks of 64 in the order in which they lie in memory. A block has one bfloat16 scale, from its
-largest magnitude. A weight is the scale times a number: an integer from -127 to 127 (int8), or one of the 16 values of
-NormalFloat (nf4; Dettmers et al., QLoRA, 2023, appendix E). Codes are made in float32 on the CPU while a model is
-loaded, and a dequantised weight is one float32 product, so codes and weights are equal in every process and on every
-device.
+Weights are cut into blocks of 64 in the order in which they lie in memory. A block has one bfloat16 scale, which
+follows from its largest magnitude. A weight is the scale times a number: an integer from -127 to 127 (int8), or one of
+the 16 values of NormalFloat (nf4; Dettmers et al., QLoRA, arXiv:2305.14314, appendix E). Codes are made in float32 on
+the CPU while a model is loaded, and a dequantised weight is one float32 product. So codes and weights are equal in
+every process and on every device.
 
 A quantised parameter is a parametrization of its module (torch.nn.utils.parametrize): reading the attribute computes
 the weights. Autograd functions must therefore not save what they read; `LoraLinear` and `LoraExperts` read it again in
@@ -30,7 +30,8 @@ from tinsmith.modeling.base_weights import sample_of
 from tinsmith.quantization import BLOCK, Quantization
 
 _CHUNK = 2**22
-"""Weights that are quantised at once, a multiple of BLOCK. It bounds the temporary memory, 20 bytes for each."""
+"""Number of weights that are quantised at once, a multiple of BLOCK. It bounds the temporary memory, which is 20 bytes
+for each of these weights."""
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -40,7 +41,7 @@ _METHOD = "tinsmith"
 
 
 class Dequantize(nn.Module):
-    """The parametrization of a quantised parameter. It holds what the codes alone do not tell."""
+    """The parametrization of a quantised parameter. It holds the form, shape and type, which the codes do not show."""
 
     def __init__(self, quantize: Quantization, shape: torch.Size, dtype: torch.dtype) -> None:
         super().__init__()
@@ -60,8 +61,9 @@ class Dequantize(nn.Module):
 
 
 def quantized(weight: Tensor, quantize: Quantization) -> tuple[Tensor, Tensor]:
-    """Codes (int8, or uint8 with two codes each, the first in the high bits) and bfloat16 scales of the blocks. A last
-    block that is not full is filled with zeros."""
+    """Codes and scales of a weight, on the CPU. For int8 the codes are int8; for nf4 they are uint8 with two codes
+    each, the first one in the high bits. The scales are bfloat16, one for each block. The last block is filled up with
+    zeros."""
     flat = weight.detach().flatten()
     num_blocks = -(-flat.numel() // BLOCK)
     per_code = 2 if quantize == "nf4" else 1
@@ -99,14 +101,14 @@ def dequantized(codes: Tensor, scales: Tensor, quantize: Quantization, shape: to
 
 @cache
 def _borders() -> Tensor:
-    """float32 [15]: between each two neighbours of NormalFloat's values."""
+    """The middles between neighbouring values of NormalFloat, float32 [15]."""
     values = torch.tensor(_NF4)
     return (values[1:] + values[:-1]) / 2
 
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """int64 [256]: the bits of both float32 values of a code."""
+    """For each byte of two nf4 codes, the bits of both float32 values: int64 [256]."""
     values = torch.tensor(_NF4)
     return torch.stack([values.repeat_interleave(16), values.repeat(16)], 1).view(torch.int64)[:, 0].to(device)
 
@@ -118,7 +120,8 @@ def quantize_parameter(module: nn.Module, name: str, quantize: Quantization, dty
 
 
 def quantized_parameters(module: nn.Module) -> Mapping[str, ParametrizationList]:
-    """The module's quantised parameters, by name. Called without arguments, each gives the weight."""
+    """The module's quantised parameters, by name. A call of such a parameter, without arguments, computes the
+    weight."""
     if not parametrize.is_parametrized(module):
         return {}
     assert isinstance(module.parametrizations, nn.ModuleDict)
@@ -126,7 +129,8 @@ def quantized_parameters(module: nn.Module) -> Mapping[str, ParametrizationList]
 
 
 def take_quantized(module: nn.Module, source: nn.Module) -> None:
-    """Gives `module` the quantised parameters of `source`, under `parametrizations`, so that their names stay."""
+    """Gives `module` the quantised parameters of `source`. They lie under `parametrizations` there, too, so that their
+    names stay."""
     if parametrize.is_parametrized(source):
         module.parametrizations = source.parametrizations
 
@@ -169,8 +173,8 @@ class LoadingConfig(QuantizationConfigMixin):
     def __init__(
         self, quantize: Quantization, dtype: torch.dtype, names_in: Callable[[PreTrainedModel], set[str]]
     ) -> None:
-        """`dtype`: type as which the weights are read. `names_in`: the parameters of a model that are to be quantised;
-        may raise ValueError."""
+        """`dtype`: type of the dequantised weights. `names_in`: returns the names of the parameters of a model that are
+        to be quantised; may raise ValueError."""
         self.quant_method = _METHOD  # type: ignore[assignment]  # transformers names its own methods only
         self.quantize: Quantization = quantize
         self.dtype = dtype
@@ -179,11 +183,11 @@ class LoadingConfig(QuantizationConfigMixin):
         self.shapes: dict[str, torch.Size] = {}
         """Shapes of all parameters by config.json, before the files are read."""
         self.samples: list[Tensor] = []
-        """The numbers of each quantised weight that its checksum is made of (base_weights.py)."""
+        """Samples of each quantised weight before it was quantised, for the checksum (base_weights.py)."""
 
     def mismatched(self, model: nn.Module) -> list[tuple[str, torch.Size, torch.Size]]:
-        """Name, shape in the files and shape by config.json of parameters that differ in it. transformers compares
-        shapes only if it does not quantise."""
+        """The parameters whose shape differs between the files and config.json: name, shape in the files, shape by
+        config.json. transformers compares shapes only if it does not quantise."""
         read = {name: parameter.shape for name, parameter in model.named_parameters()}
         return sorted(
             (name, read[name], shape) for name, shape in self.shapes.items() if read.get(name, shape) != shape
@@ -194,7 +198,7 @@ class LoadingConfig(QuantizationConfigMixin):
 
 
 class LoadingQuantizer(HfQuantizer):
-    """Quantises each weight as soon as it has been read, so that one at a time is in memory as a whole."""
+    """Quantises each weight as soon as it has been read, so that only one weight at a time is in memory unquantised."""
 
     @property
     def _settings(self) -> LoadingConfig:
@@ -209,7 +213,8 @@ class LoadingQuantizer(HfQuantizer):
             path, _, own_name = name.rpartition(".")
             module = model.get_submodule(path)
             parameter = module.get_parameter(own_name)
-            # transformers reads a parameter in the type of its place: the codes do not depend on the model's dtype.
+            # transformers reads a weight in the type of its parameter. With float32, the codes do not depend on the
+            # model's dtype.
             setattr(module, own_name, nn.Parameter(parameter.to(torch.float32), requires_grad=False))
         return model
 
@@ -227,7 +232,7 @@ class LoadingQuantizer(HfQuantizer):
         return True
 
 
-# Not as decorators, whose types hide the classes.
+# These are not decorators, because their types would hide the classes from the type checker.
 register_quantization_config(_METHOD)(LoadingConfig)
 register_quantizer(_METHOD)(LoadingQuantizer)
 
@@ -244,8 +249,8 @@ class _Quantize(ConversionOps):
         missing_keys: set[str] | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Puts the weights into the model. Returns those that are not to be quantised, or have a wrong shape, which
-        transformers reports."""
+        """Quantises weights and puts them into the model. Returns the weights that are not to be quantised, and those
+        of a wrong shape, which transformers reports."""
         assert model is not None
         settings, rest = self._settings, {}
         for name, value in input_dict.items():
@@ -266,7 +271,7 @@ class _Quantize(ConversionOps):
 
 
 def quantized_in_files(config: PretrainedConfig) -> str:
-    """The method by which a model's files are quantised already; empty if they are not."""
+    """Name of the method by which a model's files are quantised; empty if the files are not quantised."""
     for part in (config, config.get_text_config()):
         method = getattr(part, "quantization_config", None)
         if method is not None:

@@ -1,8 +1,8 @@
 """Layers that carry a state from token to token (a recurrence, or a convolution over time), over packed sequences.
 
 The state starts anew at each sequence. transformers' own functions for such layers do not know where sequences begin.
-A layer whose functions are all known here keeps its own code, with these functions replaced by ones that do (kernels/).
-Any other layer computes the sequences side by side, padded (padded.py).
+A layer whose functions are all known here keeps its own code, in which these functions are replaced by functions that
+take the lengths of the sequences (kernels/). Any other layer computes the sequences side by side, padded (padded.py).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _SILU = ("silu", "swish")
 
 
 def call_packages_where_they_work(model: nn.Module) -> None:
-    """Makes the layers that carry a state compute in torch what a package that transformers has found does not take: on
-    a CPU, for example. To be called before the model's first pass."""
+    """Makes the layers that carry a state compute in torch where an optional package, which transformers calls by
+    itself, does not take their tensors, such as on a CPU. To be called before the model's first pass."""
     for layer in model.modules():
         if not carries_state(layer):
             continue
@@ -45,9 +45,9 @@ def call_packages_where_they_work(model: nn.Module) -> None:
 
 
 def pack_recurrent(decoder: nn.Module, active: ActiveRuns) -> tuple[list[str], bool]:
-    """Makes every layer that carries a state compute packed sequences: those of `active.lengths`, or, for layers with
-    unknown functions, those of `active.padded`. Returns the names of these layers' classes, and whether any of them
-    needs `active.padded`."""
+    """Makes every layer that carries a state compute packed sequences. A layer with known functions takes the sequences
+    of `active.lengths`; a layer with unknown functions takes the padded batches of `active.padded`. Returns the names
+    of the classes of all these layers, and whether any of them needs `active.padded`."""
     layers = [module for module in decoder.modules() if carries_state(module)]
     pads = False
     for layer in layers:
@@ -66,14 +66,14 @@ def pack_recurrent(decoder: nn.Module, active: ActiveRuns) -> tuple[list[str], b
 
 
 def _is_known(forward: FunctionType) -> bool:
-    """Whether this is code of transformers whose functions over tokens are all replaced here, or not called in a pass
-    over whole sequences."""
+    """Whether every function over tokens that a layer's forward calls is replaced here, or is not called in a pass over
+    whole sequences."""
     called = _of_packages(forward)
     return "causal_conv1d_fn" in called and called <= {*_FUNCTIONS, *_OF_OTHER_PASSES}
 
 
 def _of_packages(forward: FunctionType) -> set[str]:
-    """Names of the functions that call a package if transformers has found it."""
+    """Names of the functions in a layer's forward that call an optional package if transformers has found it."""
     return {name for name in forward.__code__.co_names if hasattr(forward.__globals__.get(name), "__wrapped__")}
 
 
@@ -86,7 +86,7 @@ def _conv(
     activation: str | None = None,
     **others: Any,
 ) -> Tensor:
-    """transformers' causal_conv1d_fn: [1, F, T] of [1, F, T]."""
+    """Replaces transformers' causal_conv1d_fn: from [1, F, T] to [1, F, T]."""
     if not active.lengths:
         return theirs(hidden_states, weight, bias, activation=activation, **others)
     fused = recurrent_cuda.function("causal_conv1d_fn", hidden_states)
@@ -109,7 +109,7 @@ def _conv_step(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """transformers' causal_conv1d_update: [B, F, 1] of [B, F, 1]. Changes the window in place."""
+    """Replaces transformers' causal_conv1d_update: from [B, F, 1] to [B, F, 1]. Changes the window in place."""
     is_plain = hidden_states.device.type == "cpu" and hidden_states.shape[2] == 1 and activation in (None, *_SILU)
     if not is_plain or conv_state.shape[2] + 1 < weight.shape[1] or torch.is_grad_enabled():
         return theirs(hidden_states, conv_state, weight, bias, activation)
@@ -127,7 +127,7 @@ def _delta_rule(
     beta: Tensor,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' torch_chunk_gated_delta_rule, of tensors [1, T, ...]."""
+    """Replaces transformers' torch_chunk_gated_delta_rule, on tensors [1, T, ...]."""
     if not active.lengths:
         return theirs(query, key, value, g=g, beta=beta, **others)
     if not others.get("use_qk_l2norm_in_kernel") or others.get("initial_state") is not None:
@@ -153,7 +153,7 @@ def _delta_step(
     use_qk_l2norm_in_kernel: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """transformers' torch_recurrent_gated_delta_rule, of tensors [B, 1, ...]. Changes the state in place."""
+    """Replaces transformers' torch_recurrent_gated_delta_rule, on tensors [B, 1, ...]. Changes the state in place."""
     given = (query, key, value, g, beta)
     is_plain = query.device.type == "cpu" and all(one.dtype == torch.float32 for one in given)
     has_state = initial_state is not None and initial_state.is_contiguous() and query.shape[1] == 1
@@ -181,7 +181,7 @@ def _mamba2(
     dt_limit: tuple[float, float] = (0.0, torch.inf),
     **others: Any,
 ) -> Any:
-    """transformers' mamba2_chunk_scan, of tensors [1, T, ...]."""
+    """Replaces transformers' mamba2_chunk_scan, on tensors [1, T, ...]."""
     if not active.lengths:
         settings = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit, **others}
         return theirs(hidden_states, dt, A, B, C, chunk_size, **settings)
@@ -214,8 +214,8 @@ def _mamba2_step(
     z: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """transformers' mamba2_selective_state_update: [B, H, P] of [B, H, P], for A, D and step sizes that are expanded
-    from one number for each head. Changes the state in place."""
+    """Replaces transformers' mamba2_selective_state_update: from [B, H, P] to [B, H, P]. Calls transformers' function
+    unless A, D and the step sizes are expanded from one number for each head. Changes the state in place."""
     given = [one for one in (state, hidden_states, dt, A, B, C, D, dt_bias) if one is not None]
     is_plain = state.device.type == "cpu" and all(one.dtype == torch.float32 for one in given)
     of_heads = [one.stride(-1) for one in (dt, A, D, dt_bias) if one is not None] + [A.stride(-2)]
@@ -237,4 +237,4 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 }
 """Replacements of transformers' functions, by their names there."""
 _OF_OTHER_PASSES = ("mamba2_split_conv1d_scan_combined",)
-"""Functions for models in training mode."""
+"""Functions that are called for models in training mode only."""

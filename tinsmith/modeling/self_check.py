@@ -1,7 +1,7 @@
-"""Compares the packed forward pass with the model's own, on a few tokens, when a base model is loaded.
+"""Compares the packed forward pass with the model's own forward pass, on a few tokens, when a base model is loaded.
 
-Only the forward pass is checked. The parts of the backward pass that are not autograd's (low-rank layers, output layer)
-are the same for every model, and have tests. `tinsmith doctor` compares one model's gradients with autograd's.
+Only the forward pass is checked. The parts of the backward pass that are written by hand (low-rank layers, output
+layer) are the same for every model, and have tests. `tinsmith doctor` compares one model's gradients with autograd's.
 """
 
 from __future__ import annotations
@@ -28,38 +28,40 @@ if TYPE_CHECKING:
     from tinsmith.modeling.picture_check import PictureProbe
 
 _LENGTHS = (5, 3, 3)
-"""One sequence for each group. Two have equal lengths, because attention computes such sequences as one batch."""
+"""Lengths of the sequences, one for each group. Two are equal, because attention computes sequences of equal length as
+one batch."""
 _PIECES = (2, 2, 1)
-"""Tokens of the first sequence's pieces, when it is computed from a cache."""
+"""Lengths of the pieces in which the first sequence is computed from a cache."""
 _SHARED = 2
-"""Tokens of the first sequence with which another one begins."""
+"""Number of tokens at the beginning of the first sequence that another sequence shares."""
 _RANK = 4
+"""Rank of the random adapters."""
 LOST = 0.7
 """An adapter counts as lost if its gap is at least this fraction of its effect. The adapters here change logprobs by
 0.6 to 3."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 """Largest allowed gap of a logprob, which separates wrong computations from rounding. A token that sees another
-sequence's tokens, or a missing adapter, changes logprobs by some 0.1 to 10. Rounding changes them by 1e-5, and in
-bfloat16 by up to 0.2 (measured on random weights, which round worse than trained ones)."""
+sequence's tokens, or a missing adapter, changes logprobs by 0.1 to 10. Rounding changes them by 1e-5, and in bfloat16
+by up to 0.2 (measured on random weights, whose rounding errors are larger than those of trained weights)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Largest differences of logprobs."""
+    """Largest differences of logprobs between two passes."""
 
     base: float
-    """Packed and plain forward pass without an adapter."""
+    """Between the packed and the plain forward pass, without an adapter."""
     groups: Mapping[Group, float]
-    """Packed and plain forward pass with an adapter on the group."""
+    """Between the packed and the plain forward pass, with an adapter on the group."""
     effects: Mapping[Group, float]
-    """Plain forward pass with and without the adapter. If the packed pass does not apply an adapter, its gap is this
-    large."""
+    """Between the plain forward pass with and without the adapter. A packed pass that does not apply the adapter has a
+    gap of this size."""
 
     def __str__(self) -> str:
         return ", ".join(f"{gap:.2g} ({name})" for name, gap in {"base": self.base, **self.groups}.items())
 
     def refused(self, tolerance: float) -> dict[Group, str]:
-        """Groups whose adapters are computed wrongly, with the reason."""
+        """The groups whose adapters are computed wrongly, with the reasons."""
         limits = {group: min(tolerance, LOST * effect) for group, effect in self.effects.items()}
         return {
             group: f"its adapters do not do here what they mean: logprobs differ by {gap:.3g} (limit "
@@ -77,9 +79,9 @@ class Probe:
     base: Sequence[Tensor]
     adapters: dict[Group, Adapter] = field(default_factory=dict)
     groups: dict[Group, Tensor] = field(default_factory=dict)
-    """Logits of the sequence that belongs to the group, with its adapter."""
+    """Logits of the group's sequence with the group's adapter."""
     pictures: PictureProbe | None = None
-    """Logits of a sequence with pictures; None for a model that takes none."""
+    """Logits of a sequence with pictures; None for a model that takes no pictures."""
 
     @classmethod
     @torch.no_grad()
@@ -100,7 +102,7 @@ class Probe:
         """Computes logits with a random adapter on each group. `model` must have its own attention; its layers may be
         replaced by adapted ones.
 
-        Only the first and the last layer of each kind get an adapter, so that this needs little memory.
+        Only the first and the last layer of each kind get an adapter, to save memory.
         """
         for group, tokens in zip(GROUPS, self.sequences, strict=True):
             chosen = ends([target for target in targets if target.group == group])
@@ -111,10 +113,10 @@ class Probe:
                     self.groups[group] = _plain(model, tokens)
 
     def gaps(self, base: BaseModel) -> Gaps:
-        """The gaps of the packed forward pass, without adapters and with those of all groups in one batch.
+        """The gaps of the packed forward pass, without adapters, and with the adapters of all groups in one batch.
 
-        Each is the larger one of a pass with gradients and one without, which run different code (whole_layers.py,
-        generation.py).
+        Each gap is the larger one of a pass with gradients and a pass without gradients, which run different code
+        (whole_layers.py, generation.py).
         """
         self._move(base.device)
         starts = [sum(_LENGTHS[:n]) for n in range(len(_LENGTHS) + 1)]
@@ -136,8 +138,8 @@ class Probe:
         )
 
     def shared_gap(self, base: BaseModel) -> float:
-        """The gap of the first sequence and its double, when both share the first tokens. The larger one of a pass with
-        gradients and one without."""
+        """The gap of the first sequence and a copy of it that shares the rows of the first tokens. The larger one of a
+        pass with gradients and a pass without gradients."""
         tokens, length = self.sequences[0], _LENGTHS[0] - _SHARED
         begin, end = tokens[:_SHARED], tokens[_SHARED:]
         positions = torch.arange(_LENGTHS[0], device=base.device)
@@ -154,7 +156,7 @@ class Probe:
 
     @torch.no_grad()
     def continued_gap(self, base: BaseModel) -> float:
-        """The gap of the first sequence, computed in pieces that go on from a cache."""
+        """The gap of the first sequence if it is computed in pieces, each of which continues from a cache."""
         cache, outputs, start = KVCache(), [], 0
         cache.reserve(1, sum(_PIECES))
         none = torch.empty(0, dtype=torch.int64, device=base.device)
@@ -167,7 +169,7 @@ class Probe:
         return _gap(logits(base.head, torch.cat(outputs), []), self.base[0], usual=_rounds_to_others(base))
 
     def _move(self, device: torch.device) -> None:
-        """Moves the probe to the model's device. A divided model that was read whole was probed in host memory."""
+        """Moves the probe to the model's device. The probe of a divided model that was read whole is in host memory."""
         self.sequences = [tokens.to(device) for tokens in self.sequences]
         self.base = [logits_T_V.to(device) for logits_T_V in self.base]
         self.adapters = {group: adapter.like(adapter.flat.to(device)) for group, adapter in self.adapters.items()}
@@ -197,12 +199,12 @@ def only(group: Group, *, rank: int, seed: int) -> AdapterConfig:
 
 
 def random_adapter(config: AdapterConfig, targets: Sequence[Target], device: torch.device) -> Adapter:
-    """An adapter whose B is not zero, so that it changes the model. It depends only on `config`, with its seed, and
-    `targets`."""
+    """An adapter whose B is not zero, so that it changes the model. It depends only on `targets` and on `config`, which
+    holds the seed."""
     adapter = Adapter.create(config, targets, torch.device("cpu"))
     generator = torch.Generator().manual_seed(config.seed or 0)
     for weights in adapter.weights.values():
-        # With this B, each feature of scaling * B A x has some 0.3 of the size of x, independent of the rank.
+        # With this B, each feature of scaling * B A x has about 0.3 times the size of x, independent of the rank.
         weights.b_O_R.normal_(0, 0.5 * config.rank**0.5 / 32, generator=generator)
     return adapter.like(adapter.flat.to(device))
 
@@ -212,14 +214,14 @@ def _plain(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
 
 
 def _gap(ours_T_V: Tensor, theirs_T_V: Tensor, *, usual: bool) -> float:
-    """Largest difference of any token's logprobs. With `usual`, the median over tokens: a wrong computation is wrong
-    for most of them."""
+    """Largest difference of logprobs over all tokens, or with `usual` the median over tokens of each token's largest
+    difference. A wrong computation is wrong for most tokens, so the median shows it, too."""
     gaps_T = (ours_T_V.log_softmax(-1) - theirs_T_V.log_softmax(-1)).abs().amax(-1)
     return (gaps_T.median() if usual else gaps_T.max()).item()
 
 
 def _worst(gaps: Iterable[float]) -> float:
-    """The largest gap; NaN if there is one."""
+    """The largest gap; NaN if any gap is NaN."""
     return max(gaps, key=lambda gap: (math.isnan(gap), gap))
 
 

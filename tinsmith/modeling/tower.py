@@ -1,11 +1,11 @@
-"""The vision tower of a base model: it makes features of pictures, which take the place of their tokens' embeddings.
+"""The vision tower of a base model. It computes features of pictures, which replace the embeddings of their tokens.
 
-The tower's own weights are frozen, so that the features of a picture never change. They are kept, by the picture's
-digest. An adapter of the group `vision` changes them: such features are kept under the number of a version that is
-sampled from, and made anew, with gradients, in each pass of training.
+The tower's own weights are frozen, so the features of a picture never change, and are kept under the picture's digest.
+An adapter of the group `vision` changes the features. A sampler keeps such features under the number of the version
+that it samples from; the trainer computes them again, with gradients, in each pass.
 
-Shapes: P tokens of pictures, F features of one token (its embedding, and one for each early layer of the decoder that
-takes more, as in Qwen3-VL's "deepstack"), H hidden.
+Shapes: P tokens of pictures, F features of one token (its embedding, and one more for each early layer of the decoder
+that takes further features, as in Qwen3-VL's "deepstack"), H hidden.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tinsmith.pictures.processing import Picture, Processor
 _KEPT_BYTES = 2**28
 """Most bytes of features that are kept, in host memory."""
 _PIXELS_AT_ONCE = 2**20
-"""Pixels that the tower computes in one call, unless a single picture has more: 4,096 patches of 16 x 16."""
+"""Most pixels that the tower computes in one call, unless a single picture has more: 4,096 patches of 16 x 16."""
 _PATCH_BYTES = 100_000
-"""Memory that a patch takes while it is encoded, in the largest towers of the Qwen family."""
+"""Memory that a patch takes while it is encoded, in bytes, in the largest towers of the Qwen family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class Placed:
         return self.start + self.picture.num_tokens
 
     def whole(self, stop: int) -> int:
-        """The last row up to `stop` before which rows can be computed without those from there on: the picture's first
-        one if `stop` would cut a picture whose tokens see each other."""
+        """The last row, at most `stop`, at which a batch can be cut without cutting this picture. That is the picture's
+        first row if its tokens see each other and `stop` lies within it, else `stop`."""
         return self.start if self.picture.sees_ahead and self.start < stop < self.stop else stop
 
 
@@ -61,11 +61,11 @@ class Sights:
     """The features of all pictures of a packed batch."""
 
     rows_P: Tensor
-    """int64: the tokens' rows in the batch, in rising order."""
+    """int64: rows of the tokens in the batch, in rising order."""
     features_P_F_H: Tensor
-    """In the model's dtype, on its device."""
+    """Features of the tokens, in the model's dtype and on its device."""
     numbers_P: Tensor
-    """int64: the number of each token's picture, from 0. Pictures of different sequences may share one."""
+    """int64: number of each token's picture, from 0. Pictures of different sequences may share a number."""
 
     def within(self, start: int, stop: int) -> Sights | None:
         """The features of the rows from `start` to `stop`, numbered from 0; None if there are none."""
@@ -75,7 +75,7 @@ class Sights:
         return Sights(self.rows_P[chosen] - start, self.features_P_F_H[chosen], self.numbers_P[chosen])
 
     def moved(self, rows: int) -> Sights:
-        """The features, so many rows further on."""
+        """The features of the same pictures, `rows` rows further on in the batch."""
         return Sights(self.rows_P + rows, self.features_P_F_H, self.numbers_P)
 
     @classmethod
@@ -88,8 +88,8 @@ class Sights:
         )
 
     def options(self, embeddings_T_H: Tensor) -> Mapping[str, Any]:
-        """The arguments with which the decoder takes the batch in place of token ids. `embeddings_T_H`: those of the
-        token ids."""
+        """The decoder's arguments for the batch, in place of token ids. `embeddings_T_H`: embeddings of the token
+        ids."""
         placed = embeddings_T_H.index_copy(0, self.rows_P, self.features_P_F_H[:, 0])
         more = self.features_P_F_H[:, 1:].unbind(1)
         if not more:
@@ -102,52 +102,55 @@ class Tower:
     """Encodes pictures. For one thread at a time."""
 
     def __init__(self, model: PreTrainedModel, processor: Processor) -> None:
-        """`model`: the whole model; only its tower is run here."""
+        """`model`: the whole model, of which only the tower is run here."""
         self._model: Any = model.base_model
         self.processor = processor
         self.active = ActiveRuns()
-        """Read by the tower's own adapted layers."""
+        """The runs that the tower's adapted layers read."""
         self._kept: OrderedDict[tuple[int, bytes], Tensor] = OrderedDict()
         """Features in host memory, by version and digest; version 0 is the base model."""
         self._kept_bytes = 0
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """The layers of the tower and of what joins it to the language model, for activation checkpointing."""
+        """The layers of the tower, and those between it and the language model, for activation checkpointing."""
         return [layer for _, part in beside_text(self._model) for layer in _listed_layers(part)]
 
     @property
     def patches_per_token(self) -> float:
-        """Patches of a picture of a typical size, for each of its tokens."""
+        """Number of patches for each token, in a picture of a typical size."""
         width, height = self.processor.counting.typical()
         side = self._model.config.vision_config.patch_size
         across, down = (side, side) if isinstance(side, int) else side
         return width * height / (across * down) / self.examples(1)[0].picture.num_tokens
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Memory that so many tokens of pictures take while they are encoded, and their features after that."""
+        """Memory of `num_tokens` tokens of pictures in bytes, while they are encoded, and of their features."""
         (features_P_F_H,) = self.encode([self.examples(1)[0].picture])
         feature_bytes = features_P_F_H.nbytes // len(features_P_F_H)
         return round(num_tokens * (self.patches_per_token * _PATCH_BYTES + feature_bytes))
 
     def examples(self, count: int) -> list[Placed]:
-        """So many different pictures of a typical size, one after the other, for measurements."""
+        """`count` different pictures of a typical size, one after the other, for measurements."""
         width, height = self.processor.counting.typical()
         pixels = [np.full((height, width, 3), number % 256, np.uint8) for number in range(count)]
         pictures = [self.processor.of_pixels(one) for one in pixels]
         return [Placed(number * one.num_tokens, one) for number, one in enumerate(pictures)]
 
     def set_own_attention(self) -> None:
-        """Gives the tower attention over its own patches, after the whole model got that of packed text."""
+        """Gives the tower attention over its own patches. To be called after the whole model got the attention for
+        packed text."""
         for _, module in beside_text(self._model):
             if isinstance(module, PreTrainedModel):
                 module.set_attn_implementation("sdpa")
 
     def look(self, placed: Sequence[Placed], runs: Sequence[Run] = (), *, version: int = 0) -> Sights:
-        """The features of pictures, in rising order of their places. A picture that a run has twice is encoded once.
+        """The features of pictures, which are in rising order of their places. A picture that occurs twice in a run is
+        encoded once.
 
-        `runs`: with slices of rows; their adapters change the pictures there, if they have layers of the tower.
-        `version`: a number for the weights of these adapters, which never change; 0 if they do, or if there are none.
+        `runs`: their rows must be slices. An adapter with layers of the tower changes the pictures in its rows.
+        `version`: number under which the features of adapted pictures are kept. It stands for weights of the adapters
+        that never change; 0 if they change, or if there are no adapters.
         """
         runs = [run for run in runs if run.adapter.config.train_vision]
         runs_of = [next((run for run in runs if _is_within(one, run)), None) for one in placed]
@@ -159,13 +162,13 @@ class Tower:
         rows_P = torch.cat([torch.arange(one.start, one.stop) for one in placed])
         numbers_P = torch.cat([torch.full((one.picture.num_tokens,), number) for number, one in enumerate(placed)])
         parts = [features[id(run), one.picture.digest] for one, run in zip(placed, runs_of, strict=True)]
-        if len({one.device for one in parts}) > 1:  # those that are trained are on the device
+        if len({one.device for one in parts}) > 1:  # features with gradients are on the device, kept ones on the host
             parts = [on_device(one, self.device) for one in parts]
         return Sights(*(on_device(one, self.device) for one in (rows_P, torch.cat(parts), numbers_P)))
 
     def ahead(self, sights: Sights, num_rows: int) -> Ahead | None:
-        """The tokens of a batch of so many rows that see each other in both directions; None for a model whose tokens
-        see earlier ones only."""
+        """The tokens of pictures that see each other in both directions, in a batch of `num_rows` rows. None for a
+        model whose tokens see earlier tokens only."""
         where = self.processor.sees_ahead
         if not where:
             return None
@@ -173,7 +176,7 @@ class Tower:
         return Ahead(numbers_T, in_windows_only=where == "in windows")
 
     def inputs(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
-        """The arguments of the model's `get_image_features`, on its device."""
+        """The arguments of the model's `get_image_features` for some pictures, on the model's device."""
         known = inspect.signature(self._model.get_image_features).parameters
         arrays = self.processor.arrays(pictures)
         found = {name: torch.from_numpy(one) for name, one in arrays.items() if name in known}
@@ -187,7 +190,7 @@ class Tower:
 
     @torch.no_grad()
     def _features(self, pictures: Mapping[bytes, Picture], *, version: int) -> Mapping[bytes, Tensor]:
-        """The features of each picture in host memory, [P, F, H]."""
+        """The features of each picture, [P, F, H], in host memory. They are computed unless they are kept."""
         found = {digest: self._kept[version, digest] for digest in pictures if (version, digest) in self._kept}
         for digest in found:
             self._kept.move_to_end((version, digest))
@@ -199,8 +202,8 @@ class Tower:
         return found
 
     def _adapted(self, pictures: Mapping[bytes, Picture], run: Run, version: int) -> Mapping[bytes, Tensor]:
-        """The features of each picture by an adapter, [P, F, H]: in host memory if they are kept, else on the device,
-        with gradients if those are enabled."""
+        """The features of each picture with a run's adapter, [P, F, H]. Features of a version are kept in host memory.
+        Others are on the device, with gradients if gradients are enabled."""
         self.active.runs, self.active.every_row = [run], True
         try:
             if version and not torch.is_grad_enabled():
@@ -215,7 +218,7 @@ class Tower:
             self.active.clear()
 
     def _groups(self, pictures: Sequence[Picture]) -> Iterator[list[Picture]]:
-        """The pictures in parts that the tower computes in one call."""
+        """Divides pictures into groups that the tower computes in one call each."""
         group: list[Picture] = []
         for picture in pictures:
             if group and sum(one.pixels.size // 3 for one in (*group, picture)) > _PIXELS_AT_ONCE:
@@ -236,7 +239,8 @@ class Tower:
         return [self._with_ends(*one) for one in zip(found, pictures, seen, strict=True)]
 
     def _with_ends(self, features: Tensor, picture: Picture, seen: npt.NDArray[np.bool_]) -> Tensor:
-        """The features of a picture with the embeddings of those of its tokens that get no features."""
+        """The features of all tokens of a picture, [P, F, H]. Tokens that get no features have their embeddings.
+        `seen`: whether each token gets features; `features`: the features of these tokens."""
         if seen.all():
             return features
         embedded = self._model.get_input_embeddings()(on_device(torch.from_numpy(picture.tokens), self.device))
@@ -244,7 +248,7 @@ class Tower:
         return embedded[:, None].index_copy(0, on_device(torch.from_numpy(rows), self.device), features)
 
     def _keep(self, key: tuple[int, bytes], features: Tensor) -> None:
-        """Keeps features until the bound on their bytes is reached, the newest longest."""
+        """Keeps features, and drops the oldest kept ones beyond _KEPT_BYTES."""
         self._kept[key] = features
         self._kept_bytes += features.nbytes
         while self._kept_bytes > _KEPT_BYTES:
@@ -264,15 +268,17 @@ def _is_within(placed: Placed, run: Run) -> bool:
 
 
 def _end_to_end(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """The features of several pictures, [P, H], which models return as [pictures, P, H], as [P, H] or one by one."""
+    """The features of several pictures, end to end: [P, H]. Models return them as [pictures, tokens, H], as [P, H], or
+    as a list with one tensor for each picture."""
     return features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat(list(features))
 
 
 def positions_with_pictures(lengths: Sequence[int], placed: Sequence[Placed], device: torch.device) -> Tensor:
-    """int64 [3, T]: each token's frame, row and column, as M-RoPE counts them (arXiv:2409.12191, section 2.1).
+    """Frame, row and column of each token, int64 [3, T], as M-RoPE counts them (arXiv:2409.12191, section 2.1).
 
-    A token of text has three equal numbers, and so has one of a picture without a grid. The tokens of another picture
-    have its frame in common; its rows and columns are numbered from there, and the text goes on after the larger one.
+    The three numbers of a token of text are equal, and so are those of a token of a picture without a grid. All tokens
+    of a picture with a grid have the same frame, and its rows and columns are numbered from the number of the frame.
+    The text after it continues after the larger number of rows and columns.
     """
     columns: list[np.ndarray] = []
     pictures = (one for one in placed if one.picture.grid is not None)
@@ -295,7 +301,7 @@ def positions_with_pictures(lengths: Sequence[int], placed: Sequence[Placed], de
 
 
 def tower_of(model: PreTrainedModel, path: str) -> Tower:
-    """The tower of a model, with the processor in the model's files. Raises ValueError with the reason if there is none
-    that can be used here."""
+    """The tower of a model, with the image processor in the model's files. Raises ValueError, with the reason, if there
+    is no tower that can be used here."""
     family = family_of(model.config)
     return Tower(model, Processor.load(path, family, model.config))

@@ -18,7 +18,7 @@ from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.full_logprobs import full_target_logprobs
-from tinsmith.modeling.full_weights import FullWeights, Parameters, TrainedWeights, Weights
+from tinsmith.modeling.full_weights import FullWeights, ParameterSwitch, TrainedWeights, Weights
 from tinsmith.modeling.tower import Placed, positions_with_pictures
 
 Tokens = npt.NDArray[np.int32]
@@ -139,7 +139,7 @@ def _holding(base: BaseModel, weights: Weights | None) -> Iterator[None]:
     if weights is None or isinstance(weights, (Adapter, TrainedWeights)):
         yield
     elif base.device.type == "cpu":
-        parameters = Parameters(base)
+        parameters = ParameterSwitch(base)
         parameters.use(FullWeights(base, weights.flat.to(base.dtype)))
         try:
             yield

@@ -19,7 +19,7 @@ from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.logprobs import target_logprobs
-from tinsmith.modeling.peft_import import Imported, import_peft
+from tinsmith.modeling.peft_import import ImportedAdapter, import_peft
 
 TOKENS = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(5))
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -54,14 +54,14 @@ def peft_logprobs(model_folder: Path, adapter_folder: Path) -> Tensor:
     return table[:-1].gather(1, TOKENS[1:, None])[:, 0]
 
 
-def our_logprobs(base: BaseModel, imported: Imported | None) -> Tensor:
+def our_logprobs(base: BaseModel, imported: ImportedAdapter | None) -> Tensor:
     runs = [Run(imported.adapter, slice(0, 39))] if imported is not None else []
     with torch.no_grad():
         hidden = base.hidden_states(TOKENS[:-1], positions_of([39], base.device), Packed([39]), runs)
         return target_logprobs(base.head, hidden, torch.arange(39), TOKENS[1:], runs)
 
 
-def imported_from(base: BaseModel, folder: Path, *, max_rank: int = 32) -> Imported:
+def imported_from(base: BaseModel, folder: Path, *, max_rank: int = 32) -> ImportedAdapter:
     embedding: Any = base.decoder
     frozen = {"lm_head": base.head.weight_V_H, "embed_tokens": embedding.get_input_embeddings().weight}
     return import_peft(folder, base.targets, frozen, base_model="tiny", max_rank=max_rank)

@@ -13,7 +13,7 @@ from tests.support.models import make_model
 from tinsmith.modeling.adapter_runs import Run
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
-from tinsmith.modeling.full_weights import FullWeights, Parameters
+from tinsmith.modeling.full_weights import FullWeights, ParameterSwitch
 from tinsmith.modeling.kernels import prepacked
 from tinsmith.modeling.kernels.prepacked import Prepacked
 from tinsmith.modeling.logprobs import logits
@@ -71,7 +71,7 @@ def test_a_version_of_all_parameters_is_not_answered_from_the_copies(tmp_path: P
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(1)) * 0.1
     answers = []
     for base in (plain, copied):
-        parameters = Parameters(base)
+        parameters = ParameterSwitch(base)
         parameters.use(FullWeights(base, flat))
         answers.append(run(base, []))
         parameters.use(None)

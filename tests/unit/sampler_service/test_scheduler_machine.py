@@ -97,7 +97,7 @@ def make_scheduler() -> tuple[Scheduler, NotingModel]:
         prefix_cache_bytes=2 * 2 * LANE_BYTES, tokens_per_step=60,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sampler_service.torch_engine.runner.Parameters", lambda base: None)
+        patch.setattr("sampler_service.torch_engine.runner.ParameterSwitch", lambda base: None)
         scheduler = Scheduler(sizes, metrics=SamplerMetrics(CollectorRegistry()))
         return scheduler, NotingModel(cast(BaseModel, base), scheduler)
 
