@@ -32,7 +32,7 @@ from tinsmith.modeling.full_weights import FullWeights, ParameterSwitch
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.kv_cache import Cached, CachedTogether, KVCache, Prefill, SharedPrompts
 from tinsmith.modeling.logprobs import logits
-from tinsmith.modeling.tower import Placed, Sights
+from tinsmith.modeling.tower import PictureFeatures, Placed
 
 MIN_SHARED_TOKENS = 32
 """Least number of tokens of a prompt that is read once for all its sequences. For a shorter prompt, two products cost
@@ -343,13 +343,13 @@ class Runner:
         if seen:  # three positions for each token
             positions = [one if one.ndim == 2 else one.expand(3, -1) for one in positions]
         return self.base.hidden_states(
-            _joined(tokens), torch.cat(positions, -1), layout, runs, self._sights(one) if seen else None
+            _joined(tokens), torch.cat(positions, -1), layout, runs, self._picture_features(one) if seen else None
         )
 
-    def _sights(self, one: Pass) -> Sights | None:
+    def _picture_features(self, one: Pass) -> PictureFeatures | None:
         """The features of the pictures in a pass's pieces; None if none of them has any."""
         assert self.base.tower is not None  # convert.py refuses pictures otherwise
-        found: list[Sights] = []
+        found: list[PictureFeatures] = []
         first = len(one.rows)
         for piece in one.pieces:
             stop = piece.start + piece.length
@@ -359,16 +359,16 @@ class Runner:
                 if placed.start < stop and placed.start + placed.picture.num_tokens > piece.start
             ]
             try:
-                if here and (sights := self._look(here, piece).within(piece.start, stop)) is not None:
-                    found.append(sights.moved(first))
+                if here and (picture_features := self._look(here, piece).within(piece.start, stop)) is not None:
+                    found.append(picture_features.moved(first))
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # the request ends with this error after the step
                 piece.job.group.fail(error)
             first += piece.length
-        return Sights.joined(found) if found else None
+        return PictureFeatures.joined(found) if found else None
 
-    def _look(self, placed: list[Placed], piece: Piece) -> Sights:
+    def _look(self, placed: list[Placed], piece: Piece) -> PictureFeatures:
         """The features of pictures in a piece's prompt, encoded with the version of the piece."""
         assert self.base.tower is not None
         sequence = piece.job.sequences[0]

@@ -198,10 +198,11 @@ def _sample(base: BaseModel, tokens: Ints, config: AdapterConfig | None, placed:
     tokens_T = torch.from_numpy(tokens.astype(np.int64)).to(base.device)
     length = len(tokens) - 1
     runs = [] if config is None else [Run(random_adapter(config, base.targets, base.device), slice(0, length))]
-    positions, sights = positions_of([length], base.device), None
+    positions, picture_features = positions_of([length], base.device), None
     if placed and base.tower is not None:
-        positions, sights = positions_with_pictures([length], placed, base.device), base.tower.look(placed, runs)
-    hidden_T_H = base.hidden_states(tokens_T[:-1], positions, Packed([length]), runs, sights)
+        positions = positions_with_pictures([length], placed, base.device)
+        picture_features = base.tower.look(placed, runs)
+    hidden_T_H = base.hidden_states(tokens_T[:-1], positions, Packed([length]), runs, picture_features)
     rows = torch.arange(length, device=base.device)
     logprobs = target_logprobs(base.head, hidden_T_H, rows, tokens_T[1:], runs)
     return Sample(tokens, config, logprobs.float().cpu().numpy(), placed)

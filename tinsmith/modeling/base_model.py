@@ -39,7 +39,7 @@ from tinsmith.modeling.quantized import LoadingConfig, num_weights
 from tinsmith.modeling.recurrent import call_packages_where_they_work, pack_recurrent
 from tinsmith.modeling.self_check import Probe
 from tinsmith.modeling.shared_pages import can_share, share_base
-from tinsmith.modeling.tower import Sights, Tower
+from tinsmith.modeling.tower import PictureFeatures, Tower
 from tinsmith.modeling.weight_parts import in_parts, move
 from tinsmith.modeling.whole_layers import take_over
 from tinsmith.quantization import Quantization
@@ -336,14 +336,14 @@ class BaseModel:
         positions_T: Tensor,
         layout: Layout,
         runs: Sequence[Run],
-        sights: Sights | None = None,
+        picture_features: PictureFeatures | None = None,
     ) -> Tensor:
         """The decoder's last hidden states [T, H], in the model's dtype. Raises Unsupported for a layout with a cache
         if the model cannot be continued from one.
 
         `tokens_T`, `positions_T`: int64 [T], on the model's device. A run's adapter applies to the run's rows. Rows
-        without a run get the base model. `sights`: features of pictures, from `tower`, which replace the embeddings of
-        some tokens; with them, `positions_T` may be [3, T] (`positions_with_pictures`).
+        without a run get the base model. `picture_features`: features of pictures, from `tower`, which replace the
+        embeddings of some tokens; with them, `positions_T` may be [3, T] (`positions_with_pictures`).
         """
         if not isinstance(layout, Packed) and self.why_not_cached:
             raise Unsupported(f"{self.architecture} cannot be continued from a cache: {self.why_not_cached}")
@@ -351,11 +351,11 @@ class BaseModel:
             positions_T = positions_T[0]
         position_ids = positions_T[None] if positions_T.ndim == 1 else positions_T[:, None]
         if self.one_by_one:
-            return self._hidden_states_apart(tokens_T, position_ids, layout, runs, sights)
+            return self._hidden_states_apart(tokens_T, position_ids, layout, runs, picture_features)
         if isinstance(layout, Packed):
             layout = layout.with_kernel(self.kernels.attention, self.device)
-        if sights is not None and self.tower is not None:
-            layout = layout.with_ahead(self.tower.ahead(sights, len(tokens_T)))
+        if picture_features is not None and self.tower is not None:
+            layout = layout.with_ahead(self.tower.ahead(picture_features, len(tokens_T)))
         if self.tensor_parallel is not None:
             runs = self.tensor_parallel.runs(runs)
         self.active.layout = layout
@@ -366,16 +366,21 @@ class BaseModel:
                 layout, runs, self.kernels, self.device, token_by_token=self.token_by_token
             )
         options = {"use_cache": False, "position_ids": position_ids, "layout": layout}
-        return self._decode(tokens_T, runs, sights, options)
+        return self._decode(tokens_T, runs, picture_features, options)
 
     def _hidden_states_apart(
-        self, tokens_T: Tensor, position_ids: Tensor, layout: Layout, runs: Sequence[Run], sights: Sights | None
+        self,
+        tokens_T: Tensor,
+        position_ids: Tensor,
+        layout: Layout,
+        runs: Sequence[Run],
+        picture_features: PictureFeatures | None,
     ) -> Tensor:
         """Computes `hidden_states` for one sequence after the other, as the plain model does."""
         outputs, start = [], 0
         for length, options in self._calls(layout):
             stop = start + length
-            seen = None if sights is None else sights.within(start, stop)
+            seen = None if picture_features is None else picture_features.within(start, stop)
             # The positions of text after a picture do not follow from the length of a cache, so they are passed.
             told = seen is not None or (self.tower is not None and "past_key_values" in options)
             places = {"position_ids": position_ids[..., start:stop]} if told else {}
@@ -402,12 +407,19 @@ class BaseModel:
                 yield from ((1, options) for _ in range(piece.length)) if apart else ((piece.length, options),)
 
     def _decode(
-        self, tokens_T: Tensor, runs: Sequence[Run], sights: Sights | None, options: Mapping[str, Any]
+        self,
+        tokens_T: Tensor,
+        runs: Sequence[Run],
+        picture_features: PictureFeatures | None,
+        options: Mapping[str, Any],
     ) -> Tensor:
         """Calls the decoder with the runs' adapters. Returns the last hidden states [T, H]."""
         inputs: Mapping[str, Any] = {"input_ids": tokens_T[None]}
-        if sights is not None:
-            inputs = {**self._by_layer(tokens_T, sights), **sights.options(self._embedded(tokens_T))}
+        if picture_features is not None:
+            inputs = {
+                **self._by_layer(tokens_T, picture_features),
+                **picture_features.options(self._embedded(tokens_T)),
+            }
         self.active.runs = runs
         self.active.every_row = "past_key_values" in options
         if not self.active.every_row:
@@ -427,12 +439,12 @@ class BaseModel:
     def _embedded(self, tokens_T: Tensor) -> Tensor:
         return self.decoder.get_input_embeddings()(tokens_T)  # type: ignore[operator]
 
-    def _by_layer(self, tokens_T: Tensor, sights: Sights) -> Mapping[str, Any]:
+    def _by_layer(self, tokens_T: Tensor, picture_features: PictureFeatures) -> Mapping[str, Any]:
         """The argument with further embeddings for each layer, which the small models of Gemma 4 take. Tokens of
         pictures have the further embeddings of the padding token. Empty for other models."""
         if not getattr(self.config, "hidden_size_per_layer_input", None):
             return {}
-        text_T = tokens_T.index_fill(0, sights.rows_P, self.config.pad_token_id or 0)
+        text_T = tokens_T.index_fill(0, picture_features.rows_P, self.config.pad_token_id or 0)
         found = self.decoder.get_per_layer_inputs(text_T[None], self._embedded(text_T)[None])  # type: ignore[operator]
         return {"per_layer_inputs": found}
 

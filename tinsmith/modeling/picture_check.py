@@ -106,8 +106,10 @@ class PictureProbe:
         worst = 0.0
         for training in (False, True):
             with torch.set_grad_enabled(training):
-                sights = base.tower.look(self.placed, runs)
-                hidden = base.hidden_states(self.tokens_T.to(base.device), positions, Packed(lengths), runs, sights)
+                picture_features = base.tower.look(self.placed, runs)
+                hidden = base.hidden_states(
+                    self.tokens_T.to(base.device), positions, Packed(lengths), runs, picture_features
+                )
                 ours = logits(base.head, hidden, []).detach()[_TEXT[0] :]
             gap = _apart(ours, theirs_N_V.to(base.device), usual=usual)
             worst = max(worst, gap, key=lambda x: (math.isnan(x), x))

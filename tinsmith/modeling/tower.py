@@ -57,7 +57,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Sights:
+class PictureFeatures:
     """The features of all pictures of a packed batch."""
 
     rows_P: Tensor
@@ -67,19 +67,19 @@ class Sights:
     numbers_P: Tensor
     """int64: number of each token's picture, from 0. Pictures of different sequences may share a number."""
 
-    def within(self, start: int, stop: int) -> Sights | None:
+    def within(self, start: int, stop: int) -> PictureFeatures | None:
         """The features of the rows from `start` to `stop`, numbered from 0; None if there are none."""
         chosen = (self.rows_P >= start) & (self.rows_P < stop)
         if not bool(chosen.any()):
             return None
-        return Sights(self.rows_P[chosen] - start, self.features_P_F_H[chosen], self.numbers_P[chosen])
+        return PictureFeatures(self.rows_P[chosen] - start, self.features_P_F_H[chosen], self.numbers_P[chosen])
 
-    def moved(self, rows: int) -> Sights:
+    def moved(self, rows: int) -> PictureFeatures:
         """The features of the same pictures, `rows` rows further on in the batch."""
-        return Sights(self.rows_P + rows, self.features_P_F_H, self.numbers_P)
+        return PictureFeatures(self.rows_P + rows, self.features_P_F_H, self.numbers_P)
 
     @classmethod
-    def joined(cls, parts: Sequence[Sights]) -> Sights:
+    def joined(cls, parts: Sequence[PictureFeatures]) -> PictureFeatures:
         """The features of consecutive parts of a batch."""
         return cls(
             torch.cat([one.rows_P for one in parts]),
@@ -144,7 +144,7 @@ class Tower:
             if isinstance(module, PreTrainedModel):
                 module.set_attn_implementation("sdpa")
 
-    def look(self, placed: Sequence[Placed], runs: Sequence[Run] = (), *, version: int = 0) -> Sights:
+    def look(self, placed: Sequence[Placed], runs: Sequence[Run] = (), *, version: int = 0) -> PictureFeatures:
         """The features of pictures, which are in rising order of their places. A picture that occurs twice in a run is
         encoded once.
 
@@ -164,15 +164,17 @@ class Tower:
         parts = [features[id(run), one.picture.digest] for one, run in zip(placed, runs_of, strict=True)]
         if len({one.device for one in parts}) > 1:  # features with gradients are on the device, kept ones on the host
             parts = [on_device(one, self.device) for one in parts]
-        return Sights(*(on_device(one, self.device) for one in (rows_P, torch.cat(parts), numbers_P)))
+        return PictureFeatures(*(on_device(one, self.device) for one in (rows_P, torch.cat(parts), numbers_P)))
 
-    def ahead(self, sights: Sights, num_rows: int) -> Ahead | None:
+    def ahead(self, picture_features: PictureFeatures, num_rows: int) -> Ahead | None:
         """The tokens of pictures that see each other in both directions, in a batch of `num_rows` rows. None for a
         model whose tokens see earlier tokens only."""
         where = self.processor.sees_ahead
         if not where:
             return None
-        numbers_T = torch.full((num_rows,), -1, device=self.device).index_copy(0, sights.rows_P, sights.numbers_P)
+        numbers_T = torch.full((num_rows,), -1, device=self.device).index_copy(
+            0, picture_features.rows_P, picture_features.numbers_P
+        )
         return Ahead(numbers_T, in_windows_only=where == "in windows")
 
     def inputs(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:

@@ -357,14 +357,14 @@ class Passes:
         device."""
         adapted = [] if self._base.trainable else runs
         layers = self._memory.layers if checkpointing and torch.is_grad_enabled() else []
-        sights = None
+        picture_features = None
         if pack.placed:
             assert self._base.tower is not None  # requests.py refuses pictures otherwise
             tower = self._base.tower
             with checkpointed(tower.layers, tower.active) if layers else nullcontext():
-                sights = tower.look(pack.placed, adapted)
+                picture_features = tower.look(pack.placed, adapted)
         with checkpointed(layers, self._base.active) if layers else nullcontext():
-            hidden_T_H = self._base.hidden_states(tokens_T, positions, pack.layout, adapted, sights)
+            hidden_T_H = self._base.hidden_states(tokens_T, positions, pack.layout, adapted, picture_features)
         named = torch.from_numpy(pack.rows_M), torch.from_numpy(pack.targets_M)
         if self._base.trainable:
             return full_target_logprobs(self._base.head, hidden_T_H, *(x.to(hidden_T_H.device) for x in named))

@@ -105,10 +105,11 @@ def score(base: BaseModel, weights: Weights | None, sequences: Sequence[Tokens |
         runs.append(Run(here, slice(0, tokens_T.shape[0])))
     # With gradients disabled, layers would take the sampler's code path instead of the one that trains.
     with _holding(base, weights), torch.enable_grad():
-        positions, sights = positions_of(lengths, device), None
+        positions, picture_features = positions_of(lengths, device), None
         if placed and base.tower is not None:
-            positions, sights = positions_with_pictures(lengths, placed, device), base.tower.look(placed, runs)
-        hidden_T_H = base.hidden_states(tokens_T, positions, Packed(lengths), runs, sights)
+            positions = positions_with_pictures(lengths, placed, device)
+            picture_features = base.tower.look(placed, runs)
+        hidden_T_H = base.hidden_states(tokens_T, positions, Packed(lengths), runs, picture_features)
         named = torch.from_numpy(rows_M), torch.from_numpy(targets_M)
         if base.trainable:
             logprobs_M = full_target_logprobs(base.head, hidden_T_H, *(x.to(device) for x in named))

@@ -88,9 +88,9 @@ def packed(base: BaseModel, sequences: list[Sequence], runs: list[Run]) -> Tenso
     ]
     tokens = torch.cat([one.tokens for one in sequences])
     assert base.tower is not None
-    sights = base.tower.look(placed, runs) if placed else None
+    picture_features = base.tower.look(placed, runs) if placed else None
     positions = positions_with_pictures(lengths, placed, base.device)
-    hidden = base.hidden_states(tokens.to(base.device), positions, Packed(lengths), runs, sights)
+    hidden = base.hidden_states(tokens.to(base.device), positions, Packed(lengths), runs, picture_features)
     return target_logprobs(base.head, hidden, torch.arange(len(tokens)), tokens, runs)
 
 
@@ -146,7 +146,7 @@ def test_the_tokens_of_a_picture_see_each_other_in_gemma_3(tmp_path: Path, monke
     """Otherwise the check at load finds the difference, and so it does for a model that runs one sequence at a time."""
     folder = make_vision_model(tmp_path, "Gemma3")
     with monkeypatch.context() as patch:
-        patch.setattr(Tower, "ahead", lambda self, sights, num_rows: None)
+        patch.setattr(Tower, "ahead", lambda self, picture_features, num_rows: None)
         causal = BaseModel.load(folder, device=CPU, dtype=torch.float32)
     assert "with pictures, its logprobs differ by" in causal.why_no_pictures
     monkeypatch.setattr("tinsmith.modeling.capabilities._unpackable", lambda config: "a test")

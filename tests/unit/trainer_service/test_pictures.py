@@ -21,7 +21,7 @@ from tests.unit.trainer_service.restoring import Process
 from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.modeling.tower import Placed, Sights, Tower
+from tinsmith.modeling.tower import PictureFeatures, Placed, Tower
 from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
@@ -274,7 +274,7 @@ def test_a_tower_that_runs_out_of_memory_runs_in_halves_and_then_with_checkpoint
     datums = [Datum(np.array(tokens, np.int32), np.arange(number), inputs, (other,)) for other in others]
     batch = Batch("cross_entropy", LOSS_FNS["cross_entropy"], {}, forward_only=False, datums=datums)
 
-    def look(self: Tower, placed: Sequence[Placed], *args: Any, **kwargs: Any) -> Sights:
+    def look(self: Tower, placed: Sequence[Placed], *args: Any, **kwargs: Any) -> PictureFeatures:
         checkpointed = self.layers[0].__dict__.get("forward") is not before
         passes.append((len(placed), checkpointed))
         if len(placed) > 1 or not checkpointed:
