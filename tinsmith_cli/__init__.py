@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 
 _INTERRUPTED = 128 + signal.SIGINT
-"""Exit status after Ctrl-C, as a shell tells it."""
+"""Exit status after Ctrl-C, which is the one that shells use."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _import_commands() -> None:
-    """Ctrl-C ends the process at once meanwhile, because nothing has begun. Some imports would print a traceback for a
-    KeyboardInterrupt, and go on."""
+    """Imports the commands. Meanwhile Ctrl-C ends the process at once, because nothing has begun. With a
+    KeyboardInterrupt, some imports would print a traceback and go on."""
     handles = threading.current_thread() is threading.main_thread()
     if handles and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))

@@ -21,12 +21,15 @@ class UsageError(Exception):
 class ServedModel:
     """Weights that one trainer and its samplers load, and the names under which clients use them."""
 
-    source: str  # absolute path or hub id
-    names: tuple[str, ...]  # the first is the main one
+    source: str
+    """Absolute path of a folder, or hub id."""
+    names: tuple[str, ...]
+    """Public names. The first one is the main name."""
 
     @property
     def lacks_tokenizer(self) -> bool:
-        """Whether the source is a folder without files of a tokenizer. transformers makes up an empty one there."""
+        """Whether the source is a folder without files of a tokenizer. transformers makes an empty tokenizer of such a
+        folder."""
         folder = Path(self.source)
         return folder.is_dir() and not any(file.match(kind) for file in folder.iterdir() for kind in _TOKENIZER_FILES)
 

@@ -89,8 +89,9 @@ class Damaged(Exception):
 
 
 def download(url: str, part: Path, *, progress: IO[str] | None = None) -> None:
-    """Downloads to `part`, which may already hold the beginning from an earlier try. Raises UsageError with the
-    server's message, and OSError if the server cannot be reached."""
+    """Downloads to the file `part`, which may already hold the beginning from an earlier call. `progress`: gets a line
+    that counts bytes. Raises UsageError with the server's message if it refuses, and OSError if the server cannot be
+    reached."""
     tries = 0
     while True:
         before = part.stat().st_size if part.exists() else 0
@@ -168,6 +169,8 @@ def unpack(archive: Path, out: Path, sums: Mapping[str, str]) -> None:
 
 
 def _read(archive: Path, sums: Mapping[str, str], folder: Path | None) -> None:
+    """Compares every file of the archive with its SHA-256 in `sums`, and copies it to `folder` if one is given. Raises
+    Damaged."""
     missing = dict(sums)
     try:
         with tarfile.open(archive, mode="r:") as tar:

@@ -116,7 +116,7 @@ def of_run(server: ApiClient, run_id: str) -> Iterable[dict[str, Any]]:
 
 
 def print_table(checkpoints: Iterable[Mapping[str, Any]], *, why: bool = False) -> None:
-    """Prints the checkpoints as a table. `why`: with the reasons for which each is kept."""
+    """Prints checkpoints as a table. `why`: also prints the reasons for which each checkpoint is kept."""
     rows = []
     for one in checkpoints:
         notes = ["published"] if one["public"] else []

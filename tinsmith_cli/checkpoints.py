@@ -135,7 +135,7 @@ def _only_model(server: ApiClient) -> str:
 
 @contextmanager
 def _archive(source: Path) -> Iterator[IO[bytes]]:
-    """The file itself, or a tar archive of the adapter in the folder."""
+    """The open archive: `source` itself if it is a file, or a tar archive of the adapter in the folder `source`."""
     if source.is_file():
         with source.open("rb") as file:
             yield file

@@ -32,10 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Unreachable(UsageError):
-    """The server does not answer, or says that it is not ready: a gateway that restarts."""
+    """The server does not answer, or says that it is not ready, such as while a gateway restarts."""
 
 
 class ApiClient:
+    """Calls the HTTP API of one server with one key."""
+
     def __init__(self, base_url: str, api_key: str) -> None:
         if not base_url.startswith(("http://", "https://")):
             raise UsageError(f"--base-url: {base_url!r} does not begin with http:// or https://")
@@ -50,8 +52,8 @@ class ApiClient:
         self, path: str, *, body: IO[bytes] | None = None, content: object = None, method: str | None = None
     ) -> Any:
         """Sends a request and returns the JSON of the answer. `body`: tar archive to send. `content`: JSON to send.
-        `method`: by default POST with one of these, else GET. Raises UsageError with the server's message, and
-        Unreachable."""
+        `method`: the HTTP method; by default POST with `body` or `content`, else GET. Raises UsageError with the
+        server's message if it refuses the request, and Unreachable if it does not answer."""
         request = urllib.request.Request(f"{self._base_url}/api/v1/{path}", headers=self._headers, method=method)  # noqa: S310
         if body is not None:
             request.data = body
@@ -81,7 +83,7 @@ class ApiClient:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Does not follow redirects: the server's answer also has the address as JSON, which the caller uses."""
+    """Does not follow redirects. The server's answer also has the address in its JSON, which the caller uses."""
 
     def http_error_302(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: http.client.HTTPMessage
@@ -94,6 +96,7 @@ def _open(request: urllib.request.Request) -> http.client.HTTPResponse:
 
 
 def detail(error: urllib.error.HTTPError) -> str:
+    """The server's message in an error's body; status and reason if there is none."""
     try:
         return str(json.loads(error.read())["detail"])
     except (OSError, ValueError, KeyError, TypeError):

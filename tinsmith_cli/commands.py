@@ -41,7 +41,7 @@ def run(argv: Sequence[str] | None) -> int:
         print(f"tinsmith: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        # `pip install tinsmith` installs the command line without what services need.
+        # `pip install tinsmith` installs the command line without the packages that only services need.
         name = (error.name or "").partition(".")[0]
         if not name or name in _OWN:
             raise

@@ -9,8 +9,8 @@ from tinsmith_cli.base_models import UsageError
 
 
 def to_safetensors(path: Path) -> bytes:
-    """The tensors in a file of torch.save, as a safetensors file. Nothing in the file is executed. Raises UsageError if
-    it holds anything but tensors."""
+    """The tensors in a file of torch.save, as the content of a safetensors file. Nothing in the file is executed.
+    Raises UsageError if the file holds anything but tensors."""
     try:
         import torch
         from safetensors.torch import save
@@ -22,8 +22,8 @@ def to_safetensors(path: Path) -> bytes:
     if not _is_plain_zip(path):
         raise UsageError(f"{path}: is not a file of torch.save; convert it to adapter_model.safetensors")
     try:
-        # torch's restricted reader accepts tensors and containers only. Also, the user's file is read on the user's
-        # machine.
+        # torch's restricted reader accepts tensors and containers only. Moreover, it reads a file of the user on the
+        # user's own machine.
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a hostile pickle can raise any error
         raise UsageError(f"{path}: cannot be read as tensors alone ({type(error).__name__})") from None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 _LOOK_S = 1.0
-"""Pause between two questions how far the draining is, in seconds."""
+"""Pause between two requests for the state of a trainer that is drained, in seconds."""
 
 
 def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _drain(server: ApiClient, name: str, *, waits: bool = True, until_restart: bool) -> dict[str, Any]:
-    """Drains a trainer and, if `waits`, returns once it can be stopped."""
+    """Drains a trainer. With `waits`, returns only when the trainer can be stopped. Returns the trainer's state."""
     one = _one(server.call("trainers/drain", content={"trainer": name, "until_restart": until_restart}), name)
     said = ""
     while not one["can_be_stopped"] and waits:
@@ -97,7 +97,7 @@ def _undrain(server: ApiClient, name: str) -> None:
 
 
 def _restart_all(server: ApiClient, trainers: list[dict[str, Any]], command: str) -> None:
-    """Restarts the trainers, one after the other. One that was drained before stays as it is."""
+    """Restarts the trainers, one after the other. A trainer that is drained already stays as it is."""
     for one in trainers:
         if one["state"] != "serving" and not one["is_drained"]:
             raise UsageError(f"{one['address']} does not serve (state: {one['state']}); nothing was drained")
@@ -109,8 +109,8 @@ def _restart_all(server: ApiClient, trainers: list[dict[str, Any]], command: str
 
 
 def _restart(server: ApiClient, name: str, command: str) -> None:
-    """Drains a trainer, runs the command, and lets the trainer take runs again once another process of it serves.
-    Raises UsageError when the command fails; then the trainer stays drained."""
+    """Drains a trainer, runs the command, and lets the trainer take runs again once its new process serves. Raises
+    UsageError if the command fails; the trainer then stays drained."""
     before = _drain(server, name, until_restart=True)
     address = before["address"]
     names = {"TINSMITH_TRAINER": address, "TINSMITH_TRAINER_ID": before["trainer_id"]}
@@ -134,6 +134,7 @@ def _restart(server: ApiClient, name: str, command: str) -> None:
 
 
 def _one(answer: Any, name: str) -> dict[str, Any]:
+    """The trainer with the address or id `name` in the server's list of trainers. Raises UsageError without it."""
     found = [one for one in answer["trainers"] if name in (one["address"], one["trainer_id"])]
     if not found:
         raise UsageError(f"TRAINER: the server has no trainer {name!r} any more")
@@ -141,7 +142,7 @@ def _one(answer: Any, name: str) -> dict[str, Any]:
 
 
 def _say(one: dict[str, Any], said: str) -> str:
-    """Prints how far the draining of the trainer `one` is, unless that is the text `said`, which was printed last.
+    """Prints the progress of draining the trainer `one`, unless it is the same text as `said`, which was printed last.
     Returns the text."""
     address = one["address"]
     if one["can_be_stopped"]:

@@ -1,5 +1,5 @@
-"""Asks once whether a base model can be had from the Hugging Face hub or its cache. Without a network the hub's library
-tries again for half a minute, for each file of the model and in each service."""
+"""Checks once whether the Hugging Face hub or its cache has a base model. Without this check and without a network, the
+hub's library would try again for half a minute, for each file of the model and in each service."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from tinsmith_cli.base_models import UsageError
 _REFUSALS = (401, 403, 404)
 """Statuses with which the hub answers for a model that it does not have, or does not show to this user."""
 _TIMEOUT_S = 10.0
+"""Longest wait for the hub's answer, in seconds."""
 
 
 def require(model: str, *, flag: str, report: Callable[[str], None]) -> None:
-    """Raises UsageError for a hub id that neither the hub nor the cache has. If the hub does not answer, and the cache
-    has the model, this process and those that it starts ask the hub no more. A folder is not looked at."""
+    """Raises UsageError for a hub id that neither the hub nor the cache has. If the hub does not answer but the cache
+    has the model, this process and its children do not ask the hub any more. `model`: a hub id, or the absolute path of
+    a folder, which is not checked. `flag`: flag that names the model, for the message."""
     if Path(model).is_absolute():
         return
     try:
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-    except ModuleNotFoundError:  # the planner says what is missing
+    except ModuleNotFoundError:  # the planner reports the missing package
         return
     try:
         get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=_TIMEOUT_S)
@@ -44,7 +46,7 @@ def require(model: str, *, flag: str, report: Callable[[str], None]) -> None:
         )
     if is_silent:
         report(f"{model}: {reason}; the files in the cache are taken, as with HF_HUB_OFFLINE=1")
-        os.environ["HF_HUB_OFFLINE"] = "1"  # for processes that are started
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes that this one starts
         constants.HF_HUB_OFFLINE = True
 
 

@@ -1,4 +1,4 @@
-"""`tinsmith journal`: shows the journal of a running or stopped trainer, and deletes what is not needed."""
+"""`tinsmith journal`: shows the journal of a running or stopped trainer, and deletes entries that are not needed."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def run_prune(arguments: argparse.Namespace) -> int:
 
 
 def _delete_model(arguments: argparse.Namespace) -> int:
-    """Deletes a model from the journal, such as one whose operations kill the trainer whenever they run. The trainer
-    deletes the model's snapshots at its next start."""
+    """Deletes a model from the journals of stopped trainers, such as a model whose operations kill the trainer whenever
+    they run. The trainer deletes the model's snapshots at its next start."""
     if arguments.trainer:
         raise UsageError("--model: a running trainer deletes a model when its session ends; stop the trainer first")
     from trainer_service.durability import stopped  # for a stopped trainer only

@@ -134,12 +134,13 @@ def _amount(text: str) -> int | None:
 
 
 def _file(state_dir: Path) -> Path:
-    """The database of `tinsmith up`."""
+    """File of the database of `tinsmith up`."""
     return state_dir.expanduser().absolute() / "gateway" / "gateway.db"
 
 
 def _work(url: str, work: Callable[[Keys], Awaitable[int]], *, makes: bool) -> int:
-    """Runs `work` on the database. `makes`: a missing SQLite file is made; otherwise it raises UsageError."""
+    """Runs `work` on the database and returns its result. `makes`: whether a missing SQLite file is made; if not, it
+    raises UsageError. Raises UsageError for a database that cannot be used, and with the message of a ServiceError."""
     # Imported here, because the other commands need no database.
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -183,7 +184,7 @@ def _run(arguments: argparse.Namespace, work: Callable[[Keys], Awaitable[int]], 
 
 
 def has_keys(state_dir: Path) -> bool:
-    """Whether the database of `tinsmith up` has a key, even a revoked one, so that callers need a key. Raises
+    """Whether callers need a key because the database of `tinsmith up` has one, even if it is revoked. Raises
     UsageError."""
     url = os.environ.get(DATABASE_URL, "")
     if not url and not _file(state_dir).exists():
@@ -208,7 +209,7 @@ def _limits(arguments: argparse.Namespace) -> dict[str, int | None]:
 
 
 def _print_changes(owner: str, before: Mapping[str, int | None], now: Mapping[str, int | None]) -> None:
-    """Prints to stderr, because scripts read the key from stdout."""
+    """Prints the changes of an owner's limits, to stderr, because scripts read the key from stdout."""
     names = {"tokens": "token budget", "storage_bytes": "storage quota"}
     for column, limit in now.items():
         print(

@@ -1,7 +1,7 @@
-"""Log files to which processes append their output: reads their last lines, and limits their size.
+"""Reads the last lines of log files to which processes append their output, and limits the files' sizes.
 
-The processes keep their file open, so a full one is copied to NAME.1 and emptied in place, as logrotate's
-`copytruncate` does. The processes must have opened it for appending. Output between the copy and the emptying is lost.
+A process keeps its log open, so a full log is copied to NAME.1 and emptied in place, as logrotate's `copytruncate`
+does. The process must have opened the log for appending. Output between the copy and the emptying is lost.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 
 _TAIL_BYTES = 64 * 2**10
 _RANK_FAILED = re.compile(r"torch/distributed/elastic/\S+\] failed \(exitcode: ")
-"""In torchrun's line about the first rank that has failed."""
+"""Matches a part of torchrun's line about the first rank that has failed."""
 _TEXT_LINE = re.compile(r"[\d:.TZ-]+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) +\S+: ")
-"""How a line of a service's log begins with --log-format text."""
+"""Matches the beginning of a line of a service's log with --log-format text."""
 _LONGEST = 150
-"""Characters of a line of level INFO or DEBUG that a terminal shows."""
+"""Most characters of a line of level INFO or DEBUG that a terminal shows."""
 _FEW = 5
-"""Lines of these levels that a terminal shows."""
+"""Most lines of level INFO or DEBUG that a terminal shows."""
 
 
 def bound(log: Path, *, max_bytes: float) -> None:
-    """Moves the content of a log that has reached `max_bytes` to NAME.1, in place of older content. Raises OSError, and
-    leaves the log as it was."""
+    """Moves the content of a log that has reached `max_bytes` to NAME.1, in place of older content. After an OSError
+    the log is as before."""
     try:
         if log.stat().st_size < max_bytes:
             return
@@ -39,15 +39,15 @@ def bound(log: Path, *, max_bytes: float) -> None:
             os.truncate(log, 0)
     except OSError:
         with suppress(OSError):
-            older.unlink()  # an incomplete copy, whose space may be needed
+            older.unlink()  # the copy is incomplete, and its space may be needed
         raise
 
 
 def last_lines(log: Path, count: int, *, start: int = 0) -> list[str]:
-    """The last lines of a log: at most `count`, from its last 64 KiB. Without torchrun's table of failed ranks, which
-    has no causes.
+    """The last lines of a log: at most `count`, from the log's last 64 KiB. torchrun's table of failed ranks, which
+    shows no causes, is left out.
 
-    `start`: position in bytes before which nothing is read, unless the log has become shorter.
+    `start`: position in bytes before which nothing is read. It is ignored if the log has become shorter than that.
     """
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -63,10 +63,11 @@ def _without_table(lines: list[str]) -> list[str]:
 
 
 def for_people(lines: list[str]) -> list[str]:
-    """Lines of a service's log as a terminal shows them: JSON as its level and message, with the traceback below.
+    """Lines of a service's log in the form for a terminal: level and message of a JSON line, with the traceback below.
 
-    Lines of level INFO and DEBUG are left out if there are other lines, which then have the reason for an end.
-    Otherwise the last few are shown, and long ones are cut: a service logs its whole configuration in one line.
+    Lines of level INFO and DEBUG are left out if there are other lines, because these have the reason for which the
+    service ended. Otherwise the last few lines are shown, and long ones are cut, such as the line with a service's
+    whole configuration.
     """
     unremarkable, reasons = [], []
     for line in lines:
@@ -79,7 +80,8 @@ def for_people(lines: list[str]) -> list[str]:
 
 
 def _parts(line: str) -> tuple[str, str, str]:
-    """Level, text and traceback of a line of a log. Text without a level may be a traceback."""
+    """Level, text and traceback of a line of a log. A line without a level, such as one of a traceback, has "" as its
+    level."""
     try:
         entry = json.loads(line)
         return entry["level"], f"{entry['level']} {entry['message']}", entry.get("traceback", "")

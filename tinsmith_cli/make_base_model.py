@@ -41,8 +41,9 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # OpenMP reads it when torch is loaded. On two cores a step of `tiny` takes 130 ms, with one thread 215 ms; beside a
-    # process that takes one of the cores 300 ms, with one thread 240 ms, and without this bound 385 ms.
+    # OpenMP reads this variable when torch is loaded. A step of `tiny` takes 130 ms on two idle cores, and 215 ms with
+    # one thread. Beside a process that takes one of the cores, it takes 300 ms, and 240 ms with one thread; without
+    # this bound on spinning it would take 385 ms.
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     from safetensors import SafetensorError
     from transformers.utils import logging

@@ -71,7 +71,8 @@ class _Authority:
 
 
 def make_certificates(folder: Path, *, hosts: list[str], days: int = _DAYS, now: datetime | None = None) -> list[str]:
-    """Writes the certificates and returns their names. Raises UsageError."""
+    """Writes the certificates and their keys to `folder`, and returns their names. `days`: validity. Raises
+    UsageError."""
     need_cryptography("make-certificates")
     now = now or datetime.now(UTC)
     common = ["localhost", "127.0.0.1", "::1", socket.gethostname(), *hosts]
@@ -89,8 +90,8 @@ def make_certificates(folder: Path, *, hosts: list[str], days: int = _DAYS, now:
 
 
 def make_self_signed(folder: Path, name: str, *, host: str) -> None:
-    """Writes NAME.pem and NAME-key.pem for a server whose callers know its certificate itself. Keeps files that name
-    `host` already."""
+    """Writes NAME.pem and NAME-key.pem for a server whose callers recognise it by this very certificate. Keeps existing
+    files if they are for `host`."""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -113,7 +114,8 @@ def make_self_signed(folder: Path, name: str, *, host: str) -> None:
 
 
 def make_request(name: str) -> tuple[bytes, bytes]:
-    """A new private key, and the request to sign its certificate, in PEM. The one who signs decides about the hosts."""
+    """A new private key, and the request to sign its certificate, both in PEM. The signer decides for which hosts the
+    certificate is."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -125,8 +127,8 @@ def make_request(name: str) -> tuple[bytes, bytes]:
 
 
 def sign_request(folder: Path, request: bytes, *, hosts: list[str]) -> bytes:
-    """The certificate of the requested key for these hosts, signed by the authority in `folder`, in PEM. Raises
-    UsageError for a request that is none."""
+    """The certificate for a request's key and these hosts, in PEM, signed by the authority in `folder`. Raises
+    UsageError for a request that cannot be used."""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import Encoding
@@ -193,7 +195,8 @@ def _issue(
     now: datetime,
     days: int,
 ) -> x509.Certificate:
-    """A certificate without hosts is a client's, with which no service can run."""
+    """A certificate that the authority has signed. Without hosts it is one for clients only, with which no service can
+    run."""
     from cryptography import x509
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
@@ -283,7 +286,7 @@ def _write(folder: Path, name: str, cert: x509.Certificate, key: ec.EllipticCurv
 
 
 def write_pair(folder: Path, name: str, cert: bytes, key: bytes) -> None:
-    """Writes NAME.pem and NAME-key.pem, which only this user can read."""
+    """Writes NAME.pem, and NAME-key.pem, which only this user can read."""
     for path, content, mode in ((folder / f"{name}-key.pem", key, 0o600), (folder / f"{name}.pem", cert, 0o644)):
         new = path.with_suffix(".new")
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:

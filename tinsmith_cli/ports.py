@@ -17,8 +17,8 @@ _held: deque[socket.socket] = deque()
 def free_ports(count: int) -> list[int]:
     """`count` different ports on 127.0.0.1 that are free now. Raises OSError if there are too few.
 
-    On Linux, no other call in any process of this machine returns these ports while this process lives. Otherwise a
-    service that starts many seconds later could find its port taken. The last 64 ports are reserved in this way.
+    On Linux the last 64 returned ports are reserved: no other call, in any process of this machine, returns them while
+    this process lives. Otherwise a service that starts many seconds later could find its port taken.
     """
     found: list[int] = []
     for port in random.sample(_BELOW_EPHEMERAL, len(_BELOW_EPHEMERAL)):
@@ -41,7 +41,8 @@ def _is_free(port: int) -> bool:
 
 
 def _hold(port: int) -> bool:
-    """Reserves the port by an abstract socket, which ends with this process and is no file. False if it is reserved."""
+    """Reserves the port by an abstract socket, which ends with this process and leaves no file. Returns False if
+    another process has reserved the port."""
     if sys.platform != "linux":
         return True
     held = socket.socket(socket.AF_UNIX)

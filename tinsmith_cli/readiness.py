@@ -22,7 +22,7 @@ async def wait_grpc(address: str, certificates: Certificates | None = None) -> N
 
 
 async def wait_trainers(services_file: Path, host: str, certificates: Certificates | None = None) -> None:
-    """Waits for the trainers on the machine where the ranks of this one meet others."""
+    """Waits for the trainers on the machine `host`, at which the ranks of this machine join those of other machines."""
     while True:
         trainers = read_addresses(services_file).trainers
         if found := [address for address in trainers if host_of(address).strip("[]") == host]:
@@ -33,7 +33,8 @@ async def wait_trainers(services_file: Path, host: str, certificates: Certificat
 
 
 async def wait_gateway(host: str, port: int, tls_cert: Path | None = None, *, alone: bool = False) -> None:
-    """Waits for a gateway's answer. `alone`: an answer that the gateway waits for other services suffices."""
+    """Waits until a gateway is ready. `alone`: waits only until the gateway answers, even if it still waits for other
+    services."""
     context = None if tls_cert is None else pinned(tls_cert)
     statuses = (b" 200 ", b" 503 ") if alone else (b" 200 ",)
     while True:

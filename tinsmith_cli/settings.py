@@ -1,5 +1,5 @@
-"""The settings of `tinsmith up`. Each is declared once, with its flag, default and help, and the services that get
-it."""
+"""The settings of `tinsmith up`. Each setting is declared once, with its flag, default and help, and with the services
+that get it."""
 
 # ruff: noqa: RUF009 - `_flag` makes a field
 
@@ -24,8 +24,8 @@ _OF_FIRST = ("host", "port", "api_key", "certificates", "tls_cert", "tls_key")
 
 
 SERVICE_PORTS = {"trainer": 8101, "sampler": 8201, "ranks": 8301}
-"""Where there are several machines: first ports of trainers, of samplers, and of the rendezvous of trainers' ranks.
-They are fixed, so that a machine that was restarted has its addresses again."""
+"""First ports of trainers, of samplers, and of the rendezvous of trainers' ranks, in a deployment of several machines.
+They are fixed, so that a restarted machine has the same addresses as before."""
 
 
 def _flag(
@@ -287,8 +287,8 @@ class Settings:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Settings:
-        """The settings in parsed arguments; those without a flag there have their defaults. Raises UsageError for a
-        number that is too small, or settings that exclude each other."""
+        """The settings in parsed arguments. Settings without a flag there have their defaults. Raises UsageError for a
+        number that is too small, and for settings that exclude each other."""
         settings = cls(**{each.name: getattr(arguments, each.name) for each in fields(cls) if each.name in arguments})
         for each in fields(cls):
             value, least = getattr(settings, each.name), each.metadata["least"]
@@ -337,7 +337,8 @@ class Settings:
             raise UsageError(f"--role: {self.role} leaves out gateway, which the first machine runs")
 
     def check_up(self) -> None:
-        """Raises UsageError for settings about several machines without which `tinsmith up` cannot start."""
+        """Raises UsageError if `tinsmith up` lacks a setting for several machines, or if such a setting is given
+        without --address and --join."""
         if self.join:
             return
         if self.address:
@@ -351,13 +352,12 @@ class Settings:
                 )
 
     def shared(self) -> dict[str, str]:
-        """Values of the settings that must be alike on all machines, by the names of their flags; those that the user
-        gave."""
+        """The given values of the settings that must be alike on all machines, by the names of their flags."""
         values = {name: getattr(self, name) for name in _SHARED}
         return {name.replace("_", "-"): str(value) for name, value in values.items() if value not in (None, False)}
 
     def with_shared(self, values: Mapping[str, str]) -> Settings:
-        """The settings with the values of `shared` on another machine."""
+        """The settings with `values`, the `shared` values of another machine."""
         known = {name.replace("_", "-"): name for name in _SHARED}
         types = {"max_lora_rank": int, "full_training": bool}
         return replace(

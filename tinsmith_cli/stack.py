@@ -55,7 +55,7 @@ def divide_cores(cores: int, *, groups: int, samplers: int, most: Threads, train
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """Name, ports and place of one trainer or sampler."""
+    """Name, ports, and place on the page of cores, of one trainer or sampler."""
 
     suffix: str
     """End of the service's name; empty if it is the only one of its kind."""
@@ -67,15 +67,16 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """This machine's place among those of one trainer."""
+    """This machine's place among the machines of one trainer."""
 
     rank: int
-    """0 for the machine that serves."""
+    """Number of this machine; 0 for the machine that serves."""
     count: int
-    """Number of machines."""
+    """Number of machines of the trainer."""
     host: str
-    """Where the ranks meet: the machine that serves."""
+    """Host of the rendezvous of the ranks, which is the machine that serves."""
     port: int
+    """Port of the rendezvous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +88,13 @@ class Site:
     host: str
     """Address under which other machines reach this one."""
     services_file: Path
-    """The addresses of all trainers and samplers, which change as machines join and leave."""
+    """File with the addresses of all trainers and samplers, which change as machines join and leave."""
     nodes: Sequence[Node] = ()
-    """The place in the trainer of each base model."""
+    """This machine's place in the trainer of each base model; empty if it runs no trainer."""
 
     @property
     def interface(self) -> str:
-        """Name of the network interface that has `host`; empty if none has, as for a name."""
+        """Name of the network interface with the address `host`; empty if there is none, as when `host` is a name."""
         for name, addresses in psutil.net_if_addrs().items():
             if any(address.address == self.host for address in addresses):
                 return name
@@ -102,15 +103,15 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class ModelGroup:
-    """The trainers and the samplers of one base model, those on this machine."""
+    """The trainers and samplers of one base model on this machine."""
 
     model: ServedModel
     trainers: Sequence[Instance]
     samplers: Sequence[Instance]
     nodes: Sequence[Node]
-    """The place in each trainer."""
+    """This machine's place in each trainer."""
     plan: Plan | None = None
-    """GPUs and memory; None if the services find their own, as on a CPU."""
+    """GPUs and memory of the services; None if the services find them by themselves, as on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +120,13 @@ class ServiceKeys:
     every user."""
 
     api_keys: str = field(repr=False)
-    """JSON list, in the form of GATEWAY_API_KEYS. TRAINER_API_KEYS and SAMPLER_API_KEYS may name others."""
+    """JSON list, in the form of GATEWAY_API_KEYS. TRAINER_API_KEYS and SAMPLER_API_KEYS in the environment replace it
+    for these services."""
     service_key: str = field(repr=False)
     """The key that the services send to each other."""
 
     def env(self, service: str) -> dict[str, str]:
+        """Variables with the keys for a service."""
         name = f"{service.upper()}_API_KEYS"
         api_keys = self.api_keys if service == "gateway" else os.environ.get(name, self.api_keys)
         return {name: api_keys, f"{service.upper()}_SERVICE_KEY": self.service_key}
@@ -141,6 +144,7 @@ class Tls:
     """Folder with the files for gRPC, made by `tinsmith make-certificates`."""
 
     def grpc(self, service: str) -> Certificates | None:
+        """Certificates of a service for gRPC; None if gRPC is not encrypted."""
         if self.folder is None:
             return None
         return Certificates(self.folder / "ca.pem", self.folder / f"{service}.pem", self.folder / f"{service}-key.pem")
@@ -167,9 +171,9 @@ class Stack:
     keys: ServiceKeys | None = None
     tls: Tls = Tls()
     plans: Sequence[Plan | None] = ()
-    """The plan of each model; empty: none has one."""
+    """The plan of each model; empty if no model has one."""
     site: Site | None = None
-    """None when this is the only machine."""
+    """This machine's part of a deployment on several machines; None if this is the only machine."""
 
     @property
     def url(self) -> str:
@@ -186,8 +190,8 @@ class Stack:
         return self.settings.state_dir / "logs"
 
     def groups(self) -> list[ModelGroup]:
-        """Trainers and samplers of each base model. Ports without a setting are free ones (ports.py), and fixed ones
-        where other machines know them."""
+        """Trainers and samplers of each base model. A port without a setting is any free port (ports.py), or a fixed
+        port in a deployment on several machines, which know it."""
         counts = self._num_samplers()
         num_trainers = self.settings.trainers if self.runs("trainer") else 0
         free = iter(free_ports(sum(max(1, num_trainers) + 2 * (num_trainers + count) for count in counts)))
@@ -220,7 +224,7 @@ class Stack:
         return groups
 
     def _first_port(self, service: str, wanted: int) -> int:
-        """0 for any free ports."""
+        """First port of a kind of service; 0 means any free ports."""
         return wanted or (SERVICE_PORTS[service] if self.site else 0)
 
     def runs(self, service: str) -> bool:
@@ -232,7 +236,7 @@ class Stack:
         return address_of(self.site.host if self.site else _LOCAL, port)
 
     def trainers(self, groups: Sequence[ModelGroup]) -> list[str]:
-        """Addresses of the trainers that serve here."""
+        """Addresses of the trainers that serve on this machine."""
         return [
             self.address(trainer.port)
             for group in groups
@@ -241,21 +245,21 @@ class Stack:
         ]
 
     def samplers(self, groups: Sequence[ModelGroup]) -> list[str]:
-        """Addresses of the samplers here."""
+        """Addresses of the samplers on this machine."""
         return [self.address(sampler.port) for group in groups for sampler in group.samplers]
 
     def _plans(self) -> Sequence[Plan | None]:
         return self.plans or [None] * len(self.models)
 
     def _num_samplers(self) -> list[int]:
-        """Samplers of each model."""
+        """Number of samplers of each model on this machine."""
         if not self.runs("sampler"):
             return [0] * len(self.models)
         return [self.settings.samplers or 1 if plan is None else len(plan.samplers) for plan in self._plans()]
 
     def trainer_folder(self, group: ModelGroup, number: int) -> Path:
-        """Folder of the journal of the base model's trainer `number`, from 0. The first has the folder that it has
-        where it is the only one."""
+        """Folder of the journal of a base model's trainer. `number`: counts the trainers of the base model from 0. The
+        folder of trainer 0 does not depend on the number of trainers."""
         name = _folder_name(group.model)
         return self.settings.state_dir / "trainers" / (f"{name}-{number + 1}" if number else name)
 
@@ -283,7 +287,8 @@ class Stack:
         make_page(self._cores_page, cores=usable_cores(), shares=self._places())
 
     def _places(self) -> list[int]:
-        """Threads of each service while all compute. The last entry is the gateway, which never computes."""
+        """Threads of each service, by its place on the page of cores, while all services compute. The last entry is for
+        the gateway, which never computes."""
         shares = self.shares()
         trainers = [shares.trainer] * (self.settings.trainers if self.runs("trainer") else 0)
         groups = ([*trainers, *[shares.sampler] * count] for count in self._num_samplers())
@@ -322,7 +327,7 @@ class Stack:
             **self._cores(trainer, most=self.most_threads.trainer),
             **self.settings.passed_to("trainer"),
         }
-        if number:  # the first has the name in TRAINER_JOURNAL that it has where it is the only one
+        if number:  # the name of trainer 0 in TRAINER_JOURNAL does not depend on the number of trainers
             name = os.environ.get("TRAINER_JOURNAL_NAME") or group.model.names[0]
             flags["journal-name"] = f"{name}-{number + 1}"
         ranks = self.settings.trainer_ranks or 1 if group.plan is None else group.plan.trainer.ranks
@@ -409,7 +414,8 @@ class Stack:
         )
 
     def _interfaces(self) -> dict[str, str]:
-        """Variables without which gloo takes the interface of this machine's name, and NCCL any."""
+        """Variables with the network interface for gloo and NCCL. Without them gloo takes the interface of this
+        machine's name, and NCCL any interface."""
         interface = self.site.interface if self.site else ""
         names = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ]
         return dict.fromkeys(names, interface) if interface else {}
@@ -440,7 +446,7 @@ class Stack:
         )
 
     async def wait_gateway(self, *, alone: bool = False) -> None:
-        """Returns once the gateway knows a trainer and a sampler; `alone`: once it answers at all."""
+        """Waits until the gateway knows a trainer and a sampler; with `alone`, only until it answers."""
         await wait_gateway(self.settings.host, self.settings.port, self.tls.cert, alone=alone)
 
     def _keys(self, service: str) -> dict[str, str]:
@@ -448,13 +454,13 @@ class Stack:
 
 
 def _environments_rank() -> str:
-    """The trainers' largest rank, if the environment names one for them and none for the samplers; else empty."""
+    """Value of TRAINER_MAX_LORA_RANK, for the samplers, too. Empty if it is not set, or if SAMPLER_MAX_LORA_RANK is."""
     return "" if "SAMPLER_MAX_LORA_RANK" in os.environ else os.environ.get("TRAINER_MAX_LORA_RANK", "")
 
 
 def _tokenizers(models: Sequence[ServedModel]) -> dict[str, str]:
-    """Folders of the models that exist on this machine only, as sources of tokenizers, by public name. Other names with
-    a slash are probably hub ids, which clients on other machines can also load."""
+    """Folders of models on this machine, as sources of tokenizers, by public name. Names with a slash are left out,
+    except tinsmith's own: they are probably hub ids, of which clients can load the tokenizer themselves."""
     return {
         name: model.source
         for model in models
@@ -467,11 +473,11 @@ def _tokenizers(models: Sequence[ServedModel]) -> dict[str, str]:
 def torchrun(
     ranks: int, port: int, *, nodes: int = 1, node: int = 0, host: str = _LOCAL, timeout_s: float | None = None
 ) -> list[str]:
-    """Arguments of `python -m` before the module, which run it in several ranks. torchrun ends all ranks if one ends.
-    --standalone is not used, because it reads pickles from a store that listens on all addresses.
+    """Arguments of `python -m`, to be put before the module, which run the module in several ranks. torchrun ends all
+    ranks if one ends. --standalone is not used, because it reads pickles from a store that listens on all addresses.
 
-    `ranks`: number on this machine, which is number `node` of `nodes`. `host`, `port`: where they meet. `timeout_s`:
-    longest wait for the other machines, in seconds.
+    `ranks`: number of ranks on this machine, which has number `node` of `nodes`. `host`, `port`: place of the ranks'
+    rendezvous. `timeout_s`: longest wait for the other machines, in seconds.
     """
     place = ["--rdzv-backend", "static", "--master-addr", host, "--master-port", str(port)]
     if nodes > 1:
@@ -492,13 +498,15 @@ def _command(module: str, flags: dict[str, str], *, launcher: Sequence[str] = ()
 
 
 def _planned_engine(plan: Plan | None) -> str:
-    """The engine for whose memory the GPUs are divided; "auto" where SAMPLER_ENGINE names one, and without a plan."""
+    """The engine for which the plan divides the GPUs' memory. "auto" without a plan, and if SAMPLER_ENGINE names an
+    engine."""
     if plan is None or os.environ.get("SAMPLER_ENGINE", "auto") != "auto":
         return "auto"
     return plan.engine
 
 
 def _folder_name(model: ServedModel) -> str:
-    """Name of the folder of these weights' journal. It depends on nothing else, so every start finds it again."""
+    """Name of the folder with the journal of a base model's trainer. It depends on the weights' source only, so every
+    start finds it again."""
     readable = re.sub(r"[^\w.-]+", "-", Path(model.source).name)
     return f"{readable}-{hashlib.sha256(model.source.encode()).hexdigest()[:8]}"

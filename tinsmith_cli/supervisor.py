@@ -1,10 +1,10 @@
-"""Runs child processes, and restarts those that end.
+"""Runs child processes, and restarts children that end.
 
 The children start in the given order, each in a session of its own. Ctrl-C therefore reaches only this process, which
 stops them in order. If a child ends before all of them have been ready once, all are stopped and the reason is
-reported, so that a wrong flag is not retried forever. After that, a child that ends by itself is restarted with the
-same command, and hence the same ports, after a pause that grows with every end. The end of a child without `restarts`
-stops all. If this process is killed, the kernel kills the children (on Linux).
+reported, so that a wrong flag is not retried forever. Later, a child that ends by itself is restarted with the same
+command, and hence the same ports, after a pause that grows with every end. The end of a child without `restarts` stops
+all children. If this process is killed, the kernel kills the children (on Linux).
 """
 
 from __future__ import annotations
@@ -29,20 +29,26 @@ STOP_GRACE_S = 7.0
 """Time from the first SIGTERM to SIGKILL, in seconds. The documentation promises a stop within 10 s."""
 
 _FIRST_GRACE_S = 2.5
+"""Time that the service which is stopped first has to end, before the others are asked to stop, in seconds."""
 _LOG_LINES_SHOWN = 20
+"""Number of lines of a log that are shown when its service has ended."""
 _LOG_INTERVAL_S = 10.0
+"""Pause between two checks of the sizes of the logs, in seconds."""
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 _LASTED_S = 60.0
-"""A service that was ready for this time is restarted after the first pause, in seconds."""
+"""A service that was ready for this time, in seconds, is restarted after _FIRST_PAUSE_S again."""
 _FEW_STARTS = 2
-"""From this number of failed starts on, the number is reported."""
+"""The number of failed starts is reported if it is at least this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
+    """A child process to run."""
+
     name: str
     argv: Sequence[str]
+    """Command line."""
     log: Path
     """File to which stdout and stderr are appended. A full log is moved to NAME.1, and begins again."""
     wait_ready: Callable[[], Awaitable[None]]
@@ -50,7 +56,7 @@ class Service:
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables that are added to this process's environment."""
     restarts: bool = False
-    """Whether the service is restarted if it ends after all services were ready. The others go on."""
+    """Whether the service is restarted if it ends after all services were ready once, while the others go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +76,12 @@ async def supervise(
     startup_timeout_s: float,
     log_max_bytes: float,
 ) -> int:
-    """Runs the services until SIGINT, SIGTERM or SIGHUP (returns 0), or until one fails or ends for good (returns 1).
+    """Runs the services until SIGINT, SIGTERM or SIGHUP, and returns 0. Returns 1 if a service fails at the first
+    start, or ends and is not to be restarted.
 
-    `startup_timeout_s`: time in which a service must be ready. If a service is late at the first start, all are
-    stopped. If it is late at a restart, it is killed and restarted. `log_max_bytes`: largest size of each log.
-    `services` are stopped from the last to the first. None of them is left when this returns or raises.
+    `services`: in the order in which they start; they are stopped in reverse order. `startup_timeout_s`: time in which
+    a service must be ready. If a service is late at the first start, all are stopped; if it is late at a restart, it is
+    killed and restarted. `log_max_bytes`: largest size of each log. No service is left when this returns or raises.
     """
     running: list[_Running] = []
     paths = [service.log for service in services]
@@ -175,7 +182,7 @@ async def _keep_running(
     pause, ready_at, in_vain = Pause(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), time.monotonic(), 0
     while True:
         code = await asyncio.shield(running[place].exited)
-        _kill_group(running[place])  # processes that it left behind may hold its port and its files
+        _kill_group(running[place])  # processes that the service left behind may hold its port and its files
         report(_end_report(running[place], code=code))
         if not in_vain and time.monotonic() - ready_at >= _LASTED_S:
             pause = Pause(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
@@ -244,8 +251,8 @@ async def _signals(running: Sequence[_Running]) -> AsyncIterator[asyncio.Event]:
 
 
 async def _stop_all(running: Sequence[_Running], *, hurry: asyncio.Event) -> None:
-    """Sends SIGTERM to the first service, then to the others, then SIGKILL to all. `hurry`, which a second Ctrl-C sets,
-    sends SIGKILL at once."""
+    """Sends SIGTERM to the first service, then to the others, then SIGKILL to all. `hurry`: event, set by a second
+    Ctrl-C, after which SIGKILL is sent at once."""
 
     async def ask_all() -> None:
         for one in running[:1]:

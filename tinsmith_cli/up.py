@@ -1,7 +1,7 @@
-"""`tinsmith up`: runs trainer, samplers and gateway as separate processes on this machine, in the foreground; with
---address or --join, this machine's part of them.
+"""`tinsmith up`: runs trainer, samplers and gateway as separate processes on this machine, in the foreground. With
+--address or --join it runs this machine's part of a deployment on several machines.
 
-This process only starts, watches and stops the others. It does not load torch.
+This process only starts, watches and stops the services. It does not load torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tinsmith.rpc.settings import unknown_variables
 from tinsmith.rpc.tls import Certificates, check_pair
 from tinsmith_cli import hub
 from tinsmith_cli.base_models import ServedModel, UsageError, parse
-from tinsmith_cli.cluster.joining import Joined
+from tinsmith_cli.cluster.joining import ClusterClient
 from tinsmith_cli.cluster.registrar import Registrar
 from tinsmith_cli.cluster.token import Token
 from tinsmith_cli.keys import has_keys
@@ -53,12 +53,13 @@ if TYPE_CHECKING:
     from pydantic_settings import BaseSettings
 
 CLUSTER = "cluster"
-"""Folder of --state-dir with what machines know of each other."""
+"""Name of the folder in --state-dir with the keys, certificates and addresses of a deployment on several machines."""
 
 _SOON_S = 1.0
+"""The gateway is reported as waiting for other machines if it is not ready within this time, in seconds."""
 _DEFAULT_MODEL_SETTINGS = ("--size", "small", "--pretrain-steps", "120")
-"""Steps rather than seconds: on a busy machine a minute gave 20 steps, after which `examples/multi_turn.py` and
-`examples/dpo.py` learn nothing. 120 steps take 100 s of one core."""
+"""Settings of the default model. They fix the number of steps and not the time: on a busy machine a minute gave 20
+steps, after which `examples/multi_turn.py` and `examples/dpo.py` learn nothing. 120 steps take 100 s of one core."""
 
 
 def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -115,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _run_first(
     settings: Settings, models: Sequence[ServedModel], keys: ServiceKeys | None, tls: Tls, machine: Machine
 ) -> int:
-    """Runs this machine's part, and admits others."""
+    """Runs the first machine of several: its services, and the service at which other machines join."""
     registrar = Registrar(
         settings.state_dir / CLUSTER,
         address=address_of(settings.address, settings.join_port),
@@ -159,7 +160,7 @@ def _run_first(
 
 
 async def _announce(stack: Stack, groups: Sequence[ModelGroup]) -> None:
-    """Reports when the gateway knows a trainer and a sampler."""
+    """Reports when the gateway is ready: when it knows a trainer and a sampler."""
     waiting = asyncio.create_task(stack.wait_gateway())
     done, _ = await asyncio.wait([waiting], timeout=_SOON_S)
     if not done:
@@ -173,8 +174,8 @@ async def _announce(stack: Stack, groups: Sequence[ModelGroup]) -> None:
 
 
 async def _run_further(settings: Settings, named: Sequence[ServedModel], token: Token) -> int:
-    """Joins the first machine, and runs this machine's part."""
-    joined = Joined(token, settings.state_dir / CLUSTER, report=_report)
+    """Runs a further machine of several: joins the first one, and runs this machine's services."""
+    joined = ClusterClient(token, settings.state_dir / CLUSTER, report=_report)
     host = settings.address or joined.local_host
     settings = replace(settings, address=host)
     admission = await joined.join(
@@ -215,7 +216,8 @@ async def _run_further(settings: Settings, named: Sequence[ServedModel], token: 
 
 
 def _take(taken: dict[int, str], flag: str, port: int) -> None:
-    """Notes that a flag has the port. Raises UsageError if there is no such port, or another flag has it."""
+    """Records in `taken` that a flag has the port. Raises UsageError if there is no such port, or if another flag has
+    it."""
     if port > 65535:
         raise UsageError(f"{flag}: {port} is no port; take a smaller first one")
     if port in taken:
@@ -224,7 +226,7 @@ def _take(taken: dict[int, str], flag: str, port: int) -> None:
 
 
 def _plans(settings: Settings, machine: Machine, models: Sequence[ServedModel]) -> Sequence[Plan | None]:
-    """The plan of each model, which is reported. Raises UsageError."""
+    """Makes and reports the plan of each model. None for a model without a plan (`placed`). Raises UsageError."""
     if not {"trainer", "sampler"} & set(settings.roles):
         return [None] * len(models)
     for model in models:
@@ -237,7 +239,8 @@ def _plans(settings: Settings, machine: Machine, models: Sequence[ServedModel]) 
 
 
 def _prepared(stack: Stack) -> Sequence[ModelGroup]:
-    """The groups of the stack, with what must be there before a service starts. Raises UsageError."""
+    """The groups of the stack. Checks their ports, writes the page of cores, and reports journals that are not served.
+    Raises UsageError for a port that cannot be used."""
     groups = stack.groups()
     where = f"--address {stack.site.host} " if stack.site else ""
     taken: dict[int, str] = {}
@@ -276,7 +279,8 @@ async def _supervise(stack: Stack, groups: Sequence[ModelGroup], *, on_ready: Ca
 def _base_pages() -> dict[str, str]:
     """Variables with the path of a new file of memory, through which the services share the pages of base models
     (tinsmith/modeling/shared_pages.py). The kernel frees the file when this process and all services that map it have
-    ended. None where there is no such file: on other systems, and with a Python that was built for an old C library.
+    ended. Empty if no such file can be made, as on other systems than Linux, and in a Python that was built for an old
+    C library.
     """
     names = [name for name in ("TRAINER_BASE_PAGES", "SAMPLER_BASE_PAGES") if name not in os.environ]
     make = getattr(os, "memfd_create", None)
@@ -300,14 +304,14 @@ def _configs() -> dict[str, type[BaseSettings]]:
 
 
 def _unknown_variables() -> list[str]:
-    """Variables of the environment that look like settings of a service and are none. They are reported and not
-    refused: a shell may have them for Compose, or Kubernetes may have set them."""
+    """Sentences about variables of the environment that look like settings of a service but are none. Such variables
+    are reported and not refused, because a shell may have them for Compose, and Kubernetes may have set them."""
     return [sentence for config in _configs().values() for sentence in unknown_variables(config, os.environ)]
 
 
 def _overridden_variables(services: Sequence[Service], env: Mapping[str, str]) -> list[str]:
-    """A sentence for each variable of the environment in whose place every service of its kind gets another value. They
-    are reported and not refused, for the reason above."""
+    """A sentence for each variable of the environment that has no effect, because every service of its kind gets
+    another value. Such variables are reported and not refused, for the same reason as in `_unknown_variables`."""
     sentences = []
     for kind, config in _configs().items():
         of_kind = [service for service in services if service.name.partition("-")[0] == kind]
@@ -318,7 +322,7 @@ def _overridden_variables(services: Sequence[Service], env: Mapping[str, str]) -
             used = [flag or service.env.get(variable) for flag, service in zip(flags, of_kind, strict=True)]
             if given is None or not used or None in used or given in used:
                 continue
-            # Values in a service's environment may be secrets; those on its command line are none.
+            # Values in a service's environment may be secrets; values on its command line are not.
             value, instead = (f"={given}", f" {used[0]}") if all(flags) else ("", " its own value")
             flag = flag_of(variable)
             advice = f"set it by {flag}" if flag else "no flag changes it"
@@ -349,9 +353,10 @@ def _next_steps(url: str, keys: ServiceKeys | None) -> str:
 
 
 def _keys(host: str, api_keys: list[str], *, state_dir: Path) -> ServiceKeys | None:
-    """The keys on the command line, else those in the environment. None if there are none, and `tinsmith keys create`
-    has made none either; every caller is then accepted. Only the gateway accepts keys in the database. Trainers and
-    samplers do not know owners, and accept the service key and the configured keys."""
+    """The keys on the command line, else those in the environment. None if there are none, and if `tinsmith keys
+    create` has made none either; every caller is then accepted. Keys in the database are accepted by the gateway only.
+    Trainers and samplers do not know owners, and accept the service key and the configured keys. Raises UsageError for
+    keys that cannot be used, and if there are none but other machines can reach `host`."""
     if not all(api_keys):
         raise UsageError("--api-key: '' is not a key; give at least one character")
     try:
@@ -369,8 +374,8 @@ def _keys(host: str, api_keys: list[str], *, state_dir: Path) -> ServiceKeys | N
 
 
 def _tls(settings: Settings) -> Tls:
-    """Files for TLS. --tls-cert takes precedence over GATEWAY_TLS_CERT in the environment, and that over the files in
-    --certificates."""
+    """Files for TLS. --tls-cert takes precedence over GATEWAY_TLS_CERT in the environment, which takes precedence over
+    the files in --certificates. Raises UsageError for files that cannot be used."""
     cert, key = (
         Path(text) if (text := getattr(settings, name) or os.environ.get(f"GATEWAY_{name.upper()}")) else None
         for name in ("tls_cert", "tls_key")
@@ -404,7 +409,8 @@ def _check_port(host: str, port: int) -> int:
 
 
 def _probe(host: str, port: int, *, flags: str, remedy: str = "") -> None:
-    """Raises UsageError unless a service can listen there. `flags`: those that say where."""
+    """Raises UsageError unless a service can listen on `host` and `port`. `flags`: the flags that name them, and
+    `remedy`: advice, both for the message."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -433,9 +439,10 @@ def _lock(state_dir: Path) -> IO[str]:
 
 
 def _default_model(state_dir: Path) -> Path:
+    """Folder of the default base model, which is made if it is not there. Raises UsageError."""
     out = state_dir / "base_models" / "small-qwen3"
     if not out.exists():
-        for part in out.parent.glob(f".{out.name}.*"):  # left by a first start that was killed
+        for part in out.parent.glob(f".{out.name}.*"):  # an earlier start that was killed may have left parts
             shutil.rmtree(part, ignore_errors=True)
         _report("no --base-model given: making a small one (once, about a minute)")
         command = [sys.executable, "-m", "tinsmith_cli", "make-base-model", *_DEFAULT_MODEL_SETTINGS, "--out", str(out)]

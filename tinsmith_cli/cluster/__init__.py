@@ -1,1 +1,2 @@
-"""Several machines: how `tinsmith up` on one admits the others, and what they tell each other."""
+"""A deployment of `tinsmith up` on several machines. The first machine admits the others, and sends the addresses of
+all services to all machines."""

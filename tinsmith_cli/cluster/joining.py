@@ -36,22 +36,23 @@ _AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The first machine's answer to this one that joins."""
+    """The first machine's answer to a further machine that joins."""
 
     models: Sequence[ServedModel]
+    """The base models that the further machine is to serve."""
     settings: Mapping[str, str]
-    """Settings of `tinsmith up` that are alike everywhere."""
+    """Settings of `tinsmith up` that are alike on all machines."""
     nodes: Sequence[pb.TrainerNode]
-    """This machine's place in the trainer of each model; none without the role trainer."""
+    """The machine's place in the trainer of each model; empty without the role trainer."""
 
 
-class Joined:
-    """The connection of a further machine to the first one."""
+class ClusterClient:
+    """Client of a further machine for the first machine's service."""
 
     def __init__(self, token: Token, folder: Path, *, report: Callable[[str], None]) -> None:
-        """Raises UsageError when the first machine cannot be reached, or is another one than the token's.
+        """`folder`: folder for this machine's id, key and certificates.
 
-        `folder`: for this machine's id, key and certificates.
+        Raises UsageError if the first machine cannot be reached, or is another machine than the token names.
         """
         make_certificates.need_cryptography("--join")
         self._token = token
@@ -80,7 +81,8 @@ class Joined:
         ranks_port: int,
         replace: bool,
     ) -> Admission:
-        """Joins, and stores the certificates. Raises UsageError with the first machine's reason for a refusal."""
+        """Joins the deployment, and stores the certificates. Raises UsageError with the first machine's reason if it
+        refuses, and if this machine does not have a base model that it is to serve."""
         key, signing_request = make_certificates.make_request(host)
         request = pb.JoinRequest(
             version=tinsmith.__version__,
@@ -99,7 +101,7 @@ class Joined:
         )
         async with self._connected() as channel:
             try:
-                # It waits for the connection: one that breaks while it is made is made again.
+                # The call waits for the connection. A connection that breaks while it is made is made again.
                 stub = cluster_pb2_grpc.ClusterServiceStub(channel)
                 reply = await stub.Join(request, timeout=_JOIN_S, wait_for_ready=True)
             except grpc.aio.AioRpcError as error:
@@ -128,8 +130,8 @@ class Joined:
         return error.message
 
     async def follow(self, *, trainers: Sequence[str], samplers: Sequence[str]) -> None:
-        """Lists this machine's services, and writes everyone's addresses into `services_file` whenever they change; for
-        ever. While the first machine cannot be reached, the addresses stay."""
+        """Registers this machine's services, and writes the addresses of all machines' services into `services_file`
+        whenever they change. Never returns. While the first machine cannot be reached, the addresses stay."""
         request = pb.FollowRequest(member_id=self._id, trainers=trainers, samplers=samplers)
         complaint = ""
         async with self._connected() as channel:
@@ -148,7 +150,7 @@ class Joined:
                 await asyncio.sleep(_AGAIN_S)
 
     async def leave(self, *, gives_up_trainers: bool) -> None:
-        """Takes this machine's services out of the list, if the first machine can be reached."""
+        """Removes this machine's services from the first machine's list, if the first machine can be reached."""
         request = pb.LeaveRequest(member_id=self._id, gives_up_trainers=gives_up_trainers)
         async with self._connected() as channel:
             with suppress(grpc.aio.AioRpcError):
@@ -159,8 +161,8 @@ class Joined:
 
 
 def _certificate_of(token: Token) -> tuple[bytes, str]:
-    """The first machine's certificate, in PEM, after the comparison with the token, and this machine's address on the
-    way there."""
+    """The first machine's certificate, in PEM, and this machine's address on the way there. Raises UsageError if the
+    certificate is not the one that the token names, or if the first machine cannot be reached."""
     host, _, port = token.address.rpartition(":")
     context = ssl.create_default_context()
     context.check_hostname = False  # the token names the certificate itself
@@ -187,7 +189,8 @@ def _certificate_of(token: Token) -> tuple[bytes, str]:
 
 
 def _local(model: pb.BaseModel, first: str) -> ServedModel:
-    """The base model where it lies on this machine. Raises UsageError if it does not, or has other weights."""
+    """A base model of the first machine, on this machine. Raises UsageError if it is not on this machine, or has other
+    weights here."""
     served = ServedModel(model.source, tuple(model.names))
     if not Path(model.source).is_absolute():
         return served

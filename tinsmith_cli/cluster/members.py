@@ -1,7 +1,6 @@
-"""The machines of a deployment, as the first one knows them: which services they run, and which trainers each base
-model has.
+"""The first machine's records about the machines of a deployment: their services, and the trainers of each base model.
 
-They are kept in a file, so that a first machine that was restarted knows them at once.
+The records are kept in a file, so that a restarted first machine knows them at once.
 """
 
 from __future__ import annotations
@@ -19,22 +18,24 @@ from tinsmith.rpc.addresses import Addresses
 
 @dataclass(slots=True)
 class Member:
-    """The services of one machine that others call."""
+    """The addresses of one machine's services."""
 
     trainers: Sequence[str] = ()
     samplers: Sequence[str] = ()
 
 
 @dataclass(slots=True)
-class Trainer:
-    """The machines of a base model's trainer. The first one serves, and the ranks meet there."""
+class TrainerMachines:
+    """The machines of one trainer of a base model. The first one serves, and is the host of the ranks' rendezvous."""
 
     nodes: int
-    """Number of machines."""
+    """Number of machines that the trainer needs."""
     ranks_port: int
+    """Port of the ranks' rendezvous."""
     members: list[str] = field(default_factory=list)
-    """Ids, in the order of their ranks; at most `nodes`. Empty for a place that was given up."""
+    """Ids of the machines, in the order of their ranks; at most `nodes`. "" for a place that was given up."""
     hosts: list[str] = field(default_factory=list)
+    """Addresses of the machines, in the same order."""
 
     @property
     def has_free_place(self) -> bool:
@@ -42,19 +43,21 @@ class Trainer:
 
 
 class Members:
+    """The records about all machines."""
+
     def __init__(self, path: Path) -> None:
-        """Reads the file, if it exists. Raises ValueError for one that cannot be used."""
+        """Reads the file, if it exists. Raises ValueError for a file that cannot be used."""
         self._path = path
         self.members: dict[str, Member] = {}
-        self.trainers: dict[str, Trainer] = {}
-        """The first trainer of a base model by the model's principal name, further ones by that name and a number,
-        such as "qwen 2"."""
+        self.trainers: dict[str, TrainerMachines] = {}
+        """All trainers. The key of the first trainer of a base model is the model's main name. Keys of further trainers
+        have a number, too, such as "qwen 2"."""
         if not path.exists():
             return
         try:
             found = json.loads(path.read_text())
             self.members = {id_: Member(**each) for id_, each in found["members"].items()}
-            self.trainers = {name: Trainer(**each) for name, each in found["trainers"].items()}
+            self.trainers = {name: TrainerMachines(**each) for name, each in found["trainers"].items()}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} cannot be used ({error}); remove it, and have all machines join again") from None
 
@@ -68,12 +71,13 @@ class Members:
 
     def take_place(
         self, base_model: str, member_id: str, *, host: str, nodes: int, ranks_port: int, replace: bool
-    ) -> tuple[int, Trainer]:
-        """Gives a machine its place in a trainer of a base model: the one that it had, else a free one, else the first
-        place of a further trainer. `replace`: that of the only trainer instead. Returns the rank and the trainer.
+    ) -> tuple[int, TrainerMachines]:
+        """Gives a machine a place in a trainer of a base model: the place that it had, else a free one, else the first
+        place of a further trainer. With `replace`, a machine without a place gets the first place of a new trainer that
+        replaces the only one. Returns the rank and the trainer.
 
-        Raises InvalidRequest for another number of machines than that of a trainer with a free place, and when it is
-        not clear which trainer to replace.
+        Raises InvalidRequest if `nodes` differs from that of the trainer with a free place, and for `replace` if there
+        are several trainers.
         """
         own = self._slots(base_model)
         slot = next((slot for slot in own if member_id in self.trainers[slot].members), None)
@@ -92,7 +96,7 @@ class Members:
         if slot is None:
             slots = chain([base_model], (f"{base_model} {number}" for number in count(2)))
             slot = next(each for each in slots if each not in self.trainers)
-            self.trainers[slot] = Trainer(nodes, ranks_port)
+            self.trainers[slot] = TrainerMachines(nodes, ranks_port)
         trainer = self.trainers[slot]
         if member_id not in trainer.members:
             if nodes != trainer.nodes:
@@ -107,7 +111,7 @@ class Members:
             trainer.members[trainer.members.index("")] = member_id
         elif nodes != trainer.nodes:
             self._end(slot)
-            trainer = self.trainers[slot] = Trainer(nodes, ranks_port, [member_id], [host])
+            trainer = self.trainers[slot] = TrainerMachines(nodes, ranks_port, [member_id], [host])
         rank = trainer.members.index(member_id)
         trainer.hosts[rank] = host
         if rank == 0:
@@ -118,15 +122,15 @@ class Members:
     def list_services(
         self, member_id: str, *, trainers: Sequence[str], samplers: Sequence[str], has_place: bool
     ) -> None:
-        """Lists the services of a machine. `has_place`: the machine runs trainers. Raises FailedPrecondition when its
-        places in them were given to another."""
+        """Records the services of a machine. `has_place`: whether the machine runs trainers. Raises FailedPrecondition
+        if the machine's place in a trainer was given to another machine."""
         if has_place and not any(member_id in trainer.members for trainer in self.trainers.values()):
             raise FailedPrecondition("another machine has taken this one's place as a trainer")
         self.members[member_id] = Member(tuple(trainers), tuple(samplers))
         self.save()
 
     def leave(self, member_id: str, *, gives_up_trainers: bool) -> None:
-        """Takes the services of a machine out of the list: its samplers, and also its trainers if it gives them up."""
+        """Removes the services of a machine: its samplers, and with `gives_up_trainers` also its trainers."""
         if gives_up_trainers:
             self.members.pop(member_id, None)
             for name, trainer in list(self.trainers.items()):
@@ -142,7 +146,7 @@ class Members:
         return [slot for slot in self.trainers if re.fullmatch(rf"{re.escape(base_model)}( \d+)?", slot)]
 
     def _end(self, slot: str) -> None:
-        """Ends a trainer: calls go to its machines no more."""
+        """Removes a trainer, and the addresses of trainers on its machines."""
         for member_id in self.trainers.pop(slot).members:
             if member_id in self.members:
                 self.members[member_id].trainers = ()

@@ -1,4 +1,4 @@
-"""The first machine of several: admits the others, and tells all of them of each other's services."""
+"""The first machine's service: it admits further machines, and sends them the addresses of all services."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tinsmith.v1 import cluster_pb2 as pb
 from tinsmith.v1 import cluster_pb2_grpc
 from tinsmith_cli import make_certificates
 from tinsmith_cli.base_models import ServedModel, UsageError
-from tinsmith_cli.cluster.members import Members, Trainer
+from tinsmith_cli.cluster.members import Members, TrainerMachines
 from tinsmith_cli.cluster.token import Token, fingerprint
 from tinsmith_cli.cluster.weights import weights_digest
 
@@ -30,13 +30,15 @@ FIRST = "first"
 """The first machine's own id among the members."""
 
 _JOIN = "join"
-"""Name of the certificate that machines find here before they have one of the authority."""
+"""Name of the certificate of this service. Machines that join recognise it by the token, because they have no
+certificate of the authority yet."""
 _STOP_S = 0.2
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Registrar(cluster_pb2_grpc.ClusterServiceServicer):
-    """Keeps the members, and writes their addresses into the file that gateway and trainers of this machine follow."""
+    """Keeps the records about all machines, and writes the addresses of their services into the file that the gateway
+    and the trainers of this machine read."""
 
     def __init__(
         self,
@@ -50,9 +52,10 @@ class Registrar(cluster_pb2_grpc.ClusterServiceServicer):
     ) -> None:
         """Makes keys and certificates, if they were not made before. Raises UsageError.
 
-        `folder`: for the members, the key and the certificates. `address`: HOST:PORT at which machines join.
-        `settings`: settings of `tinsmith up` that must be alike everywhere. `certificates`: folder of an authority of
-        the user's own, made by `tinsmith make-certificates`.
+        `folder`: folder for the records, the key and the certificates. `address`: HOST:PORT at which machines join.
+        `models`: base models of the deployment. `settings`: settings of `tinsmith up` that must be alike on all
+        machines. `certificates`: folder of the user's own authority, made by `tinsmith make-certificates`; None makes
+        an authority.
         """
         make_certificates.need_cryptography("--address")
         self._address = address
@@ -86,7 +89,7 @@ class Registrar(cluster_pb2_grpc.ClusterServiceServicer):
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Admits machines within the block. Raises UsageError when the address cannot be used."""
+        """A context in which machines are admitted. Raises UsageError if the address cannot be used."""
         key = self.token.service_key
         try:
             server = Server(self._address, [], api_keys=[key], admin_keys=[key], certificates=self._pinned)
@@ -95,14 +98,14 @@ class Registrar(cluster_pb2_grpc.ClusterServiceServicer):
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(self, server.grpc)
         await server.start()
         await server.set_serving(True)
-        _write_secret(self._token_file, self.token.text + "\n")  # now: who waits for the file may join at once
+        _write_secret(self._token_file, self.token.text + "\n")  # only now, because readers of the file join at once
         try:
             yield
         finally:
             await server.stop(_STOP_S)
 
-    def place(self, model: ServedModel, *, nodes: int, ranks_port: int, replace: bool) -> tuple[int, Trainer]:
-        """This machine's own place in a trainer. Raises UsageError."""
+    def place(self, model: ServedModel, *, nodes: int, ranks_port: int, replace: bool) -> tuple[int, TrainerMachines]:
+        """The first machine's own place in a trainer: rank and trainer. Raises UsageError."""
         try:
             return self._members.take_place(
                 model.names[0], FIRST, host=self._host, nodes=nodes, ranks_port=ranks_port, replace=replace
@@ -111,7 +114,7 @@ class Registrar(cluster_pb2_grpc.ClusterServiceServicer):
             raise UsageError(error.message) from None
 
     def list_own(self, *, trainers: Sequence[str], samplers: Sequence[str]) -> None:
-        """Lists this machine's own services."""
+        """Records the first machine's own services."""
         self._members.list_services(FIRST, trainers=trainers, samplers=samplers, has_place=False)
         write_addresses(self.services_file, self._members.addresses)
 
@@ -224,7 +227,7 @@ class Registrar(cluster_pb2_grpc.ClusterServiceServicer):
 
 
 def _service_key(folder: Path) -> str:
-    """The key that the services of all machines send to each other. Made once."""
+    """The key that the services of all machines send to each other. It is made once, and kept in `folder`."""
     path = folder / "service-key"
     if not path.exists():
         _write_secret(path, secrets.token_urlsafe(32))

@@ -16,13 +16,13 @@ _PARTS = re.compile(r"(?P<address>[^/]+)/(?P<fingerprint>[0-9a-f]{64})/(?P<key>[
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """HOST:PORT/FINGERPRINT/KEY."""
+    """The token, whose text is HOST:PORT/FINGERPRINT/KEY."""
 
     address: str
     """HOST:PORT at which the first machine admits others."""
     fingerprint: str
-    """SHA-256 of the certificate that it shows there, in hexadecimal, so that nobody can lead the holder of the token
-    to another machine."""
+    """SHA-256 of the first machine's certificate at this address, in hexadecimal. It prevents that the holder of the
+    token joins an attacker's machine."""
     service_key: str = field(repr=False)
 
     @property
@@ -31,7 +31,7 @@ class Token:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises UsageError, which does not repeat the secret."""
+        """The token of a text. Raises UsageError for any other text, without repeating the secret in it."""
         found = _PARTS.fullmatch(text.strip())
         try:
             if found is None:

@@ -1,4 +1,4 @@
-"""A digest of base weights that takes little reading, so that machines notice that they have different ones."""
+"""A digest of base weights that reads only a small part of them, by which machines notice different weights."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import json
 from pathlib import Path
 
 _PROBE_BYTES = 256
-"""Bytes that are read of each tensor, from its middle."""
+"""Most bytes that are read of each tensor, from its middle."""
 
 
 def weights_digest(source: str) -> str:
-    """SHA-256 over name, type, shape and some bytes of each tensor in the folder's safetensors files, in the order of
-    their names, whatever files they are in. Empty for a hub id, and for a folder without such files."""
+    """SHA-256 over name, type, shape and some bytes of each tensor in the safetensors files of the folder `source`. It
+    does not depend on how the tensors are spread over the files. Empty for a hub id, and for a folder without such
+    files."""
     folder = Path(source)
     files = sorted(folder.glob("*.safetensors")) if folder.is_absolute() else []
     if not files:

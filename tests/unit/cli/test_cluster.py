@@ -23,13 +23,13 @@ from tinsmith.rpc.channel import connect, is_serving
 from tinsmith.rpc.server import Server
 from tinsmith.rpc.tls import Certificates
 from tinsmith_cli.base_models import ServedModel, UsageError
-from tinsmith_cli.cluster.joining import Admission, Joined
+from tinsmith_cli.cluster.joining import Admission, ClusterClient
 from tinsmith_cli.cluster.registrar import Registrar
 from tinsmith_cli.cluster.token import Token
 from tinsmith_cli.cluster.weights import weights_digest
 from tinsmith_cli.ports import free_ports
 
-Make = Callable[..., Joined]
+Make = Callable[..., ClusterClient]
 
 
 def make_model(folder: Path, *, seed: int = 0, shards: int = 1) -> ServedModel:
@@ -75,13 +75,13 @@ async def first(tmp_path: Path) -> AsyncIterator[First]:
 
 @pytest.fixture
 def further(first: First, tmp_path: Path) -> Make:
-    def make(name: str = "a", token: Token | None = None) -> Joined:
-        return Joined(token or first.registrar.token, tmp_path / name, report=first.reports.append)
+    def make(name: str = "a", token: Token | None = None) -> ClusterClient:
+        return ClusterClient(token or first.registrar.token, tmp_path / name, report=first.reports.append)
 
     return make
 
 
-async def join(joined: Joined, *roles: str, **settings: Any) -> Admission:
+async def join(joined: ClusterClient, *roles: str, **settings: Any) -> Admission:
     """The connection for the certificate blocks, so the caller makes it on a thread."""
     request = {"models": [], "settings": {}, "trainer_nodes": 1, "ranks_port": 8301, "replace": False, **settings}
     return await joined.join(roles=roles or ["sampler"], host="127.0.0.1", **request)
@@ -148,7 +148,7 @@ async def test_a_first_machine_that_is_restarted_is_followed_again(tmp_path: Pat
     first = First(tmp_path / "first")
     token = first.registrar.token
     async with first.registrar.serving():
-        joined = await asyncio.to_thread(Joined, token, tmp_path / "a", report=first.reports.append)
+        joined = await asyncio.to_thread(ClusterClient, token, tmp_path / "a", report=first.reports.append)
         await join(joined)
         following = asyncio.create_task(joined.follow(trainers=[], samplers=["h2:8201"]))
         await until(lambda: first.services.samplers == ("h2:8201",))
