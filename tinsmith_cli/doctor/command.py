@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--json: {arguments.json}: is a folder; name a file")
     try:
         return _run(arguments)
-    except Exception as error:  # for any error: the file of an earlier examination must not be taken for this one's
+    except Exception as error:  # after any error, so that a file of an earlier examination is not taken for a new one
         _write(arguments.json, {"model": arguments.model, "ok": False, "error": str(error) or type(error).__name__})
         raise
 
@@ -139,7 +139,7 @@ def _device(name: str, *, has_cuda: bool) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences libraries within the block, whose output would break up the report."""
+    """A context in which libraries are silent, because their output would break up the report."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

@@ -27,16 +27,19 @@ class Unreached:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
+    """The layers of a model that adapters change, and the parts that they do not reach."""
+
     groups: Mapping[Group, int]
     """Number of adapted layers of each group. Experts that are one tensor count once."""
     missing: Mapping[Group, str]
-    """Groups that cannot be trained, with the reason."""
+    """Groups that cannot be trained, with the reasons."""
     unreached: Sequence[Unreached]
-    """Matrices that no adapter changes. Vectors (norms, biases) and embeddings never have adapters, and are left
+    """Matrices that no adapter changes. Vectors (norms, biases) and embeddings, which never have adapters, are left
     out."""
     foreign: Sequence[str]
-    """Classes of layers with weights that are not linear layers of torch, such as quantised ones."""
+    """Names of the classes of linear layers with weights that are not torch's own, such as quantised layers."""
     notes: Sequence[str]
+    """Sentences about special properties of the model."""
 
     @classmethod
     def of(cls, base: BaseModel, subject: Subject) -> Coverage:
@@ -106,19 +109,20 @@ def _notes(base: BaseModel, subject: Subject) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """The tokenizer, which clients need that send text."""
+class TokenizerFindings:
+    """Properties of the tokenizer, which clients need that send text."""
 
     has_tokenizer: bool
     has_chat_template: bool
     num_tokens: int
     """Size of the tokenizer's vocabulary, which must not be larger than the model's."""
     failure: str = ""
+    """The reason for which there is no tokenizer; empty if there is one."""
     is_broken: bool = False
-    """Whether there is a tokenizer that cannot be read."""
+    """Whether the files of a tokenizer are there but cannot be read."""
 
     @classmethod
-    def of(cls, subject: Subject) -> Text:
+    def of(cls, subject: Subject) -> TokenizerFindings:
         from sampler_service.tokenizer import BrokenTokenizer, load_tokenizer
 
         try:

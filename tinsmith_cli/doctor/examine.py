@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tinsmith_cli.doctor import oracle, samplers, trainer
-from tinsmith_cli.doctor.coverage import Text
+from tinsmith_cli.doctor.coverage import TokenizerFindings
 from tinsmith_cli.doctor.limits import Findings
 from tinsmith_cli.doctor.subject import Subject
 
@@ -32,4 +32,4 @@ def examine(subject: Subject, scratch: Path, *, report: Callable[[str], None]) -
     trained = trainer.examine(subject, sequences, drawn, scratch)
     report("the oracle: loading, scoring, gradients")
     truth = oracle.examine(subject, sequences, trained.adapters, trained.saved)
-    return Findings(subject, truth, trained, sampled, not_there, Text.of(subject))
+    return Findings(subject, truth, trained, sampled, not_there, TokenizerFindings.of(subject))

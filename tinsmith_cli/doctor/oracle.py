@@ -1,6 +1,6 @@
 """The reference: plain transformers with eager attention, one sequence at a time, with adapters as W + scaling * B A.
 
-It does not need PEFT. If PEFT is installed, a check of its own compares the logprobs of PEFT with the saved files.
+The reference does not use PEFT. If PEFT is installed, a separate check computes logprobs with PEFT and the saved files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tinsmith_cli.doctor.subject import BASE, Example, Logprobs, Subject, free, 
 from trainer_service.engine.memory import available_bytes
 
 GRADIENT_TOKENS = 80
-"""Most tokens over which gradients are taken, because autograd keeps every activation of the plain model."""
+"""Most tokens over which gradients are taken. Autograd keeps every activation of the plain model, which needs
+memory."""
 
 
 @dataclass(slots=True)
@@ -34,31 +35,38 @@ class Truth:
 
     logprobs: dict[str, Logprobs] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients in the order of the adapter's buffer, in host memory."""
+    """Gradient of each adapter in the order of the adapter's buffer, float32 [numel], in host memory."""
 
 
 @dataclass(slots=True)
 class OracleFindings:
+    """The reference values, and properties of the plain model."""
+
     truth: Truth
+    """Values in the type of the subject."""
     wide: Truth | None
-    """Values computed in float32, whose rounding is negligible. None if the model is in float32, and if memory is
+    """Values computed in float32, whose rounding is negligible. None if the subject's type is float32, and if memory is
     short."""
     why_not_wide: str
+    """The reason for which `wide` is None; empty if the subject's type is float32."""
     missing: Sequence[str]
-    """Parameters that the files lack, and that transformers drew at random."""
+    """Names of parameters that the files lack, and that transformers drew at random."""
     peft: Logprobs | None
-    """Logprobs with the saved adapter, loaded by stock PEFT."""
+    """Logprobs with the saved adapter, loaded by stock PEFT; None if PEFT was not used."""
     why_no_peft: str
+    """The reason for which `peft` is None."""
     why_no_gradients: str
+    """The reason for which there are no gradients; empty if there are."""
     num_parameters: int
     unquantised: Logprobs | None = None
-    """Logprobs of the model whose weights are not quantised; None if the examined one's are not either."""
+    """Logprobs of the base model without quantisation; None if the subject is not quantised."""
 
 
 def examine(
     subject: Subject, sequences: Sequence[Example], adapters: Mapping[str, Adapter], saved: Path | None
 ) -> OracleFindings:
-    """Computes the reference. `adapters`: in host memory. `saved`: PEFT folder of one of them. Raises Unloadable."""
+    """Computes the reference. `adapters`: adapters in host memory, by name. `saved`: PEFT folder of one of them; None
+    if there is none. Raises Unloadable."""
     model, missing = _load(subject)
     placed = {name: adapter.like(adapter.flat.to(subject.device)) for name, adapter in adapters.items()}
     why_no_gradients = _why_no_gradients(subject, list(adapters.values()))
@@ -103,7 +111,7 @@ def _unquantised(subject: Subject, sequences: Sequence[Example]) -> Logprobs | N
 
 
 def gradient_sequences(sequences: Sequence[Example]) -> list[Example]:
-    """Sequences, from the first on, that together have at most GRADIENT_TOKENS tokens."""
+    """The sequences, taken in order, that fit into GRADIENT_TOKENS tokens together."""
     chosen: list[Example] = []
     for sequence in sequences:
         if sum(one.tokens_N.size for one in chosen) + sequence.tokens_N.size <= GRADIENT_TOKENS:
@@ -147,7 +155,7 @@ def _logprobs(model: PreTrainedModel, sequences: Sequence[Example]) -> Logprobs:
 
 
 def _gradient(model: PreTrainedModel, sequences: Sequence[Example], adapter: Adapter) -> Tensor:
-    """Gradient of the sum of -weight * logprob, by autograd."""
+    """Gradient of the sum of -weight * logprob by autograd, float32 [numel], in the order of the adapter's buffer."""
     leaf = adapter.like(adapter.flat.detach().clone())
     for tensor in leaf.tensors():
         tensor.requires_grad_(True)
@@ -168,7 +176,7 @@ def _score(model: PreTrainedModel, sequence: Example) -> Tensor:
 
 
 def _peft(model: PreTrainedModel, sequences: Sequence[Example], folder: Path) -> tuple[Logprobs | None, str]:
-    """Logprobs of the model with PEFT's adapter, or None and the reason. PEFT changes the model."""
+    """Logprobs of the model with an adapter that PEFT loads, or None and the reason. PEFT changes `model`."""
     if importlib.util.find_spec("peft") is None:
         return None, "peft is not installed"
     import peft
@@ -181,8 +189,8 @@ def _peft(model: PreTrainedModel, sequences: Sequence[Example], folder: Path) ->
 
 
 def _why_no_gradients(subject: Subject, adapters: Sequence[Adapter]) -> str:
-    """The reason for which there is no memory for gradients; empty if there is enough. Autograd keeps a copy of the
-    whole weight of adapted experts. For other layers it keeps activations only."""
+    """The reason for which gradients are not computed: too little memory. Empty if there is enough. Autograd keeps a
+    copy of the whole weight of adapted experts; for other layers it keeps activations only."""
     experts = {
         target.name: target.num_experts * target.in_features * target.out_features
         for adapter in adapters

@@ -205,6 +205,6 @@ def as_json(findings: Findings, verdict: Verdict) -> dict[str, Any]:
 
 
 def _finite(check: Mapping[str, Any]) -> dict[str, Any]:
-    """The check for JSON, which has no NaN: numbers that are not finite become null."""
+    """The check in the form for JSON, which has no NaN: numbers that are not finite become null."""
     numbers = {key: value if math.isfinite(value) else None for key, value in check["numbers"].items()}
     return {**check, "numbers": numbers}

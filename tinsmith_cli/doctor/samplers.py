@@ -27,17 +27,18 @@ from tinsmith.modeling.self_check import random_adapter
 from tinsmith_cli.doctor.subject import ALL, BASE, Example, Logprobs, Subject, Unloadable, failed, free
 
 _BATCHES = (1, 8)
+"""Numbers of sequences with which the speed is measured."""
 _PROMPT = 16
 """Length of the prompt with which the speed is measured, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """An engine that may be installed: a class with `load(config, metrics)` and `stop()`, both asynchronous."""
+    """An engine that may be installed. Its class has the coroutines `load(config, metrics)` and `stop()`."""
 
     name: str
     needs: str
-    """Package that the engine needs."""
+    """Python package that the engine needs."""
     module: str
     class_name: str
 
@@ -58,7 +59,7 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawnSequence:
-    """One sequence that an engine drew, with its logprobs."""
+    """One sequence that an engine drew, with the engine's logprobs."""
 
     name: str
     """Name of the adapter."""
@@ -70,12 +71,15 @@ class DrawnSequence:
 
 @dataclass(slots=True)
 class SamplerFindings:
+    """The results of one sampling engine."""
+
     engine: str
     failure: str = ""
+    """The reason for which results are missing; empty if the engine was examined."""
     groups: Sequence[Group] = ()
     """Groups whose adapters the engine serves."""
     logprobs: dict[str, Logprobs] = field(default_factory=dict)
-    """Logprobs of the prompts' tokens, except the first of each, with the base model and with an adapter, by name."""
+    """Logprobs of each prompt's tokens except its first, with the base model and with an adapter, by name."""
     drawn: list[DrawnSequence] = field(default_factory=list)
     tokens_per_s: Mapping[int, float] = field(default_factory=dict)
     """Drawn tokens per second, by the size of the batch."""
@@ -142,7 +146,7 @@ async def _ask(found: SamplerFindings, engine: SamplingEngine, subject: Subject,
                     max_tokens=min(length, max(1, room)), seed=1, temperature=temperature, stop=StopCondition()
                 )
                 work.append((name, temperature, Request(prompt_P, version, params=params)))
-    # All requests at once, so that each runs beside others of other lengths and versions.
+    # All requests are submitted at once, so that each runs beside requests of other lengths and versions.
     generations = [await engine.submit(request) for _, _, request in work]
     results: list[Result] = await asyncio.gather(*(generation.result() for generation in generations))
     for (name, temperature, request), result in zip(work, results, strict=True):
@@ -158,7 +162,7 @@ async def _ask(found: SamplerFindings, engine: SamplingEngine, subject: Subject,
 
 
 async def _speed(engine: SamplingEngine, size: int, version: str, *, quick: bool) -> float:
-    """Tokens per second that `size` sequences draw together, without the time for their prompt."""
+    """Speed at which `size` sequences draw tokens together, in tokens per second, without the time for their prompt."""
     seconds, numbers = [], (2, 10 if quick else 34)
     for number in numbers:
         prompt = np.arange(_PROMPT, dtype=np.int32)

@@ -29,13 +29,15 @@ T = TypeVar("T")
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Logprobs = Sequence[Floats]
-"""Logprobs of each sequence's targets."""
+"""Logprobs of each sequence's targets, [N] each."""
 
 BASE = "base model"
+"""Name of the base model among the adapters."""
 ALL = "adapter on all"
+"""Name of the adapter on all groups."""
 _SHORT = (1, 3, 3, 6, 17, 40)
-"""Lengths of the sequences before the long one. Two consecutive ones are equal, because attention batches such
-sequences; the others differ."""
+"""Lengths of the sequences before the long one, in tokens. Two consecutive lengths are equal, because attention
+computes such sequences as one batch."""
 
 
 class Unloadable(Exception):
@@ -62,18 +64,22 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
+    """The model that is examined, and the settings of the examination."""
+
     path: str
     config: PretrainedConfig
     device: torch.device
     dtype: torch.dtype
     rank: int
+    """Rank of the adapters."""
     num_tokens: int
     """Approximate number of tokens of all sequences together."""
     num_threads: int
     """CPU threads; 0 is torch's default."""
     quick: bool
+    """Whether measurements are short."""
     quantize: Quantization | None = None
-    """How trainer, sampler and oracle quantise the base weights."""
+    """Form in which trainer, sampler and oracle quantise the base weights; None if they do not."""
 
     @property
     def text_config(self) -> PretrainedConfig:
@@ -81,7 +87,7 @@ class Subject:
 
     @property
     def context(self) -> int:
-        """Context length, in tokens. A model without position embeddings has no limit, and gets a large number."""
+        """Context length, in tokens; 2**20 for a model without position embeddings, which has no limit."""
         return getattr(self.text_config, "max_position_embeddings", None) or 2**20
 
     @property
@@ -98,14 +104,14 @@ class Subject:
         return config.get("sliding_window") if used else None
 
     def sequences(self) -> list[Example]:
-        """Sequences of random tokens. Some repeat one token or a phrase. The last sequence is the longest."""
+        """Sequences of random tokens. Some of them repeat one token or a phrase. The last sequence is the longest."""
         vocab_size = self.text_config.vocab_size
         generator = np.random.default_rng(0)
         found = []
         for n, length in enumerate([*_SHORT, max(41, self.num_tokens - sum(_SHORT))]):
             length = min(length, self.context - 1)  # the samplers draw one token after the sequence
             tokens = generator.integers(vocab_size, size=length + 1)
-            if n % 3 == 2:  # the second one of equal length, and another one
+            if n % 3 == 2:  # one of the two sequences of equal length, and another sequence
                 tokens[:] = tokens[0]
             elif n > 3:
                 tokens[length // 2 :] = np.resize(tokens[:5], length + 1 - length // 2)
@@ -138,13 +144,14 @@ def read_config(path: str) -> PretrainedConfig:
 
 
 def _in_one_line(path: str, error: Exception) -> str:
-    """The first line of the error, with the model's path before it unless it begins with that."""
+    """The first line of the error, with the model's path before it unless the line begins with the path."""
     line = first_line(error)
     return line if line.startswith(path) else f"{path}: {line}"
 
 
 def check_weights(path: str, config: PretrainedConfig) -> None:
-    """Raises NoSuchModel for a folder without weights. For a hub id, the download of the weights would fail."""
+    """Raises NoSuchModel for a folder without weights. A hub id is not checked, because the download of the weights
+    would fail."""
     names = [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
     if own := getattr(config, "transformers_weights", None):
         names = [own]
@@ -172,12 +179,13 @@ def failed(path: str, error: Exception) -> Unloadable:
 
 
 def first_line(error: BaseException) -> str:
+    """The first line of an error's text, at most 300 characters; the name of its class if there is no text."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0] if len(lines[0]) <= 300 else f"{lines[0][:300]}..."
 
 
 def free(device: torch.device) -> None:
-    """Frees memory. To be called after the last reference to a model is gone."""
+    """Frees the memory of models to which nothing refers any more."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """Examines the training engine: logprobs and gradients for the common tokens, a save and reload, speed and memory.
 
-It uses the engine by the calls that the service makes.
+The engine is used through the same calls that the service makes.
 """
 
 from __future__ import annotations
@@ -40,14 +40,19 @@ from trainer_service.storage.locations import KINDS, Location
 MAX_RANK = 256
 """The service's default for max_lora_rank."""
 RANKS = (8, 32, MAX_RANK)
+"""Ranks of the adapters whose sizes are shown."""
 _MAX_TOKENS = 4096
+"""Largest micro-batch with which memory is measured, in tokens."""
 _SEQUENCE = 256
+"""Length of the sequences with which the speed is measured, in tokens."""
 _ALONE = "alone"
 _HUGE = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSpeed:
+    """Measured speed of forward_backward."""
+
     tokens_per_s: float
     num_tokens: int
     """Tokens of the micro-batch that was timed."""
@@ -55,7 +60,10 @@ class TrainingSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
+    """Sizes of micro-batches, sequences and adapters for which the trainer's memory suffices."""
+
     token_budget: int
+    """Most tokens of a micro-batch."""
     longest_sequence: int
     """Longest sequence that can be trained on, in tokens."""
     adapter_bytes: Mapping[int, int]
@@ -63,13 +71,15 @@ class Capacity:
     training_bytes: Mapping[int, int]
     """Size of one adapter in the trainer, with its gradient and moments, by its rank."""
     models_bytes: int
-    """Memory for all models in training together, including those that wait in host memory."""
+    """Memory for all models in training together, including models that wait in host memory, in bytes."""
     device_bytes: int | None
     """Part of models_bytes on the device, beside one micro-batch. None on a CPU, which has one memory."""
 
 
 @dataclass(slots=True)
 class TrainerFindings:
+    """The results of the training engine."""
+
     coverage: Coverage | None = None
     """None if the model could not be loaded."""
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
@@ -79,6 +89,7 @@ class TrainerFindings:
     alone: Logprobs | None = None
     """Logprobs of the adapter `largest` in a batch of its own."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Gradient of each adapter in the order of the adapter's buffer, by name."""
     drawn: list[tuple[DrawnSequence, Logprobs]] = field(default_factory=list)
     """Sequences that samplers drew, with the trainer's logprobs of them."""
     saved: Path | None = None
@@ -101,8 +112,8 @@ class TrainerFindings:
 def examine(
     subject: Subject, sequences: Sequence[Example], drawn: Sequence[DrawnSequence], scratch: Path
 ) -> TrainerFindings:
-    """Examines the training engine. `scratch`: folder for the saved adapter. Raises Unloadable if something is wrong
-    with the model's files."""
+    """Examines the training engine. `drawn`: sequences from the samplers, to be scored. `scratch`: folder for the saved
+    adapter. Raises Unloadable for wrong files of the model."""
     found = TrainerFindings()
     try:
         base = loading(subject.path, lambda: load_base(subject))
@@ -140,7 +151,7 @@ def _compare(
 ) -> None:
     names = [BASE, *found.adapters]
     together = len(names) * sum(sequence.tokens_N.size for sequence in sequences)
-    engine = TrainingEngine(base, max_tokens_per_microbatch=together)  # so that all are in one micro-batch
+    engine = TrainingEngine(base, max_tokens_per_microbatch=together)  # one micro-batch holds all sequences
     _create(engine, BASE, AdapterConfig(rank=1, seed=0, **_flags(base)), None)
     for name, adapter in found.adapters.items():
         _create(engine, name, adapter.config, adapter)
@@ -237,7 +248,8 @@ def _save_and_reload(
 
 
 def _speed(engine: TrainingEngine, name: str, context: int, *, seconds: float) -> TrainingSpeed:
-    """Speed of forward_backward with the largest micro-batch within the token budget that takes about `seconds`."""
+    """Speed of forward_backward. The micro-batch is doubled until it takes about `seconds` or reaches the token
+    budget."""
     generator = np.random.default_rng(0)
     length = min(_SEQUENCE, context)
     budget = engine.passes.token_budget

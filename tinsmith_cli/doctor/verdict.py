@@ -1,4 +1,4 @@
-"""Turns gaps and limits into checks, and checks into a verdict. Nothing here computes with a model."""
+"""Turns gaps and limits into checks, and checks into a verdict, without computing with a model."""
 
 from __future__ import annotations
 
@@ -20,17 +20,24 @@ Status = Literal["ok", "note", "warning", "FAILED", "skipped"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
+    """One line of the report."""
+
     section: str
+    """Section of the report to which the check belongs."""
     name: str
     status: Status
     numbers: Mapping[str, float] = field(default_factory=dict)
+    """Gaps and limits, by name."""
     detail: str = ""
+    """Origin of the limits, or the reason for the status."""
     advice: str = ""
     """Advice to the user if the check is not ok."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """All checks, and the conclusions from them."""
+
     checks: Sequence[Check]
     trainable: Sequence[Group]
     """Groups whose adapters can be trained. If there are none, the model cannot be trained."""

@@ -1,2 +1,2 @@
-"""`tinsmith plan` and the placement of `tinsmith up`: who gets which GPU and how much memory, before anything starts.
-Loads no torch and no weights."""
+"""`tinsmith plan` and the placement of `tinsmith up`: the GPUs and the memory of each service, before any service
+starts. No weights are loaded, and torch only for a model of an unknown family (counted.py)."""

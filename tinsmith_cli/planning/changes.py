@@ -1,4 +1,4 @@
-"""Changes that may make a model fit which does not."""
+"""Suggests changes by which a model may fit that does not fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_GPUS = (2, 3, 4, 6, 8, 16, 32, 64)
 
 
 def changes(shape: Shape, machine: Machine, constraints: Constraints) -> Iterator[tuple[str, Machine, Constraints]]:
-    """Changes that may make a model fit, the smallest first."""
+    """Changes by which a model may fit, the smallest first: the advice, and the machine and constraints after it."""
     for count in range((constraints.samplers or 1) - 1, 0, -1):
         yield f"--samplers {count}", machine, replace(constraints, samplers=count)
     for count in range(constraints.trainers - 1, 0, -1):
@@ -68,6 +68,7 @@ def changes(shape: Shape, machine: Machine, constraints: Constraints) -> Iterato
 
 
 def _same(named: Sequence[Gpu] | None, gpus: Sequence[Gpu]) -> list[Gpu] | None:
+    """The GPUs among `gpus` that have the ids of `named`; None for None."""
     return None if named is None else [gpu for gpu in gpus if gpu.id in {one.id for one in named}]
 
 
@@ -77,7 +78,7 @@ def _lower_ranks(constraints: Constraints) -> Iterator[int]:
 
 
 def _settings(constraints: Constraints) -> Mapping[str, Constraints]:
-    """The constraints without each setting that binds the planner."""
+    """For each setting that binds the planner, by name, the constraints without it."""
     cleared: dict[str, Constraints] = {}
     if constraints.memory_bytes:
         cleared["TRAINER_MEMORY_BYTES"] = replace(constraints, memory_bytes=0)

@@ -1,4 +1,4 @@
-"""`tinsmith plan MODEL`: shows who would get which GPU and how much memory, and starts nothing."""
+"""`tinsmith plan MODEL`: shows the GPUs and the memory that each service would get, and starts nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises UsageError."""
+    """Prints the plan, or the reason for which the model does not fit. Raises UsageError."""
     settings = Settings.of(arguments)
     model = resolve(arguments.model, spec=arguments.model, flag="MODEL")
     machine = usable(see() if arguments.machine is None else described(arguments.machine), settings)

@@ -1,4 +1,4 @@
-"""Where the planner finds a base model's config.json, and how many parameters its files hold."""
+"""Reads a base model's config.json, and the number of parameters in its files, for the planner."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def read(folder: Path, *, name: str) -> Shape:
 
 
 def find(model: str, *, fetch: bool) -> Shape:
-    """The shape of a folder, or of a hub id whose config.json is in Hugging Face's cache, or comes from the hub with
-    `fetch`. Raises UsageError, and UnknownModel if there is no config.json to be had."""
+    """The shape of a model. `model`: absolute path of a folder, or a hub id. `fetch`: whether a config.json that is not
+    in Hugging Face's cache is fetched from the hub. Raises UnknownModel if there is no config.json, and UsageError for
+    one that cannot be used."""
     if Path(model).is_absolute():
         return read(Path(model), name=model)
     try:
@@ -49,8 +50,8 @@ def find(model: str, *, fetch: bool) -> Shape:
 
 
 def stored_parameters(folder: Path) -> int | None:
-    """Parameters in the safetensors files, from their index or their headers, or None without files. An index that
-    gives bytes only is read together with the first file's type of numbers."""
+    """Number of parameters in the safetensors files, from their index or their headers; None without files. If the
+    index has only the number of bytes, the widest type of numbers in the first file is taken for all."""
     index = folder / "model.safetensors.index.json"
     files = sorted(folder.glob("*.safetensors"))
     try:

@@ -21,20 +21,21 @@ _DTYPES = ("auto", "float32", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Choices of the user, by flags and environment, which bind the planner. None and 0: the planner decides."""
+    """Choices of the user, by flags and environment, which bind the planner. The planner decides where a choice is None
+    or 0."""
 
     trains: bool = True
     """Whether this machine runs a trainer."""
     samples: bool = True
     """Whether this machine runs samplers."""
     nodes: int = 1
-    """Machines of the trainer, each with as many ranks as this one."""
+    """Number of machines of the trainer, each with as many ranks as this one."""
     trainer_gpus: Sequence[Gpu] | None = None
     sampler_gpus: Sequence[Gpu] | None = None
     train_share: float = 0.5
     ranks: int | None = None
     trainers: int = 1
-    """Trainers of the base model, each with `ranks`."""
+    """Number of trainers of the base model, each with `ranks` ranks."""
     samplers: int | None = None
     max_lora_rank: int | None = None
     trainer_tensor_parallel: int = 1
@@ -69,7 +70,8 @@ def usable(machine: Machine, settings: Settings) -> Machine:
 
 
 def constraints_of(settings: Settings, machine: Machine, env: Mapping[str, str]) -> Constraints:
-    """`machine`: as `usable` leaves it. Raises UsageError for a value that cannot be used."""
+    """The constraints of these settings and variables. `machine`: from `usable`. Raises UsageError for a value that
+    cannot be used."""
     if not 0 < settings.train_share < 1:
         raise UsageError(f"--train-share: {settings.train_share} is not between 0 and 1")
     named = {}
@@ -131,6 +133,7 @@ def _choice(env: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
 
 
 def _number(env: Mapping[str, str], name: str, *, least: int = 0) -> int | None:
+    """The value of the variable; None if it is not set."""
     text = env.get(name)
     if text is None:
         return None

@@ -1,5 +1,5 @@
-"""Counts the layers of a model that families.py has no formula for: transformers makes it of config.json, on torch's
-meta device, where weights take no memory. It takes some seconds, and torch and transformers have to be installed."""
+"""Counts the layers of a model for which families.py has no formula. transformers makes the model from config.json, on
+torch's meta device, where weights take no memory. This takes some seconds, and needs torch and transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tinsmith.modeling.adapter import Target
 
 _SOUND = "audio"
-"""Part of the names of the modules for sound, which take no adapters."""
+"""Text in the names of the modules for sound, which take no adapters."""
 _SHOWN = 150
 """Most characters of an error that are shown."""
 
@@ -28,7 +28,7 @@ class NotCounted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CountedLayer:
-    """A decoder layer."""
+    """Counted sizes of a decoder layer."""
 
     matrices: Mapping[str, Matrix]
     """The linear layers that take adapters, by their names in the layer."""
@@ -38,6 +38,8 @@ class CountedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
+    """Counted sizes of a model."""
+
     config: Mapping[str, Any]
     """Configuration of the language model, with the settings that config.json leaves to transformers."""
     parameters: int
@@ -46,10 +48,11 @@ class Counted:
     layers: Sequence[CountedLayer]
     """The decoder layers; none if they form no list."""
     tower: Sequence[Matrix]
-    """The linear layers for pictures, also those on which no feature depends; none if the model takes no pictures
-    here."""
+    """The linear layers for pictures, including layers on which no feature depends; empty if the model takes no
+    pictures here."""
     tower_parameters: int
-    """All parameters of the towers for pictures and sound, and of what joins them to the language model."""
+    """All parameters beside the language model: those of the towers for pictures and sound, and of the layers between
+    towers and language model."""
 
 
 def count(config: Mapping[str, Any]) -> Counted:
@@ -64,7 +67,7 @@ def count(config: Mapping[str, Any]) -> Counted:
     name = str(config.get("model_type"))
     if name not in CONFIG_MAPPING:
         raise NotCounted(f"transformers does not know models of type {name!r}")
-    quantised = "quantization_config"  # the weights have their number without it
+    quantised = "quantization_config"  # with it, the number of weights would differ
     settings = {key: _without(value, quantised) for key, value in config.items() if key != quantised}
     try:
         made = CONFIG_MAPPING[name].from_dict(settings)

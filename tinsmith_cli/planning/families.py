@@ -1,8 +1,8 @@
 """The layers of a base model, from its config.json.
 
-Models of FAMILIES and towers of TOWERS are computed exactly; a test compares them with the loaded models. Others are
-counted as transformers makes them (counted.py). A language model that cannot be counted is estimated as a dense Llama,
-with the size of its weights from the files.
+The sizes of the models in FAMILIES and of the towers in TOWERS are computed exactly; a test compares them with loaded
+models. The layers of other models are counted in a model that transformers makes (counted.py). A language model that
+cannot be counted is estimated as a dense Llama, and the size of its files gives its number of parameters.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from tinsmith_cli.planning.shape import Layer, Matrix, Shape, Widths
 Config = Mapping[str, Any]
 
 NO_LIMIT = 2**20
-"""Context length of a model without position embeddings, as trainer and sampler take it, in tokens."""
+"""Context length of a model without position embeddings, in tokens, which trainer and sampler use, too."""
 
 
 class UnknownModel(UsageError):
-    """The planner cannot tell the size of this model; the services may still load it."""
+    """The planner does not know the size of this model. The services may still load it."""
 
 
 def of_config(config: Config, *, name: str, stored: int | None = None) -> Shape:
-    """The shape of a configuration. `stored`: parameters in the files, if known. Raises UsageError for a field that is
-    missing, and for an unknown family that cannot be counted and whose files are not there."""
+    """The shape of a model. `config`: content of config.json. `stored`: number of parameters in the files; None if it
+    is unknown. Raises UsageError for a missing field, and UnknownModel for a model of an unknown family that cannot be
+    counted and has no files."""
     nested = config.get("text_config")
     is_text = not isinstance(nested, dict)
     text: Config = config if is_text else {**config, **nested}
@@ -48,7 +49,7 @@ def of_config(config: Config, *, name: str, stored: int | None = None) -> Shape:
                 return _with_counts(_shape(text, family, _dense(text), note=_note(config)), counted, text)
             return _of_files(_shape(text, family, _dense(text)), text, stored, name=name, why_not=why_not)
         text = {**_DEFAULTS.get(family, {}), **text}
-        if "tie_word_embeddings" in config and counted is None:  # that of the whole model decides
+        if "tie_word_embeddings" in config and counted is None:  # the value of the whole model decides
             text["tie_word_embeddings"] = config["tie_word_embeddings"]
         found = _shape(text, family, layers(text), note=_note(config))
         if counted is not None:
@@ -70,7 +71,7 @@ def of_config(config: Config, *, name: str, stored: int | None = None) -> Shape:
 
 
 def _with_counts(estimate: Shape, counted: Counted, text: Config) -> Shape:
-    """The shape with the parameters that were counted."""
+    """The estimated shape, with the counted numbers of parameters in it."""
     if counted.layers:
         layers = _counted_layers(counted.layers, estimate.layers[0].widths, estimate.layers[0].kv_elements, text)
         estimate = replace(estimate, layers=layers)
@@ -90,14 +91,15 @@ def _with_counts(estimate: Shape, counted: Counted, text: Config) -> Shape:
 
 
 def _counted_layers(counted: Sequence[CountedLayer], usual: Widths, usual_kv: int, text: Config) -> list[Layer]:
-    """The layers with the widths of those of their matrices whose names are usual, and `usual` ones without any."""
+    """The counted layers. Their widths follow from the matrices with the usual names, such as q_proj. `usual`,
+    `usual_kv`: widths, and elements of keys and values, of a layer or model without such names."""
     has_keys = any(name.endswith("k_proj") for one in counted for name in one.matrices)
     taken = text.get("num_experts_per_tok") or text.get("top_k_experts") or 0
     layers: list[Layer] = []
     for one in counted:
         matrices = list(one.matrices.values())
         outputs = {name.rpartition(".")[2]: matrix.outputs for name, matrix in one.matrices.items()}
-        keys = outputs.get("k_proj", 0) if has_keys else usual.keys  # a layer may take those of an earlier one
+        keys = outputs.get("k_proj", 0) if has_keys else usual.keys  # a layer may use the keys of an earlier layer
         inner = sum(m.outputs for name, m in one.matrices.items() if name.endswith("up_proj") and not m.num_experts)
         inner += taken * sum(matrix.inputs for matrix in matrices if matrix.shares == "B")
         pairs = taken if any(matrix.num_experts for matrix in matrices) else 0
@@ -107,7 +109,7 @@ def _counted_layers(counted: Sequence[CountedLayer], usual: Widths, usual_kv: in
 
 
 def _of_files(estimate: Shape, text: Config, stored: int | None, *, name: str, why_not: str) -> Shape:
-    """The shape with as many parameters as the files have. Raises UnknownModel without files."""
+    """The estimated shape, with the number of parameters in the files. Raises UnknownModel without files."""
     if stored is None:
         raise UnknownModel(
             f"{name}: the planner does not know models of type {estimate.family!r} and cannot count this one "
@@ -133,7 +135,8 @@ def _carries_state(text: Config, family: str) -> bool:
 
 
 def _without_tower(shape: Shape, config: Config, stored: int | None, *, why_not: str) -> Shape:
-    """The shape of a model whose towers cannot be counted: with what its files have more than the language model."""
+    """The shape of a model whose towers cannot be counted. Parameters of the files beyond those of the language model
+    are taken for the towers'."""
     parts = ", ".join(name for name in ("vision_config", "audio_config") if config.get(name) is not None)
     which = f"parts beside the language model ({parts})" if parts else "parts beside the language model"
     more, where = 0, "the plan leaves them out, and each service takes more memory by them"
@@ -178,7 +181,7 @@ def _shape(c: Config, family: str, layers: Sequence[Layer], *, note: str = "") -
 
 
 def _with_tower(shape: Shape, matrices: Sequence[Matrix], others: int) -> Shape:
-    """The shape with a vision tower. `others`: its parameters outside of the matrices."""
+    """The shape with a vision tower. `matrices`: the tower's linear layers. `others`: its other parameters."""
     parameters = sum(matrix.parameters for matrix in matrices) + others
     return replace(shape, tower=matrices, tower_parameters=parameters, outside_more=shape.outside_more + parameters)
 
@@ -188,7 +191,7 @@ _TIED = {"gemma3_text"}
 
 
 def _attention(c: Config, *, qkv_bias: bool, out_bias: bool, head_norms: bool, sinks: bool = False) -> Layer:
-    """Attention with queries of all heads and keys and values of `num_key_value_heads`, as a layer without the rest."""
+    """Grouped-query attention, as a layer without a feed-forward part."""
     hidden, heads = c["hidden_size"], c["num_attention_heads"]
     kv_heads = c.get("num_key_value_heads") or heads
     head_dim = c.get("head_dim") or hidden // heads
@@ -208,7 +211,7 @@ def _mlp(hidden: int, inner: int, *, bias: bool = False) -> list[Matrix]:
 
 
 def _experts(hidden: int, inner: int, count: int, *, bias: bool = False) -> list[Matrix]:
-    """Fused experts, gate and up in one tensor."""
+    """Fused experts, with gate and up projections in one tensor."""
     return [
         Matrix(hidden, 2 * inner, "mlp", num_experts=count, shares="A", bias=bias),
         Matrix(inner, hidden, "mlp", num_experts=count, shares="B", bias=bias),
@@ -216,11 +219,13 @@ def _experts(hidden: int, inner: int, count: int, *, bias: bool = False) -> list
 
 
 def _count(c: Config, name: str) -> int:
-    """Number of experts, which transformers also writes as num_local_experts."""
+    """Number of experts: the field `name`, or transformers' other name for it, num_local_experts."""
     return c[name] if name in c else c["num_local_experts"]
 
 
 def _with(attention: Layer, matrices: Sequence[Matrix], *, inner: int, pairs: int = 0, others: int = 0) -> Layer:
+    """A layer of attention with the matrices of a feed-forward part. `inner`, `pairs`: see Widths. `others`: further
+    parameters."""
     widths = replace(attention.widths, inner=inner, num_pairs=pairs)
     return replace(
         attention, matrices=[*attention.matrices, *matrices], others=attention.others + others, widths=widths
@@ -323,7 +328,7 @@ def _deepseek_v3(c: Config) -> list[Layer]:
 
 
 def _delta(c: Config) -> Layer:
-    """Gated DeltaNet, as a layer without the rest."""
+    """Gated DeltaNet, as a layer without a feed-forward part."""
     hidden, heads, own = c["hidden_size"], c["linear_num_value_heads"], c["linear_value_head_dim"]
     keys, values = c["linear_num_key_heads"] * c["linear_key_head_dim"], heads * own
     mixed = 2 * keys + values
@@ -333,7 +338,7 @@ def _delta(c: Config) -> Layer:
 
 
 def _gated_attention(c: Config) -> Layer:
-    """Attention whose queries come with a gate of as many features."""
+    """Attention with a gate that has as many features as the queries, and comes from the same matrix."""
     bias = bool(c.get("attention_bias"))
     found = _attention({"head_dim": 256, **c}, qkv_bias=bias, out_bias=bias, head_norms=True)
     queries, *others = found.matrices
@@ -365,7 +370,7 @@ def _qwen3_5_moe(c: Config) -> list[Layer]:
 def _gemma3(c: Config) -> list[Layer]:
     bias, hidden, inner = bool(c.get("attention_bias")), c["hidden_size"], c["intermediate_size"]
     attention = _attention(c, qkv_bias=bias, out_bias=bias, head_norms=True)
-    # The norms behind attention and behind the feed-forward layer keep as much as so many inner features.
+    # The norms after attention and after the feed-forward layer keep as much memory as `hidden` inner features.
     layer = _with(attention, _mlp(hidden, inner), inner=inner + hidden, others=2 * hidden)
     return [layer] * c["num_hidden_layers"]
 
@@ -392,7 +397,7 @@ FAMILIES: Mapping[str, Callable[[Config], list[Layer]]] = {
     "qwen3_5_moe_text": _qwen3_5_moe,
     "gemma3_text": _gemma3,
 }
-"""Layers of a configuration, by its `model_type`, or that of its language model."""
+"""Functions that compute the layers from the configuration of the language model, by its `model_type`."""
 _DEFAULTS: Mapping[str, Config] = {
     "gemma3_text": {
         "vocab_size": 262_208,
@@ -428,7 +433,7 @@ def _gemma3_tower(v: Config, text: Config) -> tuple[list[Matrix], int]:
     layer = [*[_linear(hidden, hidden)] * 4, _linear(hidden, inner), _linear(inner, hidden)]
     embedded = (3 * patch**2 + 1 + (v["image_size"] // patch) ** 2) * hidden
     others = embedded + 4 * hidden * count + 2 * hidden + hidden * text["hidden_size"] + hidden
-    if v.get("vision_use_head", True):  # an attention over the patches, which no feature comes from
+    if v.get("vision_use_head", True):  # the head is an attention over the patches, from which no feature comes
         own = [*[_linear(hidden, hidden)] * 4, _linear(hidden, inner), _linear(inner, hidden)]
         others += sum(one.parameters for one in own) + 3 * hidden
     return layer * count, others
@@ -441,5 +446,5 @@ TOWERS: Mapping[str, Callable[[Config, Config], tuple[list[Matrix], int]]] = {
     "qwen3_5_moe": _qwen_tower,
     "gemma3": _gemma3_tower,
 }
-"""The layers of a vision tower that take adapters, and the number of its other parameters, of the configurations of
-tower and language model, by the `model_type` of the whole model."""
+"""Functions that compute a vision tower from the configurations of tower and language model, by the `model_type` of the
+whole model. They return the tower's layers that take adapters, and the number of its other parameters."""

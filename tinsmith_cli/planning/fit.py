@@ -1,7 +1,6 @@
 """Fits the services into the memory of a placement: base weights first, then adapters, then training and caches.
 
-GPUs in all formulas are counted at 0.9 of their free memory. The bytes of a process that are no weights and no cache
-are assumed, not measured.
+All formulas use 0.9 of a GPU's free memory. The bytes of a process beside weights and caches are assumed, not measured.
 """
 
 from __future__ import annotations
@@ -26,24 +25,28 @@ from tinsmith_cli.planning.plan import NO_TRAINER, DoesNotFit, Plan, SamplerPlan
 from tinsmith_cli.planning.shape import Shape
 
 TRAINER_PROCESS_BYTES = 1_000_000_000
-"""CUDA's context, NCCL's buffers and cuBLAS' workspaces of a trainer on a GPU. Assumed."""
+"""Assumed bytes of a trainer on a GPU beside weights and training: CUDA's context, NCCL's buffers and cuBLAS'
+workspaces."""
 SAMPLER_PROCESS_BYTES = {"vllm": 3_000_000_000, "torch": 2_000_000_000}
-"""CUDA's context, graphs and the activations of a step of a sampler on a GPU. Assumed."""
+"""Assumed bytes of a sampler on a GPU beside weights and caches: CUDA's context, graphs and the activations of a
+step."""
 KV_PART, PREFIX_PART = 2, 4
-"""One part in so many of a sampler's own memory is for keys and values, and for the prefix cache. The rest is for
+"""Divisors of a sampler's own memory: keys and values get half of it, and the prefix cache a quarter. The rest is for
 steps."""
 LEAST_CONTEXT = 1024
-"""A plan whose trainer cannot take a sequence of so many tokens does not count as one that fits."""
+"""A model fits only if the trainer can take a sequence of this length, in tokens."""
 LEAST_KV_TOKENS = 4096
+"""A model fits only if each sampler has at least this many tokens of keys and values."""
 COMFORTABLE_CONTEXT = 8192
-"""A trainer that cannot take sequences of so many tokens, or two adapters, with the whole base model on each rank,
-divides its memory."""
+"""The ranks of a trainer divide the base model's memory if, with the whole base model on each rank, the trainer could
+not take a sequence of this length, in tokens, or not two adapters."""
 
 
 def engine_of(shape: Shape, constraints: Constraints) -> str:
-    """The engine of the samplers. vLLM has no quantised weights. It samples models with recurrent layers only where the
-    user names it, because its kernels for them have not run on a GPU here. Their states take no more than the part of
-    the memory that is for steps (`tinsmith.sizing.STATES_SHARE`)."""
+    """The engine of the samplers. It is torch for quantised weights, which vLLM does not have here. For a model with
+    recurrent layers it is torch unless the user names vLLM, because vLLM's kernels for these layers have not run on a
+    GPU here. The states of these layers take no more than the part of the memory that is for steps
+    (`tinsmith.sizing.STATES_SHARE`)."""
     if constraints.quantised or (shape.recurrent and not constraints.names_engine):
         return "torch"
     return constraints.engine
@@ -59,7 +62,8 @@ def fill(
     samplers: Sequence[Sequence[Gpu]],
     rank: int,
 ) -> Plan:
-    """The plan of this placement and rank. Raises DoesNotFit."""
+    """The plan for a placement. `trainer`: GPUs of the trainers. `samplers`: GPUs of each sampler. `rank`: largest rank
+    of adapters. Raises DoesNotFit."""
     engine = engine_of(shape, constraints)
     dtype = dtype_of(constraints.trainer_dtype, "bfloat16")
     adapter_memory = _adapter_memory(shape, machine, constraints, engine=engine, rank=rank, num_samplers=len(samplers))
@@ -114,10 +118,11 @@ def _divided(
     adapter_memory: int,
     versions: int,
 ) -> tuple[TrainerPlan, Sequence[SamplerPlan]]:
-    """The memory of each GPU. Raises DoesNotFit."""
+    """Divides the memory of each GPU. `adapter_memory`: memory of each sampler for versions, in bytes. `versions`:
+    number of vLLM's slots for adapters. Raises DoesNotFit."""
 
     def sampler_rest(gpus: Sequence[Gpu]) -> tuple[int, int, int]:
-        """Base weights, memory for adapters, and what is left, on each GPU."""
+        """Bytes of base weights, of adapters, and of the remaining memory, on each GPU of a sampler."""
         base = memory.sampler_base_bytes(
             shape,
             dtype_of(constraints.sampler_dtype, "bfloat16"),
@@ -157,8 +162,8 @@ def _divided(
 def _trainer(
     shape: Shape, machine: Machine, constraints: Constraints, dtype: str, gpus: Sequence[Gpu], *, rank: int
 ) -> TrainerPlan:
-    """The trainers on GPUs of their own, all with what the GPU with least memory allows: with the whole base model on
-    each GPU if that leaves enough, else divided among the ranks of each trainer."""
+    """Plans trainers on GPUs of their own. The GPU with least memory decides for all of them. Each GPU holds the whole
+    base model if that leaves enough memory; otherwise the ranks of each trainer divide it. Raises DoesNotFit."""
     parallel, ranks = constraints.trainer_tensor_parallel, len(gpus) // constraints.trainers
     rows = ranks * constraints.nodes // parallel
     whose = "the trainer's" if constraints.trainers == 1 else "the trainers'"
@@ -184,7 +189,7 @@ def _trainer(
                     "leave no room for training"
                 )
             for_training = constraints.memory_bytes or training_bytes(free, "cuda")
-            here = len(gpus)  # these divide the host memory for idle adapters
+            here = len(gpus)  # the ranks of all trainers divide the host memory for idle adapters
             training = _training(shape, machine, constraints, dtype, for_training, rank=rank, ranks=here, where=where)
             if constraints.memory_bytes > free:
                 raise DoesNotFit(
@@ -214,7 +219,8 @@ def _training(
     ranks: int,
     where: str,
 ) -> Training:
-    """Raises DoesNotFit if the memory does not suffice for a sequence of LEAST_CONTEXT tokens."""
+    """The adapters and sequences for which `for_training` bytes suffice. `where`: the GPUs, for messages. Raises
+    DoesNotFit if the bytes do not suffice for a sequence of LEAST_CONTEXT tokens, or for a step with one adapter."""
     if constraints.full_training:
         needed = memory.full_training_bytes(shape)
         if for_training < needed:
@@ -246,7 +252,8 @@ def _training(
 def _sampler(
     shape: Shape, constraints: Constraints, gpus: Sequence[Gpu], base: int, slots: int, rest: int, *, where: str
 ) -> SamplerPlan:
-    """Raises DoesNotFit."""
+    """Plans a sampler. `base`, `slots`, `rest`: bytes on each GPU for base weights and for adapters, and remaining
+    bytes. `where`: the GPUs, for messages. Raises DoesNotFit."""
     size = len(gpus)
     per_token = memory.kv_bytes_per_token(shape, dtype_of(constraints.sampler_dtype, "bfloat16"), tensor_parallel=size)
     prefix = max(0, rest) // PREFIX_PART if constraints.prefix_cache_bytes is None else constraints.prefix_cache_bytes
@@ -264,8 +271,9 @@ def _sampler(
 def _adapter_memory(
     shape: Shape, machine: Machine, constraints: Constraints, *, engine: str, rank: int, num_samplers: int
 ) -> int:
-    """Bytes of each sampler for versions. vLLM keeps them in host memory, where four of the largest rank may lie if
-    they take at most a quarter of it. Raises DoesNotFit if not even one has room."""
+    """Memory of each sampler for versions, in bytes: 2 GiB by default. vLLM keeps versions in host memory, and gets
+    enough for four adapters of the largest rank, but at most a quarter of the host memory for all samplers together.
+    Raises DoesNotFit if not even one adapter fits in."""
     default = 2 * 1024**3
     one = memory.ADAPTER_BYTES * shape.parameters if constraints.full_training else memory.adapter_bytes(shape, rank)
     chosen = constraints.adapter_memory_bytes or default
@@ -292,8 +300,8 @@ def _check_loading(plan: Plan) -> None:
 
 
 def on_cpu(name: str, shape: Shape, machine: Machine, constraints: Constraints) -> Plan:
-    """All services in host memory, with what they find there by themselves. Raises DoesNotFit if the weights alone do
-    not fit."""
+    """Foresees how the services divide host memory by themselves. Raises DoesNotFit if the base weights alone do not
+    fit."""
     ranks = (constraints.ranks or 1) if constraints.trains else 0
     num_samplers = (constraints.samplers or 1) if constraints.samples else 0
     parallel = constraints.trainer_tensor_parallel
@@ -347,8 +355,8 @@ def on_cpu(name: str, shape: Shape, machine: Machine, constraints: Constraints) 
 def _training_on_cpu(
     shape: Shape, dtype: str, constraints: Constraints, *, left: int, num_ranks: int
 ) -> tuple[int, Training]:
-    """The largest rank of which an adapter fits into the host memory that is `left` beside the weights, in bytes, and
-    what is trained with it. The smallest rank if none fits."""
+    """The largest rank of which an adapter fits in memory, and the training with it. The smallest rank if no adapter
+    fits. `left`: host memory beside the base weights, in bytes."""
 
     def with_rank(rank: int) -> Training:
         return Training.within(

@@ -25,20 +25,22 @@ class Gpu:
     free_bytes: int
     uuid: str = ""
     is_mig: bool = False
-    """MIG instances are alone: NCCL does not connect them, so they share no model."""
+    """Whether this is a MIG instance. NCCL does not connect MIG instances, so they cannot divide a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
+    """The usable resources of a machine."""
+
     gpus: Sequence[Gpu]
     cores: int
     host_bytes: int
-    """Free host memory."""
+    """Free host memory, in bytes."""
     note: str = ""
-    """The reason for which GPUs are not seen, if NVML gives one."""
+    """The reason for which GPUs are not seen; empty if NVML works or there is no driver."""
 
     def part(self, number: int, *, of: int) -> Machine:
-        """The part of this machine for one of several base models: some GPUs, or a share of one."""
+        """The part of this machine for base model `number` of `of` base models: some GPUs, or a share of one GPU."""
         host = self.host_bytes // of
         if len(self.gpus) >= of or not self.gpus:
             first, last = (len(self.gpus) * n // of for n in (number, number + 1))
@@ -50,7 +52,8 @@ class Machine:
 
 
 def see(nvml: Any = pynvml, env: Mapping[str, str] = os.environ) -> Machine:
-    """This machine, with the GPUs that CUDA_VISIBLE_DEVICES leaves. Raises UsageError if that variable is ambiguous."""
+    """This machine, with the GPUs that CUDA_VISIBLE_DEVICES names, or all GPUs without that variable. Raises UsageError
+    if the variable is ambiguous."""
     gpus, note = _gpus(nvml)
     return Machine(_visible(gpus, env), usable_cores(), host_bytes(), note)
 
@@ -74,7 +77,7 @@ def _gpus(nvml: Any) -> tuple[list[Gpu], str]:
 
 
 def _of_one(nvml: Any, handle: Any, index: int) -> list[Gpu]:
-    """The GPU, or its MIG instances."""
+    """The GPU `index` itself, or its MIG instances."""
     name = nvml.nvmlDeviceGetName(handle)
     if not _has_mig(nvml, handle):
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
@@ -108,7 +111,8 @@ def _code(error: Any) -> int:
 
 
 def _visible(gpus: Sequence[Gpu], env: Mapping[str, str]) -> list[Gpu]:
-    """The GPUs in CUDA_VISIBLE_DEVICES, in its order. As in CUDA, the first entry that names none ends the list."""
+    """The GPUs in CUDA_VISIBLE_DEVICES, in the order of its entries. As in CUDA, the list ends at the first entry that
+    names no GPU."""
     listed = env.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return list(gpus)

@@ -19,21 +19,22 @@ from tinsmith.sizing import (
 from tinsmith_cli.planning.shape import Layer, Shape
 
 BYTES_PER_PARAMETER = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
-"""Types of the base weights."""
+"""Bytes of a base weight, by type."""
 ADAPTER_BYTES = 4
-"""Adapters, gradients and moments are float32, and so are weights on the weight channel."""
+"""Bytes of a number of an adapter, a gradient or a moment, and of a weight on the weight channel: all are float32."""
 _LOGIT_BYTES = 10
 """Bytes for each element of a chunk of logits, in the backward pass of the output layer."""
 _GATHERED_LAYERS = 2
-"""Whole layers that a rank holds while the base model is sharded: the one that computes, and the next."""
+"""Number of whole layers that a rank holds while the base model is sharded: the layer that computes, and the next."""
 _RECOMPUTED = 1.5
-"""Bytes of the layer that is computed again with activation checkpointing, in parts of what it keeps without."""
+"""Activation checkpointing computes one layer again at a time. This layer takes this many times the bytes that it keeps
+without checkpointing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Bytes that a layer keeps for each token until its backward pass, for each feature. Fitted to measurements of
-    plain kernels on a CPU; compiled kernels and Liger's keep less."""
+class BytesPerFeature:
+    """Bytes that a layer keeps until its backward pass, for each token and feature, by the kind of feature (see
+    Widths). Fitted to measurements of plain kernels on a CPU; compiled kernels and Liger's keep less."""
 
     hidden: float
     inner: float
@@ -41,8 +42,8 @@ class Kept:
     keys: float
 
 
-KEPT = {4: Kept(20, 16, 12.5, 15), 2: Kept(16, 8.5, 9, 9)}
-"""By the bytes of a number."""
+KEPT = {4: BytesPerFeature(20, 16, 12.5, 15), 2: BytesPerFeature(16, 8.5, 9, 9)}
+"""Kept bytes, by the size of a number in bytes."""
 
 
 @lru_cache(maxsize=1024)
@@ -59,8 +60,8 @@ def base_bytes(shape: Shape, dtype: str, *, quantised: str = "", shards: int = 1
 
 @lru_cache(maxsize=1024)
 def read_bytes(shape: Shape, dtype: str, *, shards: int, tensor_parallel: int) -> int:
-    """Bytes of host memory in which one of several ranks that divide the base model reads its part of the weights. Its
-    part of the largest weight counts twice."""
+    """Bytes of host memory that a rank takes while it reads its part of a base model that is divided among ranks. The
+    rank's part of the largest weight counts twice."""
     whole, parts = BYTES_PER_PARAMETER[dtype], shards * tensor_parallel
     largest = max(matrix.parameters for layer in shape.layers for matrix in layer.matrices)
     return int(whole * ((shape.layer_parameters + largest) / parts + shape.outside_parameters))
@@ -84,13 +85,15 @@ def sampler_base_bytes(shape: Shape, dtype: str, *, quantised: str = "", tensor_
 
 @lru_cache(maxsize=1024)
 def adapter_bytes(shape: Shape, rank: int, *, vision: bool = False) -> int:
-    """Bytes of an adapter of all layers, which are those of a publish; with `vision`, of those of the tower, too."""
+    """Bytes of an adapter on all layers of text, which are also the bytes of a publish. `vision`: also on those of the
+    tower."""
     return ADAPTER_BYTES * shape.adapter_elements(rank, vision=vision)
 
 
 @lru_cache(maxsize=1024)
 def slots_bytes(shape: Shape, dtype: str, *, rank: int, count: int, tensor_parallel: int = 1) -> int:
-    """Bytes of vLLM's slots for adapters on each GPU. `rank`: the slots' (`tinsmith.sizing.slot_rank`)."""
+    """Bytes of vLLM's slots for adapters on each GPU. `rank`: rank of the slots (`tinsmith.sizing.slot_rank`). `count`:
+    number of slots."""
     return int(BYTES_PER_PARAMETER[dtype] * shape.slot_elements(rank) * count / tensor_parallel)
 
 
@@ -103,8 +106,8 @@ def kv_bytes_per_token(shape: Shape, dtype: str, *, tensor_parallel: int = 1) ->
 def activations(
     shape: Shape, dtype: str, *, rank: int, checkpointing: bool, tensor_parallel: int = 1, device_type: str = "cuda"
 ) -> Footprint:
-    """Activations of a micro-batch with an adapter of this rank, as the trainer's probe would find them. The gradient
-    of the probe's adapter and a chunk of logits are its fixed part."""
+    """Foreseen result of the trainer's measurement of activations, with an adapter of this rank. Its fixed part is the
+    gradient of the measuring adapter and a chunk of logits."""
     itemsize = int(BYTES_PER_PARAMETER[dtype])
     kept = [_layer_bytes(shape, layer, itemsize, tensor_parallel) for layer in shape.layers]
     low_rank = 2 * itemsize * rank * len(shape.targets)
@@ -131,8 +134,10 @@ class Training:
     memory_bytes: int
     """Memory for adapters, optimizers and activations of one rank."""
     adapters_on_device: int
+    """Number of adapters on the device at once."""
     adapters: int
-    """Adapters in memory at once, idle ones in host memory. Further ones are parked on the disk."""
+    """Number of adapters in memory at once, including idle ones in host memory. Further adapters are parked on the
+    disk."""
     longest: int
     """Longest sequence, in tokens."""
 
@@ -150,10 +155,11 @@ class Training:
         tensor_parallel: int = 1,
         device_type: str = "cuda",
     ) -> Training:
-        """`host_bytes`: free host memory. `ranks`: the trainer's, all on this machine."""
+        """The training for which `memory_bytes` suffice. `host_bytes`: free host memory. `ranks`: number of ranks on
+        this machine, which divide the host memory."""
         moves = device_type == "cuda"
         one = adapter_bytes(shape, rank)
-        # As the trainer does, which does not know yet whether runs will adapt the tower.
+        # The adapter includes the tower, as in the trainer, which cannot foresee whether runs will adapt the tower.
         room = room_for_one(memory_bytes, adapter_bytes(shape, rank, vision=True), moves=moves)
         longest = max(
             activations(

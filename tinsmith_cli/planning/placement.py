@@ -1,4 +1,4 @@
-"""The plans of `tinsmith up`: one for each base model, before a service starts."""
+"""Makes the plans of `tinsmith up`, one for each base model, before a service starts."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def placed(
     *,
     report: Callable[[str], None],
 ) -> list[Plan | None]:
-    """A plan for each base model. None on a CPU, where the services divide the memory themselves, and for a model that
-    the planner does not know. `machine`: with the GPUs that --gpus leaves.
+    """A plan for each base model; None on a CPU, where the services divide the memory themselves, and for a model that
+    the planner does not know. `machine`: from `usable`. `report`: called with each note.
 
-    Raises DoesNotFit if a model does not fit, on a CPU if the weights of all services take more than the free memory.
+    Raises DoesNotFit if a model does not fit. On a CPU, models do not fit if the weights of all services take more than
+    the free memory.
     """
     if machine.note:
         report(machine.note)
@@ -73,4 +74,4 @@ def _shape(model: ServedModel, *, has_gpus: bool, report: Callable[[str], None])
     except UsageError:
         if has_gpus:
             raise
-    return None  # on a CPU the services say what is wrong with the model
+    return None  # on a CPU the services report what is wrong with the model

@@ -1,4 +1,4 @@
-"""A plan: who gets which GPUs, how their memory is used, and the environment that tells the services so."""
+"""A plan: the GPUs of each service, the use of their memory, and the environment that passes both to the services."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tinsmith_cli.planning.shape import Shape
 
 
 class DoesNotFit(UsageError):
-    """The model does not fit. `reason` says what is missing, `change` what would make it fit, if anything would."""
+    """The model does not fit. `reason`: what is missing. `change`: advice by which it would fit; empty if there is
+    none."""
 
     def __init__(self, reason: str, change: str = "") -> None:
         super().__init__(f"{reason}; {change}" if change else reason)
@@ -24,35 +25,40 @@ class DoesNotFit(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class TrainerPlan:
-    """The trainer, or each of several ones, which all have the same figures: a run may live at any of them."""
+    """The trainer. Several trainers all have these figures, because a run may be placed at any of them."""
 
     gpus: Sequence[Gpu]
-    """One for each rank, those of the first trainer first; none on a CPU."""
+    """GPUs of all trainers, one for each rank, beginning with the first trainer; empty on a CPU."""
     ranks: int
     """Number of ranks of each trainer."""
     tensor_parallel: int
     shard_base: bool
     base_bytes: int
-    """Base weights on each rank."""
+    """Bytes of base weights on each rank."""
     training: Training
+    """Adapters and sequences of each rank."""
 
 
 NO_TRAINER = TrainerPlan((), 0, 1, False, 0, Training(0, 0, 0, 0))
-"""On a machine that samples only."""
+"""The plan of a machine without a trainer."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerPlan:
+    """One sampler."""
+
     gpus: Sequence[Gpu]
-    """GPUs that divide the model; none on a CPU."""
+    """GPUs that divide the model; empty on a CPU."""
     base_bytes: int
-    """Base weights on each GPU."""
+    """Bytes of base weights on each GPU."""
     slots_bytes: int
-    """Memory for adapters on each GPU."""
+    """Bytes for adapters on each GPU."""
     kv_tokens: int
+    """Size of the key/value cache, in tokens."""
     kv_bytes_per_token: int
-    """On each GPU."""
+    """Bytes of a token's keys and values on each GPU."""
     prefix_bytes: int
+    """Bytes of the prefix cache on each GPU."""
 
     @property
     def tensor_parallel(self) -> int:
@@ -61,6 +67,8 @@ class SamplerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """The plan for one base model on this machine."""
+
     name: str
     shape: Shape
     machine: Machine
@@ -72,11 +80,13 @@ class Plan:
     rank: int
     """Largest rank of adapters."""
     device_versions: int
+    """Number of vLLM's slots for adapters."""
     adapter_memory_bytes: int
+    """Memory of each sampler for versions."""
     trainer: TrainerPlan
-    """NO_TRAINER on a machine without one."""
+    """NO_TRAINER on a machine without a trainer."""
     samplers: Sequence[SamplerPlan]
-    """None on a machine without any."""
+    """Empty on a machine without samplers."""
     notes: Sequence[str] = field(default_factory=tuple)
 
     @property
@@ -86,12 +96,12 @@ class Plan:
 
     @property
     def num_trainers(self) -> int:
-        """Trainers on this machine."""
+        """Number of trainers on this machine."""
         return self.constraints.trainers if self.trainer.ranks else 0
 
     @property
     def publish_bytes(self) -> int:
-        """Bytes on the weight channel to each sampler, for an adapter of the largest rank."""
+        """Bytes that a publish sends to each sampler: an adapter of the largest rank, or all parameters."""
         if self.constraints.full_training:
             return memory.ADAPTER_BYTES * self.shape.parameters
         return memory.adapter_bytes(self.shape, self.rank)
@@ -111,9 +121,10 @@ class Plan:
 
     @property
     def loading_bytes(self) -> int:
-        """Host memory while the services load: the whole model for each sampler and for a trainer that does not divide
-        it. A trainer that divides the model counts one rank's part, because its ranks read one after the other, and
-        the whole model where the files are quantised or the family is unknown, because they may be read whole."""
+        """Host memory that the services take while they load, in bytes. Each sampler counts with the whole model, and
+        so does a trainer that does not divide the model. A trainer that divides it counts with one rank's part, because
+        its ranks read one after the other. If the files are quantised or the family is unknown, it counts with the
+        whole model, because each rank may read the whole files."""
         whole, trainer = whole_bytes(self.shape, self.constraints, self.dtype), self.trainer
         of_trainer = whole
         if (trainer.shard_base or trainer.tensor_parallel > 1) and not self.shape.note:
@@ -128,16 +139,16 @@ class Plan:
 
     @property
     def weights_bytes(self) -> int:
-        """Base weights of all services together."""
+        """Bytes of the base weights of all services together."""
         of_samplers = sum(sampler.base_bytes * sampler.tensor_parallel for sampler in self.samplers)
         return self.num_trainers * self.trainer.ranks * self.trainer.base_bytes + of_samplers
 
     def trainer_gpus(self, number: int) -> Sequence[Gpu]:
-        """GPUs of a trainer, one for each rank; none on a CPU."""
+        """GPUs of trainer `number`, one for each rank; empty on a CPU."""
         return self.trainer.gpus[number * self.trainer.ranks : (number + 1) * self.trainer.ranks]
 
     def trainer_env(self, number: int) -> dict[str, str]:
-        """Environment of a trainer; empty on a CPU."""
+        """Environment variables of trainer `number`; empty on a CPU."""
         if self.device_type == "cpu" or not self.trainer.ranks:
             return {}
         env = {**_devices(self.trainer_gpus(number)), "TRAINER_MEMORY_BYTES": str(self.trainer.training.memory_bytes)}
@@ -152,7 +163,7 @@ class Plan:
         return {**env, "TRAINER_MAX_LORA_RANK": str(self.rank)}
 
     def sampler_env(self, number: int) -> dict[str, str]:
-        """Environment of a sampler; empty on a CPU."""
+        """Environment variables of sampler `number`; empty on a CPU."""
         if self.device_type == "cpu":
             return {}
         sampler = self.samplers[number]
@@ -175,5 +186,5 @@ def _devices(gpus: Sequence[Gpu]) -> dict[str, str]:
 
 
 def whole_bytes(shape: Shape, constraints: Constraints, dtype: str) -> int:
-    """Base weights of a service that holds the whole model."""
+    """Bytes of the base weights of a service that holds the whole model."""
     return memory.base_bytes(shape, dtype, quantised=constraints.quantised)

@@ -1,10 +1,10 @@
 """Divides the GPUs and their memory between the trainer and the samplers of one base model.
 
-On one GPU both lie together, each with a fixed part of the memory. With several, the trainer gets the share of them
-that is asked for, or as many as the model needs, and the samplers the others. A trainer divides the memory of the base
-model among its ranks (`shard_base`) if the whole leaves too little of a GPU; a vLLM sampler divides the model among
-the fewest GPUs that hold it. Several trainers divide the GPUs for training evenly, and each has its own. What is left
-of each GPU goes into caches and training memory, by the services' rules.
+On a machine with one GPU, trainer and sampler share it, each with a fixed part of the memory. With several GPUs, the
+trainer gets the wanted share of them, or as many as the model needs, and the samplers get the others. The ranks of a
+trainer divide the memory of the base model (`shard_base`) if the whole base model leaves too little of a GPU. A vLLM
+sampler divides the model among the fewest GPUs that hold it. Several trainers get equal numbers of GPUs of their own.
+The remaining memory of each GPU goes into caches and training memory, by the services' rules.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from tinsmith_cli.planning.plan import DoesNotFit, Plan, whole_bytes
 from tinsmith_cli.planning.shape import Shape
 
 COMFORTABLE_KV_TOKENS = 32768
+"""A sampler with at least this many tokens of keys and values is comfortable."""
 _ATTEMPTS = ((32, True), (32, False), (8, False), (1, False))
-"""Least rank, if none is given, and whether trainer and samplers must be comfortable: the first placement that offers
-so much is taken."""
+"""Demands on a placement, the highest first: the least rank, unless the user gives one, and whether trainer and
+samplers must be comfortable. The first placement that meets the highest possible demand is taken."""
 
 
 def plan(name: str, shape: Shape, machine: Machine, constraints: Constraints) -> Plan:
-    """The plan. Raises DoesNotFit with the smallest change that would make it fit, and UsageError for constraints that
-    contradict each other."""
+    """The plan for a base model. Raises DoesNotFit, with the smallest change by which the model would fit, and
+    UsageError for constraints that contradict each other."""
     try:
         return _plan(name, shape, machine, constraints)
     except DoesNotFit as error:
@@ -55,7 +56,8 @@ def _plan(name: str, shape: Shape, machine: Machine, constraints: Constraints) -
                 try:
                     planned = fill(name, shape, machine, constraints, trainer=trainer, samplers=samplers, rank=rank)
                 except DoesNotFit as error:
-                    if failure is None or len(samplers) < fewest:  # more samplers may fail for more reasons
+                    # The placement with the fewest samplers gives the reason: more samplers may fail for more reasons.
+                    if failure is None or len(samplers) < fewest:
                         failure, fewest = error, len(samplers)
                     continue
                 if not comfortable or _is_comfortable(planned):
@@ -99,7 +101,8 @@ def _check_together(shape: Shape, machine: Machine, constraints: Constraints) ->
 
 
 def _ranks(shape: Shape, constraints: Constraints, *, least: int) -> Iterator[int]:
-    """Largest ranks to try, the largest first: the services' default, and less."""
+    """The largest ranks of adapters to try: the user's, else the services' default and halves of it, down to
+    `least`."""
     if constraints.max_lora_rank is not None or constraints.full_training:
         yield constraints.max_lora_rank or 1
         return
@@ -112,8 +115,8 @@ def _ranks(shape: Shape, constraints: Constraints, *, least: int) -> Iterator[in
 def _placements(
     shape: Shape, machine: Machine, constraints: Constraints
 ) -> Iterator[tuple[Sequence[Gpu], Sequence[Sequence[Gpu]]]]:
-    """GPUs of the trainer's ranks and of each sampler, the preferred placement first: near to the wanted share, few
-    GPUs for each sampler, and no GPU idle."""
+    """Placements, the preferred one first: the GPUs of the trainers' ranks, and the GPUs of each sampler. A placement
+    is preferred if it is near to the wanted share, has few GPUs for each sampler, and leaves no GPU idle."""
     gpus = sorted(machine.gpus, key=lambda gpu: -round(gpu.free_bytes / 1e9))
     if not constraints.trains:
         samples = gpus if constraints.sampler_gpus is None else constraints.sampler_gpus
@@ -137,7 +140,8 @@ def _placements(
     if len(gpus) == 1:
         yield from _within(shape, constraints, gpus, gpus)
         return
-    # Last, trainer and sampler together on the GPU that has most free, if the others have too little.
+    # The last placement has trainer and sampler together on the GPU with most free memory. It is for machines whose
+    # other GPUs have too little.
     found = [((float(len(gpus)), 1, 0, 0), *one) for one in _within(shape, constraints, gpus[:1], gpus[:1])]
     orders = [gpus] if len({round(gpu.free_bytes / 1e9) for gpu in gpus}) == 1 else [gpus, gpus[::-1]]
     for order, ordered in enumerate(orders):
@@ -153,7 +157,7 @@ def _placements(
 def _within(
     shape: Shape, constraints: Constraints, trains: Sequence[Gpu], samples: Sequence[Gpu]
 ) -> Iterator[tuple[Sequence[Gpu], Sequence[Sequence[Gpu]]]]:
-    """The ways in which the ranks use `trains` and the samplers `samples`."""
+    """The placements in which the trainers' ranks use the GPUs `trains`, and the samplers the GPUs `samples`."""
     count = constraints.trainers if trains else 0
     ranks = 0
     if trains:

@@ -1,4 +1,4 @@
-"""A plan as text, as JSON, and as the command that it stands for."""
+"""Shows a plan as text, as JSON, and as the command that starts it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def summary(plan: Plan) -> str:
 
 
 def command(plan: Plan) -> list[str]:
-    """The lines of the shell that start what the plan says."""
+    """Lines for a shell, which start the services as planned."""
     trainer, samplers = plan.trainer, plan.samplers
     common = {**plan.trainer_env(0), **(plan.sampler_env(0) if samplers else {})}
     settled = {name: value for name, value in common.items() if not name.startswith("CUDA_") and "MAX_LORA" not in name}
@@ -125,7 +125,7 @@ def command(plan: Plan) -> list[str]:
 
 
 def _is_common(plan: Plan, name: str) -> bool:
-    """Whether one environment can hold the variable for all samplers, which may have different GPUs."""
+    """Whether the variable has one value for all samplers, so that one environment can hold it."""
     return len({plan.sampler_env(number).get(name) for number in range(len(plan.samplers))}) == 1
 
 
@@ -197,7 +197,7 @@ def _machine(plan: Plan) -> str:
 
 
 def _alike(plan: Plan) -> list[tuple[SamplerPlan, list[int]]]:
-    """The samplers, with the numbers of those that have equal figures."""
+    """The samplers with different figures, each with the numbers of all samplers that have its figures."""
     found: list[tuple[SamplerPlan, list[int]]] = []
     for number, sampler in enumerate(plan.samplers):
         for known, numbers in found:

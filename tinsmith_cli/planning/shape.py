@@ -1,4 +1,5 @@
-"""Sizes of a base model: parameters, layers that take adapters, keys and values. families.py computes them."""
+"""Sizes of a base model: its parameters, its layers that take adapters, its keys and values. families.py computes
+them."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ class Matrix:
     inputs: int
     outputs: int
     group: Group | None = None
-    """None if it takes no adapter, as a router."""
+    """Group of the layer; None if the layer takes no adapter, as a router."""
     num_experts: int = 0
-    """0 if it is no layer of experts."""
+    """Number of experts; 0 for a layer without experts."""
     shares: Literal["A", "B"] | None = None
-    """The one of an adapter's A and B that all experts share."""
+    """Which of an adapter's A and B all experts share; None for a layer without experts."""
     bias: bool = False
 
     @property
@@ -42,7 +43,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A decoder layer."""
+    """Sizes of a decoder layer."""
 
     matrices: Sequence[Matrix]
     others: int
@@ -50,6 +51,7 @@ class Layer:
     kv_elements: int
     """Elements of the keys and values of a token."""
     widths: Widths
+    """Features that the layer keeps for its backward pass."""
 
     @property
     def parameters(self) -> int:
@@ -58,19 +60,22 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Features of a token that a layer keeps for its backward pass, by their place."""
+    """Numbers of features that a layer keeps of each token for its backward pass, by kind."""
 
     queries: int
+    """Features of all query heads."""
     keys: int
-    """Features of all key heads, which values have, too."""
+    """Features of all key heads; the value heads have as many."""
     inner: int
-    """Inner features of the feed-forward layers that a token passes, all experts of the token together."""
+    """Inner features of the feed-forward layers that a token passes, of all experts of the token together."""
     num_pairs: int = 0
-    """Experts of a token, whose inputs and outputs are kept once for each."""
+    """Number of experts of a token. Inputs and outputs are kept once for each of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shape:
+    """Sizes of a base model."""
+
     family: str
     """`model_type` of config.json."""
     hidden: int
@@ -83,25 +88,28 @@ class Shape:
     heads: int
     kv_heads: int
     latent: bool = False
-    """Whether keys and values are one latent vector for all heads."""
+    """Whether keys and values of all heads are one latent vector (multi-head latent attention)."""
     recurrent: bool = False
     """Whether layers carry a state from token to token."""
     state_heads: int = 0
     """Key heads of Gated DeltaNet's layers; 0 without such layers."""
     outside_more: int = 0
-    """Parameters beside the layers, the embedding, the last norm and the output layer, such as those of a tower."""
+    """Number of further parameters, outside of the layers, the embedding, the last norm and the output layer, such as
+    those of a tower."""
     tower: Sequence[Matrix] = ()
-    """The linear layers of the vision tower that take adapters, in runs that ask for it; their parameters are part of
+    """The linear layers of the vision tower that take adapters, in runs with train_vision. Their parameters are part of
     outside_more."""
     tower_parameters: int = 0
-    """All parameters of the towers for pictures and sound, and of what joins them to the language model."""
+    """Number of parameters beside the language model: those of the towers for pictures and sound, and of the layers
+    between towers and language model."""
     is_estimate: bool = False
-    """Whether some of these sizes are estimates, as `note` says."""
+    """Whether some of these sizes are estimates; `note` names them."""
     note: str = ""
+    """A sentence about estimates or quantised files, for the user; empty if there is nothing to say."""
 
     @property
     def outside_parameters(self) -> int:
-        """Parameters of the embedding, the last norm and the output layer."""
+        """Number of parameters outside of the layers: embedding, last norm, output layer, and `outside_more`."""
         return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden + self.outside_more
 
     @property
@@ -114,21 +122,21 @@ class Shape:
 
     @property
     def matrix_parameters(self) -> int:
-        """Parameters of the layers' matrices that take adapters, which quantisation makes smaller."""
+        """Number of parameters of the layers' matrices that take adapters, which are the ones that are quantised."""
         return sum(m.parameters for layer in self.layers for m in layer.matrices if m.group is not None)
 
     @property
     def targets(self) -> list[Matrix]:
-        """Every layer that takes an adapter."""
+        """Every matrix that takes an adapter, outside of the tower. The last one is the output layer."""
         found = [matrix for layer in self.layers for matrix in layer.matrices if matrix.group is not None]
         return [*found, Matrix(self.hidden, self.vocab, "unembed")]
 
     def adapter_elements(self, rank: int, *, vision: bool = False) -> int:
-        """Parameters of an adapter of all layers; with `vision`, of those of the tower, too."""
+        """Elements of an adapter on all targets. `vision`: also on those of the tower."""
         return rank * sum(target.rank_elements for target in [*self.targets, *(self.tower if vision else ())])
 
     def slot_elements(self, rank: int) -> int:
-        """Elements of a slot of vLLM, which leaves out the output layer where the model shares it."""
+        """Elements of a slot of vLLM, which does not include the output layer."""
         return rank * sum(target.slot_elements for target in self.targets[:-1])
 
     @property
@@ -136,8 +144,8 @@ class Shape:
         return max(1, sum(layer.kv_elements for layer in self.layers))
 
     def divides(self, size: int) -> bool:
-        """Whether vLLM can divide the attention among `size` GPUs: by whole heads, or with copies of few key heads.
-        Heads of Gated DeltaNet are not copied."""
+        """Whether vLLM can divide the attention among `size` GPUs: query heads evenly, and key heads evenly or, if they
+        are few, with copies. Key heads of Gated DeltaNet must be divided evenly."""
         kv = self.latent or not self.kv_heads % size or not size % self.kv_heads
         return not self.heads % size and kv and not self.state_heads % size
 

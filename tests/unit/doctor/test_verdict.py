@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.models import VOCAB_SIZE
-from tinsmith_cli.doctor.coverage import Text
+from tinsmith_cli.doctor.coverage import TokenizerFindings
 from tinsmith_cli.doctor.examine import examine
 from tinsmith_cli.doctor.limits import Findings, gap, limits
 from tinsmith_cli.doctor.oracle import Truth
@@ -171,7 +171,9 @@ def test_a_tokenizer_of_another_model_is_found(good: Findings) -> None:
 
 
 def test_a_tokenizer_that_is_broken_is_not_called_absent(good: Findings) -> None:
-    text = Text(False, False, 0, "tokenizer.json is there, but it is broken: expected value", is_broken=True)
+    text = TokenizerFindings(
+        False, False, 0, "tokenizer.json is there, but it is broken: expected value", is_broken=True
+    )
     verdict = judge(replace(good, text=text))
     assert failed(verdict) == {("text", "tokenizer")}
     (check,) = (check for check in verdict.checks if check.status == "FAILED")
