@@ -44,10 +44,14 @@ Category = Literal["user", "server", "unknown"]
 
 
 class ServiceError(Exception):
+    """An error with a code, a reason and a category, which the caller gets, too."""
+
     code = "INTERNAL"
     """Name of the gRPC status code."""
     reason = "INTERNAL"
+    """Name of the error in Tinsmith, which distinguishes errors with one code."""
     category: Category = "server"
+    """Whose mistake the error is, in the words of the Tinker SDK."""
 
     def __init__(self, message: str, **metadata: object) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Errors by which a computation says that memory has run out, or that the device can compute no more."""
+"""Recognises errors of a computation that mean that memory has run out, or that the device has failed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _DEVICE_FAULTS = ("CUDA error:", "CUDA driver error:", "cuDNN error:", "Triton E
 
 
 def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory of the host or of a GPU has run out."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(

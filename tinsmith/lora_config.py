@@ -49,6 +49,7 @@ def config_from_proto(message: pb.LoraConfig, *, max_rank: int) -> AdapterConfig
 
 
 def config_to_proto(config: AdapterConfig) -> pb.LoraConfig:
+    """The message for a configuration: the inverse of `config_from_proto`, except for a seed that FULL has dropped."""
     return pb.LoraConfig(
         rank=config.rank,
         seed=config.seed,

@@ -17,6 +17,7 @@ _HEALTH_TIMEOUT_S = 2.0
 
 
 async def wait_grpc(address: str, certificates: Certificates | None = None) -> None:
+    """Waits until a gRPC service is healthy, without a limit."""
     async with connect(address, certificates=certificates) as channel:
         await wait_serving(channel, timeout_s=float("inf"))  # the supervisor sets the limit
 

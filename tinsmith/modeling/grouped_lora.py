@@ -29,6 +29,7 @@ GroupedMM = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def torch_grouped_mm(left: Tensor, right: Tensor, ends_G: Tensor) -> Tensor:
+    """torch's kernel as a GroupedMM."""
     return torch.nn.functional.grouped_mm(left, right, offs=ends_G)
 
 

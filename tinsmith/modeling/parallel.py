@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 
 class InTurns(Protocol):
+    """A function that lets the ranks of a machine do something one after the other."""
+
     def __call__(self, call: Callable[[], T], /) -> T:
         """Makes the call on the ranks of a machine one after the other."""
         ...

@@ -136,10 +136,12 @@ def take_quantized(module: nn.Module, source: nn.Module) -> None:
 
 
 def shape_of(parameter: ParametrizationList) -> torch.Size:
+    """Shape of a quantised parameter's weight."""
     return _rule(parameter).shape
 
 
 def dtype_of(parameter: ParametrizationList) -> torch.dtype:
+    """Type of a quantised parameter's weight once it is dequantised."""
     return _rule(parameter).dtype
 
 

@@ -6,7 +6,7 @@ holds the same bytes several times. Here the first service writes its bytes into
 the addresses of its own pages, which the kernel frees. No tensor changes. The mapping is private (MAP_PRIVATE): a
 service that wrote to a weight would get its own page again, and no other service would see the change.
 
-Two weights can have the same pages only if they begin at the same place of a page. Those that were allocated within
+Two weights can have the same pages only if they begin at the same place of a page. Weights that were allocated within
 `blocks_at_page_starts` (tinsmith/allocator.py) do.
 
 The file is a list of records, each a page with a head (`_HEAD`) and then the bytes of whole pages.

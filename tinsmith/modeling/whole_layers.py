@@ -84,7 +84,7 @@ class WholeLayer:
     def run(self, x_T_H: Tensor, cos_T_1_D: Tensor, sin_T_1_D: Tensor, layout: Packed, runs: Sequence[Run]) -> Tensor:
         """The layer's output [T, H]."""
         parameters = parameters_of(self.linear_layers, runs)
-        return _Layer.apply(x_T_H, cos_T_1_D, sin_T_1_D, self, layout, runs, *parameters)
+        return _LayerFunction.apply(x_T_H, cos_T_1_D, sin_T_1_D, self, layout, runs, *parameters)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,7 +101,7 @@ class WholeLayer:
         return [*self.qkv.layers, *self.out.layers, *self.gate_up.layers, *self.down.layers]
 
 
-class _Layer(torch.autograd.Function):
+class _LayerFunction(torch.autograd.Function):
     """The autograd node: norm, projections, the heads' norms, rotation, attention, output projection, residual, norm,
     SwiGLU, residual."""
 

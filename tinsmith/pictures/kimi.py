@@ -15,7 +15,7 @@ from transformers.processing_utils import ImagesKwargs
 from tinsmith.pictures.counting import Bounded
 
 
-class _Settings(ImagesKwargs, total=False):
+class _KimiImagesKwargs(ImagesKwargs, total=False):
     max_patches: int
     patch_size: int
     merge_size: int
@@ -37,7 +37,7 @@ class Kimi_K25ImageProcessorPil(PilBackend):
     do_convert_rgb = True
     patch_size = 14
     merge_size = 2
-    valid_kwargs = _Settings
+    valid_kwargs = _KimiImagesKwargs
     model_input_names = ["pixel_values", "image_grid_thw"]  # noqa: RUF012
 
     def __init__(self, *, media_proc_cfg: Mapping[str, Any] | None = None, **settings: Any) -> None:

@@ -106,6 +106,7 @@ def admins(api_keys: Iterable[SecretStr | ApiKey], service_key: SecretStr) -> li
 
 @functools.lru_cache(256)
 def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`: a loopback address, or localhost."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -91,6 +91,7 @@ def from_bytes(data: bytes) -> ServiceError:
 
 
 def to_status(error: ServiceError) -> grpc.Status:
+    """The error as the status with which a gRPC call is ended."""
     return rpc_status.to_status(to_proto(error))
 
 

@@ -58,6 +58,8 @@ class _Formatter(logging.Formatter):
 
 
 class JsonFormatter(_Formatter):
+    """One JSON object for each line."""
+
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
             "time": self._time(record),
@@ -73,6 +75,8 @@ class JsonFormatter(_Formatter):
 
 
 class TextFormatter(_Formatter):
+    """Text for people, with the fields and ids in brackets at the end of the line."""
+
     def format(self, record: logging.LogRecord) -> str:
         facts = " ".join(f"{name}={_on_one_line(value)}" for name, value in {**self._fields, **_ids()}.items())
         line = f"{self._time(record)} {record.levelname:7} {record.name}: {record.getMessage()}"

@@ -12,10 +12,13 @@ from tinsmith.threads import in_pool_of
 from tinsmith.v1 import metrics_pb2, metrics_pb2_grpc
 
 _SCRAPING = ThreadPoolExecutor(1, thread_name_prefix="scraping")
-"""A thread of its own: a gauge that asks a disk for its free space may hang as long as the disk does."""
+"""The thread that collects metrics. It is apart from other threads, because a gauge that asks a disk for its free space
+may hang as long as the disk does."""
 
 
 class MetricsServicer(metrics_pb2_grpc.MetricsServiceServicer):
+    """Answers with the metrics of one registry, in Prometheus' text format."""
+
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 

@@ -60,6 +60,8 @@ def _ns(seconds: float) -> int:
 
 
 class Tracing:
+    """OpenTelemetry's side of the functions of tracing.py, which describes the methods."""
+
     def __init__(self, provider: TracerProvider) -> None:
         self.provider = provider
         self._tracer = provider.get_tracer("tinsmith")

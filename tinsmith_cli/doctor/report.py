@@ -34,6 +34,7 @@ _TITLES = {
 
 
 def as_text(findings: Findings, verdict: Verdict) -> str:
+    """The report for people."""
     return "\n".join([*_head(findings), *_checks(verdict), *_measured(findings), "", *_end(verdict)])
 
 
@@ -171,6 +172,7 @@ def _end(verdict: Verdict) -> Iterator[str]:
 
 
 def as_json(findings: Findings, verdict: Verdict) -> dict[str, Any]:
+    """All results, in types that JSON has."""
     subject, trained = findings.subject, findings.trainer
     return {
         "tinsmith": tinsmith.__version__,

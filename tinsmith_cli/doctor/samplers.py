@@ -89,6 +89,7 @@ class SamplerFindings:
 
 
 def examine(kind: Kind, subject: Subject, sequences: Sequence[Example]) -> SamplerFindings:
+    """Examines one engine. An error of the engine becomes the `failure` of the findings."""
     found = SamplerFindings(kind.name)
     try:
         asyncio.run(_examine(found, kind, subject, sequences))

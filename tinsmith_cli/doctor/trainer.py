@@ -137,6 +137,7 @@ def examine(
 
 
 def load_base(subject: Subject) -> BaseModel:
+    """Loads the subject's model as the trainer does. Raises the errors of BaseModel.load."""
     return BaseModel.load(subject.path, device=subject.device, dtype=subject.dtype, quantize=subject.quantize)
 
 

@@ -56,6 +56,7 @@ class Verdict:
 
 
 def judge(findings: Findings) -> Verdict:
+    """Makes the checks from the findings, and the verdict from the checks."""
     checks = [*_weights(findings), *_logprobs(findings), *_gradients(findings), *_reload(findings)]
     for sampler in findings.samplers:
         checks += _sampler(findings, sampler)

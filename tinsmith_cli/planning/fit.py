@@ -385,9 +385,11 @@ def _notes(shape: Shape, machine: Machine) -> list[str]:
 
 
 def dtype_of(wanted: str, default: str) -> str:
+    """The type of base weights: `wanted`, or `default` for "auto"."""
     return default if wanted == "auto" else wanted
 
 
 def gpus_text(gpus: Sequence[Gpu]) -> str:
+    """The GPUs in words, for messages."""
     ids = ", ".join(gpu.id for gpu in gpus)
     return f"GPU {ids}" if len(gpus) == 1 else f"GPUs {ids}"

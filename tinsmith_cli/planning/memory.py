@@ -159,7 +159,7 @@ class Training:
         this machine, which divide the host memory."""
         moves = device_type == "cuda"
         one = adapter_bytes(shape, rank)
-        # The adapter includes the tower, as in the trainer, which cannot foresee whether runs will adapt the tower.
+        # The adapter includes the tower here, as in the trainer, which does not know yet whether runs will adapt it.
         room = room_for_one(memory_bytes, adapter_bytes(shape, rank, vision=True), moves=moves)
         longest = max(
             activations(

@@ -13,6 +13,7 @@ from tinsmith_cli.planning.plan import Plan, SamplerPlan
 
 
 def as_text(plan: Plan) -> str:
+    """The plan as a table for people, and the command that starts it."""
     shape, trainer = plan.shape, plan.trainer
     training = trainer.training
     gpus = plan.machine.gpus

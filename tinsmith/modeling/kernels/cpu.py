@@ -85,7 +85,7 @@ def _scalar(value: float, dtype: torch.dtype) -> Tensor:
     return torch.tensor(value, dtype=dtype)
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_F: Tensor, eps: float) -> Tensor:
         y, scale = normalize(x, weight_F, eps)
@@ -97,7 +97,7 @@ class _RMSNorm(torch.autograd.Function):
         return normalize_backward(grad_outputs[0], *ctx.saved_tensors), None, None
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -108,7 +108,7 @@ class _SwiGLU(torch.autograd.Function):
         return swiglu_backward(grad_outputs[0], *ctx.saved_tensors)
 
 
-class _Rotary(torch.autograd.Function):
+class _RotaryFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -125,11 +125,13 @@ def rms_norm(x: Tensor, weight_F: Tensor, eps: float, *, gemma: bool) -> Tensor:
     weight_F = gemma_factor(weight_F) if gemma else weight_F
     if not torch.is_grad_enabled():  # saves the fixed cost of an autograd function, which counts in a decode step
         return normalize(x, weight_F, eps)[0]
-    return _RMSNorm.apply(x, weight_F, eps)
+    return _RMSNormFunction.apply(x, weight_F, eps)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return _SwiGLU.apply(gate, up) if torch.is_grad_enabled() and gate.dtype != torch.bfloat16 else silu(gate) * up
+    if torch.is_grad_enabled() and gate.dtype != torch.bfloat16:
+        return _SwiGLUFunction.apply(gate, up)
+    return silu(gate) * up
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,7 +142,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
 
 def _rotated(x_1_N_T_D: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _Rotary.apply(x_1_N_T_D.squeeze(0).transpose(0, 1), cos, sin).transpose(0, 1)[None]
+    return _RotaryFunction.apply(x_1_N_T_D.squeeze(0).transpose(0, 1), cos, sin).transpose(0, 1)[None]
 
 
 CPU = Elementwise("in few passes", rms_norm, swiglu, rotary)

@@ -46,6 +46,7 @@ class Elementwise:
 
 
 def rms_norm(x: Tensor, weight_F: Tensor, eps: float, *, gemma: bool) -> Tensor:
+    """RMSNorm in plain torch (Zhang and Sennrich, arXiv:1910.07467)."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if gemma:
@@ -54,10 +55,12 @@ def rms_norm(x: Tensor, weight_F: Tensor, eps: float, *, gemma: bool) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """SwiGLU in plain torch (Shazeer, arXiv:2002.05202), without the linear layers."""
     return torch.nn.functional.silu(gate) * up
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding in plain torch (Su et al., arXiv:2104.09864)."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return rotate(q, cos, sin), rotate(k, cos, sin)
 

@@ -28,6 +28,8 @@ any other computation."""
 
 
 class FusedRMSNorm(nn.Module):
+    """An RMSNorm that a backend computes, with the weight of the module that it replaces."""
+
     def __init__(self, weight_F: nn.Parameter, eps: float, *, gemma: bool, backend: Elementwise) -> None:
         super().__init__()
         self.weight = weight_F
