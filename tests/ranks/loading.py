@@ -35,29 +35,27 @@ from trainer_service.ranks.place import Place
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("layouts", nargs="+", choices=[*LAYOUTS])
-    arguments = parser.parse_args()
+    parser.add_argument("loads", nargs="+", metavar="FOLDER=LAYOUT", help="what is found is written to the folder, too")
+    loads = [load.rsplit("=", 1) for load in parser.parse_args().loads]
     torch.set_num_threads(1)
-    config = TrainerConfig(base_model=str(arguments.model))
-    process.begin(Place.of(config), log_level="WARNING")
-    group = RankGroup.join(Place.of(config), CPU, timeout_s=60)
-    for name in arguments.layouts:
-        place = Place.of(TrainerConfig(base_model=str(arguments.model), **LAYOUTS[name]))
+    first = Place.of(TrainerConfig(base_model=loads[0][0]))
+    process.begin(first, log_level="WARNING")
+    group = RankGroup.join(first, CPU, timeout_s=60)
+    for folder, name in loads:
+        place = Place.of(TrainerConfig(base_model=folder, **LAYOUTS[name]))
         mesh = init_device_mesh("cpu", (place.num_rows, place.tensor_parallel), mesh_dim_names=("data", "tensor"))
         division = replace(group, place=place, mesh=mesh).division()
-        gc.collect()  # the layout before
+        gc.collect()  # the model before
         peak = _Peak()
         with (
             patch.object(base_model, "checked", partial(_ending, peak)),
             patch.object(base_model, "move", partial(_marking, peak)),
         ):
-            base = BaseModel.load(arguments.model, device=CPU, dtype=torch.float32, division=division)
+            base = BaseModel.load(folder, device=CPU, dtype=torch.float32, division=division)
         share = sum(_local(parameter).nbytes for parameter in [*base.decoder.parameters(), base.head.weight_V_H])
         found = {"peak": peak.bytes, "read": peak.marked, "share": share, "weights_sum": base.weights_sum}
-        (arguments.out / f"{name}-{place.rank}").write_text(json.dumps(found))
-        torch.save(step(base), arguments.out / f"{name}-{place.rank}.pt")
+        (Path(folder) / f"{name}-{place.rank}").write_text(json.dumps(found))
+        torch.save(step(base), Path(folder) / f"{name}-{place.rank}.pt")
         del base
     process.leave(0)
 

@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,14 @@ OTHER_BYTES = 12 * 2**20
 SETTINGS: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 512,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 64,
     "tie_word_embeddings": False,
 }
+"""Of models of 63 MB in float32. A quarter is more than OTHER_BYTES and a part of the largest weight, so that a rank
+which reads its part twice shows, too."""
 
 
 def dense() -> PreTrainedModel:
@@ -46,37 +49,61 @@ def sparse() -> PreTrainedModel:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SETTINGS, **experts))
 
 
-@pytest.mark.parametrize(
-    ("make", "dtype", "layouts"),
-    [
-        (dense, torch.float32, ("tensor", "sharded", "sharded-tensor")),
-        (dense, torch.bfloat16, ("tensor", "sharded", "sharded-tensor")),
-        (sparse, torch.float32, ("sharded",)),
-        (sparse, torch.bfloat16, ("sharded",)),
-    ],
-)
-def test_loading_takes_a_ranks_share_of_the_model_and_one_tensor(
-    make: Any, dtype: torch.dtype, layouts: Sequence[str], tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    model = make()
-    all_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    largest = max(parameter.nbytes for parameter in model.parameters())
-    model.to(dtype).save_pretrained(tmp_path / "model")
-    del model
+@dataclass(frozen=True, slots=True)
+class Model:
+    make: Callable[[], PreTrainedModel]
+    dtype: torch.dtype
+    layouts: Sequence[str]
+
+
+MODELS = {
+    "dense-float32": Model(dense, torch.float32, ("tensor", "sharded", "sharded-tensor")),
+    "dense-bfloat16": Model(dense, torch.bfloat16, ("tensor", "sharded", "sharded-tensor")),
+    "sparse-float32": Model(sparse, torch.float32, ("sharded",)),
+    "sparse-bfloat16": Model(sparse, torch.bfloat16, ("sharded",)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    folder: Path
+    """Of the model's files, with what each rank found of each layout in it."""
+    all_bytes: int
+    """Of the weights in float32."""
+    largest: int
+    """Bytes of the largest weight."""
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Loaded]:
+    """All models, loaded by the same ranks one after the other: four ranks take 20 s of a core to start."""
+    found = {}
+    for name, model in MODELS.items():
+        torch.manual_seed(0)
+        made: Any = model.make()
+        sizes = [parameter.nbytes for parameter in made.parameters()]
+        found[name] = Loaded(tmp_path_factory.mktemp(name), sum(sizes), max(sizes))
+        made.to(model.dtype).save_pretrained(found[name].folder)
+        del made
     (port,) = free_ports(1)
-    arguments = ["tests.ranks.loading", "--model", str(tmp_path / "model"), "--out", str(tmp_path), *layouts]
+    arguments = [f"{found[name].folder}={layout}" for name, model in MODELS.items() for layout in model.layouts]
     # Freed memory goes back to the system at once, so that the measured memory is that of living tensors.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-m", *torchrun(NUM_RANKS, port), *arguments]
+    command = [sys.executable, "-m", *torchrun(NUM_RANKS, port), "tests.ranks.loading", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    whole = BaseModel.load(tmp_path / "model", device=torch.device("cpu"), dtype=torch.float32, kernels="plain")
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loading_takes_a_ranks_share_of_the_model_and_one_tensor(name: str, loaded: Mapping[str, Loaded]) -> None:
+    folder, all_bytes, largest = loaded[name].folder, loaded[name].all_bytes, loaded[name].largest
+    whole = BaseModel.load(folder, device=torch.device("cpu"), dtype=torch.float32, kernels="plain")
     logprobs, grads = step(whole)
-    for layout in layouts:
+    for layout in MODELS[name].layouts:
         divided_by, in_row = DIVIDED_BY[layout]
         for rank in range(NUM_RANKS):
-            found = json.loads((tmp_path / f"{layout}-{rank}").read_text())
+            found = json.loads((folder / f"{layout}-{rank}").read_text())
             assert found["share"] == pytest.approx(all_bytes / divided_by, rel=0.05), (layout, rank)
             assert found["read"] <= found["share"] + largest / divided_by + OTHER_BYTES, (layout, rank)
             # The model's own forward pass gathers one weight at a time; its adapter makes a changed copy.
@@ -84,7 +111,7 @@ def test_loading_takes_a_ranks_share_of_the_model_and_one_tensor(
             assert found["peak"] > found["share"] / 2, "the memory was measured"
             assert found["weights_sum"] == whole.weights_sum, (layout, rank)
         for row in range(0, NUM_RANKS, in_row):
-            parts = [torch.load(tmp_path / f"{layout}-{rank}.pt") for rank in range(row, row + in_row)]
+            parts = [torch.load(folder / f"{layout}-{rank}.pt") for rank in range(row, row + in_row)]
             for theirs, _ in parts:
                 torch.testing.assert_close(theirs, logprobs, rtol=1e-5, atol=1e-5)
             for n, grad in enumerate(grads):
