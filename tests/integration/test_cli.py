@@ -1,4 +1,4 @@
-"""The `tinker` command line as its users run it: as a process, against the real stack.
+"""The `tinker` command line, each command in a process of its own, against the real stack.
 
 `checkpoint push-hf` is `checkpoint download` and then an upload to the Hugging Face Hub, which no test can reach.
 `auth whoami` needs JWTs: tests/unit/gateway/test_keys.py.
@@ -6,11 +6,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,28 +24,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.support import forking
 from tests.support.examples import BASE_MODEL, PROMPT, batch, forward, new_model, sample, train
 from tests.support.stack import Stack
 
 Cli = Callable[..., str]
-PROGRAM = [sys.executable, "-m", "tinker.cli"]
 
 
 @pytest.fixture(scope="module")
 def cli(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Cli:
     """Runs a command and returns what it prints; raises AssertionError unless its exit status is `status`."""
-    home, modules = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("modules")
-    # The SDK goes without torch when there is none, and most of a command's time is the import of torch.
-    (modules / "torch.py").write_text("raise ImportError")
-    env = {**os.environ, "HOME": str(home), "PYTHONPATH": str(modules)}
+    env = {**os.environ, "HOME": str(tmp_path_factory.mktemp("home"))}
     env |= {"TINKER_BASE_URL": stack.base_url, "TINKER_API_KEY": "tml-test"}
 
     def run(*arguments: str, status: int = 0) -> str:
-        done = subprocess.run([*PROGRAM, *arguments], env=env, cwd=home, capture_output=True, text=True, timeout=200)
-        # The SDK's threads may abort the process while it exits, when the command has done its work.
-        aborted = status == 0 and done.returncode == -signal.SIGABRT
-        assert aborted or done.returncode == status, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done.stdout if status == 0 else done.stderr
+        done = asyncio.run(forking.run(forking.command, "tinker.cli", arguments, env=env))
+        assert done.status == status, f"{arguments}: {done.status}\n{done.output}"
+        return done.output
 
     return run
 
@@ -79,7 +72,6 @@ def as_json(cli: Cli, *arguments: str) -> Any:
 
 
 def in_parallel(*calls: Callable[[], Any]) -> list[Any]:
-    """Most of a command's time is its start."""
     with ThreadPoolExecutor(2) as pool:
         return [done.result() for done in [pool.submit(call) for call in calls]]
 
