@@ -3,6 +3,7 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import gc
+import hashlib
 import os
 import signal
 import sys
@@ -117,18 +118,26 @@ def base(model_folder: Path) -> BaseModel:
 
 
 @pytest.fixture(scope="session")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def toy() -> Path:
     """Folder of a tiny base model that has learnt a little, so that its distributions are not flat.
 
-    All processes of a run share it, because making it takes eight seconds of a core. Nobody may write in it.
+    Making it takes seven seconds of a core, so .cache keeps it until the recipe, the code or a library is another one.
+    Nobody may write in it.
     """
-    from tinsmith.toy.model import Recipe, make
+    import tokenizers
+    import torch
+    import transformers
 
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    with (folder / "toy.lock").open("w") as lock:
+    from tinsmith.toy import model
+
+    recipe = model.Recipe("tiny", pretrain_steps=20)
+    versions = [library.__version__ for library in (tokenizers, torch, transformers)]
+    made_by = hashlib.sha256(f"{recipe} {versions}".encode())
+    for source in sorted(Path(model.__file__).parent.glob("*.py")):
+        made_by.update(source.read_bytes())
+    folder = Path(__file__).parents[1] / ".cache" / "toy" / made_by.hexdigest()[:16]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "toy").exists():
-            make(Recipe("tiny", pretrain_steps=20), folder / "toy", report=print)
-    return folder / "toy"
+        model.make(recipe, folder, report=print)  # does nothing where it lies already
+    return folder
