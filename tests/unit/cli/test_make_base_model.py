@@ -91,9 +91,10 @@ def test_a_folder_with_something_else_is_refused(
 
 @pytest.mark.parametrize("num_bytes", [10_000, 1_000_000], ids=["the tokenizer", "the weights"])
 def test_a_full_disk_is_said_in_one_line_and_leaves_nothing_behind(
-    num_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    num_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tokenizer, which is written first, has some 100 kB, and the weights have 4 MB."""
+    monkeypatch.setattr("tinsmith.toy.tokenizer._TRAINING_DOCUMENTS", 1000)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -124,7 +125,10 @@ def test_bad_flags_are_refused(flags: list[str], tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_it_without_a_traceback_and_leaves_nothing(tmp_path: Path) -> None:
     settings = ["--size", "tiny", "--pretrain-steps", "1000000", "--out", str(tmp_path / "model")]
-    program = "from tinsmith.toy import model; model._REPORT_INTERVAL_S = 0.0; import tinsmith_cli.__main__"
+    program = (
+        "from tinsmith.toy import model, tokenizer; model._REPORT_INTERVAL_S = 0.0; "
+        "tokenizer._TRAINING_DOCUMENTS = 1000; import tinsmith_cli.__main__"
+    )
     command = [sys.executable, "-c", program, "make-base-model", *settings]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
