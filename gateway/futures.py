@@ -136,7 +136,7 @@ class Gone(Exception):
 
 
 @dataclass(slots=True)
-class Progress:
+class FutureProgress:
     """The state of a future, and a text for the user that says what it waits for."""
 
     state: str = "active"
@@ -159,7 +159,7 @@ class Pending:
     """Id of the model, sampling session or session that the work belongs to."""
     fingerprint: str | None
     """Hash of the request; None when only the request id is known."""
-    progress: Progress = field(default_factory=Progress)
+    progress: FutureProgress = field(default_factory=FutureProgress)
     accepted: asyncio.Future[None] | None = None
     """Done once a receipt may be given. None means that a receipt may be given at once."""
     num_tokens: int = 0
@@ -201,7 +201,7 @@ def ran_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> tuple[float, f
     return None
 
 
-async def explain(pending: Pending) -> Progress:
+async def explain(pending: Pending) -> FutureProgress:
     """Explains what pending work waits for: in the service's words if it answers, else in the gateway's."""
     if pending.ask is None:
         return pending.progress
@@ -214,7 +214,7 @@ async def explain(pending: Pending) -> Progress:
     return in_words(status)
 
 
-def in_words(status: types_pb2.QueueStatus) -> Progress:
+def in_words(status: types_pb2.QueueStatus) -> FutureProgress:
     """The service's text, with the position in the queue and the expected time.
 
     Work behind other work is "paused_capacity". Work that waits for its client is not.
@@ -223,7 +223,7 @@ def in_words(status: types_pb2.QueueStatus) -> Progress:
     if status.HasField("expected_time"):
         facts.append(f"done in about {duration_text(seconds_of(status.expected_time))}")
     reason = f"{status.reason} ({', '.join(facts)})" if facts else status.reason
-    return Progress("paused_capacity" if status.position else "active", reason)
+    return FutureProgress("paused_capacity" if status.position else "active", reason)
 
 
 class Listener(Protocol):
@@ -363,7 +363,7 @@ class Futures:
         owner = self._ledger.owner_of(session_of(request_id))
         self._answers.put(request_id, KeptAnswer(owner, answer, fingerprint))
 
-    async def poll(self, request_id: str, *, timeout_s: float) -> Answer | Progress:
+    async def poll(self, request_id: str, *, timeout_s: float) -> Answer | FutureProgress:
         """Waits for the answer. Returns the progress when there is no answer after `timeout_s`. Raises Gone when the id
         is unknown, or the work has ended without an answer."""
         if (kept := self._answers.get(request_id)) is not None:

@@ -21,7 +21,7 @@ from gateway.database.store import Store
 from gateway.database.urls import without_secrets
 from gateway.futures import Futures
 from gateway.high_availability.forwarding import Forwarding
-from gateway.high_availability.peers import OtherGateways, Peers
+from gateway.high_availability.peers import GatewayPeers, OtherGateways
 from gateway.load import Bodies, Pacer, Receiving, Turns, watch_event_loop
 from gateway.metrics import Metrics
 from gateway.moving import RunMover
@@ -84,7 +84,7 @@ class Core:
         self.clients = Clients(config, self.metrics)
         self.placement = Placement(self.store, self.clients, timeout_s=config.submit_timeout_s)
         self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics, ledger=self.ledger)
-        self.peers = Peers(self.store, self.futures, url=config.peer_url)
+        self.peers = GatewayPeers(self.store, self.futures, url=config.peer_url)
         self.moving = RunMover(
             store=self.store,
             clients=self.clients,
@@ -103,7 +103,7 @@ class Core:
         )
 
 
-class Tenants:
+class TenantParts:
     """Owners and their keys: authentication, access, rates, budgets and usage."""
 
     def __init__(self, core: Core) -> None:
@@ -121,10 +121,10 @@ class Tenants:
         self.callers = Callers(named(core.config.api_keys), self.keys, also_read=self.limits.refresh)
 
 
-class Storage:
+class StorageParts:
     """Checkpoints: the index, copies, imports, downloads, deletion and retention."""
 
-    def __init__(self, core: Core, tenants: Tenants) -> None:
+    def __init__(self, core: Core, tenants: TenantParts) -> None:
         config, store, clients, ledger = core.config, core.store, core.clients, core.ledger
         placement = core.placement
         self.retired = RetiredCheckpoints(store, placement)
@@ -140,10 +140,10 @@ class Storage:
         self.retention = Retention(config, store=store, checkpoints=self.checkpoints, metrics=core.metrics)
 
 
-class Sampling:
+class SamplingParts:
     """Samples, the samplers that generate them, and the publishing of versions to samplers."""
 
-    def __init__(self, core: Core, tenants: Tenants, storage: Storage) -> None:
+    def __init__(self, core: Core, tenants: TenantParts, storage: StorageParts) -> None:
         config, store, clients, peers = core.config, core.store, core.clients, core.peers
         self.completions = Completions(store, core.futures, home=peers.gateway_id if peers.are_several else None)
         self.suspects = Suspects(store)
@@ -175,10 +175,10 @@ class Sampling:
         self.generator = Generator(config, clients=clients, drawings=drawings, limits=tenants.limits, pacer=core.pacer)
 
 
-class Training:
+class TrainingParts:
     """Training operations: from the client's request through the trainer to the stored answer."""
 
-    def __init__(self, core: Core, storage: Storage, sampling: Sampling) -> None:
+    def __init__(self, core: Core, storage: StorageParts, sampling: SamplingParts) -> None:
         config, store, clients, futures = core.config, core.store, core.clients, core.futures
         self.operations = Operations(
             config,
@@ -205,10 +205,10 @@ class Gateway(Core):
     def __init__(self, config: GatewayConfig) -> None:
         super().__init__(config)
         self.assets = Assets(config)
-        self.tenants = Tenants(self)
-        self.storage = Storage(self, self.tenants)
-        self.sampling = Sampling(self, self.tenants, self.storage)
-        self.training = Training(self, self.storage, self.sampling)
+        self.tenants = TenantParts(self)
+        self.storage = StorageParts(self, self.tenants)
+        self.sampling = SamplingParts(self, self.tenants, self.storage)
+        self.training = TrainingParts(self, self.storage, self.sampling)
         self.catalog = Catalog(self.store)
         self.session_search = SessionSearch(self.store)
         self.reaper = Reaper(

@@ -29,7 +29,7 @@ from gateway.database.outages import log_failure
 from gateway.database.store import Store
 from gateway.database.tables.moves import MoveRow, Problem
 from gateway.database.tables.sessions import Model
-from gateway.high_availability.peers import Peers
+from gateway.high_availability.peers import GatewayPeers
 from gateway.metrics import Metrics
 from gateway.placement import Placement
 from tinsmith.errors import (
@@ -101,7 +101,7 @@ class RunMover:
         store: Store,
         clients: Clients,
         placement: Placement,
-        peers: Peers,
+        peers: GatewayPeers,
         metrics: Metrics,
         adopt_after_s: float,
     ) -> None:

@@ -23,7 +23,7 @@ from gateway.database.store import Store
 from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint
 from gateway.database.tables.sessions import Model
 from gateway.futures import Answer, Futures, Gone, Pending
-from gateway.high_availability.peers import BEAT_S, Peers
+from gateway.high_availability.peers import BEAT_S, GatewayPeers
 from gateway.metrics import Metrics
 from gateway.placement import Placement
 from gateway.sampling.records import Records
@@ -66,7 +66,7 @@ class Reaper:
         silent_clients: SilentClients,
         operations: Operations,
         refusals: Refusals,
-        peers: Peers,
+        peers: GatewayPeers,
         retention: Retention,
         metrics: Metrics,
     ) -> None:

@@ -70,7 +70,7 @@ class RetentionState(RetentionPlan):
     is_default: bool
 
 
-class Pruned(RetentionPlan):
+class PruneResult(RetentionPlan):
     deleted: NotRequired[list[CheckpointFacts]]
 
 

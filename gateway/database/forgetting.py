@@ -21,7 +21,7 @@ from gateway.database.tables.history import Span
 from gateway.database.tables.operations import CustomLoss, Operation
 from gateway.database.tables.samples import SampleMark, SequenceRecord
 from gateway.database.tables.sessions import Model, SamplingSession, Session
-from gateway.database.tables.tenants import AuditEvent, CountedOperation, LedgerBatch, Usage
+from gateway.database.tables.tenants import AuditEvent, CountedOperation, HourlyUsage, LedgerBatch
 from gateway.ids import session_of
 
 FORGET_S = 60.0
@@ -118,7 +118,7 @@ class Forgetting:
         sessions = _ended_sessions()
         for owner in await self._above(select(Session.owner).where(sessions)):
             await self._forget_sessions(owner, sessions)
-        for owner in await self._above(select(Usage.owner).where(Usage.session_id != "")):
+        for owner in await self._above(select(HourlyUsage.owner).where(HourlyUsage.session_id != "")):
             await self._sum_usage(owner)
         samplers = select(Session.owner).join(SamplingSession)
         for owner in await self._above(samplers.join(SampleMark, _is_of_sampler())):
@@ -189,25 +189,27 @@ class Forgetting:
     async def _sum_usage(self, owner: str) -> None:
         """Sums up the usage of the owner's oldest hours over sessions, so that at most max_owner_rows of the owner's
         rows name a session."""
-        mine = Usage.owner == owner, Usage.session_id != ""
-        newest = select(Usage.hour).where(*mine).order_by(Usage.hour.desc())
+        mine = HourlyUsage.owner == owner, HourlyUsage.session_id != ""
+        newest = select(HourlyUsage.hour).where(*mine).order_by(HourlyUsage.hour.desc())
         last = await self._store.first(newest.offset(self._config.max_owner_rows).limit(1))
         if last is None:
             return
-        hours = select(Usage.hour).where(*mine, Usage.hour <= last).distinct().order_by(Usage.hour)
+        hours = select(HourlyUsage.hour).where(*mine, HourlyUsage.hour <= last).distinct().order_by(HourlyUsage.hour)
         for hour in await self._store.all(hours):
             async with self._store.begin() as db:
                 # The amounts come from the deleted rows themselves, because another gateway may have raised them since
                 # they were last read.
-                removed = delete(Usage).where(*mine, Usage.hour == hour)
+                removed = delete(HourlyUsage).where(*mine, HourlyUsage.hour == hour)
                 amounts = Counter[tuple[str, str]]()
-                rows: Any = await db.execute(removed.returning(Usage.base_model, Usage.kind, Usage.amount))
+                rows: Any = await db.execute(
+                    removed.returning(HourlyUsage.base_model, HourlyUsage.kind, HourlyUsage.amount)
+                )
                 for base_model, kind, amount in rows:
                     amounts[base_model, kind] += amount
                 for (base_model, kind), amount in sorted(amounts.items()):
                     row = {"hour": hour, "owner": owner, "session_id": "", "base_model": base_model, "kind": kind}
-                    adding = self._store.insert(Usage).values(**row, amount=amount)
-                    summed = {"amount": Usage.amount + adding.excluded.amount}
+                    adding = self._store.insert(HourlyUsage).values(**row, amount=amount)
+                    summed = {"amount": HourlyUsage.amount + adding.excluded.amount}
                     await db.execute(adding.on_conflict_do_update(index_elements=list(row), set_=summed))
 
 

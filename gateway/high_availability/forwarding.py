@@ -25,7 +25,7 @@ from starlette.responses import Response, StreamingResponse
 from gateway.database.store import Store
 from gateway.database.tables.gateways import GatewayRow
 from gateway.database.tables.samples import SampleMark
-from gateway.high_availability.peers import BEAT_S, SILENT_S, Peers, living
+from gateway.high_availability.peers import BEAT_S, SILENT_S, GatewayPeers, living
 from gateway.ids import Target, first_of, target_of
 from gateway.sampling.samples import Completions
 from gateway.sampling.suspects import Suspects
@@ -63,7 +63,7 @@ class Forwarding:
     """Finds the homes of samples, and passes requests on to them. A gateway that is the only one of its database has
     no object of this class."""
 
-    def __init__(self, store: Store, peers: Peers, completions: Completions, suspects: Suspects) -> None:
+    def __init__(self, store: Store, peers: GatewayPeers, completions: Completions, suspects: Suspects) -> None:
         self._store = store
         self._peers = peers
         self._completions = completions

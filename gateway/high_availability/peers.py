@@ -42,7 +42,7 @@ class OtherGateways(Exception):
     """Other gateways use the database, and this one has no peer_url."""
 
 
-class Peers:
+class GatewayPeers:
     """Beats for this gateway, watches the others, and takes leases."""
 
     def __init__(self, store: Store, futures: Futures, *, url: str) -> None:

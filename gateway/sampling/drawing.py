@@ -23,7 +23,7 @@ from gateway.clients import Clients
 from gateway.convert import num_tokens
 from gateway.dashboard.samples import RecentSamples
 from gateway.database.tables.sessions import SamplingSession
-from gateway.futures import Progress, ran_of
+from gateway.futures import FutureProgress, ran_of
 from gateway.ids import fingerprint
 from gateway.metrics import Metrics
 from gateway.sampling.inflight import Inflight
@@ -71,12 +71,12 @@ class Drawing:
         request: pb.SampleRequest | None,
         *,
         request_id: str,
-        progress: Progress | None = None,
+        progress: FutureProgress | None = None,
         wait_s: float | None = None,
     ) -> None:
         """`session`: the weights. `request` None means a call about text, which any sampler of the base model can
         answer. `wait_s`: longest wait for a sampler, in seconds; None means without end."""
-        self.progress = progress or Progress()
+        self.progress = progress or FutureProgress()
         self.ran: tuple[float, float] | None = None
         """Begin and end of the sampler's computation, in seconds since 1970; None while not known."""
         self._session = session

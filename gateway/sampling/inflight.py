@@ -15,7 +15,7 @@ import logging
 from gateway.clients import Clients
 from gateway.database.store import Store
 from gateway.database.tables.sessions import SamplingSession
-from gateway.futures import Progress
+from gateway.futures import FutureProgress
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.replicas import Replica
 from tinsmith.errors import ServiceError, VersionNotLoaded
@@ -108,7 +108,7 @@ class Inflight:
             try:
                 # The sampler may be none of the version's homes, and only a publish to all is sure to reach it.
                 num_samplers = len(self._clients.samplers.all)
-                await self._publishing.publish(session, progress=Progress(), num_samplers=num_samplers)
+                await self._publishing.publish(session, progress=FutureProgress(), num_samplers=num_samplers)
             except ServiceError as error:
                 logger.info("%s cannot be published to %s: %s", session.version_id, replica.address, error.message)
                 return

@@ -11,7 +11,7 @@ from cachetools import LRUCache
 from gateway.channel import ConnectionLost
 from gateway.clients import Clients
 from gateway.database.tables.sessions import SamplingSession
-from gateway.futures import Progress
+from gateway.futures import FutureProgress
 from gateway.placement import Placement
 from gateway.sampling.replicas import Replica
 from gateway.storage.retired_checkpoints import RetiredCheckpoints
@@ -51,7 +51,7 @@ class Publishing:
     async def close(self) -> None:
         await cancel_all([*self._background, *self._publishing.values()])
 
-    async def provide(self, session: SamplingSession, replica: Replica, *, progress: Progress) -> bool:
+    async def provide(self, session: SamplingSession, replica: Replica, *, progress: FutureProgress) -> bool:
         """Handles VERSION_NOT_LOADED from a replica. Returns True once a usable replica holds the session's version.
 
         Publishes the version, unless a replica that holds it comes back first. Returns False when the version cannot be
@@ -73,7 +73,7 @@ class Publishing:
         finally:
             await cancel_all([published, held])
 
-    async def describe(self, session: SamplingSession, progress: Progress) -> types_pb2.QueueStatus:
+    async def describe(self, session: SamplingSession, progress: FutureProgress) -> types_pb2.QueueStatus:
         """The status of a request that waits in `provide`.
 
         When the trainer does not answer, `progress` says so, and TimeoutError is raised.
@@ -105,12 +105,12 @@ class Publishing:
 
     async def _top_up(self, session: SamplingSession, num_samplers: int) -> None:
         try:
-            if await self.publish(session, progress=Progress(), num_samplers=num_samplers):
+            if await self.publish(session, progress=FutureProgress(), num_samplers=num_samplers):
                 await self._clients.samplers.list_versions(session.base_model)
         except ServiceError as error:
             logger.info("%s cannot be published to %d samplers: %s", session.version_id, num_samplers, error.message)
 
-    async def publish(self, session: SamplingSession, *, progress: Progress, num_samplers: int = 0) -> bool:
+    async def publish(self, session: SamplingSession, *, progress: FutureProgress, num_samplers: int = 0) -> bool:
         """Lets the trainer send the session's version to the samplers that lack it, until `num_samplers` have it; 0
         means as many as the trainer sends every version to. Returns False when the trainer cannot do so now.
 

@@ -17,7 +17,7 @@ from gateway.database.connection import parts
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import Model, Session
-from gateway.database.tables.tenants import Usage
+from gateway.database.tables.tenants import HourlyUsage
 from gateway.tenants.ledger import Ledger
 from gateway.views import DEFAULT_PROJECT, Json, time_text, urn_of
 from tinsmith.errors import InvalidRequest
@@ -35,8 +35,14 @@ MAX_METADATA = 4 * 2**20
 _PER_PASS = 200
 """Most events that are made, or sessions whose metadata is read, in one pass of the event loop."""
 _EVENT = (
-    *(Usage.hour, Usage.owner, Usage.session_id, Usage.base_model, Usage.kind, Usage.amount),
-    *(Session.session_id.label("known"), Session.project_id),
+    HourlyUsage.hour,
+    HourlyUsage.owner,
+    HourlyUsage.session_id,
+    HourlyUsage.base_model,
+    HourlyUsage.kind,
+    HourlyUsage.amount,
+    Session.session_id.label("known"),
+    Session.project_id,
 )
 """Columns of an event, in the order of the arguments of `_event`. Tags and metadata of a session are not among them:
 they may have 64 Ki characters each, and would be read for each event, and parsed on the event loop."""
@@ -116,12 +122,12 @@ class Billing:
         await self._ledger.caught_up()
         query = (
             select(*_EVENT)
-            .outerjoin(Session, Session.session_id == Usage.session_id)
-            .where(Usage.hour >= begin_hour, Usage.hour < end_hour)
-            .order_by(Usage.hour, Usage.amount.desc(), Usage.kind)
+            .outerjoin(Session, Session.session_id == HourlyUsage.session_id)
+            .where(HourlyUsage.hour >= begin_hour, HourlyUsage.hour < end_hour)
+            .order_by(HourlyUsage.hour, HourlyUsage.amount.desc(), HourlyUsage.kind)
         )
         if owner is not None:
-            query = query.where(Usage.owner == owner)
+            query = query.where(HourlyUsage.owner == owner)
         rows = await self._store.rows(query.limit(MAX_EVENTS + 1))
         if len(rows) > MAX_EVENTS:
             raise InvalidRequest(

@@ -29,7 +29,7 @@ from gateway.database.sessions import SessionOwner
 from gateway.database.store import Store
 from gateway.database.tables.history import Span
 from gateway.database.tables.sessions import Model
-from gateway.database.tables.tenants import AuditEvent, CountedOperation, LedgerBatch, TokenCount, Usage
+from gateway.database.tables.tenants import AuditEvent, CountedOperation, HourlyUsage, LedgerBatch, TokenCount
 from gateway.database.write_behind import WriteBehind
 from tinsmith.errors import NotReady
 
@@ -49,7 +49,7 @@ _MAX_TRAINED = 50_000
 usage is lost."""
 PER_STATEMENT = 1000
 """Most rows that one statement writes. Other work of the event loop runs between two statements."""
-_USAGE, _COUNTS = cast(Table, Usage.__table__), cast(Table, TokenCount.__table__)
+_USAGE, _COUNTS = cast(Table, HourlyUsage.__table__), cast(Table, TokenCount.__table__)
 _COUNTED, _MODELS = cast(Table, CountedOperation.__table__), cast(Table, Model.__table__)
 """Tables instead of mapped classes. SQLAlchemy sends an UPDATE or INSERT ... ON CONFLICT with a list of rows to a table
 in one statement, but to a mapped class one row at a time."""

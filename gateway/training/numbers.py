@@ -12,7 +12,7 @@ from cachetools import LRUCache
 
 from gateway.database.tables.sessions import Model
 from gateway.futures import Futures
-from gateway.high_availability.peers import Peers
+from gateway.high_availability.peers import GatewayPeers
 from gateway.placement import Placement
 from tinsmith.errors import ModelNotFound, NotReady, ResultNotFound
 from tinsmith.v1 import trainer_pb2 as pb
@@ -28,7 +28,7 @@ class Numbers:
     model are submitted one after the other, also by several gateways.
     """
 
-    def __init__(self, placement: Placement, futures: Futures, peers: Peers, *, timeout_s: float) -> None:
+    def __init__(self, placement: Placement, futures: Futures, peers: GatewayPeers, *, timeout_s: float) -> None:
         self._placement = placement
         self._futures = futures
         self._peers = peers

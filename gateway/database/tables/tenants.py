@@ -45,7 +45,7 @@ class Budget(Base):
     changed_at: Mapped[float]
 
 
-class Usage(Base):
+class HourlyUsage(Base):
     """Usage of one kind in one hour: tokens, checkpoints, or byte-hours of storage."""
 
     __tablename__ = "usage"

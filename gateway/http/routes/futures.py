@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from gateway import answers, schemas
 from gateway.codec import Request, negotiate
-from gateway.futures import PROTOBUF, Answer, Gone, Progress, explain, failed
+from gateway.futures import PROTOBUF, Answer, FutureProgress, Gone, explain, failed
 from gateway.gateway import Gateway
 from gateway.http.endpoint import BINARY, POST
 from gateway.ids import Target, is_custom_loss, refusal_of, target_of, unloaded_by
@@ -67,7 +67,7 @@ def _unknown(request_id: str) -> HTTPException:
     )
 
 
-async def _poll(gateway: Gateway, request_id: str) -> Answer | Progress:
+async def _poll(gateway: Gateway, request_id: str) -> Answer | FutureProgress:
     timeout_s = gateway.config.long_poll_s
     try:
         return await gateway.futures.poll(request_id, timeout_s=timeout_s)

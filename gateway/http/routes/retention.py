@@ -66,7 +66,7 @@ async def use_default_retention(request: Request) -> answers.checkpoints.Retenti
     return await _answer(request, run_id)
 
 
-async def prune(request: Request, body: schemas.Prune) -> answers.checkpoints.Pruned:
+async def prune(request: Request, body: schemas.Prune) -> answers.checkpoints.PruneResult:
     """Delete the checkpoints that a policy does not keep, or list them.
 
     The policy is that of the body, or else that of the run.

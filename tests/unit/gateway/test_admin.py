@@ -8,7 +8,7 @@ import pytest
 from tinker import types
 
 from gateway.config import GatewayConfig
-from gateway.database.tables.tenants import Usage
+from gateway.database.tables.tenants import HourlyUsage
 from gateway.tenants.billing import hours_between
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.test_runs import get
@@ -125,7 +125,7 @@ async def test_usage_of_other_hours_stays_out(stack: Stack, client: Client) -> N
     (event,) = (await get(client, f"billing/usage/events?{window}"))["data"]
     assert event["event_info"] == {"type": "training", "token_count": 12}
     async with gateway.store.begin() as db:
-        assert (await db.get_one(Usage, (10, "o", "", "m", "training"))).amount == 10
+        assert (await db.get_one(HourlyUsage, (10, "o", "", "m", "training"))).amount == 10
 
 
 @pytest.mark.parametrize(

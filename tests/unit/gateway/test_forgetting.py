@@ -15,7 +15,7 @@ from gateway.database.tables.history import Span
 from gateway.database.tables.operations import CustomLoss, Operation
 from gateway.database.tables.samples import SampleMark, SequenceRecord
 from gateway.database.tables.sessions import Model, SamplingSession, Session
-from gateway.database.tables.tenants import AuditEvent, CountedOperation, LedgerBatch, Usage
+from gateway.database.tables.tenants import AuditEvent, CountedOperation, HourlyUsage, LedgerBatch
 from gateway.gateway import Gateway
 from tests.unit.gateway.commits import Statements
 from tests.unit.gateway.stack import Client, Stack, sample_body
@@ -66,7 +66,7 @@ async def test_only_the_history_of_a_session_that_ended_long_ago_stays(stack: St
     assert await count(gateway, SampleMark) == 1
     await gateway.ledger.flush()
     assert [await count(gateway, table) for table in (Session, Model)] == [2, 2]
-    assert await count(gateway, Usage) > 0
+    assert await count(gateway, HourlyUsage) > 0
     runs = (await client.get("/api/v1/training_runs")).json()["training_runs"]
     assert len(runs) == 2
     assert all(run["last_checkpoint"] for run in runs)
@@ -170,7 +170,7 @@ async def bounded(stack: Stack, *rows: Base, most: int = 2, most_record_bytes: i
     bounds = {"max_owner_rows": most, "max_owner_record_bytes": most_record_bytes}
     await stack.restart_gateway(**bounds)
     gateway = stack.gateway
-    for table in (Session, Model, Checkpoint, SamplingSession, SampleMark, SequenceRecord, AuditEvent, Usage):
+    for table in (Session, Model, Checkpoint, SamplingSession, SampleMark, SequenceRecord, AuditEvent, HourlyUsage):
         async with gateway.store.begin() as db:
             db.add_all([row for row in rows if isinstance(row, table)])
     await gateway.reaper.forgetting.bound_owners()
@@ -329,14 +329,14 @@ async def test_each_owner_keeps_the_newest_entries_of_the_audit_log(stack: Stack
 
 @pytest.mark.usefixtures("either_database")
 async def test_usage_of_many_sessions_is_summed_up_from_the_oldest_hours_on_and_no_amount_changes(stack: Stack) -> None:
-    def used(hour: int, session_id: str, kind: str = "training", amount: int = 1, owner: str = "a") -> Usage:
-        return Usage(hour=hour, owner=owner, session_id=session_id, base_model="m", kind=kind, amount=amount)
+    def used(hour: int, session_id: str, kind: str = "training", amount: int = 1, owner: str = "a") -> HourlyUsage:
+        return HourlyUsage(hour=hour, owner=owner, session_id=session_id, base_model="m", kind=kind, amount=amount)
 
     rows = [used(hour, f"s{n}", amount=10 * hour + n) for hour in (1, 2, 3) for n in range(2)]
     rows += [used(1, "s0", "sampling_sample", 7), used(1, "", "storage", 5), used(1, "", amount=100)]
     rows += [used(1, "s0", owner="b")]
     gateway = await bounded(stack, *rows)
-    facts = (Usage.owner, Usage.hour, Usage.session_id, Usage.kind, Usage.amount)
+    facts = (HourlyUsage.owner, HourlyUsage.hour, HourlyUsage.session_id, HourlyUsage.kind, HourlyUsage.amount)
     left = sorted(map(tuple, await gateway.store.rows(select(*facts))))
     assert left == [
         ("a", 1, "", "sampling_sample", 7),

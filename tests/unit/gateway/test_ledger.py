@@ -12,7 +12,7 @@ from gateway.database.outages import DatabaseUnusable
 from gateway.database.store import Store
 from gateway.database.tables.base import Base
 from gateway.database.tables.sessions import Model, Session
-from gateway.database.tables.tenants import AuditEvent, LedgerBatch, Usage
+from gateway.database.tables.tenants import AuditEvent, HourlyUsage, LedgerBatch
 from gateway.tenants.ledger import PER_STATEMENT, Ledger
 from tests.unit.gateway.commits import Statements, commits, lost
 
@@ -22,7 +22,7 @@ LIMIT_S = 60.0
 
 async def trained(store: Store) -> int:
     async with store.begin() as db:
-        return await db.scalar(select(func.sum(Usage.amount)).where(Usage.kind == "training")) or 0
+        return await db.scalar(select(func.sum(HourlyUsage.amount)).where(HourlyUsage.kind == "training")) or 0
 
 
 def train(ledger: Ledger, seq_id: int, *, is_new: bool = True) -> None:
@@ -87,7 +87,7 @@ async def test_a_flush_of_500_sessions_takes_few_statements_and_loses_no_row(sto
         await ledger.flush()
         assert len(statements.of_all) <= 10, [statement[:60] for statement in statements.of_all]
         assert await trained(store) == 10 * num_sessions * number
-        assert await rows(store, Usage) == 3 * num_sessions
+        assert await rows(store, HourlyUsage) == 3 * num_sessions
         assert [ledger.tokens(f"o{i}") for i in range(num_sessions)] == [20 * number] * num_sessions
         async with store.begin() as db:
             touched = select(func.count()).where(Model.last_request_at.is_not(None))
@@ -134,7 +134,7 @@ async def test_a_commit_whose_connection_is_lost_counts_once(store: Store) -> No
         await ledger.flush()
     assert (await trained(store), await rows(store, AuditEvent), await rows(store, LedgerBatch)) == (10, 2, 2)
     async with store.begin() as db:
-        assert await db.scalar(select(func.sum(Usage.amount))) == 2 * (5 + 5 + 7) + 10
+        assert await db.scalar(select(func.sum(HourlyUsage.amount))) == 2 * (5 + 5 + 7) + 10
     assert ledger.tokens("ada") == 2 * (5 + 5 + 7)
 
 
@@ -167,5 +167,5 @@ async def test_a_write_that_is_cut_off_counts_once(store: Store, monkeypatch: py
                 await flushing
     await ledger.flush()
     async with store.begin() as db:
-        assert await db.scalar(select(func.sum(Usage.amount))) == 5
+        assert await db.scalar(select(func.sum(HourlyUsage.amount))) == 5
     assert ledger.tokens("ada") == 5

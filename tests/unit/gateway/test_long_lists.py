@@ -20,7 +20,7 @@ from gateway.database.tables.base import Base
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.history import MetricPoint
 from gateway.database.tables.sessions import Model, Session
-from gateway.database.tables.tenants import AuditEvent, Usage
+from gateway.database.tables.tenants import AuditEvent, HourlyUsage
 from gateway.tenants import billing
 from tests.support.waiting import until
 from tests.unit.gateway.commits import Statements
@@ -195,8 +195,8 @@ async def test_what_the_reaper_reads_of_ended_runs_and_expired_checkpoints_has_n
     assert await gateway.store.checkpoints.get(gone.path) is None
 
 
-def usage(session_id: str, kind: str, amount: int = 1) -> Usage:
-    return Usage(hour=HOUR, owner="local", session_id=session_id, base_model="m", kind=kind, amount=amount)
+def usage(session_id: str, kind: str, amount: int = 1) -> HourlyUsage:
+    return HourlyUsage(hour=HOUR, owner="local", session_id=session_id, base_model="m", kind=kind, amount=amount)
 
 
 async def test_usage_reads_the_metadata_of_each_session_once_and_never_parses_it(stack: Stack, client: Client) -> None:

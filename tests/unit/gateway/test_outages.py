@@ -20,7 +20,7 @@ from gateway.database.connection import Database
 from gateway.database.outages import DatabaseUnusable, is_outage
 from gateway.database.tables.gateways import Setting
 from gateway.database.tables.history import MetricPoint
-from gateway.database.tables.tenants import Usage
+from gateway.database.tables.tenants import HourlyUsage
 from gateway.gateway import Gateway
 from gateway.metrics import Metrics
 from tests.support.waiting import until
@@ -139,7 +139,7 @@ async def test_a_checkpoint_whose_commit_was_not_heard_of_is_counted_and_recorde
     created, copied = [[e for e in entries if e["event"] == f"checkpoint_{what}"] for what in ("create", "copy")]
     assert (len(created), len(copied)) == ((2, 0) if kind == "save" else (1, 1))
     async with gateway.store.begin() as db:
-        counted = await db.scalar(select(func.sum(Usage.amount)).where(Usage.kind == "checkpoint"))
+        counted = await db.scalar(select(func.sum(HourlyUsage.amount)).where(HourlyUsage.kind == "checkpoint"))
     assert counted == len(created)
 
 
@@ -395,7 +395,7 @@ async def test_an_outage_under_load_takes_bounded_memory_and_loses_nothing_bille
     await gateway.ledger.flush()
     await gateway.dashboard.flush()
     async with gateway.store.begin() as db:
-        billed = await db.scalar(select(func.sum(Usage.amount)).where(Usage.kind == "training"))
+        billed = await db.scalar(select(func.sum(HourlyUsage.amount)).where(HourlyUsage.kind == "training"))
     assert billed == 3 * (1 + num_accepted)
     shown = await history.read(model_id)
     newest = range(num_accepted - bounds["points"] + 2, num_accepted + 2)

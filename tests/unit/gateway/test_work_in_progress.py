@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.database.store import Store
-from gateway.futures import Answer, Futures, Gone, Pending, Progress, failed
+from gateway.futures import Answer, FutureProgress, Futures, Gone, Pending, failed
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
 from tinsmith.errors import FailedPrecondition, ModelNotFound
@@ -64,7 +64,7 @@ async def test_work_is_counted_by_kind_and_group_while_it_runs(futures: Futures)
 async def test_a_poll_that_ends_without_an_answer_leaves_no_waiter(futures: Futures) -> None:
     pending = start(futures, f"{MODEL}:1")
     for _ in range(3):
-        assert await futures.poll(f"{MODEL}:1", timeout_s=0) == Progress()
+        assert await futures.poll(f"{MODEL}:1", timeout_s=0) == FutureProgress()
     assert pending.waiters == set()
     polling = asyncio.create_task(futures.poll(f"{MODEL}:1", timeout_s=60))
     await asyncio.sleep(0)
@@ -85,7 +85,7 @@ async def test_cancelling_one_models_work_answers_it_and_spares_the_others(futur
     assert mine.task is not None
     assert mine.task.done()
     assert futures.busy_models() == [OTHER_MODEL]
-    assert (other.answer, await futures.poll(f"{OTHER_MODEL}:1", timeout_s=0)) == (None, Progress())
+    assert (other.answer, await futures.poll(f"{OTHER_MODEL}:1", timeout_s=0)) == (None, FutureProgress())
     await futures.close()
 
 
