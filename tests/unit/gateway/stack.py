@@ -18,7 +18,7 @@ import httpx
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
 from gateway.http.server import GatewayServer
-from gateway.moving import Moving
+from gateway.moving import RunMover
 from gateway.reaper import Reaper
 from tests.support import batches
 from tests.support.databases import lay_migrated_database
@@ -711,7 +711,7 @@ def _leave_out_the_first_rounds(gateway: Gateway) -> None:
         _leave_out_the_first(part, name)
 
 
-def _leave_out_the_first(part: Reaper | Moving, name: str) -> None:
+def _leave_out_the_first(part: Reaper | RunMover, name: str) -> None:
     plain = getattr(part, name)
 
     async def first() -> None:
