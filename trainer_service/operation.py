@@ -84,6 +84,8 @@ class Operation:
     """Memory of the request's message, in bytes; 0 for an operation that was read from the journal."""
     work: Work | None = None
     """None until the operation is in the journal, and after a restart until its body has been read."""
+    is_arriving: bool = False
+    """True from the operation's acceptance until its work has been made."""
     makes_model: bool = False
     """True for the creation, and after a restart for the reading of a snapshot."""
     replayed: bool = False

@@ -67,3 +67,21 @@ def test_clients_that_vanish_keep_nobody_out_and_find_their_runs_as_they_left_th
             wire.json_result(ended)
             again = wire.metrics(stack.metrics_url("trainer"))
             assert again["trainer_models"] + again["trainer_parked_models"] == 4 * PLACES + 1
+
+
+def test_clients_that_vanish_between_two_operations_keep_nobody_out(toy: Path, tmp_path: Path) -> None:
+    """Their second batch has arrived, and the first one never does."""
+    with Stack(tmp_path, base_models=[f"{BASE_MODEL}={toy}"], env={"TRAINER_MAX_MODELS": str(PLACES)}) as stack:
+        left: list[tuple[str, str]] = []
+        for n in range(2 * PLACES):
+            with Wire(stack.base_url) as wire:
+                model_id = wire.model(wire.session(), base_model=BASE_MODEL, seed=n)
+                data = [next_token_datum(tokens) for tokens in SENTENCES]
+                left.append((model_id, wire.forward_backward(model_id, 2, data)))
+        with Wire(stack.base_url) as wire:
+            plain = wire.model(wire.session(), base_model=BASE_MODEL)
+            expected = [train(wire, plain, seq_id) for seq_id in (1, 2)]
+            assert wire.metrics(stack.metrics_url("trainer"))["trainer_models"] == PLACES
+            for model_id, request_id in left:  # one comes back after all
+                assert train(wire, model_id, 1) == expected[0]
+                assert dict(wire.output(request_id).metrics) == expected[1]

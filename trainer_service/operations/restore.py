@@ -1,7 +1,8 @@
 """Restores live models from the journal: the newest snapshot of each, and the operations after it.
 
 After a restart, models come back that have operations which no snapshot covers. The others stay parked until a request
-needs them (scheduling/parking.py).
+needs them (scheduling/parking.py). Among the first there may be more than max_models, because operations of parked
+models may wait for one that has not arrived. Those stay parked, too, and come back one after the other.
 
 A model begins with its newest intact snapshot that covers only answered operations. If there is none and the journal
 goes back to the model's creation, the creation runs again. Then the scheduler gets the model's later operations:
@@ -40,7 +41,7 @@ from tinsmith.v1 import types_pb2
 from trainer_service.durability import stopped
 from trainer_service.durability.executing import Name, other_work
 from trainer_service.durability.journal import Journal
-from trainer_service.durability.records import Entry, EntryState, LiveModel
+from trainer_service.durability.records import Entry, EntryState, LiveModel, lost
 from trainer_service.durability.run_file import Move
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Snapshots
@@ -105,11 +106,26 @@ class Restorer:
         models = await self.journal.live_models()
         self.scheduler.executing.keep_models({model.model_id for model in models})
         await self._delete_orphans()
+        waiting: list[LiveModel] = []
         for model in models:
             if model.is_covered:
                 self.scheduler.models.parked.add(model.model_id)
-            else:
+            elif await self._is_replayed(model):
                 await self._try_to_restore(model, unparks=False)
+            else:
+                waiting.append(model)
+        while waiting and not self.scheduler.models.is_full:
+            await self._try_to_restore(waiting.pop(), unparks=False)
+        if waiting:
+            self.scheduler.models.parked.update(model.model_id for model in waiting)
+            self.scheduler.parking.begin_to_have(*[model.model_id for model in waiting])
+
+    async def _is_replayed(self, model: LiveModel) -> bool:
+        """True when operations that have run must run again to restore the model."""
+        if model.snapshot_seq_id is None:
+            return True
+        history = await self.journal.history(model.model_id)
+        return any(entry.state != EntryState.ACCEPTED for entry in history if entry.seq_id > model.snapshot_seq_id)
 
     async def _delete_orphans(self) -> None:
         """Deletes snapshots of models that the journal does not have. It is read after the snapshots, because other
@@ -155,6 +171,7 @@ class Restorer:
         except _Lost as error:
             logger.error("%s is lost: %s", model.model_id, error)
             await self.journal.lose(model.model_id, str(error))
+            self.scheduler.models.fail_waiting(model.model_id, lost(model.model_id, str(error)))
             self.metrics.durability.unrestored_models.inc()
         except ServiceError as error:
             if unparks and isinstance(error, OutOfCapacity | NotReady):  # for example, the journal's disk is full

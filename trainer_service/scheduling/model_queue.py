@@ -84,6 +84,14 @@ class ModelQueue:
         return not (self.operations or self.unsettled or self.gone is not None or self.is_being_restored)
 
     @property
+    def waits_for_missing(self) -> bool:
+        """True when operations are left, and all of them wait for one that has not arrived."""
+        if not self.operations or self.unsettled or self.gone is not None or self.is_being_restored:
+            return False
+        is_missing = min(self.operations) > self.next_to_enter
+        return is_missing and not any(operation.is_arriving for operation in self.operations.values())
+
+    @property
     def is_being_restored(self) -> bool:
         """True until the restoration has succeeded or failed."""
         return self.restoration is not None and not self.restoration.is_over.is_set()
@@ -129,6 +137,9 @@ class ModelQueues:
         """Errors of the models that were released for another trainer, or are being released, by model_id."""
         self.parked: set[str] = set()
         """Ids of live models that are on disk only (parking.py)."""
+        self.waiting: dict[str, ModelQueue] = {}
+        """Queues of the parked models with operations, which all wait for one that has not arrived, by model_id. The
+        operations are in the journal, and have no work in memory."""
         self.coming: set[str] = set()
         """Ids of models that are being brought back into memory. Each has its place in memory already."""
         self.transitions: dict[str, asyncio.Task[Any]] = {}
@@ -142,6 +153,10 @@ class ModelQueues:
     def __len__(self) -> int:
         """Number of models in memory or on their way there."""
         return len(self._queues) + sum(model_id not in self._queues for model_id in self.coming)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self) >= self.max_models
 
     @property
     def num_known(self) -> int:
@@ -160,6 +175,10 @@ class ModelQueues:
     def get(self, model_id: str) -> ModelQueue | None:
         return self._queues.get(model_id)
 
+    def get_queue(self, model_id: str) -> ModelQueue | None:
+        """The queue of a model that is in memory, or is parked with operations."""
+        return self.waiting.get(model_id) or self._queues.get(model_id)
+
     def is_away(self, model_id: str) -> bool:
         """True for a model that is parked, or is being parked or brought back."""
         return model_id in self.transitions or model_id in self.parked
@@ -170,14 +189,14 @@ class ModelQueues:
 
     def is_queued(self, model_id: str, seq_id: int) -> bool:
         """False for an operation whose model was deleted."""
-        model = self.get(model_id)
+        model = self.get_queue(model_id)
         return model is not None and seq_id in model.operations
 
     def gaps(self) -> list[Gap]:
         """The missing operations, one of each model whose accepted operations all wait for one that has not arrived."""
         return [
             Gap(model.model_id, model.next_to_enter, behind)
-            for model in self
+            for model in (*self, *self.waiting.values())
             if not model.is_being_restored
             and model.next_to_enter not in model.operations
             and (behind := frozenset(seq_id for seq_id in model.operations if seq_id > model.next_to_enter))
@@ -192,6 +211,12 @@ class ModelQueues:
         """Forgets a model that was released in this move. Calls for the model fail with ModelNotFound from now on."""
         if (error := self.moved.get(model_id)) is not None and error.metadata.get("move_id") == move_id:
             del self.moved[model_id]
+
+    def fail_waiting(self, model_id: str, error: ServiceError) -> None:
+        """Fails the operations of a parked model. In the journal they stay as they are."""
+        if (model := self.waiting.pop(model_id, None)) is not None:
+            for operation in model.operations.values():
+                operation.outcome.set_result(error)
 
     @contextmanager
     def wanted(self, model_id: str) -> Iterator[None]:

@@ -1,8 +1,12 @@
 """Parking of live models: a parked model is on disk, and only its id is in memory.
 
 A model is parked when it has had no work for a while, or when another model needs its place and it was used longest
-ago. A parked model comes back when a request needs it. Only an idle model is parked: all its accepted operations are
-answered, the answers are stored, and no call is about to use it.
+ago. A parked model comes back when a request needs it. Only a model without work is parked: all its accepted operations
+are answered, the answers are stored, and no call is about to use it.
+
+A model whose accepted operations all wait for one that has not arrived has no work, either: its client may have died
+while it sent them. Its operations stay in the journal, and their callers go on waiting for them
+(`ModelQueues.waiting`). The next new operation brings it back, and its operations are read from the journal.
 
 A parked model is in the same state as a model after the end of the trainer: it has a snapshot that covers its last
 operation. So a trainer that is killed while it parks a model finds the model unchanged, and a trainer that starts
@@ -21,6 +25,8 @@ from typing import Any, Protocol
 from tinsmith.errors import NotReady, OutOfCapacity, ServiceError
 from tinsmith.tasks import set_within
 from trainer_service.metrics import Metrics
+from trainer_service.operation import Operation, Outcome
+from trainer_service.scheduling.held_bytes import HeldBytes
 from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
 from trainer_service.scheduling.tasks import Tasks
 
@@ -36,6 +42,11 @@ _LOOKS = 10
 """Number of searches for idle models within the time after which they are parked."""
 _LONGEST_PAUSE_S = 30.0
 """Longest pause between two searches, in seconds."""
+_MISSING_S = 2.0
+"""Time since a model's newest operation after which it may be parked although its operations wait for one that has not
+arrived, in seconds. The operations of a living client arrive in any order, but within this time."""
+_LOOK_AGAIN_S = 0.5
+"""Pause between two attempts to park a model for the sake of another, while none becomes idle, in seconds."""
 
 
 class Shelf(Protocol):
@@ -59,10 +70,11 @@ class Shelf(Protocol):
 class Parking:
     """Parks and unparks models. All methods run on one event loop."""
 
-    def __init__(self, models: ModelQueues, metrics: Metrics, tasks: Tasks) -> None:
+    def __init__(self, models: ModelQueues, held: HeldBytes, metrics: Metrics, tasks: Tasks) -> None:
         self.shelf: Shelf | None = None
         """Storage of parked models; None means that no model is parked."""
         self._models = models
+        self._held = held
         self._metrics = metrics
         self._tasks = tasks
         self._door = asyncio.Lock()
@@ -93,11 +105,11 @@ class Parking:
                 transition = self._begin(model_id, self._unpark(model_id))
             await asyncio.shield(transition)
 
-    def begin_to_have(self, model_id: str) -> None:
-        """Brings a parked model back, in the background, because it has operations that have not run. Tries again while
-        there is no place for it."""
+    def begin_to_have(self, *model_ids: str) -> None:
+        """Brings parked models back, in the background and one after the other, because they have operations that have
+        not run. Tries again while there is no place for one."""
 
-        async def have() -> None:
+        async def have(model_id: str) -> None:
             while not self._tasks.is_closing:
                 try:
                     with self._models.wanted(model_id):
@@ -106,7 +118,11 @@ class Parking:
                     logger.warning("%s waits for its place in memory: %s", model_id, error)
                 await asyncio.sleep(_BRING_BACK_AGAIN_S)
 
-        self._tasks.spawn(have())
+        async def have_each() -> None:
+            for model_id in model_ids:
+                await have(model_id)
+
+        self._tasks.spawn(have_each())
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
@@ -114,8 +130,8 @@ class Parking:
         OutOfCapacity."""
         deadline = time.monotonic() + _PATIENCE_S
         async with self._door:
-            await self._park_until(lambda: len(self._models) < self._models.max_models, deadline=deadline)
-            if len(self._models) >= self._models.max_models:
+            await self._park_until(lambda: not self._models.is_full, deadline=deadline)
+            if self._models.is_full:
                 raise OutOfCapacity(
                     f"{len(self._models)} models are in memory, this server's max_models, and none of them can be "
                     "parked at this moment: they have work, or their disk is full; try again"
@@ -134,20 +150,23 @@ class Parking:
             left = deadline - time.monotonic()
             if left <= 0 or self.shelf is None:
                 return
-            await set_within(self._models.released, left)
+            await set_within(self._models.released, min(left, _LOOK_AGAIN_S))
 
     async def _park_one(self) -> bool:
-        """Parks the idle model that was used longest ago. Returns False when no model could be parked."""
-        for model in sorted(filter(self._may_go, self._models), key=lambda model: model.used_s):
+        """Parks the model that was used longest ago, of those without operations if there is one. Returns False when no
+        model could be parked."""
+        for model in sorted(filter(self._may_go, self._models), key=lambda model: (not model.is_idle, model.used_s)):
             if self._may_go(model) and await self._park(model):
                 return True
         return False
 
     def _may_go(self, model: ModelQueue) -> bool:
-        if self.shelf is None or not model.is_idle or self._models.get(model.model_id) is not model:
+        now_s = time.monotonic()
+        has_no_work = model.is_idle or (model.waits_for_missing and now_s - model.used_s >= _MISSING_S)
+        if self.shelf is None or not has_no_work or self._models.get(model.model_id) is not model:
             return False
         is_used = self._models.is_wanted(model.model_id) or model.model_id in self._models.transitions
-        return not is_used and time.monotonic() >= model.stays_until_s
+        return not is_used and now_s >= model.stays_until_s
 
     async def _park(self, model: ModelQueue) -> bool:
         return await asyncio.shield(self._begin(model.model_id, self._put_away(model)))
@@ -175,9 +194,28 @@ class Parking:
             return False
         self._models.parked.add(model.model_id)
         self._models.remove(model.model_id)
+        if model.operations:
+            self._set_aside(model)
         self._metrics.memory.park_seconds.observe(time.perf_counter() - started)
         logger.info("%s is parked", model.model_id)
         return True
+
+    def _set_aside(self, model: ModelQueue) -> None:
+        """Frees the work of the operations of a parked model. Their callers go on waiting."""
+        if model.restoration is not None:
+            model.restoration.stop_feeding()
+        for operation in model.operations.values():
+            if operation.work is not None:
+                self._metrics.operations.queue_length.labels(operation.kind).dec()
+                operation.work = None
+            self._held.release(operation)
+        self._models.waiting[model.model_id] = model
+
+    def _hand_over(self, model: ModelQueue) -> None:
+        """Gives the operations of a model that has come back the callers of those that were set aside."""
+        if (before := self._models.waiting.pop(model.model_id, None)) is not None:
+            for seq_id, operation in before.operations.items():
+                _answers(model.operations[seq_id], operation)
 
     async def _unpark(self, model_id: str) -> None:
         assert self.shelf is not None
@@ -196,7 +234,19 @@ class Parking:
         finally:
             self._models.coming.remove(model_id)
             self._models.released.set()
-        if model_id not in self._models:
+        if (model := self._models.get(model_id)) is None:
             return
+        self._hand_over(model)
+        model.used_s = time.monotonic()
         self._metrics.memory.unpark_seconds.observe(time.perf_counter() - started)
         logger.info("%s is in memory again", model_id)
+
+
+def _answers(operation: Operation, waiting: Operation) -> None:
+    """Lets `waiting`, which was set aside, have the outcome of the same operation as read from the journal."""
+
+    def answered(outcome: asyncio.Future[Outcome]) -> None:
+        waiting.ran = operation.ran
+        waiting.outcome.set_result(outcome.result())
+
+    operation.outcome.add_done_callback(answered)

@@ -139,6 +139,7 @@ class Replay:
         if unparks and isinstance(cause, OutOfCapacity):
             error = cause  # the model will be parked again, so it is not lost
         else:
+            self._models.fail_waiting(model_id, error)
             self._metrics.durability.unrestored_models.inc()
         logger.error("%s", error)
         self._models.unrestored[model_id] = error

@@ -82,8 +82,8 @@ class Scheduler:
         self.executing = executing = Executing(journal.folder) if executing is None else executing
         self.cores = cores or Cores("", most=0, set_threads=lambda _: None)
         self.models = ModelQueues(metrics, max_models=max_models, max_known_models=max_known_models)
-        self.parking = Parking(self.models, metrics, self.tasks)
         self.held = HeldBytes(metrics, max_bytes=max_queued_bytes)
+        self.parking = Parking(self.models, self.held, metrics, self.tasks)
         self.compute = ComputeThread(engine, metrics, executing, self.cores, device_type=device_type, alone=alone)
         answers = AnswerStore(journal, self.models, self.held, executing, metrics, self.tasks)
         self.execution = Execution(self.compute, self.models, self.held, answers, executing, metrics, self.tasks)
@@ -115,6 +115,7 @@ class Scheduler:
         """Lets a new operation run, once it is in the journal. `work`: for a refused request, work that fails. Raises
         the error that kept the operation out of the journal."""
         await _accepted(operation)
+        operation.is_arriving = False
         if not isinstance(work, Batch) and operation.held_bytes:  # a refused batch has no arrays
             self.held.hold(operation, operation.message_bytes)
         if not operation.outcome.done():  # the model may have been deleted in the meantime
@@ -126,7 +127,7 @@ class Scheduler:
         """An accepted operation. Raises ResultNotFound when there is none, or its result has expired, ModelMoved, and
         NotReady for an operation that has not run of a model that is on its way into memory."""
         self.models.check_not_moved(model_id)
-        model = self.models.get(model_id)
+        model = self.models.get_queue(model_id)
         if model is not None and (held := model.operations.get(seq_id)) is not None and not held.replayed:
             return await _accepted(held)
         operation = await self._stored(model_id, seq_id)
@@ -137,7 +138,7 @@ class Scheduler:
     async def describe(self, model_id: str, seq_id: int) -> QueueStatus:
         """Describes what an accepted operation waits for. Raises ResultNotFound as `find` does."""
         operation = await self.find(model_id, seq_id)
-        model = self.models.get(model_id)
+        model = self.models.get_queue(model_id)
         if model is not None and model.operations.get(seq_id) is operation:
             lanes, running = self._queue.lanes(), self.compute.running
             return status_of(operation, model, lanes=lanes, running=running, speed=self.compute.speed)
@@ -181,9 +182,11 @@ class Scheduler:
         self.models.check_not_moved(model_id)
         self.models.unrestored.pop(model_id, None)
         self.models.parked.discard(model_id)
+        was_deleted = ModelNotFound(f"model_id: {model_id!r} was deleted", model_id=model_id)
+        self.models.fail_waiting(model_id, was_deleted)
         model = self.models.remove(model_id)
         if model is not None:
-            self.execution.abandon(model, ModelNotFound(f"model_id: {model_id!r} was deleted", model_id=model_id))
+            self.execution.abandon(model, was_deleted)
             if model.unsettled:
                 await asyncio.wait([operation.outcome for operation in model.unsettled])
             await self.compute.run_alone(call, name=name)
@@ -208,6 +211,9 @@ class Scheduler:
         self, model_id: str, seq_id: int, body: Body, *, message_bytes: int, held_bytes: int
     ) -> tuple[Operation, bool]:
         """Checks a new operation against the limits and earlier ones, and starts to append it to the journal."""
+        waiting = self.models.waiting.get(model_id)
+        if waiting is not None and (held := waiting.operations.get(seq_id)) is not None:
+            return _same(held, body), False  # a repeat of an operation that waits for another does not need the model
         if self.models.is_away(model_id):
             await self.parking.have(model_id)
         self.models.check_not_moved(model_id)
@@ -257,6 +263,7 @@ class Scheduler:
             message_bytes=message_bytes,
             accepted=loop.create_future(),
             outcome=loop.create_future(),
+            is_arriving=True,
             makes_model=seq_id == 0,
         )
         model.operations[seq_id] = operation

@@ -22,6 +22,7 @@ async def withhold(scheduler: Scheduler, model_id: str, error: ModelMoved) -> in
     scheduler.models.moved[model_id] = error
     if model is None:
         scheduler.models.parked.remove(model_id)
+        scheduler.models.fail_waiting(model_id, error)
         return None
     model.gone = error
     if model.restoration is not None:

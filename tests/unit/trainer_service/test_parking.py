@@ -28,16 +28,19 @@ from tests.unit.trainer_service.test_restore import (
     settled,
 )
 from tests.unit.trainer_service.test_restore import start as start
-from tinsmith.errors import ModelLost, ModelNotFound, OutOfCapacity
+from tinsmith.errors import FailedPrecondition, ModelLost, ModelMoved, ModelNotFound, OutOfCapacity
 from tinsmith.lora_config import config_from_proto
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.executing import NAME, Deaths, Executing, other_work
+from trainer_service.durability.records import Body
+from trainer_service.durability.run_file import Move
 from trainer_service.durability.snapshots import SnapshotPolicy
 from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import CapturedState, TrainingEngine
-from trainer_service.operation import Answer
+from trainer_service.operation import Answer, Operation
+from trainer_service.operations.missing import LostOperations
 from trainer_service.requests import batch_of, params_of
 from trainer_service.scheduling import parking
 from trainer_service.storage.locations import Location
@@ -515,6 +518,175 @@ async def test_a_run_whose_parking_ends_the_trainer_each_time_stays_in_memory_an
     assert noted == {}
     await run(process, [step("a", 2), step("b", 2)])
     assert isinstance(await process.outcome("a", 2), Answer)
+
+
+def forsaken(name: str, *, seed: int) -> list[Any]:
+    """Requests of a client that died while it sent them: number 3 is missing."""
+    return [creation(name, seed=seed), batch(name, 1, seed=seed), step(name, 2), batch(name, 4), step(name, 5)]
+
+
+async def send_all(process: Process, requests: Sequence[Any]) -> list[Operation]:
+    """Sends the requests. Returns the operations behind the missing number, once those before it are done."""
+    *before, late, last = [await process.send(one) for one in requests]
+    for operation in before:
+        await operation.wait()
+    await asyncio.gather(*process.scheduler.tasks)
+    return [late, last]
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parking, "_MISSING_S", 0)
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_runs_that_wait_for_a_number_that_never_comes_keep_nobody_out(
+    start: Start, lonely: TrainingEngine, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0", max_models=2)
+    names, waiting = [f"run-{n}" for n in range(5)], dict[str, list[Operation]]()
+    for n, name in enumerate(names):
+        waiting[name] = await send_all(process, forsaken(name, seed=n))
+    assert process.count("parked_models") == 3
+    status = await process.scheduler.describe("run-0", 5)
+    assert status.reason == "waits for seq_id 3 of this model, which has not arrived"
+    held = process.scheduler.held.total
+    repeated, is_new = await process.scheduler.accept(
+        "run-0", 4, Body.pack("forward_backward", batch("run-0", 4)), message_bytes=1
+    )
+    assert (repeated, is_new) == (waiting["run-0"][0], False)
+    assert (process.count("parked_models"), process.scheduler.held.total) == (3, held)  # a repeat brings nothing back
+    missing = {name: batch(name, 3, seed=9) for name in names}
+    await asyncio.gather(*[run(process, [one]) for one in missing.values()])
+    for n, name in enumerate(names):
+        assert all(isinstance(one, Answer) for one in [await operation.wait() for operation in waiting[name]])
+        made, one, two, four, five = forsaken(name, seed=n)
+        script = [made, one, two, missing[name], four, five]
+        assert_equal(await process.weights(name), alone(lonely, script, seed=n))
+    assert process.scheduler.held.total == 0
+    assert (
+        process.count("queue_length", kind="forward_backward") == process.count("queue_length", kind="optim_step") == 0
+    )
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_kill_while_runs_wait_for_a_number_loses_none_of_their_operations(
+    start: Start, lonely: TrainingEngine, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0", max_models=2)
+    names = [f"run-{n}" for n in range(5)]
+    for n, name in enumerate(names):
+        await send_all(process, forsaken(name, seed=n))
+    again = await start(await process.crash(tmp_path / "1"), max_models=2)
+    assert len(in_memory(again)) <= 2
+    assert again.count("models") == 2
+    for n, name in enumerate(names):
+        made, one, two, four, five = forsaken(name, seed=n)
+        three = batch(name, 3, seed=9)
+        await run(again, [three])
+        assert isinstance(await again.outcome(name, 5), Answer)
+        assert_equal(await again.weights(name), alone(lonely, [made, one, two, three, four, five], seed=n))
+        assert len(in_memory(again)) <= 2
+    assert again.num_replayed("forward_backward") == 2  # of the two that were in memory at the kill
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_missing_number_is_given_up_in_its_time_also_while_the_run_is_parked(
+    start: Start, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0", max_models=1)
+    looking = LostOperations(process.scheduler, process.operations.work_of, timeout_s=10)
+    late, last = await send_all(process, forsaken("a", seed=0))
+    await looking.look(0)
+    await run(process, [creation("b")])
+    assert in_memory(process) == {"b"}
+    await looking.look(9)
+    assert in_memory(process) == {"b"}
+    await looking.look(10)
+    assert isinstance(await late.wait(), Answer)
+    with pytest.raises(FailedPrecondition, match="seq_id 3 has not arrived"):
+        await last.wait()
+    await run(process, [batch("a", 6), step("a", 7)])
+    assert isinstance(await process.outcome("a", 7), Answer)
+
+
+async def test_a_run_whose_operations_arrive_in_disorder_stays_in_memory_for_a_while(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = await start(tmp_path / "0", max_models=1)
+    await send_all(process, forsaken("a", seed=0))
+    creating = asyncio.create_task(process.send(creation("b")))
+    await asyncio.sleep(0.1)
+    assert not creating.done()
+    monkeypatch.setattr(parking, "_MISSING_S", 0.2)
+    await (await creating).wait()
+    assert in_memory(process) == {"b"}
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_parked_run_whose_operations_wait_can_be_deleted(start: Start, tmp_path: Path) -> None:
+    process = await start(tmp_path / "0")
+    waiting = await send_all(process, forsaken("a", seed=0))
+    await park(process)
+    assert in_memory(process) == set()
+    await delete(process, "a")
+    for operation in waiting:
+        with pytest.raises(ModelNotFound, match="'a' was deleted"):
+            await operation.wait()
+    assert process.scheduler.models.gaps() == []
+    await run(process, [creation("a")])
+    assert isinstance(await process.outcome("a", 0), Answer)
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_parked_run_whose_operations_wait_can_move(start: Start, tmp_path: Path) -> None:
+    process = await start(tmp_path / "0")
+    waiting = await send_all(process, forsaken("a", seed=0))
+    await park(process)
+    await process.moving.release("a", Move("a" * 32, "target"))
+    for operation in waiting:
+        with pytest.raises(ModelMoved):
+            await operation.wait()
+    target = await start(tmp_path / "1", store=tmp_path / "0" / "checkpoints", trainer_id="target")
+    await target.moving.adopt("a", "a" * 32)
+    await run(target, [batch("a", 3)])
+    assert isinstance(await target.outcome("a", 5), Answer)
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_operations_of_a_parked_run_wait_on_while_there_is_no_memory_for_it(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = await start(tmp_path / "0")
+    waiting = await send_all(process, forsaken("a", seed=0))
+    await park(process)
+    with monkeypatch.context() as full:
+        full.setattr(parking, "_PATIENCE_S", 0.05)
+        full.setattr(process.engine, "has_room_for", lambda _: False)
+        full.setattr(process.engine, "create_model", _no_memory)
+        with pytest.raises(OutOfCapacity, match="no memory"):
+            await process.send(batch("a", 3))
+    assert not any(operation.outcome.done() for operation in waiting)
+    await run(process, [batch("a", 3)])
+    assert all(isinstance(one, Answer) for one in [await operation.wait() for operation in waiting])
+
+
+def _no_memory(*_: object) -> None:
+    raise OutOfCapacity("no memory")
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_operations_of_a_parked_run_whose_files_are_gone_fail(start: Start, tmp_path: Path) -> None:
+    process = await start(tmp_path / "0", policy=SnapshotPolicy(1, 0, 0))
+    before = [creation("a"), batch("a", 1), step("a", 2), batch("a", 3), step("a", 4)]
+    waiting = await send_all(process, [*before, batch("a", 6), step("a", 7)])
+    await park(process)
+    shutil.rmtree(process.snapshots.files.root / "a")
+    with pytest.raises(ModelLost):
+        await process.scheduler.check_held("a")
+    for operation in waiting:
+        with pytest.raises(ModelLost):
+            await operation.wait()
 
 
 class AtOnce:
