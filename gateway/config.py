@@ -165,7 +165,7 @@ class GatewayConfig(GrpcTls, BaseSettings):
     samples again."""
     adopt_after_s: float = Field(default=60.0, ge=0)
     """Time after which a trainer that is away may be lost, in seconds. Its runs are then adopted by other trainers, if
-    these have their journals in the same PostgreSQL database and find there that it is dead. 0 means never."""
+    these have their journals in the same PostgreSQL database and find there that the trainer is dead. 0 means never."""
     reap_interval_s: float = Field(default=30.0, gt=0)
     """Time between two rounds of the reaper, which frees the models of ended sessions and deletes expired checkpoints,
     in seconds."""

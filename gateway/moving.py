@@ -10,9 +10,9 @@ A move has a row in the database (database/tables/moves.py) until it is over. It
 Each step may be repeated. A move that has begun is always finished, if need be by a gateway that is started later, so a
 run is never left between two trainers. While a run moves, its clients wait as they do for a trainer that restarts.
 
-A trainer that has been away for `adopt_after_s` is lost once another trainer has fenced it. This succeeds only if both
-have their journals in one database and the first one is dead. A lost trainer releases nothing: the target takes the run
-from the database.
+A trainer that has been away for `adopt_after_s` is lost once another trainer has fenced it. Fencing succeeds only if
+both trainers have their journals in one database and the first one is dead. A lost trainer releases nothing: the target
+takes the run from the database.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The newest sequences that were drawn from each run, for people to read. They are written in the background.
+"""The newest sequences that were drawn from each run, for people to read. Sequences are written in the background.
 
 A sequence belongs to the owner of the request, who is not always the owner of the run: anyone may sample a published
 checkpoint. Other owners do not see it.

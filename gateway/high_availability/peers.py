@@ -5,7 +5,7 @@ SILENT_S deletes the row. A gateway without a row is dead: other gateways take o
 leases and operations. A gateway that was only slow finds its row gone, and goes on like a new one. Clocks of different
 machines are never compared.
 
-A gateway without peer_url is the only one of its database. It has no row, and none of this costs it anything.
+A gateway without peer_url is the only one of its database. Such a gateway has no row, and sends no heartbeats.
 """
 
 from __future__ import annotations

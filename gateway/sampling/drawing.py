@@ -295,7 +295,7 @@ class Drawing:
         elif self._suspicion.is_on_trial:
             metadata = (*metadata, PROMPT_ALONE)
         async with self._watched(replica) as begun:
-            self.progress.active("the sampler is working on it")
+            self.progress.active("the sampler is working on the request")
             self._describe = lambda: self._ask(replica)
             call = rpc(request, metadata=metadata or None)
             try:

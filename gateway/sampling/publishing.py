@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 _TOP_UP_S = 10.0
 """Pause between two attempts to publish a version to more samplers. The pause doubles while attempts keep following
-each other soon, because a sampler may have no room for all versions that are sampled. It ends when a sampler that lacks
-the version begins to serve."""
+each other soon, because a sampler may have no room for all versions that are sampled. The pause ends when a sampler
+that lacks the version begins to serve."""
 _MAX_TOP_UP_S = 600.0
 """Longest such pause, in seconds."""
 _MAX_TOPPED_UP = 4096

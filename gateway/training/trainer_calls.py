@@ -154,7 +154,7 @@ class TrainerCalls:
             trainer = await self._placement.of_run(submission.model_id)
             return (await trainer.stub.DescribeOperation(request)).status
 
-        submission.progress.active("the trainer is working on it")
+        submission.progress.active("the trainer is working on the request")
         submission.ask = ask
 
 

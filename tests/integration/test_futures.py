@@ -141,6 +141,6 @@ def test_a_sample_says_that_it_is_computed(wire: Wire) -> None:
     )
     waiting = wire.poll(request_id).json()
     assert (waiting["type"], waiting["queue_state"]) == ("try_again", "active")
-    assert waiting["queue_state_reason"] != "the sampler is working on it"
+    assert waiting["queue_state_reason"] != "the sampler is working on the request"
     assert wire.post("cancel_future", request_id=request_id).json() == {}
     assert "cancelled" in wire.poll(request_id).json()["error"]
