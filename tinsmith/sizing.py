@@ -55,12 +55,12 @@ class Footprint:
 
     def longest(self, num_bytes: float) -> int:
         """Length of the longest sequence whose activations take at most `num_bytes`, in tokens; 0 when none does."""
-        room = num_bytes - self.fixed_bytes
-        if room <= 0:
+        left_bytes = num_bytes - self.fixed_bytes
+        if left_bytes <= 0:
             return 0
-        # The positive root of a L^2 + b L = room, in the form that is valid for a = 0, too.
-        root = math.sqrt(self.bytes_per_token**2 + 4 * self.bytes_per_pair * room)
-        return int(2 * room / (self.bytes_per_token + root))
+        # The positive root of a L^2 + b L = left_bytes, in the form that is valid for a = 0, too.
+        root = math.sqrt(self.bytes_per_token**2 + 4 * self.bytes_per_pair * left_bytes)
+        return int(2 * left_bytes / (self.bytes_per_token + root))
 
     @classmethod
     def measured(cls, peak_bytes: Callable[[Lengths], int], num_tokens: int, *, with_pairs: bool = True) -> Footprint:
@@ -90,16 +90,16 @@ def training_bytes(free_bytes: int, device_type: str) -> int:
     return int(TRAINING_SHARE[device_type] * free_bytes)
 
 
-def room_for_one(memory_bytes: int, adapter_bytes: int, *, moves: bool) -> float:
+def max_activation_bytes(memory_bytes: int, adapter_bytes: int, *, moves: bool) -> float:
     """Bytes for the activations of a micro-batch of one datum, of a model with the largest adapter.
 
     `memory_bytes`: memory for training. `moves`: whether other models can be moved to the host, as on a GPU. If so, the
     activations may take all memory except that of the model itself.
     """
-    room = memory_bytes * ACTIVATIONS_SHARE
+    left_bytes = memory_bytes * ACTIVATIONS_SHARE
     if moves:
-        room = max(room, memory_bytes - full_bytes(adapter_bytes))
-    return room - adapter_bytes  # the pass's gradient, before it is added to the model's
+        left_bytes = max(left_bytes, memory_bytes - full_bytes(adapter_bytes))
+    return left_bytes - adapter_bytes  # the pass's gradient, before it is added to the model's
 
 
 def models_bytes(memory_bytes: int, host_bytes: int, *, moves: bool, ranks_per_machine: int = 1) -> int:

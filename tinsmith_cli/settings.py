@@ -236,9 +236,9 @@ class Settings:
     )  # fmt: skip
     trainers: int = _flag(
         1, type=int, metavar="N", least=1,
-        help="trainers of each base model, which share its runs and the trainers' cores: each run is placed at the one "
-        "with most room and least work, and stays there. On GPUs each has as many of its own as the others. Of one "
-        "machine only (default %(default)s)",
+        help="number of trainers of each base model, which share its runs and the trainers' cores. Each run is placed "
+        "at the trainer with most free memory and least work, and stays there. On GPUs, all trainers have equally many "
+        "GPUs of their own. Not possible with several machines (default %(default)s)",
     )  # fmt: skip
     samplers: int | None = _flag(
         type=int, metavar="N", least=1,

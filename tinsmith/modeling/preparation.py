@@ -184,7 +184,7 @@ def prepack_matrices(
         return False
     matrices = [head.weight_V_H, *(layer.weight for layer in model.modules() if isinstance(layer, LoraLinear))]
     num_bytes = sum(matrix.nbytes for matrix in matrices)
-    if not (always or prepacked.have_room(num_bytes)):
+    if not (always or prepacked.fits_in_memory(num_bytes)):
         return False
     prepack(model)
     logger.info("%s: matrices copied into the layout of the CPU's products, %d MB", path, num_bytes >> 20)

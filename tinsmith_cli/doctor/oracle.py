@@ -77,13 +77,13 @@ def examine(
         if subject.quantize is not None:
             why_not_wide = "quantised weights are compared in the type in which they are used"
         elif subject.dtype != torch.float32:
-            needed, room = 2 * _num_bytes(model), available_bytes(subject.device)
-            if needed <= room:
+            needed, free_bytes = 2 * _num_bytes(model), available_bytes(subject.device)
+            if needed <= free_bytes:
                 model.to(torch.float32)  # type: ignore[arg-type]  # transformers' decorated signature
                 wide = _truth(model, sequences, placed, with_gradients=with_gradients)
                 model.to(subject.dtype)  # type: ignore[arg-type]
             else:
-                why_not_wide = f"float32 weights would take {size_text(needed)}, {size_text(room)} are free"
+                why_not_wide = f"float32 weights would take {size_text(needed)}, {size_text(free_bytes)} are free"
         num_parameters = num_weights(model)  # before PEFT adds its own
         peft, why_no_peft = None, "there is no adapter"
         if subject.quantize is not None:
@@ -198,9 +198,9 @@ def _why_no_gradients(subject: Subject, adapters: Sequence[Adapter]) -> str:
         if target.num_experts is not None
     }
     needed = 2 * sum(experts.values()) * subject.dtype.itemsize
-    room = available_bytes(subject.device)
-    if needed > room:
-        return f"plain autograd through the experts would take {size_text(needed)}, {size_text(room)} are free"
+    free_bytes = available_bytes(subject.device)
+    if needed > free_bytes:
+        return f"plain autograd through the experts would take {size_text(needed)}, {size_text(free_bytes)} are free"
     return ""
 
 

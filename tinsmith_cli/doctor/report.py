@@ -112,7 +112,7 @@ def _measured(findings: Findings) -> Iterator[str]:
         largest, mean = gap
         name = f"gap of {findings.subject.quantize} to the unquantised model"
         yield _line(name, f"{largest:.2g} nats at most, {mean:.2g} in the mean")
-    speed, room = findings.trainer.speed, findings.trainer.room
+    speed, capacity = findings.trainer.speed, findings.trainer.capacity
     if speed is not None:
         yield from _training(speed)
     for sampler in findings.samplers:
@@ -120,9 +120,9 @@ def _measured(findings: Findings) -> Iterator[str]:
             yield _line(f"decoding, {sampler.engine}, batch {size}", f"{tokens_per_s:,.0f} tokens/s")
         if sampler.max_length:
             yield _line(f"longest prompt and output, {sampler.engine}", f"{sampler.max_length:,} tokens")
-    if room is not None:
+    if capacity is not None:
         where = "all layers" if coverage is None or not coverage.missing else ", ".join(coverage.groups)
-        yield from _room(room, where)
+        yield from _capacity(capacity, where)
 
 
 def _quantisation_gap(findings: Findings) -> tuple[float, float] | None:
@@ -141,14 +141,14 @@ def _training(speed: TrainingSpeed) -> Iterator[str]:
     )
 
 
-def _room(room: Capacity, where: str) -> Iterator[str]:
-    yield _line("token budget of a micro-batch", f"{room.token_budget:,} tokens")
-    yield _line("longest sequence to train on", f"{room.longest_sequence:,} tokens")
-    for rank in room.adapter_bytes:
-        served, trained = room.adapter_bytes[rank], room.training_bytes[rank]
-        fits = f"{room.models_bytes // trained:,} fit"
-        if room.device_bytes is not None:
-            fits += f", {min(room.device_bytes, room.models_bytes) // trained:,} of them on the device"
+def _capacity(capacity: Capacity, where: str) -> Iterator[str]:
+    yield _line("token budget of a micro-batch", f"{capacity.token_budget:,} tokens")
+    yield _line("longest sequence to train on", f"{capacity.longest_sequence:,} tokens")
+    for rank in capacity.adapter_bytes:
+        served, trained = capacity.adapter_bytes[rank], capacity.training_bytes[rank]
+        fits = f"{capacity.models_bytes // trained:,} fit"
+        if capacity.device_bytes is not None:
+            fits += f", {min(capacity.device_bytes, capacity.models_bytes) // trained:,} of them on the device"
         yield _line(
             f"an adapter of rank {rank} on {where}", f"{size_text(served)}; in training {size_text(trained)}, {fits}"
         )
@@ -201,7 +201,7 @@ def as_json(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         "measured": {
             "training": None if trained.speed is None else asdict(trained.speed),
             "decoding_tokens_per_s": {one.engine: dict(one.tokens_per_s) for one in findings.samplers},
-            "room": None if trained.room is None else asdict(trained.room),
+            "room": None if trained.capacity is None else asdict(trained.capacity),
         },
     }
 

@@ -141,10 +141,10 @@ async def _ask(found: SamplerFindings, engine: SamplingEngine, subject: Subject,
             work.append((name, -1.0, Request(prompt_P, version, params=Params(max_tokens=1), prompt_logprobs=True)))
         for temperature in (0.0, 1.0):
             for sequence in (sequences[0], sequences[-2]):
-                room = engine.limits.max_length - length
-                prompt_P = sequence.tokens_N[: max(1, room)].astype(np.int32)
+                longest = engine.limits.max_length - length
+                prompt_P = sequence.tokens_N[: max(1, longest)].astype(np.int32)
                 params = Params(
-                    max_tokens=min(length, max(1, room)), seed=1, temperature=temperature, stop=StopCondition()
+                    max_tokens=min(length, max(1, longest)), seed=1, temperature=temperature, stop=StopCondition()
                 )
                 work.append((name, temperature, Request(prompt_P, version, params=params)))
     # All requests are submitted at once, so that each runs beside requests of other lengths and versions.

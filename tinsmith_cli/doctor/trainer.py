@@ -101,7 +101,7 @@ class TrainerFindings:
     failure: str = ""
     """The reason for which later findings are missing."""
     speed: TrainingSpeed | None = None
-    room: Capacity | None = None
+    capacity: Capacity | None = None
 
     @property
     def largest(self) -> str:
@@ -174,7 +174,7 @@ def _compare(
     engine.follow(plan)
     found.speed = _speed(engine, names[-1], base.max_context_length, seconds=0.5 if quick else 3.0)
     engine.delete_model(names[-1])
-    found.room = _room(engine, plan)
+    found.capacity = _capacity(engine, plan)
 
 
 def _flags(base: BaseModel) -> dict[str, bool]:
@@ -276,7 +276,7 @@ def _random_batch(generator: np.random.Generator, vocab_size: int, num_tokens: i
     return Batch("cross_entropy", LOSS_FNS["cross_entropy"], {}, False, datums)
 
 
-def _room(engine: TrainingEngine, plan: Plan) -> Capacity:
+def _capacity(engine: TrainingEngine, plan: Plan) -> Capacity:
     base = engine.base
     config = AdapterConfig(rank=1, **_flags(base))
     bytes_per_rank = 4 * num_elements(config, chosen_targets(config, base.targets))  # float32

@@ -13,8 +13,8 @@ from tinsmith.sizing import (
     PROBE_RANK,
     Footprint,
     full_bytes,
+    max_activation_bytes,
     models_bytes,
-    room_for_one,
 )
 from tinsmith_cli.planning.shape import Layer, Shape
 
@@ -160,7 +160,7 @@ class Training:
         moves = device_type == "cuda"
         one = adapter_bytes(shape, rank)
         # The adapter includes the tower here, as in the trainer, which does not know yet whether runs will adapt it.
-        room = room_for_one(memory_bytes, adapter_bytes(shape, rank, vision=True), moves=moves)
+        most_bytes = max_activation_bytes(memory_bytes, adapter_bytes(shape, rank, vision=True), moves=moves)
         longest = max(
             activations(
                 shape,
@@ -169,7 +169,7 @@ class Training:
                 checkpointing=checkpointing,
                 tensor_parallel=tensor_parallel,
                 device_type=device_type,
-            ).longest(room)
+            ).longest(most_bytes)
             for checkpointing in (False, True)
         )
         beside = memory_bytes - int(memory_bytes * ACTIVATIONS_SHARE)

@@ -18,8 +18,8 @@ from tinsmith.sizing import (
     PROBE_RANK,
     Footprint,
     Lengths,
+    max_activation_bytes,
     models_bytes,
-    room_for_one,
     training_bytes,
 )
 from trainer_service.engine.budget import Plan
@@ -71,7 +71,7 @@ def measure(engine: TrainingEngine, bounds: Bounds) -> Plan:
     probe = _Probe(engine, bounds.max_lora_rank)
     try:
         activation_bytes = int(memory_bytes * ACTIVATIONS_SHARE)
-        room = room_for_one(memory_bytes, probe.max_adapter_bytes, moves=engine.memory.residency.moves)
+        room = max_activation_bytes(memory_bytes, probe.max_adapter_bytes, moves=engine.memory.residency.moves)
         plain, checkpointed = probe.footprints(room)
         picture_cost = probe.picture_cost(plain, checkpointed, memory_bytes)
         left = activation_bytes - probe.max_adapter_bytes

@@ -96,16 +96,16 @@ def test_an_adapter_that_is_lost_is_above_every_limit_of_the_mean(good: Findings
 
 
 def test_measured_numbers_are_plausible(good: Findings) -> None:
-    room, speed = good.trainer.room, good.trainer.speed
-    assert room is not None
+    capacity, speed = good.trainer.capacity, good.trainer.speed
+    assert capacity is not None
     assert speed is not None
     assert speed.tokens_per_s > 0
-    assert speed.num_tokens <= room.token_budget
-    assert room.longest_sequence == 256
-    assert room.training_bytes[8] == 4 * room.adapter_bytes[8]
-    assert room.adapter_bytes[32] == 4 * room.adapter_bytes[8]
+    assert speed.num_tokens <= capacity.token_budget
+    assert capacity.longest_sequence == 256
+    assert capacity.training_bytes[8] == 4 * capacity.adapter_bytes[8]
+    assert capacity.adapter_bytes[32] == 4 * capacity.adapter_bytes[8]
     elements = sum(target.in_features + target.out_features for target in good.trainer.adapters[ALL].targets)
-    assert room.adapter_bytes[8] == 8 * elements * 4
+    assert capacity.adapter_bytes[8] == 8 * elements * 4
     assert set(good.samplers[0].tokens_per_s) == {1, 8}
 
 

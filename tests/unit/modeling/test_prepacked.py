@@ -107,6 +107,6 @@ def test_memory_does_not_grow_with_each_number_of_rows() -> None:
 
 
 def test_the_copy_is_left_out_when_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepacked, "have_room", lambda num_bytes: False)
+    monkeypatch.setattr(prepacked, "fits_in_memory", lambda num_bytes: False)
     base = BaseModel.load(make_model(tmp_path), device=torch.device("cpu"), dtype=torch.float32, prepack=None)
     assert base.head.prepacked is None

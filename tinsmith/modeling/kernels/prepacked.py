@@ -102,6 +102,6 @@ def works(dtype: torch.dtype, device: torch.device) -> bool:
     return bool((ours - expected).norm() <= _TOLERANCE[dtype] * expected.norm())
 
 
-def have_room(num_bytes: int) -> bool:
+def fits_in_memory(num_bytes: int) -> bool:
     """Whether a copy of `num_bytes` would take at most a quarter of the free memory."""
     return num_bytes <= _MAX_SHARE_OF_FREE * host_bytes()
