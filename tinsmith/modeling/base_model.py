@@ -301,7 +301,8 @@ class BaseModel:
 
     @property
     def tokens_per_thread(self) -> int:
-        """Fewest tokens of a pass for which one more thread pays."""
+        """Fewest tokens of a pass for each of its threads. With fewer tokens for each thread, fewer threads are as
+        fast."""
         if self.device.type != "cpu" or not self.layers:
             return 1
         weights = sum(num_weights(layer) for layer in self.layers)

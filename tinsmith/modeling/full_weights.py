@@ -2,8 +2,8 @@
 sends.
 
 The trainer's buffer is float32. A buffer holds each parameter once, in the order of the model. Matrices of linear
-layers lie column by column, which makes a small decode step on a CPU three times as fast, so that a sampler can compute
-with a received buffer directly. Other parameters lie row by row.
+layers lie column by column, because a small decode step on a CPU then takes a third of the time, and a sampler computes
+with the received buffer directly. Other parameters lie row by row.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ def generate(
     layout: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Forward of a decoder layer. It runs `layer` if that can compute this pass, and otherwise `own`, the forward of
-    transformers."""
+    """Forward of a decoder layer. It runs `layer` if that can compute this pass, and otherwise `own`, the forward that
+    the layer had before."""
     rotates = position_embeddings is not None and layer.rotates_whole_heads(position_embeddings[0])
     if not rotates or args or active.groups is not None or torch.is_grad_enabled() or not layer.is_current:
         return own(hidden_states, *args, position_embeddings=position_embeddings, layout=layout, **kwargs)

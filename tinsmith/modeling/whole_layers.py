@@ -217,8 +217,8 @@ def give_back(decoder: nn.Module, layers: Sequence[nn.Module]) -> None:
 def _forward_decoder(
     own: Any, decoder: Any, *, position_ids: Tensor, layout: Any, input_ids: Tensor | None = None, **kwargs: Any
 ) -> Any:
-    """Forward of a plain decoder. It runs `own`, the forward of transformers, for passes that `_through` does not
-    compute."""
+    """Forward of a plain decoder. It runs `own`, the forward that the decoder had before, for passes that `_through`
+    does not compute."""
     if input_ids is None or (type(layout) is not Packed and torch.is_grad_enabled()):
         return own(input_ids=input_ids, position_ids=position_ids, layout=layout, **kwargs)
     hidden: Any = _through(decoder, input_ids, position_ids, layout)  # transformers names a type of its own here
@@ -262,7 +262,8 @@ def _forward(
     layout: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Forward of a decoder layer in passes with gradients. It runs `own` for passes that `whole` cannot compute."""
+    """Forward of a decoder layer. It runs `whole` in passes with gradients that it can compute, and otherwise `own`,
+    the forward that the layer had before."""
     plain = type(layout) is Packed and layout.flash is None and layout.ahead is None and active.groups is None
     rotates = position_embeddings is not None and whole.rotates_whole_heads(position_embeddings[0])
     if args or not rotates or not plain or not torch.is_grad_enabled():
