@@ -21,12 +21,12 @@ from tinsmith.errors import (
     SequenceConflict,
     ServiceError,
 )
+from tinsmith.received_answers import ReceivedAnswers
 from tinsmith.rpc import tensors
 from tinsmith.rpc.message_memory import is_taken_over
 from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.server import ACCEPTED, RAN, REPEATED
 from tinsmith.threads import in_pool_of
-from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability.executing import Name, arriving, other_work
 from trainer_service.durability.records import Body
@@ -44,8 +44,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 _MAX_CHECKS_OF_NO_MODEL = 64
 """Most calls of CheckCustomLoss that run or wait at once, also those whose client has left."""
-_MANY_TOLD = 64
-"""`Intake._told` may have entries for twice the known models, and for this many more. A failed creation leaves an
+_SPARE_ENTRIES = 64
+"""`Intake._received` may have entries for twice the known models, and for this many more. A failed creation leaves an
 entry."""
 _MANY_DATUMS = 64
 """A batch of more datums counts as large, without adding up its bytes."""
@@ -59,7 +59,7 @@ class Intake:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._told: dict[str, Told] = {}
+        self._received: dict[str, ReceivedAnswers] = {}
         """The batches whose answers callers have, by model_id. It is used for callers that send no failure_seen; the
         gateway always sends one."""
         self._num_checks_of_no_model = 0
@@ -69,13 +69,13 @@ class Intake:
         empty model_id is that of losses which are checked before a model uses them."""
 
     def failure_seen(self, model_id: str, seq_id: int) -> int:
-        """The failed batch after which the caller of this optim_step has started afresh; see Told.step."""
-        told = self._told.get(model_id)
-        return 0 if told is None else told.step(seq_id)
+        """The failed batch after which the caller of this optim_step has started afresh; see ReceivedAnswers.step."""
+        received = self._received.get(model_id)
+        return 0 if received is None else received.step(seq_id)
 
     def forget(self, model_id: str) -> None:
-        """Forgets what callers of a model were told, because the model has gone."""
-        self._told.pop(model_id, None)
+        """Forgets which answers the callers of a model have received, because the model has gone."""
+        self._received.pop(model_id, None)
 
     async def check_custom_loss(self, request: pb.CheckCustomLossRequest) -> None:
         """Checks a custom loss before a model uses it. Raises InvalidRequest, and OutOfCapacity when too many wait."""
@@ -113,8 +113,8 @@ class Intake:
     ) -> Answer:
         """Has an operation accepted, acknowledges it, and waits for its answer. `pack` makes its body."""
         check_model_id(request.model_id, field="model_id")
-        if _adds_gradients(request) and (told := self._told.get(request.model_id)) is not None:
-            told.sent(seq_id)
+        if _adds_gradients(request) and (received := self._received.get(request.model_id)) is not None:
+            received.sent(seq_id)
         accepting = self._trainer.scheduler.tasks.spawn(self._accept_or_forget(kind, request, seq_id, pack))
         accepting.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieve its error in any case
         # The shield keeps a cancelled call from leaving an operation without work.
@@ -130,9 +130,9 @@ class Intake:
         try:
             return await self._accept(kind, request, seq_id, pack)
         except ServiceError as error:
-            told = self._told.get(request.model_id) if _adds_gradients(request) else None
-            if told is not None and not isinstance(error, OutOfCapacity | NotReady):
-                told.unsent(seq_id)
+            received = self._received.get(request.model_id) if _adds_gradients(request) else None
+            if received is not None and not isinstance(error, OutOfCapacity | NotReady):
+                received.unsent(seq_id)
             raise
 
     async def _accept(
@@ -187,12 +187,14 @@ class Intake:
     def _note(self, kind: str, request: Request, seq_id: int) -> None:
         """Notes that a new operation has been accepted."""
         model_id, models = request.model_id, self._trainer.scheduler.models
-        if kind == "create_model" or (kind == "optim_step" and model_id not in self._told):
-            self._told[model_id] = Told(after=seq_id)
-            if len(self._told) > 2 * models.num_known + _MANY_TOLD:
-                self._told = {known: told for known, told in self._told.items() if models.is_known(known)}
-        elif model_id in self._told:
-            self._told[model_id].accepted(seq_id, is_batch=_adds_gradients(request))
+        if kind == "create_model" or (kind == "optim_step" and model_id not in self._received):
+            self._received[model_id] = ReceivedAnswers(after=seq_id)
+            if len(self._received) > 2 * models.num_known + _SPARE_ENTRIES:
+                self._received = {
+                    known: received for known, received in self._received.items() if models.is_known(known)
+                }
+        elif model_id in self._received:
+            self._received[model_id].accepted(seq_id, is_batch=_adds_gradients(request))
 
     async def _work_of(
         self, operation: Operation, request: Request, *, held_bytes: int | None, on_thread: bool
@@ -223,17 +225,17 @@ class Intake:
             return trainer.operations.refuse(request, internal_error())
 
     async def answer(self, operation: Operation, context: Context) -> Answer:
-        """The operation's answer. Records for the model's next optim_step that the caller is told of it."""
-        told = self._told.get(operation.model_id)
+        """The operation's answer. Records for the model's next optim_step that the caller receives it."""
+        received = self._received.get(operation.model_id)
         try:
             answer = await _answer(operation, context)
         except ServiceError:
-            if told is not None:
-                await told.hold_back(operation.seq_id)
-                told.told(operation.seq_id, failed=True)
+            if received is not None:
+                await received.hold_back(operation.seq_id)
+                received.received(operation.seq_id, failed=True)
             raise
-        if told is not None:
-            told.told(operation.seq_id, failed=False)
+        if received is not None:
+            received.received(operation.seq_id, failed=False)
         return answer
 
     def _packed(self, request: Request, pack: Callable[[], Body]) -> tuple[Body, int | None, int]:

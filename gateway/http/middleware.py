@@ -31,9 +31,9 @@ from gateway.tenants.auth import Callers
 from gateway.tenants.limits import Limits
 from gateway.tenants.tokens import InvalidToken, Tokens
 from tinsmith.errors import RateLimited
+from tinsmith.received_answers import request_begins
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.auth import given_key, is_loopback
-from tinsmith.told import request_begins
 
 _HEALTH = "/api/v1/healthz"
 _OPENAI = "/v1/"

@@ -40,8 +40,8 @@ from tinsmith.errors import (
     SequenceConflict,
     ServiceError,
 )
+from tinsmith.received_answers import ReceivedAnswers
 from tinsmith.rpc.server import ACCEPTED, REPEATED
-from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ _WITHOUT_ROW = ("forward_backward", "optim_step")
 """Endpoints whose answer is made from the trainer's reply alone, without a row of the database."""
 _WITH_RESULTS = ("create_model", "load_weights", "save_weights", "save_weights_for_sampler", "save_weights_external")
 """Endpoints whose results go into the database, even when no client asks for the answer."""
-_MOST_TOLD = 4096
-"""Most models that are kept in `Operations._told`; beyond that the least recently used is forgotten."""
+_MOST_MODELS = 4096
+"""Most models that are kept in `Operations._received`; beyond that the least recently used is forgotten."""
 
 
 class Operations:
@@ -71,7 +71,7 @@ class Operations:
         gateway_id: str,
     ) -> None:
         self._gateway_id = gateway_id
-        self._told: LRUCache[str, Told] = LRUCache(_MOST_TOLD)
+        self._received: LRUCache[str, ReceivedAnswers] = LRUCache(_MOST_MODELS)
         """model_id -> the batches whose answers its client has. A model without an entry, such as after a restart of
         the gateway, gets `failure_seen` 0, so its step behind a failed batch is refused."""
         self._config = config
@@ -94,28 +94,28 @@ class Operations:
         try:
             await self._submit(submission)
         except (SequenceConflict, TooFarAhead):
-            if _is_told(submission) and submission.model_id in self._told:
-                self._told[submission.model_id].unsent(submission.seq_id)
+            if _is_batch(submission) and submission.model_id in self._received:
+                self._received[submission.model_id].unsent(submission.seq_id)
             raise
 
     def arrives(self, submission: Submission) -> None:
         """Notes that the client has sent a batch or an optim_step. Must be called before `submit`, and before any check
         that refuses the request for now. The client sends such a request again, so it counts as in flight meanwhile."""
-        told, seq_id = self._told.get(submission.model_id), submission.seq_id
+        received, seq_id = self._received.get(submission.model_id), submission.seq_id
         if submission.rpc == "OptimStep":
-            seen = 0 if told is None else told.step(seq_id)
+            seen = 0 if received is None else received.step(seq_id)
             submission.body += pb.OptimStepRequest(failure_seen=seen).SerializeToString()
-        elif told is not None and _is_told(submission):
-            told.sent(seq_id)
+        elif received is not None and _is_batch(submission):
+            received.sent(seq_id)
 
-    async def told(self, request_id: str, *, failed: bool, is_gone: Callable[[], Awaitable[bool]]) -> None:
+    async def received(self, request_id: str, *, failed: bool, is_gone: Callable[[], Awaitable[bool]]) -> None:
         """Notes that the client is given the answer of this future, unless the client has gone (`is_gone`). Before
         that, waits until a failed answer may be given."""
-        if (found := operation_of(request_id)) is not None and (told := self._told.get(found[0])) is not None:
+        if (found := operation_of(request_id)) is not None and (received := self._received.get(found[0])) is not None:
             if failed:
-                await told.hold_back(found[1])
+                await received.hold_back(found[1])
             if not await is_gone():
-                told.told(found[1], failed=failed)
+                received.received(found[1], failed=failed)
 
     async def _submit(self, submission: Submission) -> None:
         request_id = submission.request_id
@@ -223,10 +223,10 @@ class Operations:
     def _note(self, submission: Submission) -> None:
         """Notes that the trainer has a new operation."""
         rpc, model_id = submission.rpc, submission.model_id
-        if rpc == "CreateModel" or (rpc == "OptimStep" and model_id not in self._told):
-            self._told[model_id] = Told(after=submission.seq_id)
-        elif model_id in self._told:
-            self._told[model_id].accepted(submission.seq_id, is_batch=_is_told(submission))
+        if rpc == "CreateModel" or (rpc == "OptimStep" and model_id not in self._received):
+            self._received[model_id] = ReceivedAnswers(after=submission.seq_id)
+        elif model_id in self._received:
+            self._received[model_id].accepted(submission.seq_id, is_batch=_is_batch(submission))
 
     async def _accept(self, submission: Submission) -> Any:
         """The call of the trainer, once the trainer has the operation in its journal.
@@ -380,7 +380,9 @@ class Operations:
         return await self._answer(submission, reply)
 
 
-def _is_told(submission: Submission) -> bool:
+def _is_batch(submission: Submission) -> bool:
+    """Whether ReceivedAnswers counts the submission as a batch: it adds gradients, and clients send its parts at
+    once."""
     return submission.adds_gradients and submission.sends_parts_at_once
 
 

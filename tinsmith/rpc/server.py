@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from tinsmith.errors import InvalidRequest, ServiceError
+from tinsmith.received_answers import request_begins
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.auth import KeyInterceptor, KeyRing, given_key, host_of
 from tinsmith.rpc.errors import to_status
@@ -27,7 +28,6 @@ from tinsmith.rpc.paths import run_of
 from tinsmith.rpc.reflection import add_reflection
 from tinsmith.rpc.tls import Certificates, Pinned, warn_of_clear_text
 from tinsmith.threads import in_pool
-from tinsmith.told import request_begins
 
 logger = logging.getLogger(__name__)
 

@@ -46,7 +46,7 @@ async def retrieve_future(request: Request, body: schemas.RetrieveFuture) -> dic
     if isinstance(found, Answer):
         if not is_sample:
             is_gone = request.is_disconnected
-            await gateway.training.operations.told(request_id, failed=found.is_failure, is_gone=is_gone)
+            await gateway.training.operations.received(request_id, failed=found.is_failure, is_gone=is_gone)
         size = len(found.body)
         if body.allow_metadata_only and not found.is_failure and size > gateway.config.metadata_only_bytes:
             return {"status": "complete_metadata", "response_payload_size": size}

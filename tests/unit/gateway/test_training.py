@@ -163,7 +163,7 @@ def holding_failures_back() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
         held.set()
         await come.wait()
 
-    with mock.patch("tinsmith.told.sleep", hold):
+    with mock.patch("tinsmith.received_answers.sleep", hold):
         yield held, come
 
 

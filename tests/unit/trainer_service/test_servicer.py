@@ -38,13 +38,13 @@ from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FULL, FullWeights
 from tinsmith.modeling.peft_import import import_peft
+from tinsmith.received_answers import ReceivedAnswers
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.paths import creation_of
 from tinsmith.rpc.server import ACCEPTED, REPEATED, Server
 from tinsmith.rpc.tensors import from_numpy
 from tinsmith.rpc.times import duration, seconds_of
-from tinsmith.told import Told
 from tinsmith.v1 import trainer_admin_pb2 as admin_pb
 from tinsmith.v1 import trainer_admin_pb2_grpc, trainer_pb2_grpc, types_pb2
 from tinsmith.v1 import trainer_pb2 as pb
@@ -283,7 +283,7 @@ async def test_a_batch_that_fails_at_once_protects_those_that_were_sent_together
     async def hold(_: float) -> None:
         await come.wait()
 
-    with mock.patch("tinsmith.told.sleep", hold):
+    with mock.patch("tinsmith.received_answers.sleep", hold):
         bad = await Accepted.of(service, bad_batch(1))
         await stub.ForwardBackward(batch(2))
         come.set()
@@ -377,7 +377,7 @@ async def test_a_number_that_another_operation_takes_after_it_was_refused_for_no
 
 def num_told() -> int:
     gc.collect()
-    return sum(type(each) is Told for each in gc.get_objects())
+    return sum(type(each) is ReceivedAnswers for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("answer", ["for now", "cancelled"])
@@ -416,7 +416,7 @@ async def test_batches_behind_creations_that_fail_take_bounded_memory(service: S
     before = num_told()
     with (
         mock.patch.object(service.trainer.operations.engine, "create_model", create),
-        mock.patch("tinsmith.told.sleep", pause),
+        mock.patch("tinsmith.received_answers.sleep", pause),
     ):
         for n in range(200):
             made = await Accepted.of(service, creation(f"never:{n}"))

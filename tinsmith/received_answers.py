@@ -32,13 +32,14 @@ def request_begins(began_s: float | None = None, *, is_retry: bool = False) -> N
     _began_s.set(-math.inf if is_retry else time.monotonic() if began_s is None else began_s)
 
 
-class Told:
+class ReceivedAnswers:
     """The batches of one model since its last optim_step that was applied, and which of their answers the caller has
     received. Kept by the service that answers the caller. A batch and a step count as sent when the first bytes of
     their request arrive (`request_begins`).
 
-    A service makes a Told for a new model, and after a restart for each model whose next optim_step has come. Until
-    that step, the service acts as if `step` had answered 0, because it does not know the batches from before its start.
+    A service makes an instance for a new model, and after a restart for each model whose next optim_step has come.
+    Until that step, the service acts as if `step` had answered 0, because it does not know the batches from before its
+    start.
 
     A failed batch makes the next optim_step fail, because a caller that pipelines would step with only some of the
     batches that it sent. A caller starts afresh after a failure if it received the failure, then sent a new batch, and
@@ -51,7 +52,8 @@ class Told:
         """`after`: seq_id of the optim_step whose later batches are noted; 0 for a new model."""
         self._waiting: Counter[int] = Counter()
         """Batches that the caller has sent since its last optim_step and whose answers it has not received, with the
-        number of times that each was sent. Also those that were refused for now, since the caller sends them again."""
+        number of times that each was sent. Batches that were refused for now count, too, since the caller sends them
+        again."""
         self._answered: set[int] = set()
         """Batches whose answers the caller has received."""
         self._failed = 0
@@ -59,7 +61,7 @@ class Told:
         self._overlapped = False
         """Some batch after that failure was sent while the caller waited for the answer of another one, or for the
         failure itself."""
-        self._told_s = 0.0
+        self._received_s = 0.0
         """Time at which the caller received the last answer of a batch, by time.monotonic."""
         self._last_step = after, 0
         """seq_id of the last optim_step, and the answer that `step` gave for it. A repeat gets the same answer."""
@@ -75,7 +77,7 @@ class Told:
         if seq_id not in self._waiting:
             if len(self._waiting) >= _MOST_BATCHES:
                 return
-            self._overlapped |= bool(self._waiting) or _began_s.get() < self._told_s
+            self._overlapped |= bool(self._waiting) or _began_s.get() < self._received_s
         self._waiting[seq_id] += 1
 
     def unsent(self, seq_id: int) -> None:
@@ -111,7 +113,7 @@ class Told:
             was_busy = time.monotonic() - began_s >= 2 * _PAUSE_S
             num_pauses = 0 if was_busy and began_s - first_s < _BUSY_S else num_pauses + 1
 
-    def told(self, seq_id: int, *, failed: bool) -> None:
+    def received(self, seq_id: int, *, failed: bool) -> None:
         """Records that the caller receives the answer of an operation. Only three kinds count: a waiting batch, the
         newest failed batch, and the last optim_step. A failure that is fetched again counts again, because the caller
         may not have received it before."""
@@ -126,7 +128,7 @@ class Told:
             return
         del self._waiting[seq_id]
         self._answered.add(seq_id)
-        self._told_s = time.monotonic()
+        self._received_s = time.monotonic()
         if len(self._answered) > _MOST_BATCHES:
             self._answered = set(sorted(self._answered)[_MOST_BATCHES // 2 :])
         if failed:
@@ -139,7 +141,7 @@ class Told:
         started afresh; 0 if the caller has not."""
         if seq_id != self._last_step[0]:
             newest = max(self._answered, default=0)
-            is_waited_for = not self._waiting.keys() - {seq_id} and _began_s.get() >= self._told_s
+            is_waited_for = not self._waiting.keys() - {seq_id} and _began_s.get() >= self._received_s
             is_whole = self._through >= seq_id - 1
             afresh = newest > self._failed and not self._overlapped and is_waited_for and is_whole
             self._last_step = seq_id, self._failed if afresh else 0
