@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import InvalidRequest
-from tinsmith.modeling.tower import Placed
+from tinsmith.modeling.tower import PlacedPicture
 from tinsmith.pictures.headers import size_of
 from tinsmith.pictures.processing import Picture, Processor
 from tinsmith.rpc import tensors
@@ -24,7 +24,7 @@ def has_pictures(chunks: Sequence[types_pb2.Chunk]) -> bool:
 
 def model_input(
     chunks: Sequence[types_pb2.Chunk], *, processor: Processor | None, why_no_pictures: str, max_tokens: int, field: str
-) -> tuple[npt.NDArray[np.int32], tuple[Placed, ...]]:
+) -> tuple[npt.NDArray[np.int32], tuple[PlacedPicture, ...]]:
     """The token ids [T] of an input, and its pictures in the order of their places.
 
     `processor`: the base model's image processor; None if pictures are not supported, for the reason `why_no_pictures`.
@@ -39,7 +39,7 @@ def model_input(
             f"{field}: {num_tokens} tokens, with those of its pictures, are above {max_tokens}, the most that fit here",
             field=field,
         )
-    pictures: list[Placed] = []
+    pictures: list[PlacedPicture] = []
     parts: list[npt.NDArray[Any]] = []
     for index, chunk in enumerate(chunks):
         where = f"{field}[{index}]"
@@ -60,7 +60,7 @@ def model_input(
                     "other as those of one picture. Put the tokens that end and begin a picture between them",
                     field=where,
                 )
-            pictures.append(Placed(start, picture))
+            pictures.append(PlacedPicture(start, picture))
             parts.append(picture.tokens)
     return np.concatenate(parts).astype(np.int32, copy=False), tuple(pictures)
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tinsmith.errors import InvalidRequest, UnknownLossFn
 from tinsmith.model_input import model_input
-from tinsmith.modeling.tower import Placed
+from tinsmith.modeling.tower import PlacedPicture
 from tinsmith.rpc import tensors
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
 from tinsmith.v1 import trainer_pb2, types_pb2
@@ -292,7 +292,7 @@ def _custom_datum(datum: types_pb2.Datum, loss: CustomLoss, limits: BatchLimits,
 
 def _tokens(
     datum: types_pb2.Datum, limits: BatchLimits, *, field: str
-) -> tuple[npt.NDArray[np.int32], tuple[Placed, ...]]:
+) -> tuple[npt.NDArray[np.int32], tuple[PlacedPicture, ...]]:
     """The token ids of the input, and its pictures."""
     tokens, pictures = model_input(
         datum.model_input,
@@ -310,7 +310,7 @@ def _tokens(
     return tokens, pictures
 
 
-def _ignore_pictures(weights: Floats, pictures: Sequence[Placed]) -> None:
+def _ignore_pictures(weights: Floats, pictures: Sequence[PlacedPicture]) -> None:
     """Sets the weights to 0 where the target is a token of a picture, which nobody can predict. Position i has the
     target i + 1."""
     for one in pictures:

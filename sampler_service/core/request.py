@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sampler_service.core.trial import Trial
 from tinsmith.errors import InvalidRequest, ServiceError
-from tinsmith.modeling.tower import Placed
+from tinsmith.modeling.tower import PlacedPicture
 from tinsmith.rpc.tensors import CHUNK_BYTES, check_tokens
 
 Ints = npt.NDArray[np.int32]
@@ -123,7 +123,7 @@ class Request:
     on_trial: bool = False
     """True when the prompt must be computed while nothing else is, because the request may have killed another sampler
     (trial.py)."""
-    pictures: tuple[Placed, ...] = ()
+    pictures: tuple[PlacedPicture, ...] = ()
     """Pictures in the prompt, each with the number of its first token, in rising order."""
     num_chunks: int = 1
     """Number of parts in which the prompt came. The message is kept until the request ends."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from sampler_service.core.request import Ints, Params, Request, Result
 from tinsmith.modeling.pretrained import UnsupportedModel
-from tinsmith.modeling.tower import Placed
+from tinsmith.modeling.tower import PlacedPicture
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Comparison:
     version_id: str
     tokens: Sequence[int]
     logprobs: Sequence[float]
-    pictures: tuple[Placed, ...] = ()
+    pictures: tuple[PlacedPicture, ...] = ()
 
     @classmethod
     def of(cls, request: Request, result: Result) -> list[Comparison]:

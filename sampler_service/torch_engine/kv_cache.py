@@ -16,7 +16,7 @@ from sampler_service.torch_engine.planner import Piece
 from sampler_service.torch_engine.waiting import Job
 from tinsmith.modeling.kv_cache import KVBlocks, KVCache
 from tinsmith.modeling.recurrent_cache import RecurrentCache
-from tinsmith.modeling.tower import Placed
+from tinsmith.modeling.tower import PlacedPicture
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ IDLE_CACHE_BYTES = 64 * 1024 * 1024
 
 
 def digests_of(
-    namespace: int, tokens: Ints, known: Iterable[bytes] = (), *, salt: str = "", pictures: Iterable[Placed] = ()
+    namespace: int, tokens: Ints, known: Iterable[bytes] = (), *, salt: str = "", pictures: Iterable[PlacedPicture] = ()
 ) -> list[bytes]:
     """Digests of the full blocks of `tokens`. `known`: digests of the first blocks. The digest of a block with tokens
     of `pictures` covers the pictures, too."""

@@ -32,7 +32,7 @@ from tinsmith.modeling.full_weights import FullWeights, ParameterSwitch
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.kv_cache import Cached, CachedTogether, KVCache, Prefill, SharedPrompts
 from tinsmith.modeling.logprobs import logits
-from tinsmith.modeling.tower import PictureFeatures, Placed
+from tinsmith.modeling.tower import PictureFeatures, PlacedPicture
 
 MIN_SHARED_TOKENS = 32
 """Least number of tokens of a prompt that is read once for all its sequences. For a shorter prompt, two products cost
@@ -368,12 +368,12 @@ class Runner:
             first += piece.length
         return PictureFeatures.joined(found) if found else None
 
-    def _look(self, placed: list[Placed], piece: Piece) -> PictureFeatures:
+    def _look(self, placed: list[PlacedPicture], piece: Piece) -> PictureFeatures:
         """The features of pictures in a piece's prompt, encoded with the version of the piece."""
         assert self.base.tower is not None
         sequence = piece.job.sequences[0]
         runs = [] if sequence.adapter is None else [Run(sequence.adapter, slice(0, piece.job.length))]
-        return self.base.tower.look(placed, runs, version=sequence.namespace)
+        return self.base.tower.features_of(placed, runs, version=sequence.namespace)
 
     def _layouts(self, batch: Batch, one: Pass) -> Iterator[Cached]:
         """The layout of each cache that the pass uses."""

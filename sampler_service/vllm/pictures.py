@@ -18,7 +18,7 @@ import torch
 
 from sampler_service.vllm.versions import Rpc
 from tinsmith.modeling.config import load_config
-from tinsmith.modeling.tower import Placed
+from tinsmith.modeling.tower import PlacedPicture
 from tinsmith.pictures.counting import ByArea
 from tinsmith.pictures.families import family_of
 from tinsmith.pictures.processing import Picture, Processor
@@ -48,7 +48,7 @@ class WorkerPictures:
         self._leaving: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
-    async def held(self, placed: Sequence[Placed]) -> AsyncIterator[Sequence[int]]:
+    async def held(self, placed: Sequence[PlacedPicture]) -> AsyncIterator[Sequence[int]]:
         """A context in which the workers have these pictures, under the numbers that it gives."""
         helds = [self._hold(one.picture) for one in placed]
         try:
@@ -94,7 +94,7 @@ def load_processor(path: str) -> Processor:
 
 def picture_prompt(
     tokens: list[int],
-    placed: Sequence[Placed],
+    placed: Sequence[PlacedPicture],
     numbers: Sequence[int],
     *,
     processor: Processor,

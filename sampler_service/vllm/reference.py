@@ -29,7 +29,7 @@ from tinsmith.modeling.config import load_config
 from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.pretrained import UnsupportedModel
 from tinsmith.modeling.self_check import only, random_adapter
-from tinsmith.modeling.tower import Placed, positions_with_pictures
+from tinsmith.modeling.tower import PlacedPicture, positions_with_pictures
 
 _LENGTH = 24
 _RANK = 4
@@ -45,7 +45,7 @@ class Sample:
     config: AdapterConfig | None
     logprobs: Floats
     """Logprobs of all tokens but the first."""
-    placed: tuple[Placed, ...] = ()
+    placed: tuple[PlacedPicture, ...] = ()
     """Pictures in the prompt."""
 
 
@@ -184,7 +184,7 @@ def _with_pictures(base: BaseModel, tokens: Ints) -> list[Sample]:
         parts, placed, start = [], [], 0
         for picture in pictures:
             parts += [text[:5], picture.tokens]
-            placed.append(Placed(start + 5, picture))
+            placed.append(PlacedPicture(start + 5, picture))
             start += 5 + picture.num_tokens
         prompt = np.concatenate([*parts, text[5:12]])
         if len(prompt) + 4 < base.max_context_length:
@@ -193,7 +193,9 @@ def _with_pictures(base: BaseModel, tokens: Ints) -> list[Sample]:
 
 
 @torch.no_grad()
-def _sample(base: BaseModel, tokens: Ints, config: AdapterConfig | None, placed: tuple[Placed, ...] = ()) -> Sample:
+def _sample(
+    base: BaseModel, tokens: Ints, config: AdapterConfig | None, placed: tuple[PlacedPicture, ...] = ()
+) -> Sample:
     """`tokens`: int32, the whole prompt."""
     tokens_T = torch.from_numpy(tokens.astype(np.int64)).to(base.device)
     length = len(tokens) - 1
@@ -201,7 +203,7 @@ def _sample(base: BaseModel, tokens: Ints, config: AdapterConfig | None, placed:
     positions, picture_features = positions_of([length], base.device), None
     if placed and base.tower is not None:
         positions = positions_with_pictures([length], placed, base.device)
-        picture_features = base.tower.look(placed, runs)
+        picture_features = base.tower.features_of(placed, runs)
     hidden_T_H = base.hidden_states(tokens_T[:-1], positions, Packed([length]), runs, picture_features)
     rows = torch.arange(length, device=base.device)
     logprobs = target_logprobs(base.head, hidden_T_H, rows, tokens_T[1:], runs)

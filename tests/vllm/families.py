@@ -31,7 +31,7 @@ from sampler_service.vllm.wire import Draws, Scores, extra_args
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.self_check import random_adapter
-from tinsmith.modeling.tower import Placed
+from tinsmith.modeling.tower import PlacedPicture
 from tinsmith.pictures.processing import Picture
 
 ADAPTER = AdapterConfig(rank=4, train_unembed=False, seed=3)
@@ -41,7 +41,7 @@ ADAPTER = AdapterConfig(rank=4, train_unembed=False, seed=3)
 @dataclass(frozen=True)
 class Prompt:
     tokens: np.ndarray
-    placed: tuple[Placed, ...] = ()
+    placed: tuple[PlacedPicture, ...] = ()
 
     @classmethod
     def of(cls, *parts: Picture | int) -> Prompt:
@@ -50,7 +50,7 @@ class Prompt:
         placed, start = [], 0
         for seed, part in enumerate(parts):
             if isinstance(part, Picture):
-                placed.append(Placed(start, part))
+                placed.append(PlacedPicture(start, part))
                 tokens.append(part.tokens)
             else:
                 tokens.append(np.random.default_rng(seed).integers(10, 2000, part).astype(np.int32))

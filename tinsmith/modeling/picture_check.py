@@ -22,7 +22,7 @@ from tinsmith.modeling.logprobs import logits
 from tinsmith.modeling.pretrained import beside_text
 from tinsmith.modeling.reference import adapted
 from tinsmith.modeling.self_check import LOST, ends, only, random_adapter
-from tinsmith.modeling.tower import Placed, Tower, positions_with_pictures
+from tinsmith.modeling.tower import PlacedPicture, Tower, positions_with_pictures
 from tinsmith.pictures.processing import Picture
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class PictureProbe:
     """Two sequences, and the logits of the second one, which has pictures, by the model's own forward pass."""
 
     tokens_T: Tensor
-    placed: tuple[Placed, ...]
+    placed: tuple[PlacedPicture, ...]
     logits_N_V: Tensor
     """float [N, V]: the logits of the second sequence."""
     adapter: Adapter | None = None
@@ -64,7 +64,7 @@ class PictureProbe:
         first, second = (one.tokens for one in pictures)
         starts = [sum(_TEXT[:2]), sum(_TEXT[:3]) + len(first)]
         tokens_T = torch.from_numpy(np.concatenate([*texts[:2], first, texts[2], second, texts[3]]))
-        placed = tuple(Placed(start, picture) for start, picture in zip(starts, pictures, strict=True))
+        placed = tuple(PlacedPicture(start, picture) for start, picture in zip(starts, pictures, strict=True))
         logits_N_V = _plain(model, tower, tokens_T, placed)
         return cls(tokens_T, placed, logits_N_V, layers=_layers(model, tower, pictures))
 
@@ -106,7 +106,7 @@ class PictureProbe:
         worst = 0.0
         for training in (False, True):
             with torch.set_grad_enabled(training):
-                picture_features = base.tower.look(self.placed, runs)
+                picture_features = base.tower.features_of(self.placed, runs)
                 hidden = base.hidden_states(
                     self.tokens_T.to(base.device), positions, Packed(lengths), runs, picture_features
                 )
@@ -138,7 +138,7 @@ def _anchored(anchor: Tensor, module: nn.Module, args: object, output: Tensor) -
     return output + anchor.to(output.dtype)
 
 
-def _plain(model: PreTrainedModel, tower: Tower, tokens_T: Tensor, placed: Sequence[Placed]) -> Tensor:
+def _plain(model: PreTrainedModel, tower: Tower, tokens_T: Tensor, placed: Sequence[PlacedPicture]) -> Tensor:
     """The logits of the second sequence by the model's own forward pass, float32 [N, V]."""
     kinds_T = torch.zeros_like(tokens_T, dtype=torch.int32)
     for one in placed:

@@ -38,7 +38,7 @@ _PATCH_BYTES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedPicture:
     """A picture in a packed batch."""
 
     start: int
@@ -130,12 +130,12 @@ class Tower:
         feature_bytes = features_P_F_H.nbytes // len(features_P_F_H)
         return round(num_tokens * (self.patches_per_token * _PATCH_BYTES + feature_bytes))
 
-    def examples(self, count: int) -> list[Placed]:
+    def examples(self, count: int) -> list[PlacedPicture]:
         """`count` different pictures of a typical size, one after the other, for measurements."""
         width, height = self.processor.counting.typical()
         pixels = [np.full((height, width, 3), number % 256, np.uint8) for number in range(count)]
         pictures = [self.processor.of_pixels(one) for one in pixels]
-        return [Placed(number * one.num_tokens, one) for number, one in enumerate(pictures)]
+        return [PlacedPicture(number * one.num_tokens, one) for number, one in enumerate(pictures)]
 
     def set_own_attention(self) -> None:
         """Gives the tower attention over its own patches. To be called after the whole model got the attention for
@@ -144,7 +144,9 @@ class Tower:
             if isinstance(module, PreTrainedModel):
                 module.set_attn_implementation("sdpa")
 
-    def look(self, placed: Sequence[Placed], runs: Sequence[Run] = (), *, version: int = 0) -> PictureFeatures:
+    def features_of(
+        self, placed: Sequence[PlacedPicture], runs: Sequence[Run] = (), *, version: int = 0
+    ) -> PictureFeatures:
         """The features of pictures, which are in rising order of their places. A picture that occurs twice in a run is
         encoded once.
 
@@ -264,7 +266,7 @@ def _listed_layers(module: nn.Module) -> Iterator[nn.Module]:
         yield from child if isinstance(child, nn.ModuleList) else _listed_layers(child)
 
 
-def _is_within(placed: Placed, run: Run) -> bool:
+def _is_within(placed: PlacedPicture, run: Run) -> bool:
     assert isinstance(run.rows, slice)
     return run.rows.start <= placed.start < run.rows.stop
 
@@ -275,7 +277,7 @@ def _end_to_end(features: Tensor | Sequence[Tensor]) -> Tensor:
     return features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat(list(features))
 
 
-def positions_with_pictures(lengths: Sequence[int], placed: Sequence[Placed], device: torch.device) -> Tensor:
+def positions_with_pictures(lengths: Sequence[int], placed: Sequence[PlacedPicture], device: torch.device) -> Tensor:
     """Frame, row and column of each token, int64 [3, T], as M-RoPE counts them (arXiv:2409.12191, section 2.1).
 
     The three numbers of a token of text are equal, and so are those of a token of a picture without a grid. All tokens

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from tinsmith.errors import ServiceError
-from tinsmith.modeling.tower import Placed
+from tinsmith.modeling.tower import PlacedPicture
 from tinsmith.pictures.counting import Counting
 from tinsmith.pictures.processing import Processor
 from trainer_service.objectives.custom_loss import CustomLoss
@@ -78,7 +78,7 @@ class Datum:
     """[N] or [N, K]."""
     inputs: Arrays
     """The other arrays that the loss reads, by name. For a built-in loss each has the targets' shape."""
-    pictures: tuple[Placed, ...] = ()
+    pictures: tuple[PlacedPicture, ...] = ()
     """Pictures among the tokens, each with the number of its first token, in rising order."""
     loss_s: float = 0.0
     """Expected time of the custom loss, in seconds. 0 for built-in losses: their time is part of a token's cost."""

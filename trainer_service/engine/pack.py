@@ -15,7 +15,7 @@ from torch import Tensor
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import positions_of
 from tinsmith.modeling.prefixes import LEAST_SAVED, Forest, Ints, Tokens, forest_of, num_common
-from tinsmith.modeling.tower import Placed, positions_with_pictures
+from tinsmith.modeling.tower import PlacedPicture, positions_with_pictures
 from trainer_service.engine.batch import Datum, Example
 
 _HOST = torch.device("cpu")
@@ -31,7 +31,7 @@ class Pack:
     positions: Tensor
     """int64 [T]; [3, T] with pictures."""
     layout: Packed
-    placed: Sequence[Placed]
+    placed: Sequence[PlacedPicture]
     """The pictures, in rising order of their rows."""
     models: Sequence[tuple[str, slice]]
     """Each model with the rows of its datums."""

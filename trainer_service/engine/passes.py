@@ -362,7 +362,7 @@ class Passes:
             assert self._base.tower is not None  # requests.py refuses pictures otherwise
             tower = self._base.tower
             with checkpointed(tower.layers, tower.active) if layers else nullcontext():
-                picture_features = tower.look(pack.placed, adapted)
+                picture_features = tower.features_of(pack.placed, adapted)
         with checkpointed(layers, self._base.active) if layers else nullcontext():
             hidden_T_H = self._base.hidden_states(tokens_T, positions, pack.layout, adapted, picture_features)
         named = torch.from_numpy(pack.rows_M), torch.from_numpy(pack.targets_M)

@@ -19,7 +19,7 @@ from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.full_logprobs import full_target_logprobs
 from tinsmith.modeling.full_weights import FullWeights, ParameterSwitch, TrainedWeights, Weights
-from tinsmith.modeling.tower import Placed, positions_with_pictures
+from tinsmith.modeling.tower import PlacedPicture, positions_with_pictures
 
 Tokens = npt.NDArray[np.int32]
 
@@ -30,7 +30,7 @@ class Pictured:
 
     tokens: Tokens
     """The sequence's tokens, with those that stand for the picture."""
-    placed: Placed
+    placed: PlacedPicture
     png: bytes
 
 
@@ -78,7 +78,7 @@ def with_picture(base: BaseModel) -> Sequence[Pictured]:
     tokens = np.concatenate([before, picture.tokens, after])
     if tokens.size >= base.max_context_length:
         return []
-    return [Pictured(tokens, Placed(before.size, picture), file.getvalue())]
+    return [Pictured(tokens, PlacedPicture(before.size, picture), file.getvalue())]
 
 
 def score(base: BaseModel, weights: Weights | None, sequences: Sequence[Tokens | Pictured]) -> Scores:
@@ -108,7 +108,7 @@ def score(base: BaseModel, weights: Weights | None, sequences: Sequence[Tokens |
         positions, picture_features = positions_of(lengths, device), None
         if placed and base.tower is not None:
             positions = positions_with_pictures(lengths, placed, device)
-            picture_features = base.tower.look(placed, runs)
+            picture_features = base.tower.features_of(placed, runs)
         hidden_T_H = base.hidden_states(tokens_T, positions, Packed(lengths), runs, picture_features)
         named = torch.from_numpy(rows_M), torch.from_numpy(targets_M)
         if base.trainable:

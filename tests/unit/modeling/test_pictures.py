@@ -24,7 +24,7 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.capabilities import one_by_one
 from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.peft_import import import_peft
-from tinsmith.modeling.tower import Placed, Tower, positions_with_pictures
+from tinsmith.modeling.tower import PlacedPicture, Tower, positions_with_pictures
 from tinsmith.pictures.families import family_of
 from tinsmith.pictures.processing import Picture
 
@@ -55,14 +55,14 @@ class Sequence:
     def __init__(self, base: BaseModel, pieces: list[int | Image.Image], seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.images = [piece for piece in pieces if isinstance(piece, Image.Image)]
-        self.placed: list[Placed] = []
+        self.placed: list[PlacedPicture] = []
         parts: list[Tensor] = []
         for piece in pieces:
             if isinstance(piece, int):
                 parts.append(torch.randint(10, 256, (piece,), generator=generator))
             else:
                 picture = scaled(base, piece)
-                self.placed.append(Placed(sum(map(len, parts)), picture))
+                self.placed.append(PlacedPicture(sum(map(len, parts)), picture))
                 parts.append(torch.from_numpy(picture.tokens.astype(np.int64)))
         self.tokens = torch.cat(parts)
         self.factors = torch.randn(len(self.tokens), generator=generator)
@@ -88,7 +88,7 @@ def packed(base: BaseModel, sequences: list[Sequence], runs: list[Run]) -> Tenso
     ]
     tokens = torch.cat([one.tokens for one in sequences])
     assert base.tower is not None
-    picture_features = base.tower.look(placed, runs) if placed else None
+    picture_features = base.tower.features_of(placed, runs) if placed else None
     positions = positions_with_pictures(lengths, placed, base.device)
     hidden = base.hidden_states(tokens.to(base.device), positions, Packed(lengths), runs, picture_features)
     return target_logprobs(base.head, hidden, torch.arange(len(tokens)), tokens, runs)
@@ -137,7 +137,7 @@ def test_pictures_packed_with_text_equal_transformers_and_peft_gradients_include
 def test_a_model_in_bfloat16_takes_pictures(family: str, tmp_path: Path) -> None:
     base = BaseModel.load(make_vision_model(tmp_path, family), device=CPU, dtype=torch.bfloat16)
     assert base.tower is not None, base.why_no_pictures
-    features = base.tower.look([Placed(0, scaled(base, WIDE))]).features_P_F_H
+    features = base.tower.features_of([PlacedPicture(0, scaled(base, WIDE))]).features_P_F_H
     assert features.dtype == torch.bfloat16
     assert features.isfinite().all()
 
@@ -163,20 +163,20 @@ def test_a_picture_is_encoded_once_and_kept_within_a_bound(tmp_path: Path, monke
     encode = tower.encode
     monkeypatch.setattr(tower, "encode", lambda pictures: encoded.append(len(pictures)) or encode(pictures))
     wide, high = scaled(base, WIDE), scaled(base, HIGH)
-    first = tower.look([Placed(2, wide), Placed(20, high), Placed(40, scaled(base, WIDE))])
+    first = tower.features_of([PlacedPicture(2, wide), PlacedPicture(20, high), PlacedPicture(40, scaled(base, WIDE))])
     assert encoded == [2]
     assert torch.equal(first.features_P_F_H[:15], first.features_P_F_H[-15:])
     assert first.rows_P.tolist() == [*range(2, 17), *range(20, 28), *range(40, 55)]
-    tower.look([Placed(0, high), Placed(9, wide)])
+    tower.features_of([PlacedPicture(0, high), PlacedPicture(9, wide)])
     assert encoded == [2]
     monkeypatch.setattr("tinsmith.modeling.tower._KEPT_BYTES", first.features_P_F_H[:15].nbytes)
     monkeypatch.setattr("tinsmith.modeling.tower._PIXELS_AT_ONCE", 64)
-    others = [Placed(0, scaled(base, WIDE.rotate(180))), Placed(15, scaled(base, HIGH.rotate(180)))]
-    tower.look(others)
+    others = [PlacedPicture(0, scaled(base, WIDE.rotate(180))), PlacedPicture(15, scaled(base, HIGH.rotate(180)))]
+    tower.features_of(others)
     assert encoded == [2, 1, 1]  # more patches than one call takes
-    tower.look(others[1:])
+    tower.features_of(others[1:])
     assert encoded == [2, 1, 1], "the newest is kept"
-    tower.look(others[:1])
+    tower.features_of(others[:1])
     assert encoded == [2, 1, 1, 1], "the other is not"
 
 

@@ -21,7 +21,7 @@ from tests.unit.trainer_service.restoring import Process
 from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.modeling.tower import PictureFeatures, Placed, Tower
+from tinsmith.modeling.tower import PictureFeatures, PlacedPicture, Tower
 from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
@@ -265,7 +265,7 @@ def test_a_tower_that_runs_out_of_memory_runs_in_halves_and_then_with_checkpoint
 ) -> None:
     base = BaseModel.load(make_vision_model(tmp_path, family), device=torch.device("cpu"), dtype=torch.float32)
     assert base.tower is not None
-    tower, usual, passes = base.tower, Tower.look, []
+    tower, usual, passes = base.tower, Tower.features_of, []
     one = replace(base.tower.examples(1)[0], start=2)
     tokens = [1, 2, *[5] * one.picture.num_tokens, 3]
     number = len(tokens)
@@ -274,7 +274,7 @@ def test_a_tower_that_runs_out_of_memory_runs_in_halves_and_then_with_checkpoint
     datums = [Datum(np.array(tokens, np.int32), np.arange(number), inputs, (other,)) for other in others]
     batch = Batch("cross_entropy", LOSS_FNS["cross_entropy"], {}, forward_only=False, datums=datums)
 
-    def look(self: Tower, placed: Sequence[Placed], *args: Any, **kwargs: Any) -> PictureFeatures:
+    def features_of(self: Tower, placed: Sequence[PlacedPicture], *args: Any, **kwargs: Any) -> PictureFeatures:
         checkpointed = self.layers[0].__dict__.get("forward") is not before
         passes.append((len(placed), checkpointed))
         if len(placed) > 1 or not checkpointed:
@@ -288,7 +288,7 @@ def test_a_tower_that_runs_out_of_memory_runs_in_halves_and_then_with_checkpoint
     engine.models["adapts"].clear_gradient()
     calls = [0]
     next(tower.layers[0].children()).register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
-    monkeypatch.setattr(Tower, "look", look)
+    monkeypatch.setattr(Tower, "features_of", features_of)
     (output,) = engine.forward_backward([("adapts", batch)])
     assert isinstance(output, Output), output
     assert passes == [(2, False), (1, False), (1, True), (1, False), (1, True)]

@@ -28,7 +28,7 @@ from sampler_service.vllm.wire import Draws, Scores, extra_args
 from tests.support.models import make_vision_model
 from tests.support.waiting import until
 from tinsmith.errors import Unsupported
-from tinsmith.modeling.tower import Placed
+from tinsmith.modeling.tower import PlacedPicture
 from tinsmith.pictures.processing import Picture
 from tinsmith.sizing import slot_rank
 
@@ -180,7 +180,7 @@ async def test_workers_have_a_picture_once_while_any_request_needs_it() -> None:
 
     pictures = WorkerPictures(rpc)
     one, other = (
-        Placed(
+        PlacedPicture(
             start, Picture(np.full((2, 2, 3), start, np.uint8), tokens=np.full(1, 5, np.int32), digest=bytes([start]))
         )
         for start in (0, 9)
