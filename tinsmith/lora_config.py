@@ -18,13 +18,13 @@ def config_from_proto(message: pb.LoraConfig, *, max_rank: int) -> AdapterConfig
         for flag in ("train_attn", "train_mlp", "train_unembed"):
             if not getattr(message, flag):
                 raise InvalidRequest(
-                    f"lora_config.{flag}: false cannot be had with rank 0, which trains every parameter; set it to "
+                    f"lora_config.{flag}: false is not possible with rank 0, which trains every parameter; set it to "
                     "true, or choose a rank",
                     field=f"lora_config.{flag}",
                 )
         if message.train_vision:
             raise InvalidRequest(
-                "lora_config.train_vision: cannot be had with rank 0, because pictures are not supported when all "
+                "lora_config.train_vision: is not possible with rank 0, because pictures are not supported when all "
                 "parameters are trained; choose a rank",
                 field="lora_config.train_vision",
             )

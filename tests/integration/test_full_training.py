@@ -72,7 +72,7 @@ def test_all_parameters_are_trained_published_stored_and_loaded(full_stack: Stac
         new_model(service, 0)  # parks the first one, which comes back below
         with pytest.raises(tinker.RequestFailedError, match=r"lora_config\.rank: 4 asks for an adapter.*send rank 0"):
             new_model(service, 4)
-        with pytest.raises(tinker.RequestFailedError, match=r"lora_config\.train_mlp: false cannot be had with rank 0"):
+        with pytest.raises(tinker.RequestFailedError, match=r"lora_config\.train_mlp: false is not possible"):
             new_model(service, 0, train_mlp=False)
         external = client.save_weights_external("download").result().path
         for name, url in rest.get_external_weights_urls(external).result().urls.items():

@@ -26,6 +26,6 @@ def load_config(path: str | Path, *, local_files_only: bool = False) -> Pretrain
         if Path(path).is_absolute():
             raise FileNotFoundError(f"{path}: there is no such folder") from None
         raise OSError(
-            f"{path}: config.json cannot be had from the hub or its cache; check the name and the network, or name a "
+            f"{path}: config.json cannot be read from the hub or its cache; check the name and the network, or name a "
             f"folder that holds it ({' '.join(str(error).split())})"
         ) from error

@@ -142,7 +142,7 @@ class TrainedWeights(FullWeights):
         odd = [name for name, parameter in base.parameters.items() if parameter.dtype != base.dtype]
         if odd:
             raise Unsupported(
-                f"lora_config.rank: 0 cannot be had of this base model: its parameter {odd[0]!r} is "
+                f"lora_config.rank: 0 is not possible for this base model: its parameter {odd[0]!r} is "
                 f"{base.parameters[odd[0]].dtype}, not {base.dtype} as its output layer"
             )
         numel = sum(parameter.numel() for parameter in base.parameters.values())

@@ -95,7 +95,7 @@ class PictureProbe:
         if gap <= limit:
             return ""
         return (
-            f"its adapters do not do here what they mean: with pictures, logprobs differ by {gap:.3g} (limit "
+            f"its adapters are computed wrongly here: with pictures, logprobs differ by {gap:.3g} (limit "
             f"{limit:.3g}) from those of the model with W + scaling * B A"
         )
 

@@ -64,7 +64,7 @@ class Gaps:
         """The groups whose adapters are computed wrongly, with the reasons."""
         limits = {group: min(tolerance, LOST * effect) for group, effect in self.effects.items()}
         return {
-            group: f"its adapters do not do here what they mean: logprobs differ by {gap:.3g} (limit "
+            group: f"its adapters are computed wrongly here: logprobs differ by {gap:.3g} (limit "
             f"{limits[group]:.3g}) from those of the model with W + scaling * B A"
             for group, gap in self.groups.items()
             if not gap <= limits[group]

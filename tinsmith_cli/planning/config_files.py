@@ -43,7 +43,7 @@ def find(model: str, *, fetch: bool) -> Shape:
         )
     except Exception as error:  # it raises errors of many libraries
         raise UnknownModel(
-            f"{model}: config.json cannot be had from the hub or its cache; check the name and the network, or name a "
+            f"{model}: config.json cannot be read from the hub or its cache; check the name and the network, or name a "
             f"folder that holds it ({' '.join(str(error).split())})"
         ) from None
     return read(Path(folder), name=model)

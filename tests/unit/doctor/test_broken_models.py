@@ -175,7 +175,7 @@ def test_a_hub_that_ends_its_answers_is_one_line_and_status_2(
     assert main(["doctor", "nobody/nothing", "--threads", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "tinsmith: nobody/nothing: config.json cannot be had from the hub or its cache; check the name"
+        "tinsmith: nobody/nothing: config.json cannot be read from the hub or its cache; check the name"
     )
     assert "We couldn't connect to the hub" in line
 

@@ -85,7 +85,7 @@ def test_full_weights_are_stored_with_the_buffers_that_the_files_of_their_base_m
 
 
 def test_a_model_that_the_hub_does_not_give_is_refused_with_the_ways_out() -> None:
-    with pytest.raises(OSError, match=r"^nobody/nothing: config\.json cannot be had .*name a folder that holds it"):
+    with pytest.raises(OSError, match=r"^nobody/nothing: config\.json cannot be read .*name a folder that holds it"):
         load_config("nobody/nothing", local_files_only=True)
 
 

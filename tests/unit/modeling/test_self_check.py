@@ -101,7 +101,7 @@ def test_a_group_whose_adapters_are_lost_is_refused_by_name_and_the_others_are_n
     base = load(model_folder, dtype)
     assert base.groups == ["attn", "unembed"]
     assert {target.group for target in base.targets} == {"attn", "unembed"}
-    with pytest.raises(Unsupported, match=r"train_mlp: its adapters do not do here .* set it to false"):
+    with pytest.raises(Unsupported, match=r"train_mlp: its adapters are computed wrongly here: .* set it to false"):
         base.check_groups({"attn", "mlp"})
     base.check_groups({"attn", "unembed"})
 

@@ -308,7 +308,7 @@ async def test_a_new_group_replaces_the_old_one_and_trainers_do_not_disturb_each
         (
             {"lora_config": types.LoraConfig(rank=0, train_attn=True)},
             InvalidRequest,
-            r"lora_config\.train_mlp: false cannot be had with rank 0",
+            r"lora_config\.train_mlp: false is not possible with rank 0",
         ),
         (
             {"lora_config": config_to_proto(FULL)},

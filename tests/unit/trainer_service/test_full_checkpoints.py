@@ -165,5 +165,5 @@ def test_rank_0_with_a_part_left_out_is_refused_by_name(flag: str) -> None:
     asked.seed = 3
     assert config_from_proto(asked, max_rank=8) == FULL
     setattr(asked, flag, False)
-    with pytest.raises(InvalidRequest, match=rf"lora_config\.{flag}: false cannot be had with rank 0"):
+    with pytest.raises(InvalidRequest, match=rf"lora_config\.{flag}: false is not possible with rank 0"):
         config_from_proto(asked, max_rank=8)

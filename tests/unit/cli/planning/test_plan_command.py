@@ -347,7 +347,7 @@ def test_a_hub_id_that_cannot_be_had_tells_what_to_do(
     on("1x-h100")
     monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=OSError("no\nnetwork")))
     assert main(["plan", "nobody/nothing"]) == 2
-    said = "cannot be had from the hub or its cache; check the name and the network, or name a folder that holds it"
+    said = "cannot be read from the hub or its cache; check the name and the network, or name a folder that holds it"
     assert f"nobody/nothing: config.json {said} (no network)" in capsys.readouterr().err
 
 
