@@ -40,7 +40,10 @@ class ApiClient:
 
     def __init__(self, base_url: str, api_key: str) -> None:
         if not base_url.startswith(("http://", "https://")):
-            raise UsageError(f"--base-url: {base_url!r} does not begin with http:// or https://")
+            raise UsageError(
+                f"--base-url: {base_url!r} does not begin with http:// or https://; with such a TINKER_BASE_URL, the "
+                "SDK waits and says nothing"
+            )
         self._base_url = base_url.rstrip("/")
         self._headers = {"X-API-Key": api_key} if api_key else {}
 

@@ -44,7 +44,7 @@ from tinsmith_cli.planning.report import summary
 from tinsmith_cli.ports import free_ports
 from tinsmith_cli.settings import DEFAULT_MODEL_NAME, SERVICE_PORTS, Settings, flag_of
 from tinsmith_cli.stack import ModelGroup, Node, ServiceKeys, Site, Stack, Tls
-from tinsmith_cli.supervisor import Service, supervise
+from tinsmith_cli.supervisor import supervise
 from tinsmith_cli.unserved_journals import with_live_runs
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def _prepared(stack: Stack) -> Sequence[ModelGroup]:
             host, _, port = address.rpartition(":")
             _take(taken, flag, int(port))
             _probe(host.strip("[]"), int(port), flags=f"{where}{flag} {port}")
-    for sentence in _overridden_variables(stack.services(groups), os.environ):
+    for sentence in _overridden_variables(stack, groups, os.environ):
         _report(sentence)
     stack.make_cores_page()
     folders = {stack.trainer_folder(group, number) for group in groups for number in range(len(group.trainers))}
@@ -309,27 +309,37 @@ def _unknown_variables() -> list[str]:
     return [sentence for config in _configs().values() for sentence in unknown_variables(config, os.environ)]
 
 
-def _overridden_variables(services: Sequence[Service], env: Mapping[str, str]) -> list[str]:
+def _overridden_variables(stack: Stack, groups: Sequence[ModelGroup], env: Mapping[str, str]) -> list[str]:
     """A sentence for each variable of the environment that has no effect, because every service of its kind gets
-    another value. Such variables are reported and not refused, for the same reason as in `_unknown_variables`."""
+    another value by flag, or another key. Such variables are reported and not refused, for the same reason as in
+    `_unknown_variables`."""
     sentences = []
+    services = stack.services(groups)
     for kind, config in _configs().items():
         of_kind = [service for service in services if service.name.partition("-")[0] == kind]
+        keys = stack.keys.env(kind) if stack.keys else {}
         for field in config.model_fields:
             variable = f"{kind}_{field}".upper()
             given = env.get(variable)
             flags = [dict(pairwise(service.argv)).get(f"--{field.replace('_', '-')}") for service in of_kind]
-            used = [flag or service.env.get(variable) for flag, service in zip(flags, of_kind, strict=True)]
-            if given is None or not used or None in used or given in used:
+            used = [keys.get(variable) if value is None else value for value in flags]
+            if given is None or not used or any(value is None or _means(given, value) for value in used):
                 continue
-            # Values in a service's environment may be secrets; values on its command line are not.
-            value, instead = (f"={given}", f" {used[0]}") if all(flags) else ("", " its own value")
+            value, instead = ("", " its own value") if variable in keys else (f"={given}", f" {used[0]}")
             flag = flag_of(variable)
             advice = f"set it by {flag}" if flag else "no flag changes it"
             sentences.append(
                 f"{variable}{value} in the environment has no effect: `tinsmith up` gives the {kind}{instead}; {advice}"
             )
     return sentences
+
+
+def _means(text: str, value: str) -> bool:
+    """Whether the text of a variable is another form of the value: a relative path, or JSON with other spaces."""
+    try:
+        return json.loads(text) == json.loads(value)
+    except ValueError:
+        return value in (text, str(Path(text).expanduser().absolute()))
 
 
 def _checkpoint_dir(root: str) -> str:

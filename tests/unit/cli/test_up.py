@@ -131,8 +131,9 @@ def test_each_variable_in_whose_place_a_service_gets_another_value_is_reported_w
     )
     tls = Tls(Path("/cert"), Path("/key"), Path("/certificates"))
     stack = Stack(settings, [ServedModel("/m/a", ("a",))], ServiceKeys('["tml-secret"]', "secret"), tls, site=site)
-    services = stack.services(stack.groups())
-    reported = {re.split("[= ]", one)[0]: one for one in _overridden_variables(services, os.environ)}
+    groups = stack.groups()
+    services = stack.services(groups)
+    reported = {re.split("[= ]", one)[0]: one for one in _overridden_variables(stack, groups, os.environ)}
     flags = {f"{service.name}_{flag[2:]}" for service in services for flag in service.argv[4::2]}
     of_keys = {name for service in services for name in service.env if name.endswith(("_SERVICE_KEY", "WAY_API_KEYS"))}
     assert set(reported) == {flag.replace("-", "_").upper() for flag in flags} | of_keys
@@ -149,8 +150,16 @@ def test_each_variable_in_whose_place_a_service_gets_another_value_is_reported_w
 
 def test_a_variable_that_one_of_several_services_gets_is_not_reported() -> None:
     stack = Stack(Settings(state_dir=Path("/state")), [ServedModel("/m/a", ("a",)), ServedModel("/m/b", ("b",))])
-    services = stack.services(stack.groups())
-    assert not _overridden_variables(services, {"TRAINER_BASE_MODEL": "/m/b", "SAMPLER_MAX_RUNNING": "7"})
+    assert not _overridden_variables(stack, stack.groups(), {"TRAINER_BASE_MODEL": "/m/b", "SAMPLER_MAX_RUNNING": "7"})
+
+
+def test_a_value_in_another_form_is_not_reported() -> None:
+    settings = Settings(state_dir=Path("/state"), checkpoint_dir=str(Path("here").absolute()), deterministic=True)
+    stack = Stack(settings, [ServedModel("/m/a", ("a",))], ServiceKeys('["tml-a", "tml-b"]', "secret"))
+    env = {"TRAINER_CHECKPOINT_DIR": "here", "TRAINER_DETERMINISTIC": "1", "GATEWAY_API_KEYS": '["tml-a","tml-b"]'}
+    assert not _overridden_variables(stack, stack.groups(), env)
+    (sentence,) = _overridden_variables(stack, stack.groups(), {"GATEWAY_API_KEYS": '["tml-c"]'})
+    assert "its own value; set it by --api-key" in sentence
 
 
 def test_the_next_steps_name_the_address_and_no_key() -> None:
