@@ -15,7 +15,7 @@ from tinsmith.modeling.attention import Layout, Packed
 
 if TYPE_CHECKING:
     from tinsmith.modeling.grouped_lora import Groups
-    from tinsmith.modeling.padded import Padded
+    from tinsmith.modeling.padded import PaddedBatch
 
 
 class PassGradient:
@@ -92,7 +92,7 @@ class ActiveRuns:
     every_row: bool = False
     """Whether the only run applies to all rows that a layer sees. A layer of a plain model may see more rows than the
     call has tokens: it expands the compressed keys and values of all earlier tokens."""
-    padded: Sequence[Padded] = ()
+    padded: Sequence[PaddedBatch] = ()
     """The packed sequences as padded batches, for layers that carry a state and have no code for packed sequences."""
 
     @property

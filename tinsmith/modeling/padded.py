@@ -33,7 +33,7 @@ batches."""
 
 
 @dataclass(frozen=True, slots=True)
-class Padded:
+class PaddedBatch:
     """Consecutive sequences of a packed batch as rows of one length."""
 
     start: int
@@ -61,7 +61,7 @@ class Padded:
         states: LaneStates | None = None,
         *,
         token_by_token: bool = False,
-    ) -> Padded:
+    ) -> PaddedBatch:
         places_n = None
         longest = max(lengths)
         if min(lengths) < longest:
@@ -114,11 +114,13 @@ def runs_within(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
     return found
 
 
-def padded_batches(lengths: Sequence[int], runs: Sequence[Run], kernels: Kernels, device: torch.device) -> list[Padded]:
+def padded_batches(
+    lengths: Sequence[int], runs: Sequence[Run], kernels: Kernels, device: torch.device
+) -> list[PaddedBatch]:
     """All sequences of a packed batch, in order, in as few padded batches as the bound on padding allows."""
     starts = [0, *accumulate(lengths)]
     return [
-        Padded.of(starts[first], lengths[first:last], runs, kernels, device)
+        PaddedBatch.of(starts[first], lengths[first:last], runs, kernels, device)
         for first, last in pairwise([*_cuts(lengths), len(lengths)])
     ]
 
@@ -130,7 +132,7 @@ def cached_batches(
     device: torch.device,
     *,
     token_by_token: bool,
-) -> list[Padded]:
+) -> list[PaddedBatch]:
     """Padded batches of a pass in generation: one for the decoding rows of each cache, then one for each piece of a
     prompt.
 
@@ -146,7 +148,7 @@ def cached_batches(
             parts.append(([piece.length], states))
     starts = accumulate((sum(lengths) for lengths, _ in parts), initial=0)
     return [
-        Padded.of(
+        PaddedBatch.of(
             start, lengths, runs, kernels, device, states,
             token_by_token=token_by_token and states.begun and max(lengths) > 1,
         )
@@ -177,7 +179,7 @@ def uncached(decoder: nn.Module) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class BatchwiseForward:
     """Forward of a layer that carries a state. It runs the layer once for each batch in `active.padded`, or once on the
     whole input if there are no such batches."""
 
@@ -202,7 +204,7 @@ class Apart:
             return _joined(outputs, batches)
         return _joined([one for one, *_ in outputs], batches), *(None for _ in outputs[0][1:])
 
-    def _of_batch(self, batch: Padded, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _of_batch(self, batch: PaddedBatch, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if batch.states is None:
             return self.inner(*args, **kwargs)
         kwargs.update((name, batch.states) for name in _CACHES if name in kwargs)
@@ -223,7 +225,7 @@ class Apart:
         return torch.cat(outputs, 1)
 
 
-def _parts(value: Any, batches: Sequence[Padded]) -> Sequence[Any]:
+def _parts(value: Any, batches: Sequence[PaddedBatch]) -> Sequence[Any]:
     """An argument for each batch. A tensor with a row for each token of the packed batch is divided."""
     sizes = [batch.num_tokens for batch in batches]
     if isinstance(value, Tensor) and value.shape[:2] == (1, sum(sizes)):
@@ -242,6 +244,6 @@ def _at(value: Any, place: int, num_tokens: int) -> Any:
     return value
 
 
-def _joined(outputs: Sequence[Tensor], batches: Sequence[Padded]) -> Tensor:
+def _joined(outputs: Sequence[Tensor], batches: Sequence[PaddedBatch]) -> Tensor:
     parts = [batch.unpad(output) for output, batch in zip(outputs, batches, strict=True)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]

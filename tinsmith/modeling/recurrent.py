@@ -26,7 +26,7 @@ from tinsmith.modeling.kernels.delta_step import gated_delta_step
 from tinsmith.modeling.kernels.install import with_functions
 from tinsmith.modeling.kernels.state_space import state_space_scan
 from tinsmith.modeling.kernels.state_space_step import state_space_step
-from tinsmith.modeling.padded import Apart, carries_state
+from tinsmith.modeling.padded import BatchwiseForward, carries_state
 
 _SILU = ("silu", "swish")
 
@@ -58,9 +58,9 @@ def pack_recurrent(decoder: nn.Module, active: ActiveRuns) -> tuple[list[str], b
                 for name, ours in _FUNCTIONS.items()
                 if name in forward.__code__.co_names
             }
-            layer.forward = Apart(MethodType(with_functions(forward, replaced), layer), active, packs=True)
+            layer.forward = BatchwiseForward(MethodType(with_functions(forward, replaced), layer), active, packs=True)
         else:
-            layer.forward = Apart(layer.forward, active)
+            layer.forward = BatchwiseForward(layer.forward, active)
             pads = True
     return sorted({type(layer).__name__ for layer in layers}), pads
 

@@ -274,7 +274,7 @@ def _forward(
 
 
 @dataclass(slots=True)
-class _Listening:
+class _RecordingLayout:
     """A layout that records the `heads` with which a layer attends."""
 
     packed: Packed
@@ -343,7 +343,7 @@ def _tried(whole: WholeLayer, layer: nn.Module) -> WholeLayer | None:
     x = random(sum(lengths), num_features).requires_grad_(differentiable)
     angles = random(1, sum(lengths), whole.head_dim // 2).repeat(1, 1, 2)
     cos, sin = angles.cos(), angles.sin()
-    layout = _Listening(Packed(lengths))
+    layout = _RecordingLayout(Packed(lengths))
     with torch.set_grad_enabled(differentiable):
         try:
             theirs = layer(

@@ -15,7 +15,7 @@ from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.auth import KEY_HEADER
 from tinsmith.rpc.message_memory import BOUNDED
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
-from tinsmith.rpc.tls import Certificates, Pinned
+from tinsmith.rpc.tls import Certificates, PinnedCertificate
 
 _SERVICE_CONFIG = json.dumps(
     {
@@ -49,7 +49,11 @@ _OPTIONS = [
 
 
 def connect(
-    address: str, *, api_key: str = "", certificates: Certificates | Pinned | None = None, resends: bool = True
+    address: str,
+    *,
+    api_key: str = "",
+    certificates: Certificates | PinnedCertificate | None = None,
+    resends: bool = True,
 ) -> grpc.aio.Channel:
     """A channel with keepalive and large messages. It retries calls that fail with UNAVAILABLE, unless `resends` is
     False. Every call carries the key, if there is one, and the id of the HTTP request for which it is made.

@@ -26,7 +26,7 @@ from tinsmith.rpc.message_memory import BOUNDED, MessageMemory, Reservation
 from tinsmith.rpc.parts import check_parts, refuse_unknown
 from tinsmith.rpc.paths import run_of
 from tinsmith.rpc.reflection import add_reflection
-from tinsmith.rpc.tls import Certificates, Pinned, warn_of_clear_text
+from tinsmith.rpc.tls import Certificates, PinnedCertificate, warn_of_clear_text
 from tinsmith.threads import in_pool
 
 logger = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ class Server:
         *,
         api_keys: Sequence[str] = (),
         admin_keys: Sequence[str] = (),
-        certificates: Certificates | Pinned | None = None,
+        certificates: Certificates | PinnedCertificate | None = None,
     ) -> None:
         self.grpc = grpc.aio.server(
             interceptors=[

@@ -56,7 +56,7 @@ class Certificates:
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned:
+class PinnedCertificate:
     """A self-signed certificate by which callers recognise a server. The server asks its callers for no certificate,
     because they do not have one yet."""
 

@@ -19,7 +19,7 @@ from tinsmith.errors import ServiceError, Unauthenticated
 from tinsmith.rpc.addresses import Addresses, write_addresses
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import from_rpc_error
-from tinsmith.rpc.tls import Pinned
+from tinsmith.rpc.tls import PinnedCertificate
 from tinsmith.v1 import cluster_pb2 as pb
 from tinsmith.v1 import cluster_pb2_grpc
 from tinsmith_cli import make_certificates
@@ -157,7 +157,7 @@ class ClusterClient:
                 await cluster_pb2_grpc.ClusterServiceStub(channel).Leave(request, timeout=_LEAVE_S)
 
     def _connected(self) -> grpc.aio.Channel:
-        return connect(self._token.address, api_key=self._token.service_key, certificates=Pinned(self._cert))
+        return connect(self._token.address, api_key=self._token.service_key, certificates=PinnedCertificate(self._cert))
 
 
 def _certificate_of(token: Token) -> tuple[bytes, str]:

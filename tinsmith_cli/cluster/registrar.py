@@ -15,7 +15,7 @@ import tinsmith
 from tinsmith.errors import FailedPrecondition, InvalidRequest
 from tinsmith.rpc.addresses import Addresses, write_addresses
 from tinsmith.rpc.server import Server
-from tinsmith.rpc.tls import Pinned
+from tinsmith.rpc.tls import PinnedCertificate
 from tinsmith.threads import in_pool
 from tinsmith.v1 import cluster_pb2 as pb
 from tinsmith.v1 import cluster_pb2_grpc
@@ -76,7 +76,7 @@ class Registrar(cluster_pb2_grpc.ClusterServiceServicer):
                     "are signed; leave --certificates out, and an authority of this deployment's own is made"
                 )
             make_certificates.make_self_signed(folder, _JOIN, host=self._host)
-            self._pinned = Pinned(*((folder / f"{_JOIN}{end}.pem").read_bytes() for end in ("", "-key")))
+            self._pinned = PinnedCertificate(*((folder / f"{_JOIN}{end}.pem").read_bytes() for end in ("", "-key")))
             self.token = Token(address, fingerprint(self._pinned.cert.decode()), _service_key(folder))
             self._token_file = folder / "join-token"
             self._models = [

@@ -16,7 +16,7 @@ from tinsmith_cli.doctor.subject import Subject, first_line
 
 
 @dataclass(frozen=True, slots=True)
-class Unreached:
+class UnreachedMatrices:
     """Matrices of one name and shape that no adapter changes."""
 
     pattern: str
@@ -33,7 +33,7 @@ class Coverage:
     """Number of adapted layers of each group. Experts that are one tensor count once."""
     missing: Mapping[Group, str]
     """Groups that cannot be trained, with the reasons."""
-    unreached: Sequence[Unreached]
+    unreached: Sequence[UnreachedMatrices]
     """Matrices that no adapter changes. Vectors (norms, biases) and embeddings, which never have adapters, are left
     out."""
     foreign: Sequence[str]
@@ -58,7 +58,7 @@ class Coverage:
         return cls(
             groups={group: counts[group] for group in GROUPS if counts[group]},
             missing={group: base.why_not(group) for group in GROUPS if not counts[group]},
-            unreached=[Unreached(name, shape, count) for (name, shape), count in patterns.items()],
+            unreached=[UnreachedMatrices(name, shape, count) for (name, shape), count in patterns.items()],
             foreign=sorted({type(module).__name__ for module in base.decoder.modules() if _is_foreign(module)}),
             notes=_notes(base, subject),
         )

@@ -37,7 +37,7 @@ class CountedLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class CountedModel:
     """Counted sizes of a model."""
 
     config: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Counted:
     towers and language model."""
 
 
-def count(config: Mapping[str, Any]) -> Counted:
+def count(config: Mapping[str, Any]) -> CountedModel:
     """Counts the model of a config.json, as the services load it. Raises NotCounted."""
     try:
         import torch
@@ -87,7 +87,7 @@ def _without(value: Any, name: str) -> Any:
     return {key: one for key, one in value.items() if key != name} if isinstance(value, dict) else value
 
 
-def _counted(model: PreTrainedModel) -> Counted:
+def _counted(model: PreTrainedModel) -> CountedModel:
     from torch import nn
 
     from tinsmith.modeling.adaptation import adapt, decoder_layers, decoder_of
@@ -110,7 +110,7 @@ def _counted(model: PreTrainedModel) -> Counted:
     output = model.get_output_embeddings()
     parameters, tied = _size(model), output is not None and output.weight is model.get_input_embeddings().weight
     targets, _ = adapt(model, ActiveRuns(), replace=True)  # changes the model
-    return Counted(
+    return CountedModel(
         config=text.to_dict(),
         parameters=parameters,
         tied=tied,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from tinsmith_cli.base_models import UsageError
-from tinsmith_cli.planning.counted import Counted, CountedLayer, NotCounted, count
+from tinsmith_cli.planning.counted import CountedLayer, CountedModel, NotCounted, count
 from tinsmith_cli.planning.shape import Layer, Matrix, Shape, Widths
 
 Config = Mapping[str, Any]
@@ -70,7 +70,7 @@ def of_config(config: Config, *, name: str, stored: int | None = None) -> Shape:
     return found if is_text else _without_tower(found, config, stored, why_not=why_not)
 
 
-def _with_counts(estimate: Shape, counted: Counted, text: Config) -> Shape:
+def _with_counts(estimate: Shape, counted: CountedModel, text: Config) -> Shape:
     """The estimated shape, with the counted numbers of parameters in it."""
     if counted.layers:
         layers = _counted_layers(counted.layers, estimate.layers[0].widths, estimate.layers[0].kv_elements, text)

@@ -20,7 +20,7 @@ from tinsmith.sizing import (
 from tinsmith_cli.planning import memory
 from tinsmith_cli.planning.constraints import Constraints
 from tinsmith_cli.planning.machine import Gpu, Machine
-from tinsmith_cli.planning.memory import Training
+from tinsmith_cli.planning.memory import TrainingCapacity
 from tinsmith_cli.planning.plan import NO_TRAINER, DoesNotFit, Plan, SamplerPlan, TrainerPlan
 from tinsmith_cli.planning.shape import Shape
 
@@ -218,7 +218,7 @@ def _training(
     rank: int,
     ranks: int,
     where: str,
-) -> Training:
+) -> TrainingCapacity:
     """The adapters and sequences for which `for_training` bytes suffice. `where`: the GPUs, for messages. Raises
     DoesNotFit if the bytes do not suffice for a sequence of LEAST_CONTEXT tokens, or for a step with one adapter."""
     if constraints.full_training:
@@ -228,8 +228,8 @@ def _training(
                 f"{where} leaves {gb(for_training)} for training, and gradients and moments of all parameters take "
                 f"{gb(needed)}"
             )
-        return Training(for_training, 1, 1, shape.context)
-    training = Training.within(
+        return TrainingCapacity(for_training, 1, 1, shape.context)
+    training = TrainingCapacity.within(
         for_training,
         shape,
         dtype,
@@ -354,12 +354,12 @@ def on_cpu(name: str, shape: Shape, machine: Machine, constraints: Constraints) 
 
 def _training_on_cpu(
     shape: Shape, dtype: str, constraints: Constraints, *, left: int, num_ranks: int
-) -> tuple[int, Training]:
+) -> tuple[int, TrainingCapacity]:
     """The largest rank of which an adapter fits in memory, and the training with it. The smallest rank if no adapter
     fits. `left`: host memory beside the base weights, in bytes."""
 
-    def with_rank(rank: int) -> Training:
-        return Training.within(
+    def with_rank(rank: int) -> TrainingCapacity:
+        return TrainingCapacity.within(
             constraints.memory_bytes or training_bytes(left, "cpu") // num_ranks,
             shape,
             dtype,

@@ -128,7 +128,7 @@ def _layer_bytes(shape: Shape, layer: Layer, itemsize: int, tensor_parallel: int
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainingCapacity:
     """Adapters and sequence lengths for which the trainer's memory suffices, by its own rules."""
 
     memory_bytes: int
@@ -154,7 +154,7 @@ class Training:
         max_models: int,
         tensor_parallel: int = 1,
         device_type: str = "cuda",
-    ) -> Training:
+    ) -> TrainingCapacity:
         """The training for which `memory_bytes` suffice. `host_bytes`: free host memory. `ranks`: number of ranks on
         this machine, which divide the host memory."""
         moves = device_type == "cuda"

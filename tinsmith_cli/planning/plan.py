@@ -9,7 +9,7 @@ from tinsmith_cli.base_models import UsageError
 from tinsmith_cli.planning import memory
 from tinsmith_cli.planning.constraints import Constraints
 from tinsmith_cli.planning.machine import Gpu, Machine
-from tinsmith_cli.planning.memory import Training
+from tinsmith_cli.planning.memory import TrainingCapacity
 from tinsmith_cli.planning.shape import Shape
 
 
@@ -35,11 +35,11 @@ class TrainerPlan:
     shard_base: bool
     base_bytes: int
     """Bytes of base weights on each rank."""
-    training: Training
+    training: TrainingCapacity
     """Adapters and sequences of each rank."""
 
 
-NO_TRAINER = TrainerPlan((), 0, 1, False, 0, Training(0, 0, 0, 0))
+NO_TRAINER = TrainerPlan((), 0, 1, False, 0, TrainingCapacity(0, 0, 0, 0))
 """The plan of a machine without a trainer."""
 
 

@@ -109,7 +109,9 @@ def test_the_trainer_finds_the_longest_sequence_beside_an_adapter_of_the_tower(t
     given, rank = 200_000_000, 64
     plan = measure(engine_of(base), Bounds(4096, max_lora_rank=rank, memory_bytes=given))
     found, blind = (
-        memory.Training.within(given, one, "float32", rank=rank, host_bytes=10**12, max_models=100, device_type="cpu")
+        memory.TrainingCapacity.within(
+            given, one, "float32", rank=rank, host_bytes=10**12, max_models=100, device_type="cpu"
+        )
         for one in (shape, replace(shape, tower=()))
     )
     assert plan.longest_datum is not None
@@ -158,7 +160,7 @@ def test_the_trainer_finds_the_adapters_and_the_context_that_were_foreseen(tmp_p
     engine = engine_of(base)
     given = 200_000_000
     plan = measure(engine, Bounds(4096, max_lora_rank=RANK, memory_bytes=given))
-    found = memory.Training.within(
+    found = memory.TrainingCapacity.within(
         given, shape, "float32", rank=RANK, host_bytes=10**12, max_models=10**6, device_type="cpu"
     )
     assert plan.models_bytes is not None
