@@ -157,7 +157,8 @@ class OutOfCapacity(ServiceError):
 
 
 class RateLimited(OutOfCapacity):
-    """Has `retry_after_s` in its metadata: the time after which another try is worthwhile, in whole seconds."""
+    """Too many requests or tokens in this minute. `retry_after_s` in the metadata is the time after which another try
+    is worthwhile, in whole seconds."""
 
     reason = "RATE_LIMITED"
 
@@ -171,7 +172,7 @@ class EngineDead(NotReady):
 
 
 class ModelMoved(NotReady):
-    """Has the `trainer_id` of the trainer that takes the model over in its metadata."""
+    """The model is moving to another trainer, or has moved. `trainer_id` in the metadata is the id of that trainer."""
 
     reason = "MODEL_MOVED"
 

@@ -30,7 +30,7 @@ def described(quantize: str) -> str:
 
 
 def check_quantization(value: object) -> object:
-    """Raises ValueError for fp8, with the reason."""
+    """Returns the value. Raises ValueError for fp8, with the reason."""
     if value == "fp8":
         raise ValueError(
             "'fp8' is not supported: with products in float32 or bfloat16 it would take the memory of int8 and round "

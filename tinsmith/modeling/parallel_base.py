@@ -47,8 +47,8 @@ def parameters_outside(module: nn.Module, layers: Sequence[nn.Module]) -> list[n
 
 
 def _take_rows(layer: nn.Module) -> list[tuple[nn.Module, str, DTensor]]:
-    """Takes the weights of which this rank has read its own rows only out of the layer, and puts empty weights of the
-    whole shape in their places. Returns the module, the name and the rows of each weight."""
+    """Replaces the weights of which this rank has read only its own rows by empty weights of the whole shape. Returns
+    the module, the name and the rows of each such weight."""
     found = []
     for module in layer.modules():
         for key, parameter in module._parameters.items():

@@ -107,7 +107,8 @@ class TinkerPath:
 
     @classmethod
     def parse(cls, path: str, *, field: str) -> TinkerPath:
-        """Raises InvalidRequest, naming `field`, unless there are exactly three safe segments and a known kind."""
+        """The path of a text. Raises InvalidRequest, naming `field`, unless the text has exactly three safe segments
+        and a known kind."""
         segments = path.removeprefix(SCHEME).split("/")
         if not path.startswith(SCHEME) or len(segments) != 3:
             raise InvalidRequest(f"{field}: {path!r} is not of the form tinker://RUN_ID/KIND/NAME", field=field)

@@ -81,7 +81,7 @@ class TrainerFindings:
     """The results of the training engine."""
 
     coverage: Coverage | None = None
-    """None if the model could not be loaded."""
+    """The layers that adapters reach; None if the model could not be loaded."""
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     """The compared adapters, in host memory, by name."""
     logprobs: dict[str, Logprobs] = field(default_factory=dict)

@@ -355,7 +355,7 @@ def on_cpu(name: str, shape: Shape, machine: Machine, constraints: Constraints) 
 def _training_on_cpu(
     shape: Shape, dtype: str, constraints: Constraints, *, left: int, num_ranks: int
 ) -> tuple[int, TrainingCapacity]:
-    """The largest rank of which an adapter fits in memory, and the training with it. The smallest rank if no adapter
+    """The largest rank of which an adapter fits in memory, and the training with it; the smallest rank if no adapter
     fits. `left`: host memory beside the base weights, in bytes."""
 
     def with_rank(rank: int) -> TrainingCapacity:
