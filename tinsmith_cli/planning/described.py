@@ -1,4 +1,5 @@
-"""A machine that the user describes, to plan for one that this command does not run on."""
+"""Parses the user's description of a machine, so that a plan can be made for a machine on which the command does not
+run."""
 
 from __future__ import annotations
 
@@ -16,16 +17,17 @@ CARDS = {
     "H100": ("NVIDIA H100 80GB HBM3", 85_520_809_984, 84_893_761_536),
     "H200": ("NVIDIA H200", 150_754_820_096, 150_110_994_432),
 }
-"""Name, and bytes of memory and of free memory, as NVML tells them."""
+"""Known cards by their names here: NVML's name, total memory and free memory, in bytes."""
 FORM = (
     "GPUs as COUNTxCARD, with a card of "
     f"{', '.join(CARDS)}, or its memory in GB (10^9 bytes) such as 48GB; cores=N; memory=NGB, of the host"
 )
 _USED_BYTES = 700_000_000
-"""Memory of an idle card that the driver takes."""
+"""Bytes of an idle card's memory that the driver takes."""
 _CORES_OF_GPU = 16
+"""Assumed number of cores for each GPU, unless the description gives a number."""
 _HOST_OF_GPU = 2
-"""Host memory that a machine has for each byte of GPU memory, unless it is given."""
+"""Assumed bytes of host memory for each byte of GPU memory, unless the description gives a number."""
 _KEYS = {name.replace("-", "").lower(): name for name in CARDS}
 _GPUS = re.compile(r"(\d{1,3})x(.+)")
 _GB = re.compile(r"(\d+(?:\.\d+)?)gb")
@@ -57,7 +59,8 @@ def described(text: str) -> Machine:
 
 
 def _card(word: str) -> tuple[str, int, int] | None:
-    """The card's name, memory and free memory; None if there is no such card."""
+    """NVML's name, total memory and free memory of a card, in bytes; None for an unknown card. `word`: a known card, or
+    the memory of another one, such as 48gb."""
     if word in _KEYS:
         return CARDS[_KEYS[word]]
     if size := _GB.fullmatch(word):
@@ -67,6 +70,7 @@ def _card(word: str) -> tuple[str, int, int] | None:
 
 
 def _recorded(file: Path) -> Machine:
+    """The machine in a file written by `tinsmith plan --json`. Raises UsageError."""
     try:
         machine = json.loads(file.read_text())["machine"]
         gpus = [
