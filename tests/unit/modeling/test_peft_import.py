@@ -1,6 +1,7 @@
 """An imported PEFT folder computes what stock PEFT computes with it, or is refused by the name of what is wrong."""
 
 import json
+import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -143,10 +144,15 @@ def test_half_precision_is_read_exactly(
     assert torch.equal(weights.b_O_R, tensors[f"{Q0}.lora_B.weight"].float())
 
 
+@pytest.fixture(scope="module")
+def unspoilt(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_peft(model_folder, tmp_path_factory.mktemp("adapter"), r=4, target_modules=["q_proj"])
+
+
 @pytest.fixture
-def plain(base: BaseModel, model_folder: Path, tmp_path: Path) -> Path:
+def plain(unspoilt: Path, tmp_path: Path) -> Path:
     """A folder that can be imported, to be spoilt."""
-    return make_peft(model_folder, tmp_path / "adapter", r=4, target_modules=["q_proj"])
+    return shutil.copytree(unspoilt, tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
@@ -162,8 +168,9 @@ def plain(base: BaseModel, model_folder: Path, tmp_path: Path) -> Path:
     ],
 )  # fmt: skip
 def test_a_config_that_is_no_plain_lora_is_refused_by_its_key(
-    base: BaseModel, plain: Path, key: str, value: object
+    base: BaseModel, plain: Path, key: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tinsmith.modeling.peft_config._MATCHING_TIMEOUT_S", 0.3)
     config = json.loads((plain / "adapter_config.json").read_text())
     (plain / "adapter_config.json").write_text(json.dumps({**config, key: value}))
     with pytest.raises(InvalidRequest) as caught:
