@@ -308,7 +308,7 @@ CASES: dict[str, tuple[Callable[[Client], str], tuple[str, ...]]] = {
         (str(HUNDRED_MB), "max_body_bytes"),
     ),
     "a batch of 100 MB": (
-        lambda c: c.forward_backward(datum(range(HUNDRED_MB // 4))),
+        lambda c: c.forward_backward(datum(np.arange(HUNDRED_MB // 4))),
         ("data", "max_body_bytes"),
     ),
     "no JSON": (lambda c: c.refused(c.wire.http.post("optim_step", content=b"{not json")), ("JSON",)),

@@ -26,7 +26,7 @@ def tensor(values: object) -> pb.Tensor:
     return pb.Tensor(dense=array.astype(dtype).tobytes(), dtype=number, shape=array.shape)
 
 
-def datum(tokens: Sequence[int], **inputs: object) -> pb.Datum:
+def datum(tokens: Sequence[int] | np.ndarray, **inputs: object) -> pb.Datum:
     chunk = pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=np.array(tokens, "<i4").tobytes()))
     return pb.Datum(model_input=[chunk], loss_fn_inputs={name: tensor(value) for name, value in inputs.items()})
 
