@@ -682,7 +682,7 @@ class Stack:
         self._serving = asyncio.create_task(self.server.serve())
         while not self.server.started:
             assert not self._serving.done(), self._serving.result()
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
         self.port = self.server.bound_port
         if self.trainer_backend.server is not None and self.sampler_backend.server is not None:
             await self.gateway.clients.settle(lambda: self.gateway.clients.serving(BASE_MODEL))
