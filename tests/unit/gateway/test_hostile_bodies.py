@@ -625,7 +625,7 @@ async def test_an_answer_that_repeats_its_prompt_in_each_choice_is_counted_and_b
         return finished(draw, *args)
 
     monkeypatch.setattr(draws.Draw, "_finished", seen)
-    monkeypatch.setattr(draws, "Entry", None)  # an entry takes ten times what is counted, and serves logprobs only
+    monkeypatch.setattr(draws, "LogprobEntry", None)  # it takes ten times what is counted, and serves logprobs only
     body = {"model": BASE_MODEL, "prompt": [1] * 1000, "max_tokens": 4, "n": 16} | dict.fromkeys(repeated, True)
     assert (await client.post("/v1/completions", json=body)).status_code == 200
     (held_bytes,) = held
