@@ -343,7 +343,8 @@ async def test_unlimited_sequences_give_way_and_end_the_same(
 ) -> None:
     monkeypatch.setattr("sampler_service.core.sequence.HEADROOM", 16)
     async with serving(model_folder) as engine:
-        roomy = [await generate(engine, prompt(20, seed=n), seed=n) for n in range(4)]
+        roomy = await asyncio.gather(*(generate(engine, prompt(20, seed=n), seed=n) for n in range(4)))
+        assert metric(engine, "preemptions_total") == 0
     # Room for four short ones or one long one.
     async with serving(model_folder, max_kv_tokens=260) as engine:
         generations = [await engine.submit(request(prompt(20, seed=n), seed=n)) for n in range(4)]
