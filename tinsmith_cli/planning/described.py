@@ -29,7 +29,7 @@ _CORES_OF_GPU = 16
 _HOST_OF_GPU = 2
 """Assumed bytes of host memory for each byte of GPU memory, unless the description gives a number."""
 _KEYS = {name.replace("-", "").lower(): name for name in CARDS}
-_GPUS = re.compile(r"(\d{1,3})x(.+)")
+_GPUS = re.compile(r"(?:(\d{1,3})x)?(.+)")
 _GB = re.compile(r"(\d+(?:\.\d+)?)gb")
 
 
@@ -48,7 +48,7 @@ def described(text: str) -> Machine:
         elif name == "memory" and (size := _GB.fullmatch(value)):
             host_bytes = int(1e9 * float(size[1]))
         elif (found := _GPUS.fullmatch(word)) and (card := _card(found[2])):
-            gpus += [Gpu(str(len(gpus) + number), *card) for number in range(int(found[1]))]
+            gpus += [Gpu(str(len(gpus) + number), *card) for number in range(int(found[1] or 1))]
         else:
             raise UsageError(f"--machine: {text!r}: {part!r} is no file and no part of a machine; give {FORM}")
     cores = cores or _CORES_OF_GPU * len(gpus)

@@ -127,12 +127,13 @@ def test_a_machine_is_described_by_cards_or_their_memory() -> None:
     assert [gpu.name for gpu in machine.gpus] == ["NVIDIA H100 80GB HBM3"] * 2 + ["GPU of 24 GB"]
     assert [gpu.id for gpu in machine.gpus] == ["0", "1", "2"]
     assert machine.gpus[2].free_bytes < machine.gpus[2].total_bytes == 24e9
+    assert described("H100").gpus == described("1xH100").gpus
     assert (machine.cores, machine.host_bytes) == (48, 2 * (2 * 85_520_809_984 + 24_000_000_000))
     recorded = {(gpu.name, gpu.total_bytes, gpu.free_bytes) for name in MACHINES for gpu in machine_of(name).gpus}
     assert set(CARDS.values()) <= recorded
 
 
-@pytest.mark.parametrize("text", ["8xH101", "H100", "1xH100,cores=many", "cores=8", "", "1x24", "no/such.json"])
+@pytest.mark.parametrize("text", ["8xH101", "H101", "1xH100,cores=many", "cores=8", "", "1x24", "no/such.json"])
 def test_a_description_that_is_none_is_refused(text: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(model), "--machine", text]) == 2
     (line,) = capsys.readouterr().err.splitlines()
