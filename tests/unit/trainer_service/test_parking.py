@@ -43,6 +43,7 @@ from trainer_service.operation import Answer, Operation
 from trainer_service.operations.missing import LostOperations
 from trainer_service.requests import batch_of, params_of
 from trainer_service.scheduling import parking
+from trainer_service.scheduling.model_queue import ModelQueue
 from trainer_service.storage.locations import Location
 
 ADAM = pb.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8)
@@ -270,10 +271,13 @@ async def test_runs_that_share_one_place_all_come_to_their_turns(
         assert_equal(await process.weights(name), alone(lonely, script, seed=n))
 
 
+@pytest.mark.parametrize("in_order", [True, False])
 async def test_runs_that_are_parked_at_every_moment_end_where_those_alone_end(
-    start: Start, lonely: TrainingEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, lonely: TrainingEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, in_order: bool
 ) -> None:
-    """Batches are pipelined, asked about and deleted, while everything idle is parked all the time."""
+    """Batches are pipelined, asked about and deleted, while everything without work is parked all the time. `in_order`:
+    each arrives after the one before it; otherwise runs are parked with operations that wait for others, too."""
+    monkeypatch.setattr(parking, "_MISSING_S", 0)
     monkeypatch.setattr(parking, "_PATIENCE_S", 60)  # however slow the machine is, a run has its place in the end
     process = await start(tmp_path / "0", max_models=2, policy=SnapshotPolicy(2, 0, 0))
     scripts: dict[str, list[Any]] = {}
@@ -282,11 +286,25 @@ async def test_runs_that_are_parked_at_every_moment_end_where_those_alone_end(
         batches = [one for k in range(1, 13, 3) for one in (batch(name, k), batch(name, k + 1), step(name, k + 2))]
         scripts[name] = [creation(name, seed=n), *batches]
 
+    sent: list[Operation] = []
+    parked_with_work: list[str] = []
+    set_aside = process.scheduler.parking._set_aside
+
+    def noted(model: ModelQueue) -> None:
+        parked_with_work.append(model.model_id)
+        set_aside(model)
+
+    monkeypatch.setattr(process.scheduler.parking, "_set_aside", noted)
+
     async def client(name: str, *, seed: int) -> None:
         chance = random.Random(seed)
-        for one in scripts[name]:
+        made, *others = scripts[name]
+        if not in_order:
+            others = [one for k in range(0, 12, 4) for one in chance.sample(others[k : k + 4], 4)]
+        for one in (made, *others):
             operation = await process.send(one)
-            if chance.random() < 0.6:
+            sent.append(operation)
+            if chance.random() < 0.6 and (in_order or one is made):
                 await asyncio.wait([operation.outcome])
             if chance.random() < 0.3:
                 await process.scheduler.check_held(name)
@@ -300,7 +318,9 @@ async def test_runs_that_are_parked_at_every_moment_end_where_those_alone_end(
     parker = asyncio.create_task(process.scheduler.parking.run(idle_s=0.001))
     clients = [client(name, seed=n) for n, name in enumerate(scripts)]
     await asyncio.gather(*clients, *(passer_by(n) for n in range(6)))
+    assert all(isinstance(one, Answer) for one in [await operation.wait() for operation in sent])
     parker.cancel()
+    assert bool(parked_with_work) == (not in_order)
     await asyncio.gather(*process.scheduler.tasks)
     again = await start(await process.crash(tmp_path / "1"), max_models=2)
     for n, (name, script) in enumerate(scripts.items()):
