@@ -201,21 +201,27 @@ class Parking:
         return True
 
     def _set_aside(self, model: ModelQueue) -> None:
-        """Frees the work of the operations of a parked model. Their callers go on waiting."""
+        """Frees the work of the operations of a parked model. Their callers go on waiting, and their memory stays
+        counted, because many models may come back at once."""
         if model.restoration is not None:
             model.restoration.stop_feeding()
         for operation in model.operations.values():
             if operation.work is not None:
                 self._metrics.operations.queue_length.labels(operation.kind).dec()
                 operation.work = None
-            self._held.release(operation)
+            operation.outcome.add_done_callback(lambda _, operation=operation: self._held.release(operation))
         self._models.waiting[model.model_id] = model
 
     def _hand_over(self, model: ModelQueue) -> None:
-        """Gives the operations of a model that has come back the callers of those that were set aside."""
+        """Gives the operations of a model that has come back the callers of those that were set aside, and the memory
+        that is counted for them until their bodies are read."""
         if (before := self._models.waiting.pop(model.model_id, None)) is not None:
-            for seq_id, operation in before.operations.items():
-                _answers(model.operations[seq_id], operation)
+            for seq_id, waiting in before.operations.items():
+                operation = model.operations[seq_id]
+                if not operation.held_bytes:
+                    self._held.hold(operation, waiting.held_bytes)
+                self._held.release(waiting)
+                _answers(operation, waiting)
 
     async def _unpark(self, model_id: str) -> None:
         assert self.shelf is not None

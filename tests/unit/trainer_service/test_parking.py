@@ -37,6 +37,7 @@ from trainer_service.durability.executing import NAME, Deaths, Executing, other_
 from trainer_service.durability.records import Body
 from trainer_service.durability.run_file import Move
 from trainer_service.durability.snapshots import SnapshotPolicy
+from trainer_service.engine.batch import Batch
 from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import CapturedState, TrainingEngine
 from trainer_service.operation import Answer, Operation
@@ -576,6 +577,8 @@ async def test_runs_that_wait_for_a_number_that_never_comes_keep_nobody_out(
     )
     assert (repeated, is_new) == (waiting["run-0"][0], False)
     assert (process.count("parked_models"), process.scheduler.held.total) == (3, held)  # a repeat brings nothing back
+    for operation in waiting["run-0"]:
+        assert operation.work is None
     missing = {name: batch(name, 3, seed=9) for name in names}
     await asyncio.gather(*[run(process, [one]) for one in missing.values()])
     for n, name in enumerate(names):
@@ -654,6 +657,7 @@ async def test_a_parked_run_whose_operations_wait_can_be_deleted(start: Start, t
         with pytest.raises(ModelNotFound, match="'a' was deleted"):
             await operation.wait()
     assert process.scheduler.models.gaps() == []
+    assert process.scheduler.held.total == 0
     await run(process, [creation("a")])
     assert isinstance(await process.outcome("a", 0), Answer)
 
@@ -735,3 +739,31 @@ async def test_a_caller_that_comes_as_a_move_ends_goes_on(start: Start, tmp_path
     await asyncio.gather(parked, *(comes(passes) for passes in range(6)))
     assert process.count("unpark_seconds_count") == 0  # it has nothing to bring back
     assert process.count("parked_models") == 0
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_memory_of_operations_stays_counted_while_their_run_is_parked(start: Start, tmp_path: Path) -> None:
+    """Otherwise any number of runs could have as many bytes as one may, and come back at once."""
+    process = await start(tmp_path / "0")
+    late, last = [batch("a", 3), step("a", 4)]
+    body, num_bytes = Body.pack("forward_backward", late), 1 << 20
+    await run(process, [creation("a"), batch("a", 1)])
+    operation, _ = await process.scheduler.accept("a", 3, body, held_bytes=num_bytes)
+    work = process.operations.work_of(late)
+    assert isinstance(work, Batch)
+    await process.scheduler.begin(operation, work)
+    await process.send(last)
+    await asyncio.gather(*process.scheduler.tasks)
+    held = process.scheduler.held.total
+    assert held >= num_bytes
+    for _ in range(3):
+        await park(process)
+        assert process.scheduler.held.total == held
+        await process.scheduler.check_held("a")
+        assert process.scheduler.held.total > 0
+        held = process.scheduler.held.total  # of the batch as it was read
+    await run(process, [batch("a", 2)])
+    await operation.wait()
+    await process.outcome("a", 4)
+    await asyncio.gather(*process.scheduler.tasks)
+    assert process.scheduler.held.total == 0
