@@ -154,6 +154,12 @@ CASES: dict[str, tuple[Callable[[Client], str], tuple[str, ...]]] = {
         ),
         ("weights", "[9]", "4"),
     ),
+    "no values in a shape that no array has": (
+        lambda c: c.forward_backward(
+            with_tensor("weights", pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[2**63 - 1, 4, 0], dense=b""))
+        ),
+        ("weights.shape", "[9223372036854775807, 4, 0]", "67108864"),
+    ),
     "more dimensions than a tensor has": (
         lambda c: c.forward_backward(
             with_tensor("weights", pb.Tensor(dense=b"\0" * 4, dtype=pb.DTYPE_FLOAT32, shape=[1] * 70))

@@ -49,6 +49,11 @@ def to_numpy(tensor: pb.Tensor, *, field: str) -> Array:
         raise InvalidRequest(
             f"{field}: shape {list(shape)} does not hold the {values.size} values that were sent", field=field
         )
+    if not values.size and prod(max(1, n) for n in shape) > MAX_ELEMENTS:  # numpy refuses it above 2**63 bytes
+        raise InvalidRequest(
+            f"{field}.shape: {list(shape)} is above this server's {MAX_ELEMENTS} elements without its zeros",
+            field=f"{field}.shape",
+        )
     return values.reshape(shape)
 
 
