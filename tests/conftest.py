@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import gc
-import hashlib
 import os
 import signal
 import sys
@@ -119,25 +117,8 @@ def base(model_folder: Path) -> BaseModel:
 
 @pytest.fixture(scope="session")
 def toy() -> Path:
-    """Folder of a tiny base model that has learnt a little, so that its distributions are not flat.
+    """Folder of a tiny base model that has learnt a little, so that its distributions are not flat. Nobody may write in
+    it."""
+    from tests.support.toys import toy_model
 
-    Making it takes seven seconds of a core, so .cache keeps it until the recipe, the code or a library is another one.
-    Nobody may write in it.
-    """
-    import tokenizers
-    import torch
-    import transformers
-
-    from tinsmith.toy import model
-
-    recipe = model.Recipe("tiny", pretrain_steps=20)
-    versions = [library.__version__ for library in (tokenizers, torch, transformers)]
-    made_by = hashlib.sha256(f"{recipe} {versions}".encode())
-    for source in sorted(Path(model.__file__).parent.glob("*.py")):
-        made_by.update(source.read_bytes())
-    folder = Path(__file__).parents[1] / ".cache" / "toy" / made_by.hexdigest()[:16]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        model.make(recipe, folder, report=print)  # does nothing where it lies already
-    return folder
+    return toy_model(pretrain_steps=20)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.stack import Stack
-from tinsmith.toy.model import Recipe, make
+from tests.support.toys import toy_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -32,10 +32,9 @@ LEARNS = {
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The model answers in whole sentences, nearly always. After 150 steps it answered so seldom on some machines that
     reinforcement learning found no reward."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    make(Recipe("tiny", pretrain_steps=300), folder, report=print)
+    folder = toy_model(pretrain_steps=300)
     state_dir = tmp_path_factory.mktemp("state")
-    with Stack(state_dir, base_models=[f"tinsmith/small-qwen3={folder}"], threads=None) as stack:
+    with Stack(state_dir, base_models=[f"tinsmith/small-qwen3={folder}"]) as stack:
         yield stack
 
 
