@@ -7,7 +7,6 @@ a core, and many tests start services again and again.
 from __future__ import annotations
 
 import atexit
-import gc
 import importlib
 import json
 import os
@@ -22,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
+from tinsmith.allocator import exempt_imports
 from tinsmith.child import die_with_parent
 
 _PRELOADED = ("trainer_service.service", "sampler_service.service", "gateway.__main__")
@@ -125,11 +125,10 @@ def _serve(orders: socket.socket) -> None:
 
 
 def _preload() -> None:
-    for module in _PRELOADED:
-        importlib.import_module(module)
+    with exempt_imports():  # a collection in a forked process would look at all imported objects, and copy their pages
+        for module in _PRELOADED:
+            importlib.import_module(module)
     del sys.modules["gateway.__main__"]  # it is run as `__main__`
-    gc.collect()
-    gc.freeze()  # a collection in a forked process would look at all imported objects, and copy their pages
 
 
 def main() -> None:
