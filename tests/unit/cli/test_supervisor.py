@@ -44,7 +44,11 @@ services = [
 ]
 report = lambda line: print(line, flush=True)
 timeout_s = float(os.environ.get("READY_TIMEOUT_S", "20"))
-ready = lambda: report("READY")
+
+def ready():
+    (folder / "ready").touch()
+    report("READY")
+
 supervisor._LOG_INTERVAL_S = 0.05
 supervisor._FIRST_PAUSE_S = 0.25
 supervisor._FIRST_GRACE_S = 0.5
@@ -59,6 +63,9 @@ me = sys.argv[1]
 def up():
     pathlib.Path(me + ".pid").write_text(str(os.getpid()))
     pathlib.Path(me + ".up").touch()
+def wait_until_all_are_ready():
+    while not pathlib.Path(me).with_name("ready").exists():
+        time.sleep(0.01)
 def stopped(*_):
     pathlib.Path(me + ".stopped").write_text(str(time.monotonic_ns()))
     sys.exit(0)
@@ -66,7 +73,7 @@ def stopped(*_):
 POLITE = PRELUDE + "signal.signal(signal.SIGTERM, stopped); up(); time.sleep(100)"
 DEAF = PRELUDE + "signal.signal(signal.SIGTERM, signal.SIG_IGN); up(); time.sleep(100)"
 DIES_EARLY = PRELUDE + "print('no such model'); sys.exit(3)"
-DIES_LATER = PRELUDE + "up(); time.sleep(0.5); print('out of memory'); os.kill(os.getpid(), signal.SIGKILL)"
+DIES_LATER = PRELUDE + "up(); wait_until_all_are_ready(); print('out of memory'); os.kill(os.getpid(), signal.SIGKILL)"
 LEAVES_A_CHILD = PRELUDE + textwrap.dedent(
     """
     import subprocess
@@ -85,7 +92,7 @@ DIES_ONCE = (
     first = not pathlib.Path(me + ".pid").exists()
     up()
     if first:
-        time.sleep(0.5)
+        wait_until_all_are_ready()
         print("segmentation fault", flush=True)
         pathlib.Path(me + ".up").unlink()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -104,7 +111,7 @@ ONLY_ONCE = (
     if pathlib.Path(me + ".pid").exists():
         {again}
     up()
-    time.sleep(0.5)
+    wait_until_all_are_ready()
     pathlib.Path(me + ".up").unlink()
     os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -121,7 +128,7 @@ LEAVES_A_CHILD_ONCE = (
         left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
         child.write_text(str(left.pid))
         up()
-        time.sleep(0.5)
+        wait_until_all_are_ready()
         pathlib.Path(me + ".up").unlink()
         os.kill(os.getpid(), signal.SIGKILL)
     up(); time.sleep(100)
