@@ -120,8 +120,25 @@ def wait_back(cluster: Cluster, *samplers: Process) -> None:
     wait_until(lambda: all(state(cluster, sampler) == "serving" for sampler in samplers), what="all are taken back")
 
 
+def wait_used(cluster: Cluster, versions: Versions, *samplers: Process) -> None:
+    """All of them have the versions. A sampler that has just come back gets them a moment after it serves, and a burst
+    before that would go to the others as a whole."""
+
+    def num_requests() -> list[float]:
+        return [metric(cluster, "gateway_sampler_requests_total", sampler) for sampler in samplers]
+
+    served = num_requests()
+
+    def are_used() -> bool:
+        Burst(versions, num_tokens=5).check()
+        return all(now > before for now, before in zip(num_requests(), served, strict=True))
+
+    wait_until(are_used, what="all get requests")
+
+
 def test_one_of_two_samplers_is_killed(cluster: Cluster, versions: Versions, undisturbed: Callable[[], None]) -> None:
     wait_back(cluster, *cluster.samplers)
+    wait_used(cluster, versions, *cluster.samplers)
     resubmitted = metric(cluster, "gateway_resubmissions_total", cluster.samplers[0])
     undisturbed()
     burst = Burst(versions)
@@ -171,6 +188,7 @@ def test_one_of_two_samplers_is_stopped_and_goes_on_later(
     cluster: Cluster, versions: Versions, undisturbed: Callable[[], None]
 ) -> None:
     wait_back(cluster, *cluster.samplers)
+    wait_used(cluster, versions, *cluster.samplers)
     stopped, other = cluster.samplers
     resubmitted = metric(cluster, "gateway_resubmissions_total", stopped)
     undisturbed()
