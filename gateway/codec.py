@@ -154,9 +154,8 @@ def field_of(error: ErrorDetails, body: Any) -> str:
         if (isinstance(part, int) and isinstance(value, list)) or (isinstance(value, dict) and part in value):
             place.append(part)
             value = cast(Any, value)[part]
-    if (
-        error["type"] == "missing" and error["loc"][-1] not in place[-1:]
-    ):  # a null field counts as missing, too, and was found in the body above
+    # A field that is null counts as missing, too. The loop above has found it in the body.
+    if error["type"] == "missing" and error["loc"][-1] not in place[-1:]:
         place.append(error["loc"][-1])
     return name_of(place)
 

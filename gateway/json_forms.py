@@ -23,7 +23,7 @@ from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
 
 Array = npt.NDArray[Any]
 
-_EMPTY_LOGPROB = np.float32(-99999.0)
+EMPTY_LOGPROB = np.float32(-99999.0)
 """Together with token 0, this logprob marks an empty cell of a top-k table."""
 _STOP_REASONS = {types_pb2.PUBLIC_STOP_REASON_STOP: "stop", types_pb2.PUBLIC_STOP_REASON_LENGTH: "length"}
 _RESULT_DTYPES = {
@@ -210,7 +210,7 @@ def _topk(table: types_pb2.TopkLogprobs) -> list[list[tuple[int, float]] | None]
     """The (token, logprob) pairs of each position, best first; None for a position without pairs."""
     token_ids = np.frombuffer(table.token_ids, "<i4").reshape(table.length, table.k)
     logprobs = np.frombuffer(table.logprobs, "<f4").reshape(table.length, table.k)
-    num_filled = ((token_ids != 0) | (logprobs != _EMPTY_LOGPROB)).sum(axis=1)
+    num_filled = ((token_ids != 0) | (logprobs != EMPTY_LOGPROB)).sum(axis=1)
     return [
         list(zip(tokens[:n], row[:n], strict=True)) if n else None
         for tokens, row, n in zip(token_ids.tolist(), logprobs.tolist(), num_filled.tolist(), strict=True)

@@ -51,7 +51,7 @@ class ServiceError(Exception):
     reason = "INTERNAL"
     """Name of the error in Tinsmith, which distinguishes errors with one code."""
     category: Category = "server"
-    """Whose mistake the error is, in the words of the Tinker SDK."""
+    """The side that made the mistake, in the words of the Tinker SDK: user, server or unknown."""
 
     def __init__(self, message: str, **metadata: object) -> None:
         super().__init__(message)

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from gateway.convert import check_int32, fold_seed
+from gateway.json_forms import EMPTY_LOGPROB
 from gateway.openai.generator import Generator, Source, TokenizerInfo
 from gateway.openai.schemas import Generate
 from gateway.openai.text import TextStream
@@ -22,8 +23,6 @@ from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2
 
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
-_EMPTY_LOGPROB = -99999.0
-"""Logprob of an empty cell of a top-k table."""
 
 _MANY_TOKENS = 1024
 """Text of more tokens than this is made in `_THREAD`, because it would block the event loop."""
@@ -325,6 +324,6 @@ def _rows(table: types_pb2.TopkLogprobs, length: int) -> Tops:
     token_ids = np.frombuffer(table.token_ids, _INT32).reshape(table.length, table.k).tolist()
     logprobs = np.frombuffer(table.logprobs, _FLOAT32).reshape(table.length, table.k).tolist()
     return [
-        [(token, logprob) for token, logprob in zip(*row, strict=True) if logprob > _EMPTY_LOGPROB]
+        [(token, logprob) for token, logprob in zip(*row, strict=True) if logprob > EMPTY_LOGPROB]
         for row in zip(token_ids, logprobs, strict=True)
     ]

@@ -36,8 +36,8 @@ SETTINGS: dict[str, Any] = {
     "head_dim": 64,
     "tie_word_embeddings": False,
 }
-"""Of models of 63 MB in float32. A quarter is more than OTHER_BYTES and a part of the largest weight, so that a rank
-which reads its part twice shows, too."""
+"""Settings of models of 63 MB in float32. A quarter of a model is more than OTHER_BYTES and a part of the largest
+weight, so that a rank which reads its part twice shows, too."""
 
 
 def dense() -> PreTrainedModel:
@@ -67,9 +67,9 @@ MODELS = {
 @dataclass(frozen=True, slots=True)
 class Loaded:
     folder: Path
-    """Of the model's files, with what each rank found of each layout in it."""
+    """Holds the model's files, and what each rank found with each layout."""
     all_bytes: int
-    """Of the weights in float32."""
+    """Bytes of all weights in float32."""
     largest: int
     """Bytes of the largest weight."""
 

@@ -19,6 +19,14 @@ def sent(received: ReceivedAnswers, seq_id: int) -> None:
     received.accepted(seq_id, is_batch=True)
 
 
+def answered(received: ReceivedAnswers, *batches: tuple[int, bool]) -> None:
+    """Batches arrive one after the other, and the client gets each answer before it sends the next. `batches`: seq_id,
+    and whether the batch has failed."""
+    for seq_id, failed in batches:
+        sent(received, seq_id)
+        received.received(seq_id, failed=failed)
+
+
 def step(received: ReceivedAnswers, seq_id: int) -> int:
     """An optim_step arrives, and is accepted."""
     seen = received.step(seq_id)
@@ -28,9 +36,7 @@ def step(received: ReceivedAnswers, seq_id: int) -> int:
 
 def test_a_client_that_waits_for_every_answer_starts_afresh_behind_a_failure() -> None:
     received = ReceivedAnswers()
-    for seq_id, failed in ((1, False), (2, True), (3, False), (4, False)):
-        sent(received, seq_id)
-        received.received(seq_id, failed=failed)
+    answered(received, (1, False), (2, True), (3, False), (4, False))
     assert step(received, 5) == 2
     assert step(received, 5) == 2, "a repeat is told the same"
 
@@ -93,9 +99,7 @@ def test_a_batch_that_was_refused_for_now_is_in_flight_until_it_is_sent_again(is
 
 def test_a_number_whose_batch_was_refused_for_now_may_go_to_the_step() -> None:
     received = ReceivedAnswers()
-    for seq_id, failed in ((1, True), (2, False)):
-        sent(received, seq_id)
-        received.received(seq_id, failed=failed)
+    answered(received, (1, True), (2, False))
     sent(received, 3)  # and refused, because a queue is full
     assert step(received, 3) == 1
 
@@ -118,9 +122,7 @@ def test_a_number_that_another_kind_of_operation_takes_is_no_new_batch() -> None
 def test_a_number_far_ahead_that_is_refused_for_now_protects_one_step_only() -> None:
     received = failed_batch_and_one_refused_for_now(10**9)
     assert step(received, 2) == 0
-    for seq_id, failed in ((3, True), (4, False)):
-        sent(received, seq_id)
-        received.received(seq_id, failed=failed)
+    answered(received, (3, True), (4, False))
     assert step(received, 5) == 3
 
 
@@ -184,9 +186,7 @@ def test_a_call_that_is_refused_for_its_number_does_not_hide_the_batch_that_has_
 
 def test_a_step_that_was_refused_for_its_own_parameters_leaves_the_caller_afresh() -> None:
     received = ReceivedAnswers()
-    for seq_id, failed in ((1, True), (2, False)):
-        sent(received, seq_id)
-        received.received(seq_id, failed=failed)
+    answered(received, (1, True), (2, False))
     assert step(received, 3) == 1
     received.received(3, failed=True)  # a negative learning rate, say: nothing was applied or dropped
     assert step(received, 4) == 1
@@ -203,9 +203,7 @@ def test_a_late_repeat_of_an_answered_batch_is_nothing_new() -> None:
     assert step(received, 2) == 0
     received.received(2, failed=False)
     sent(received, 1)
-    for seq_id, failed in ((3, True), (4, False)):
-        sent(received, seq_id)
-        received.received(seq_id, failed=failed)
+    answered(received, (3, True), (4, False))
     assert step(received, 5) == 3
 
 
@@ -224,9 +222,7 @@ def test_batches_that_were_in_flight_together_are_protected_in_whatever_order_th
 
 def test_a_batch_that_was_not_accepted_is_not_the_one_behind_a_failure() -> None:
     received = ReceivedAnswers()
-    for seq_id, failed in ((1, False), (2, True)):
-        sent(received, seq_id)
-        received.received(seq_id, failed=failed)
+    answered(received, (1, False), (2, True))
     received.sent(50_000)
     received.unsent(50_000)  # too far ahead
     assert step(received, 3) == 0
@@ -317,9 +313,7 @@ def test_an_operation_that_another_gateway_accepted_does_not_matter_behind_a_ste
     received = ReceivedAnswers()
     step(received, 3)  # 1 and 2 went elsewhere
     received.received(3, failed=False)
-    for seq_id, failed in ((4, True), (5, False)):
-        sent(received, seq_id)
-        received.received(seq_id, failed=failed)
+    answered(received, (4, True), (5, False))
     assert step(received, 6) == 4
 
 
